@@ -1,0 +1,26 @@
+"""Training data: folders of precomputed latents, and the data sets that make them."""
+
+from data.digits import digits
+from data.encoders import IdentityEncoder, encode_images, encoder_for, image_decoder, real_images, to_uint8
+from data.latents import LatentDataset, LatentManifest, LatentWriter, open_latents, read_manifest
+from data.stream import StreamOrder, held_out_batches, stream
+from data.synthetic import synthetic
+
+__all__ = [
+    "IdentityEncoder",
+    "LatentDataset",
+    "LatentManifest",
+    "LatentWriter",
+    "StreamOrder",
+    "digits",
+    "encode_images",
+    "encoder_for",
+    "held_out_batches",
+    "image_decoder",
+    "open_latents",
+    "read_manifest",
+    "real_images",
+    "stream",
+    "synthetic",
+    "to_uint8",
+]

@@ -1,0 +1,33 @@
+"""The embedded data set: 1,797 handwritten digits of 8x8 grey pixels that ship with scikit-learn."""
+
+from pathlib import Path
+
+import numpy as np
+
+from data.encoders import IdentityEncoder, encode_images
+from data.latents import LatentDataset, LatentManifest, open_latents
+
+
+def digits(path: str, input_size: int, in_channels: int, num_classes: int) -> LatentDataset:
+    """Open the digits, writing them once as a latent folder at `path`."""
+    if not Path(path).exists():
+        _write(path)
+    return open_latents(path, input_size, in_channels, num_classes)
+
+
+def _write(path: str) -> None:
+    from sklearn.datasets import load_digits
+
+    source = load_digits()
+    # Grey levels 0..16 of the source fill the bytes 0..255.
+    images = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
+    manifest = LatentManifest(
+        count=len(images),
+        shape=images.shape[1:],
+        dtype="float16",
+        kind="samples",
+        num_classes=len(source.target_names),
+        encoder=IdentityEncoder.name,
+        num_held_out=297,
+    )
+    encode_images(path, [(images, source.target)], IdentityEncoder(), manifest)

@@ -1,0 +1,26 @@
+"""Seeded random latents of any shape, for tests and benchmarks."""
+
+import numpy as np
+
+from data.latents import LatentDataset, LatentManifest
+
+
+def synthetic(
+    input_size: int, in_channels: int, num_classes: int, num_held_out: int, num_entries: int, seed: int
+) -> LatentDataset:
+    """Draw Gaussian latents in memory whose mean tells their class."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, num_classes, num_entries) if num_classes else None
+    stored = 0.5 * rng.standard_normal((num_entries, in_channels, input_size, input_size), dtype=np.float32)
+    if labels is not None:
+        stored += (labels / num_classes - 0.5).astype(np.float32)[:, None, None, None]
+    manifest = LatentManifest(
+        count=num_entries,
+        shape=stored.shape[1:],
+        dtype="float32",
+        kind="samples",
+        num_classes=num_classes,
+        encoder="identity",
+        num_held_out=num_held_out,
+    )
+    return LatentDataset(stored, labels, manifest)

@@ -1,0 +1,107 @@
+"""Evaluators: evaluator.run(step) yields (key, value). What they look at is given to them; they build nothing."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+from tqdm import tqdm
+
+from evaluation.detectors import DigitJudge, PixelDetector
+from evaluation.metrics import frechet_distance
+from evaluation.pictures import save_grid, text_picture
+from evaluation.statistics import FeatureStatistics
+
+ImageSource = Callable[[int], tuple[np.ndarray, np.ndarray | None]]
+
+
+class DenseLoss:
+    """Training loss on held-out entries with all tokens in all layers: what routed training should be judged by.
+
+    Every run draws the same noise for the same entries, so that steps and runs can be compared.
+
+    Args:
+        denoisers: key of the metric -> preconditioned network.
+        loss_fn: the training loss.
+        batches: gives this process's held-out batches: (index, latents, labels), where the index seeds the draws.
+        total: sums a tensor over all processes.
+    """
+
+    def __init__(
+        self,
+        denoisers: Mapping[str, nn.Module],
+        loss_fn: Callable[..., torch.Tensor],
+        batches: Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]],
+        total: Callable[[torch.Tensor], torch.Tensor],
+    ):
+        self.denoisers, self.loss_fn, self.batches, self.total = denoisers, loss_fn, batches, total
+
+    @torch.no_grad()
+    def run(self, step: int) -> Iterator[tuple[str, float]]:
+        """Yield each denoiser's mean loss."""
+        for key, denoiser in self.denoisers.items():
+            was_training = denoiser.training
+            denoiser.eval()
+            sums = torch.zeros(2, dtype=torch.float64, device=next(denoiser.parameters()).device)  # of losses, of entries
+            # The blocks are compiled for the shapes of training; here they run as they are written.
+            with torch.compiler.set_stance("force_eager"):
+                for index, latents, labels in self.batches():
+                    generator = torch.Generator(latents.device).manual_seed(index)
+                    losses = self.loss_fn(denoiser, latents, labels, generator=generator)
+                    sums[0] += losses.double().sum()
+                    sums[1] += len(losses)
+            denoiser.train(was_training)
+            loss, count = self.total(sums).tolist()
+            yield key, loss / count
+
+
+class SampleGrid:
+    """Write a grid of samples as a PNG, and show the first of them in the terminal where they are small enough.
+
+    Args:
+        write: on the first process; the others only take part in the sampling.
+    """
+
+    def __init__(self, source: ImageSource, folder: Path, num_samples: int, columns: int, write: bool):
+        self.source, self.folder, self.num_samples, self.columns, self.write = source, folder, num_samples, columns, write
+
+    def run(self, step: int) -> Iterator[tuple[str, float]]:
+        """Yield nothing."""
+        images, _ = self.source(self.num_samples)
+        if self.write:
+            file = self.folder / f"step_{step:08d}.png"
+            save_grid(images, file, self.columns)
+            tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
+        yield from ()
+
+
+class DigitsEvaluator:
+    """Scores of generated digits: distance to the training digits in pixels, and how many show the digit of their label.
+
+    Args:
+        reference: real training digits (N, H, W, C) uint8 and their labels.
+        source: gives images and labels; needed by `run` alone.
+        num_samples: how many `run` scores.
+    """
+
+    def __init__(self, reference: tuple[np.ndarray, np.ndarray], source: ImageSource | None, num_samples: int):
+        self.source, self.num_samples = source, num_samples
+        self._detector, self._judge = PixelDetector(), DigitJudge(*reference)
+        self._reference = self._statistics(reference[0])
+
+    def run(self, step: int) -> Iterator[tuple[str, float]]:
+        """Generate and yield the scores."""
+        yield from self.score(*self.source(self.num_samples)).items()
+
+    def score(self, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return the scores of images (N, H, W, C) uint8 with labels (N,)."""
+        statistics = self._statistics(images)
+        distance = frechet_distance(
+            statistics.mean, statistics.covariance, self._reference.mean, self._reference.covariance
+        )
+        return {"fd_pixel": distance, "label_accuracy": self._judge.accuracy(images, labels)}
+
+    def _statistics(self, images: np.ndarray) -> FeatureStatistics:
+        features = self._detector(images)
+        return FeatureStatistics(features.shape[1]).update(features)

@@ -1,0 +1,33 @@
+"""Pictures for people: a grid of images as a PNG file, and small images as text."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+PADDING = 2
+SMALLEST_TILE = 32
+TEXT_COLUMNS = 100
+
+
+def save_grid(images: np.ndarray, file: Path, columns: int) -> None:
+    """Write images (N, H, W, C) uint8 row by row into one PNG; small images are enlarged, pixel by pixel."""
+    zoom = max(1, SMALLEST_TILE // images.shape[1])
+    tiles = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    tiles = np.pad(tiles, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))
+    tiles = np.pad(tiles, ((0, -len(tiles) % columns), (0, 0), (0, 0), (0, 0)))
+    _, height, width, channels = tiles.shape
+    rows = tiles.reshape(-1, columns, height, width, channels).transpose(0, 2, 1, 3, 4)
+    grid = rows.reshape(-1, columns * width, channels)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(grid.squeeze(-1) if channels == 1 else grid).save(file)
+
+
+def text_picture(images: np.ndarray) -> str:
+    """Draw a row of small grey images (N, H, W, 1) uint8 with half blocks, for a terminal; empty where they do not fit."""
+    count = TEXT_COLUMNS // images.shape[2]
+    if count == 0 or images.shape[3] != 1:
+        return ""
+    row = np.concatenate(list(images[:count, :, :, 0] > 127), axis=1)
+    pairs = zip(row[::2], row[1::2], strict=False)
+    return "\n".join("".join(" ▄▀█"[2 * above + below] for above, below in zip(*pair, strict=True)) for pair in pairs)

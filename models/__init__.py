@@ -1,0 +1,5 @@
+"""Networks: the diffusion transformer."""
+
+from models.dit import DiT
+
+__all__ = ["DiT"]

@@ -1,0 +1,57 @@
+"""A route: a window of layers, and the fraction of tokens that bypass it. [TREAD] section 3."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Route:
+    """A window of layers that a random part of the tokens bypasses.
+
+    Args:
+        selection_ratio: fraction of tokens that bypass the window, in [0, 1).
+        start_layer_idx: first layer of the window; negative indices count from the end.
+        end_layer_idx: last layer of the window, inclusive; -1 is the last layer.
+    """
+
+    selection_ratio: float
+    start_layer_idx: int
+    end_layer_idx: int
+
+
+def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
+    """Return the routes with non-negative layer indices, in the order in which the layers meet them.
+
+    Args:
+        routes: routes as written by the user, in any order.
+        depth: number of layers of the network.
+
+    Raises:
+        ValueError: a ratio outside [0, 1), an index outside the depth, a start after its end, or two routes that share a layer.
+    """
+    resolved = [(i, _resolve(i, route, depth)) for i, route in enumerate(routes)]
+    resolved.sort(key=lambda item: item[1].start_layer_idx)
+    for (i, first), (j, second) in zip(resolved, resolved[1:], strict=False):
+        if second.start_layer_idx <= first.end_layer_idx:
+            raise ValueError(
+                f"model.routes.{i} (layers {first.start_layer_idx}..{first.end_layer_idx}) and model.routes.{j} "
+                f"(layers {second.start_layer_idx}..{second.end_layer_idx}) overlap at depth {depth}: "
+                "routes must not share a layer"
+            )
+    return tuple(route for _, route in resolved)
+
+
+def _resolve(i: int, route: Route, depth: int) -> Route:
+    if not 0 <= route.selection_ratio < 1:
+        raise ValueError(f"model.routes.{i}.selection_ratio={route.selection_ratio} must be in [0, 1)")
+    for name in ("start_layer_idx", "end_layer_idx"):
+        idx = getattr(route, name)
+        if not -depth <= idx < depth:
+            raise ValueError(f"model.routes.{i}.{name}={idx} must be in [{-depth}, {depth - 1}] for depth={depth}")
+    start, end = route.start_layer_idx % depth, route.end_layer_idx % depth
+    if start > end:
+        raise ValueError(
+            f"model.routes.{i}.start_layer_idx={route.start_layer_idx} (layer {start}) must not come after "
+            f"end_layer_idx={route.end_layer_idx} (layer {end}) at depth={depth}"
+        )
+    return Route(route.selection_ratio, start, end)

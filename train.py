@@ -1,0 +1,175 @@
+"""Train a diffusion transformer with or without token routes.
+
+    accelerate launch train.py model=tread
+    accelerate launch train.py model=dit model/size=s_2 data=latents data.path=FOLDER
+    python train.py -m model=dit,tread seed=0,1
+
+Running the same command again resumes.
+"""
+
+import os
+from functools import partial
+from typing import Any
+
+import hydra
+import torch
+import torch.nn as nn
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, gather_object, parse_flag_from_env
+from omegaconf import DictConfig
+
+from data import LatentDataset, held_out_batches, image_decoder, real_images, stream
+from diffusion import ImageSource
+from evaluation import DenseLoss, SampleGrid
+from training import config as configuration
+from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights
+from training.ema import EMA
+from training.provenance import RunFolder, environment, summary
+from training.trackers import MetricsFile
+from training.trainer import Trainer
+
+GRID_SAMPLES, GRID_COLUMNS = 20, 10
+EVALUATION_BATCH = 64
+
+configuration.register()
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="config")
+def main(cfg: DictConfig) -> None:
+    """Compose, validate, build, fit."""
+    with configuration.one_line_errors():
+        config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+        run = RunFolder(config["output_dir"])
+        state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+        resolved = configuration.resolve_auto(config, run.manifest().get("resolved", {}), state.device, state.num_processes)
+        if latest_checkpoint(run.path):
+            run.check_config(config)
+        if run.is_finished(config["train"]["total_steps"]):
+            state.print(f"{run.path} is finished: raise train.total_steps to go on, or start another with run_name=NAME")
+            return
+        with state.main_process_first():
+            dataset = configuration.build(config["data"])()
+        trainer = build_trainer(config, resolved, run, dataset)
+    run_training(trainer, run)
+
+
+def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFolder, dataset: LatentDataset) -> Trainer:
+    """Build all that a run needs, and load its newest checkpoint if it has one."""
+    accelerator = _start_accelerator(resolved["mixed_precision"])
+    settings, device = config["train"], accelerator.device
+    torch.manual_seed(config["seed"])
+    net = configuration.build_net(config).to(device)
+    checkpoint = latest_checkpoint(run.path)
+    if settings["init_from"] and not checkpoint:
+        load_weights(net, settings["init_from"])
+    ema = EMA(net, **config["ema"])
+    if resolved["compile"]:
+        for block in net.blocks:
+            block.compile(dynamic=False)
+    precond = accelerator.prepare_model(configuration.build_precond(config, net))
+    optimizer = configuration.build(config["optimizer"])(net.parameters(), fused=True)
+    loss_fn = configuration.build(config["diffusion"]["loss"])()
+    checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
+    state = checkpoints.load(checkpoint, net, ema.net, optimizer, device) if checkpoint else None
+    if state and state["step"] > settings["total_steps"]:
+        raise ValueError(f"train.total_steps={settings['total_steps']} must be at least the {state['step']} steps of {run.path}")
+    accelerator.wait_for_everyone()  # all have read what the first process is about to change
+
+    metrics_file = tracker = None
+    if accelerator.is_main_process:
+        details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
+        run.begin(config, {**details, "data": dataset.describe(), "status": "running"})
+        metrics_file = MetricsFile(run.path / "metrics.jsonl", state["metrics_size"] if state else 0)
+        tracker = configuration.build(config["tracker"])() if config["tracker"] else None
+        print(summary(config, details, net, resumed_step=state["step"] if state else 0), flush=True)
+    batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
+    share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
+    loading = {"num_workers": settings["num_workers"], "pin_memory": device.type == "cuda"}
+    return Trainer(
+        accelerator=accelerator,
+        precond=precond,
+        net=net,
+        ema=ema,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        micro_batches=partial(stream, dataset, seed=config["seed"], **batch_sizes, **share, **loading),
+        to_latents=dataset.manifest.to_latents,
+        evaluators=_evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn),
+        checkpoints=checkpoints,
+        metrics_file=metrics_file,
+        tracker=tracker,
+        seed=config["seed"],
+        **batch_sizes,
+        **{key: settings[key] for key in ("total_steps", "grad_clip", "log_every", "save_every")},
+        state=state,
+    )
+
+
+def run_training(trainer: Trainer, run: RunFolder) -> None:
+    """Fit, and record in the manifest how it ended."""
+    status = "failed"
+    try:
+        trainer.fit()
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        trainer.show(f"interrupted at step {trainer.step}: run the same command again to go on from the last checkpoint")
+        raise
+    finally:
+        if trainer.metrics_file:
+            run.update({"status": status, "step": trainer.step})
+        trainer.close()
+    trainer.show(f"{run.path} is finished. Sample from it: accelerate launch sample.py run={run.path} num_samples=500")
+
+
+def _start_accelerator(mixed_precision: str) -> Accelerator:
+    # A sweep runs job after job in one process: nothing of the last one may be left.
+    AcceleratorState._reset_state()
+    torch._dynamo.reset()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[ddp])
+
+
+def _evaluators(
+    config: dict[str, Any],
+    run: RunFolder,
+    dataset: LatentDataset,
+    accelerator: Accelerator,
+    net: nn.Module,
+    ema_net: nn.Module,
+    loss_fn: Any,
+) -> list[tuple[int, Any]]:
+    """Return (every how many steps, evaluator)."""
+    settings, device = config["train"], accelerator.device
+    share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
+    # Built anew around the bare networks: what accelerate prepared runs under autocast, evaluation does not.
+    denoiser, ema_denoiser = (configuration.build_precond(config, n) for n in (net, ema_net))
+    source = ImageSource(
+        ema_denoiser,
+        configuration.build(config["sampler"]),
+        image_decoder(dataset.manifest),
+        batch_size=EVALUATION_BATCH,
+        device=device,
+        guidance_scale=config["guidance"]["guidance_scale"],
+        gather=gather_object,
+        **share,
+    )
+    evaluators = []
+    if settings["sample_every"]:
+        grid = SampleGrid(source, run.path / "samples", GRID_SAMPLES, GRID_COLUMNS, write=accelerator.is_main_process)
+        evaluators.append((settings["sample_every"], grid))
+    if settings["eval_every"] and len(dataset.held_out_ids):
+        batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
+        denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
+        loss = DenseLoss(denoisers, loss_fn, batches, total=partial(accelerator.reduce, reduction="sum"))
+        evaluators.append((settings["eval_every"], loss))
+    if settings["eval_every"] and config["evaluation"]:
+        evaluator = configuration.build(config["evaluation"])(real_images(dataset, dataset.train_ids), source)
+        evaluators.append((settings["eval_every"], evaluator))
+    return evaluators
+
+
+if __name__ == "__main__":
+    main()

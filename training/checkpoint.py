@@ -1,0 +1,159 @@
+"""Checkpoints: tensors and plain types only, written beside their place and renamed when they are whole.
+
+A checkpoint is a folder `step_00001000` with `net.safetensors`, `ema.safetensors` (the weights to sample from, usable on
+their own), `optimizer.safetensors` and `state.json`.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+STEP_FOLDER = re.compile(r"step_(\d{8})")
+WRAPPERS = ("module.", "_orig_mod.", "model.", "net.")
+
+
+class CheckpointFolder:
+    """The checkpoints of one run.
+
+    Args:
+        folder: `checkpoints/` of the run.
+        keep_last: how many of the newest are kept.
+        milestone_every: checkpoints at multiples of this many steps are kept for ever; None keeps none.
+    """
+
+    def __init__(self, folder: Path, keep_last: int, milestone_every: int | None):
+        self.folder, self.keep_last, self.milestone_every = folder, keep_last, milestone_every
+
+    def save(self, step: int, net: nn.Module, ema: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Write a checkpoint of `step`, then remove those that are no longer kept."""
+        final = self.folder / f"step_{step:08d}"
+        partial = self.folder / f".{final.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _save_tensors(partial / "net.safetensors", net.state_dict())
+        _save_tensors(partial / "ema.safetensors", ema.state_dict())
+        _save_tensors(partial / "optimizer.safetensors", _optimizer_tensors(net, optimizer))
+        (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(self.folder)
+        self._remove_old()
+
+    def load(
+        self, path: Path, net: nn.Module, ema: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> dict[str, Any]:
+        """Load a checkpoint into its objects and return what was saved as `state`, with the step."""
+        load_weights(net, path / "net.safetensors")
+        load_weights(ema, path / "ema.safetensors")
+        tensors = _load_tensors(path / "optimizer.safetensors", device)
+        saved = optimizer.state_dict()
+        for i, name in enumerate(_trained_names(net)):
+            keys = [key for key in tensors if key.rpartition("/")[0] == name]
+            saved["state"][i] = {key.rpartition("/")[2]: tensors[key] for key in keys}
+        optimizer.load_state_dict(saved)
+        return json.loads((path / "state.json").read_text())
+
+    def _remove_old(self) -> None:
+        for step, path in steps_in(self.folder)[: -self.keep_last]:
+            if not self.milestone_every or step % self.milestone_every:
+                shutil.rmtree(path)
+
+
+def steps_in(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of each whole checkpoint, oldest first."""
+    found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def latest_checkpoint(run_folder: Path) -> Path | None:
+    """Return the newest checkpoint of a run, or None."""
+    found = steps_in(run_folder / "checkpoints")
+    return found[-1][1] if found else None
+
+
+def load_weights(net: nn.Module, source: str | Path) -> None:
+    """Load weights into a network, by name.
+
+    Args:
+        source: a `.safetensors` file; a `.pt` or `.pth` file, read without executing code from it, whose `ema`, `model` or
+            `state_dict` entry is taken if there is one; a checkpoint folder or a run folder, whose averaged weights are taken.
+            Names may carry the prefixes of wrappers (`module.`, `_orig_mod.`, `model.`, `net.`).
+
+    Raises:
+        FileNotFoundError: there is nothing at `source`.
+        ValueError: the file can not be read, or its names or shapes are not those of the network.
+    """
+    file = _weights_file(Path(source))
+    tensors = {_strip(name): tensor for name, tensor in _load_tensors(file, torch.device("cpu")).items()}
+    expected = net.state_dict()
+    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or unexpected:
+        raise ValueError(f"{file}: the weights are not of this network: missing {missing[:3]}, not known {unexpected[:3]}")
+    for name, tensor in expected.items():
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(f"{file}: {name} has shape {tuple(tensors[name].shape)}, the network's is {tuple(tensor.shape)}")
+    net.load_state_dict(tensors)
+
+
+def _weights_file(source: Path) -> Path:
+    if source.is_dir():
+        folder = latest_checkpoint(source) if (source / "checkpoints").is_dir() else source
+        source = source / "checkpoints" if folder is None else folder / "ema.safetensors"
+    if not source.is_file():
+        raise FileNotFoundError(f"{source} not found: give a weights file, a checkpoint folder or a run folder")
+    return source
+
+
+def _load_tensors(file: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file, device=str(device))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
+    try:
+        content = torch.load(file, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file} can not be read as a file of plain tensors: {error}") from error
+    for key in ("ema", "model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            return content[key]
+    return content
+
+
+def _save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def _strip(name: str) -> str:
+    while prefix := next((prefix for prefix in WRAPPERS if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _trained_names(net: nn.Module) -> list[str]:
+    return [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+
+
+def _optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names, state = _trained_names(net), optimizer.state_dict()["state"]
+    return {f"{names[i]}/{key}": tensor for i, entry in state.items() for key, tensor in entry.items()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

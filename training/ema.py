@@ -1,0 +1,36 @@
+"""Exponential moving average of the weights, in fp32, updated only when the optimizer stepped."""
+
+from copy import deepcopy
+
+import torch
+import torch.nn as nn
+
+
+class EMA:
+    """Average a network's parameters.
+
+    Args:
+        net: the network; it is copied, in eval mode. Call this before its blocks are compiled.
+        decay: weight of the past in each update.
+        warmup: start from a small decay: min(decay, (1 + s) / (10 + s)) after s updates.
+    """
+
+    def __init__(self, net: nn.Module, decay: float, warmup: bool):
+        self.net = deepcopy(net).eval().requires_grad_(False)
+        self.decay, self.warmup = decay, warmup
+        self.num_updates = torch.zeros((), device=next(net.parameters()).device)
+
+    @torch.no_grad()
+    def update(self, net: nn.Module, skipped: torch.Tensor) -> None:
+        """Move the average towards `net`; `skipped` (0-d, 0 or 1, on the device) says that the optimizer did not step."""
+        decay = torch.full_like(self.num_updates, self.decay)
+        if self.warmup:
+            # beta_s = min(beta, (1 + s) / (10 + s))
+            decay = torch.minimum(decay, (1 + self.num_updates) / (10 + self.num_updates))
+        weight = (1 - decay) * (1 - skipped)
+        averages = list(self.net.parameters())
+        # average += weight * (parameter - average)
+        differences = torch._foreach_sub(list(net.parameters()), averages)
+        torch._foreach_mul_(differences, weight)
+        torch._foreach_add_(averages, differences)
+        self.num_updates += 1 - skipped

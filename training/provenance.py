@@ -1,0 +1,135 @@
+"""What a run was: its configuration, commit, versions, device, command and data, kept beside its results."""
+
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+import yaml
+
+PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy")
+
+# What a resumed run may change: none of it changes the weights that a step gives.
+FREE_KEYS = (
+    "run_name",
+    "output_dir",
+    "evaluation",
+    "guidance",
+    "sampler",
+    "tracker",
+    "train.total_steps",
+    "train.log_every",
+    "train.save_every",
+    "train.eval_every",
+    "train.sample_every",
+    "train.keep_last",
+    "train.milestone_every",
+    "train.num_workers",
+)
+
+
+class RunFolder:
+    """The folder of one run: `config.yaml`, `manifest.json`, `metrics.jsonl`, `checkpoints/`, `samples/`."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config_file, self.manifest_file = self.path / "config.yaml", self.path / "manifest.json"
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the manifest; empty before the run has started."""
+        return json.loads(self.manifest_file.read_text()) if self.manifest_file.is_file() else {}
+
+    def is_finished(self, total_steps: int) -> bool:
+        """Say whether the run has come to the end that is asked of it."""
+        manifest = self.manifest()
+        return manifest.get("status") == "finished" and manifest["step"] == total_steps
+
+    def check_config(self, config: dict[str, Any]) -> None:
+        """Compare the configuration with the one that the folder was begun with.
+
+        Raises:
+            ValueError: they differ in something that changes the result.
+        """
+        if not self.config_file.is_file():
+            return
+        old, new = _flatten(yaml.safe_load(self.config_file.read_text())), _flatten(config)
+        changes = [
+            f"{key}: {old.get(key)} -> {new.get(key)}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        ]
+        if changes:
+            raise ValueError(
+                f"output_dir={self.path} holds a run with another configuration ({'; '.join(changes)}): "
+                "start this one elsewhere with run_name=NAME"
+            )
+
+    def begin(self, config: dict[str, Any], manifest: dict[str, Any]) -> None:
+        """Write the configuration and the manifest of a run that starts or resumes."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.config_file, yaml.safe_dump(config, sort_keys=False))
+        self.update(manifest)
+
+    def update(self, fields: dict[str, Any]) -> None:
+        """Change fields of the manifest."""
+        _write(self.manifest_file, json.dumps({**self.manifest(), **fields}, indent=2) + "\n")
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return commit, versions, device and command of this process."""
+    return {
+        "command": " ".join(sys.argv),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "device": device,
+    }
+
+
+def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, resumed_step: int) -> str:
+    """Return what a user wants to see before a run starts."""
+    train, resolved = config["train"], details["resolved"]
+    num_parameters = sum(parameter.numel() for parameter in net.parameters())
+    lines = [
+        f"run        {config['output_dir']}" + (f", resumed at step {resumed_step}" if resumed_step else ""),
+        f"network    {num_parameters / 1e6:.2f}M parameters, {len(net.blocks)} blocks, {net.num_tokens} tokens",
+        *(
+            f"route      {route.selection_ratio:.0%} of the tokens bypass blocks {route.start_layer_idx} to "
+            f"{route.end_layer_idx} (of 0 to {len(net.blocks) - 1}) while training"
+            for route in net.routes
+        ),
+        f"batch      {train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}, "
+        f"{details['num_processes']} process(es) on {details['device']}",
+        f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
+        f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks",
+        f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}",
+    ]
+    if resolved["compile"]:
+        lines.append("The first step compiles the blocks: this can take a minute.")
+    return "\n".join(lines)
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).resolve().parent
+    try:
+        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None  # not a git checkout: a fact worth recording, not an error
+    return result.stdout.strip()
+
+
+def _flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(config, dict):
+        return {prefix: config}
+    return {k: v for key, value in config.items() for k, v in _flatten(value, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text)
+    partial.replace(file)

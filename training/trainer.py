@@ -1,0 +1,229 @@
+"""The training loop.
+
+A run of N steps takes N + 1 turns: each turn first saves and evaluates what the steps before it gave, so that the last
+state takes the same path as the others. Every random draw is a function of (seed, step, index of the micro-batch within
+the global batch), so that a resumed run, or one on another number of processes, draws the same.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn as nn
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from training.checkpoint import CheckpointFolder
+from training.ema import EMA
+from training.trackers import MetricsFile, Tracker
+
+WINDOW = ("loss", "grad_norm", "landed", "skipped")  # sums since the last log point
+
+
+class Evaluator(Protocol):
+    """What the trainer asks of an evaluator."""
+
+    def run(self, step: int) -> Iterator[tuple[str, float]]: ...
+
+
+class Trainer:
+    """Fit a preconditioned network to a stream of micro-batches.
+
+    Args:
+        precond: the network in its preconditioning, prepared by accelerate.
+        net: the same network, unwrapped.
+        loss_fn: loss_fn(precond, x, class_labels, generator=) -> (N,).
+        micro_batches: gives this process's micro-batches (stored entries, labels) from a step on.
+        to_latents: turns stored entries into what the network sees, with a generator for what it draws.
+        evaluators: (every how many steps, evaluator).
+        metrics_file: gets every line; None on all processes but the first, like `tracker`.
+        batch_size, micro_batch_size: the global batch, and the part of it that one forward takes.
+        grad_clip: largest norm of the gradient; None does not clip.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator,
+        precond: nn.Module,
+        net: nn.Module,
+        ema: EMA,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., torch.Tensor],
+        micro_batches: Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor | None]]],
+        to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
+        evaluators: Sequence[tuple[int, Evaluator]],
+        checkpoints: CheckpointFolder,
+        metrics_file: MetricsFile | None,
+        tracker: Tracker | None,
+        seed: int,
+        total_steps: int,
+        batch_size: int,
+        micro_batch_size: int,
+        grad_clip: float | None,
+        log_every: int,
+        save_every: int,
+        state: dict[str, Any] | None,
+    ):
+        self.accelerator, self.device = accelerator, accelerator.device
+        self.precond, self.net, self.ema, self.optimizer, self.loss_fn = precond, net, ema, optimizer, loss_fn
+        self.micro_batches, self.to_latents = micro_batches, to_latents
+        self.evaluators, self.checkpoints = evaluators, checkpoints
+        self.metrics_file, self.tracker = metrics_file, tracker
+        self.seed, self.total_steps, self.grad_clip = seed, total_steps, grad_clip
+        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+        self.log_every, self.save_every = log_every, save_every
+        self.parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        self._restore(state)
+
+    def fit(self) -> None:
+        """Train until `total_steps`."""
+        micro_batches = iter(self.micro_batches(self.step))
+        self.progress = tqdm(
+            initial=self.step,
+            total=self.total_steps,
+            desc="train",
+            unit="step",
+            disable=not self.accelerator.is_main_process,
+            mininterval=1.0,
+        )
+        self._resume_clock()
+        while True:
+            self._save_and_evaluate()
+            if self.step == self.total_steps:
+                break
+            self._train_step(micro_batches)
+            self.step += 1
+            self.progress.update()
+            if self.step % self.log_every == 0 or self.step == self.total_steps:
+                self._log_training()
+        self.progress.close()
+
+    def show(self, text: str) -> None:
+        """Print on the first process, above the progress bar."""
+        if self.accelerator.is_main_process:
+            tqdm.write(text)
+
+    def close(self) -> None:
+        """Close what the trainer was given to write to."""
+        for writer in (self.metrics_file, self.tracker):
+            if writer:
+                writer.close()
+
+    def _train_step(self, micro_batches: Iterator[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        self.net.train()
+        num_processes = self.accelerator.num_processes
+        indices = range(self.accelerator.process_index, self.batch_size // self.micro_batch_size, num_processes)
+        loss = torch.zeros((), device=self.device)
+        for index in indices:
+            stored, labels = next(micro_batches)
+            generator = self._generator(index)
+            x = self.to_latents(stored.to(self.device, non_blocking=True), generator)
+            labels = None if labels is None else labels.to(self.device, non_blocking=True)
+            last = index == indices[-1]
+            with nullcontext() if last else self.accelerator.no_sync(self.precond):
+                micro_loss = self.loss_fn(self.precond, x, labels, generator=generator).mean() / len(indices)
+                self.accelerator.backward(micro_loss)
+            loss += micro_loss.detach()
+        self._update_weights(loss)
+
+    def _update_weights(self, loss: torch.Tensor) -> None:
+        grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
+        if self.grad_clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip, grad_norm)
+        # A step that is not finite is skipped on the device, without asking it. The gradients are the same on all
+        # processes, and so is the decision.
+        skipped = (~grad_norm.isfinite()).float()
+        self.optimizer.found_inf = skipped
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.ema.update(self.net, skipped)
+        landed = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
+        self.window[:3] += landed.nan_to_num(0.0, 0.0, 0.0)
+        self.window[3] += skipped
+
+    def _generator(self, micro_index: int) -> torch.Generator:
+        state = np.random.SeedSequence([self.seed, self.step, micro_index]).generate_state(1, np.uint64)
+        return torch.Generator(self.device).manual_seed(int(state[0]))
+
+    def _log_training(self) -> None:
+        self._pause_clock()
+        # SYNC: the sums of the window come to the host.
+        sums = self.accelerator.reduce(self.window, "sum").div(self.accelerator.num_processes).tolist()
+        loss, grad_norm, landed, skipped = sums
+        num_steps = landed + skipped
+        values = {
+            "loss": loss / landed if landed else None,
+            "grad_norm": grad_norm / landed if landed else None,
+            "num_skipped_steps": int(skipped),
+            "images_per_sec": num_steps * self.batch_size / (self.train_time_sec - self.window_start_sec),
+            "train_time_sec": self.train_time_sec,
+        }
+        self._log(values)
+        self.progress.set_postfix(loss=f"{values['loss'] or float('nan'):.4f}", img_per_sec=f"{values['images_per_sec']:.0f}")
+        self.window.zero_()
+        self.window_start_sec = self.train_time_sec
+        self._resume_clock()
+
+    def _log(self, values: dict[str, float | None]) -> None:
+        values = {"num_images": self.step * self.batch_size, **values}
+        if self.metrics_file:
+            self.metrics_file.log(values, self.step)
+        if self.tracker:
+            self.tracker.log({key: value for key, value in values.items() if value is not None}, self.step)
+
+    def _save_and_evaluate(self) -> None:
+        last = self.step == self.total_steps
+        due = [evaluator for every, evaluator in self.evaluators if self._is_due(every) or last]
+        save = (self._is_due(self.save_every) or last) and self.step > self.saved_step
+        if self.step == 0 or not (save or due):
+            return
+        self._pause_clock()
+        if save:
+            self._save()
+        values = {key: value for evaluator in due for key, value in evaluator.run(self.step)}
+        if values:
+            self._log(values)
+            self.show(f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in values.items()))
+        self._resume_clock()
+
+    def _is_due(self, every: int) -> bool:
+        return self.step > 0 and self.step % every == 0
+
+    def _save(self) -> None:
+        # SYNC: everything comes to the host. Each process keeps its own sums, so that a resumed window adds up bitwise.
+        windows = self.accelerator.gather(self.window.unsqueeze(0)).tolist()
+        if self.accelerator.is_main_process:
+            state = {
+                "train_time_sec": self.train_time_sec,
+                "window_start_sec": self.window_start_sec,
+                "windows": windows,
+                "num_ema_updates": int(self.ema.num_updates),
+                "metrics_size": self.metrics_file.size(),
+            }
+            self.checkpoints.save(self.step, self.net, self.ema.net, self.optimizer, state)
+        self.saved_step = self.step
+        self.accelerator.wait_for_everyone()
+
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        self.step = self.saved_step = state["step"] if state else 0
+        self.train_time_sec = state["train_time_sec"] if state else 0.0
+        self.window_start_sec = state["window_start_sec"] if state else 0.0
+        self.window = torch.zeros(len(WINDOW), device=self.device)
+        if state:
+            self.ema.num_updates.fill_(state["num_ema_updates"])
+            windows = torch.tensor(state["windows"], device=self.device)
+            same = len(windows) == self.accelerator.num_processes
+            # On another number of processes each takes the mean of what there was.
+            self.window += windows[self.accelerator.process_index] if same else windows.mean(dim=0)
+
+    def _pause_clock(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # SYNC: steps that are still queued belong to training, not to what follows.
+        self.train_time_sec += time.perf_counter() - self.clock_start
+
+    def _resume_clock(self) -> None:
+        self.clock_start = time.perf_counter()
