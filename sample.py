@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import yaml
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -45,7 +44,7 @@ def main(cfg: DictConfig) -> None:
         if checkpoint is None:
             raise FileNotFoundError(f"run={run.path} has no checkpoint yet")
         settings = _settings(request, config)
-        state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+        state = configuration.start_process()
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         net = configuration.build_net(config).to(state.device).eval()
         load_weights(net, checkpoint / "ema.safetensors")
@@ -59,31 +58,89 @@ def main(cfg: DictConfig) -> None:
         state.print(f"samples {output}\npicture {output.with_suffix('.png')}")
 
 
+@torch.no_grad()
 def sample(
     precond: torch.nn.Module, manifest: LatentManifest, settings: dict[str, Any], output: Path, state: PartialState
 ) -> None:
-    """Generate on all processes into one array on disk, and pack it."""
-    num_samples, batch_size = settings["num_samples"], settings["batch_size"]
-    labels = _labels(settings, precond.net.num_classes)
+    """Generate on all processes into one array on disk, then pack it into `output`, with a picture beside it."""
+    num_samples, net = settings["num_samples"], precond.net
     decode = image_decoder(manifest)
-    shared = output.with_name(f".{output.stem}.npy")
+    image_shape = decode(torch.zeros(1, net.in_channels, net.input_size, net.input_size, device=state.device)).shape[1:]
+    unpacked = output.with_name(f".{output.stem}.npy")
+    if state.is_main_process:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        np.lib.format.open_memmap(unpacked, mode="w+", dtype=np.uint8, shape=(num_samples, *image_shape))
+    state.wait_for_everyone()
+    images = np.lib.format.open_memmap(unpacked, mode="r+")
+    labels = _labels(settings, net.num_classes)
     batches = generate(
         precond,
         configuration.build(settings["sampler"]),
         seeds=range(settings["first_seed"], settings["first_seed"] + num_samples),
         class_labels=labels,
-        batch_size=batch_size,
+        batch_size=settings["batch_size"],
         device=state.device,
         guidance_scale=settings["guidance_scale"],
         process_index=state.process_index,
         num_processes=state.num_processes,
     )
-    images = None
     autocast = torch.autocast(state.device.type, torch.bfloat16, enabled=settings["mixed_precision"] == "bf16")
     with autocast, tqdm(total=num_samples, desc="sample", unit="image", disable=not state.is_main_process) as progress:
         for start, latents in batches:
             pixels = decode(latents)
-            if images is None:
-                images = _shared_array(shared, (num_samples, *pixels.shape[1:]), state)
             images[start : start + len(pixels)] = pixels
             progress.update(min(len(pixels) * state.num_processes, num_samples - progress.n))
+    images.flush()
+    state.wait_for_everyone()
+    if state.is_main_process:
+        _pack(images, labels, output)
+        save_grid(images[: GRID_ROWS * settings["grid_columns"]], output.with_suffix(".png"), settings["grid_columns"])
+        unpacked.unlink()
+
+
+def _pack(images: np.ndarray, labels: torch.Tensor | None, output: Path) -> None:
+    # The layout of [ADM]: arr_0 holds the images, arr_1 the labels.
+    partial = output.with_name(f".{output.stem}.partial.npz")
+    np.savez(partial, images, *([] if labels is None else [labels.numpy()]))
+    partial.replace(output)
+
+
+def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return what is asked, completed by what the run says."""
+    for key in ("num_samples", "batch_size", "grid_columns"):
+        if request[key] < 1:
+            raise ValueError(f"{key}={request[key]} must be at least 1")
+    if request["first_seed"] < 0:
+        raise ValueError(f"first_seed={request['first_seed']} must not be negative")
+    if request["mixed_precision"] not in ("no", "bf16"):
+        raise ValueError(f"mixed_precision={request['mixed_precision']} must be no or bf16")
+    num_classes, label = config["model"]["num_classes"], request["class_label"]
+    if label is not None and not 0 <= label < num_classes:
+        raise ValueError(f"class_label={label} must be in [0, {num_classes - 1}]")
+    scale = request["guidance_scale"]
+    sampler = {**config["sampler"], **({} if request["num_steps"] is None else {"num_steps": request["num_steps"]})}
+    kept = ("num_samples", "batch_size", "first_seed", "class_label", "mixed_precision", "grid_columns")
+    return {
+        **{key: request[key] for key in kept},
+        "guidance_scale": config["guidance"]["guidance_scale"] if scale is None else scale,
+        "sampler": sampler,
+    }
+
+
+def _labels(settings: dict[str, Any], num_classes: int) -> torch.Tensor | None:
+    if settings["class_label"] is not None:
+        return torch.full((settings["num_samples"],), settings["class_label"])
+    return balanced_labels(settings["num_samples"], num_classes)
+
+
+def _name(checkpoint: Path, settings: dict[str, Any]) -> str:
+    """Return a file name that holds what tells sets of samples of one run apart."""
+    parts = [checkpoint.name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
+    parts += [f"class{settings['class_label']}"] if settings["class_label"] is not None else []
+    parts += [f"guidance{settings['guidance_scale']:g}"] if settings["guidance_scale"] != 1 else []
+    parts += [f"{settings['sampler']['num_steps']}steps"]
+    return "_".join(parts) + ".npz"
+
+
+if __name__ == "__main__":
+    main()

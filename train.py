@@ -14,9 +14,9 @@ from typing import Any
 import hydra
 import torch
 import torch.nn as nn
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, gather_object, parse_flag_from_env
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from omegaconf import DictConfig
 
 from data import LatentDataset, held_out_batches, image_decoder, real_images, stream
@@ -41,7 +41,7 @@ def main(cfg: DictConfig) -> None:
     with configuration.one_line_errors():
         config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
         run = RunFolder(config["output_dir"])
-        state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+        state = configuration.start_process()
         resolved = configuration.resolve_auto(config, run.manifest().get("resolved", {}), state.device, state.num_processes)
         if latest_checkpoint(run.path):
             run.check_config(config)
@@ -73,7 +73,9 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
     checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
     state = checkpoints.load(checkpoint, net, ema.net, optimizer, device) if checkpoint else None
     if state and state["step"] > settings["total_steps"]:
-        raise ValueError(f"train.total_steps={settings['total_steps']} must be at least the {state['step']} steps of {run.path}")
+        raise ValueError(
+            f"train.total_steps={settings['total_steps']} must be at least the {state['step']} steps of {run.path}"
+        )
     accelerator.wait_for_everyone()  # all have read what the first process is about to change
 
     metrics_file = tracker = None

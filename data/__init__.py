@@ -2,7 +2,7 @@
 
 from data.digits import digits
 from data.encoders import IdentityEncoder, encode_images, encoder_for, image_decoder, real_images, to_uint8
-from data.latents import LatentDataset, LatentManifest, LatentWriter, open_latents, read_manifest
+from data.latents import LatentDataset, LatentManifest, LatentWriter, manifest_from, open_latents, read_manifest
 from data.stream import StreamOrder, held_out_batches, stream
 from data.synthetic import synthetic
 
@@ -17,6 +17,7 @@ __all__ = [
     "encoder_for",
     "held_out_batches",
     "image_decoder",
+    "manifest_from",
     "open_latents",
     "read_manifest",
     "real_images",

@@ -179,7 +179,8 @@ def read_manifest(path: str | Path) -> LatentManifest:
     file = Path(path) / FILES["manifest"]
     if not file.is_file():
         raise FileNotFoundError(
-            f"data.path={path}: {file} not found. A latent folder is written by data.LatentWriter; data/README.md states the format"
+            f"data.path={path} must be a latent folder, but {file} is not there: "
+            "data/README.md states the format, data.LatentWriter writes it"
         )
     try:
         return manifest_from(json.loads(file.read_text()))

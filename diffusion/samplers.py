@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -38,7 +39,7 @@ def edm_sampler(
     sigmas = torch.cat([sigmas, torch.zeros(1, dtype=torch.float64)])
 
     x = noise.to(torch.float64) * sigmas[0]
-    for i, (sigma, sigma_next) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for i, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
         # Churn: raise the noise level to sigma_hat by adding new noise.
         gamma = min(S_churn / num_steps, math.sqrt(2) - 1) if S_min <= sigma <= S_max else 0
         sigma_hat = sigma * (1 + gamma)

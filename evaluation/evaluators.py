@@ -97,9 +97,7 @@ class DigitsEvaluator:
     def score(self, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Return the scores of images (N, H, W, C) uint8 with labels (N,)."""
         statistics = self._statistics(images)
-        distance = frechet_distance(
-            statistics.mean, statistics.covariance, self._reference.mean, self._reference.covariance
-        )
+        distance = frechet_distance(statistics.mean, statistics.covariance, self._reference.mean, self._reference.covariance)
         return {"fd_pixel": distance, "label_accuracy": self._judge.accuracy(images, labels)}
 
     def _statistics(self, images: np.ndarray) -> FeatureStatistics:

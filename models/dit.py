@@ -33,8 +33,7 @@ class DiTBlock(nn.Module):
         """x (N, T, D), c (N, D) -> (N, T, D)."""
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
-        x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
-        return x
+        return x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
 
 class FinalLayer(nn.Module):
@@ -160,9 +159,7 @@ class DiT(nn.Module):
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 original = x
-                ids_keep = sample_ids_keep(
-                    x.shape[0], x.shape[1], starts[idx], generator=generator, device=x.device
-                )  # (N, K)
+                ids_keep = sample_ids_keep(x.shape[0], x.shape[1], starts[idx], generator=generator, device=x.device)  # (N, K)
                 x = start_route(x, ids_keep)  # (N, K, D)
             x = self._run_fp32(block, x, c) if after_route and self.fp32_after_route else block(x, c)
             after_route = idx in ends
@@ -172,17 +169,14 @@ class DiT(nn.Module):
         return self._unpatchify(x)[:, : self.in_channels]  # (N, C, H, W)
 
     def _ratios(self, selection_ratio: float | Sequence[float] | None) -> tuple[float, ...]:
+        """Return the ratio of each route for this forward."""
         if selection_ratio is None:
             return tuple(route.selection_ratio if self.training else 0.0 for route in self.routes)
-        if isinstance(selection_ratio, Sequence):
-            if len(selection_ratio) != len(self.routes):
-                raise ValueError(f"selection_ratio={selection_ratio} must hold one number for each of {len(self.routes)} routes")
-            ratios = tuple(selection_ratio)
-        else:
-            if selection_ratio > 0 and not self.routes:
-                raise ValueError(f"selection_ratio={selection_ratio} must be 0 or None on a network without routes")
-            ratios = (selection_ratio,) * len(self.routes)
-        if not all(0 <= ratio < 1 for ratio in (*ratios, 0 if isinstance(selection_ratio, Sequence) else selection_ratio)):
+        per_route = isinstance(selection_ratio, Sequence)
+        ratios = tuple(selection_ratio) if per_route else (selection_ratio,) * len(self.routes)
+        if len(ratios) != len(self.routes) or (not per_route and selection_ratio and not self.routes):
+            raise ValueError(f"selection_ratio={selection_ratio} does not fit a network with {len(self.routes)} routes")
+        if not all(0 <= ratio < 1 for ratio in ratios):
             raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1)")
         return ratios
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     """
     resolved = [(i, _resolve(i, route, depth)) for i, route in enumerate(routes)]
     resolved.sort(key=lambda item: item[1].start_layer_idx)
-    for (i, first), (j, second) in zip(resolved, resolved[1:], strict=False):
+    for (i, first), (j, second) in pairwise(resolved):
         if second.start_layer_idx <= first.end_layer_idx:
             raise ValueError(
                 f"model.routes.{i} (layers {first.start_layer_idx}..{first.end_layer_idx}) and model.routes.{j} "

@@ -1,0 +1,39 @@
+# make demo | make test | make lint | make clean
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+DEMO := runs/demo
+# One process, said in full so that the launcher has nothing to warn about.
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+.PHONY: demo setup test slow lint clean
+
+demo: setup ## digits from nothing: train, sample, score
+	@$(BIN)/python -m benchmarks.demo_time
+	$(LAUNCH) train.py model=tread run_name=demo
+	$(LAUNCH) sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz
+	$(LAUNCH) fid.py samples=$(DEMO)/samples/demo.npz reference=latents/digits
+	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."
+
+setup: $(VENV)/.complete
+
+$(VENV)/.complete: requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed, this is %s; set PYTHON=python3.x' % sys.version.split()[0] if sys.version_info < (3, 11) else 0)"
+	@echo "Installing into $(VENV): about 6 GB, a few minutes."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar on -r requirements.txt
+	@touch $@
+
+test: setup ## the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+slow: setup ## the tests that take longer
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean: ## remove what tests and tools leave behind; runs, latents and the environment stay
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
