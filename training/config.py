@@ -26,7 +26,8 @@ from accelerate.utils import parse_flag_from_env
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
+from joblib import cpu_count
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -163,11 +164,11 @@ def _latent_manifest(path: str, key: str) -> Any:
 
 
 def start_process() -> PartialState:
-    """Join the other processes of the launch, if there are any, and take a fair share of the machine's cores."""
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    """Join the other processes of the launch, if there are any, on CUDA or else on a fair share of the CPU's cores."""
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
     # The launchers set one thread where nobody chose, which is right beside a GPU and half the speed on two cores.
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return state
 
 
@@ -257,7 +258,8 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if launched not in ("no", precision):
         raise ValueError(
-            f"train.mixed_precision={train['mixed_precision']} gives {precision}, the launcher asks for {launched}: they must agree"
+            f"train.mixed_precision={train['mixed_precision']} gives {precision} here, "
+            f"but the launcher asks for {launched}: they must agree"
         )
     _check_split(train["batch_size"], micro_batch_size, num_processes)
     return resolved
