@@ -4,6 +4,7 @@ Groups of plain numbers have a dataclass here. A group with a `_target_` is chec
 the signature is the schema.
 """
 
+import hashlib
 import inspect
 import os
 import shutil
@@ -34,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
 COMPILE = ("auto", "true", "false")
+LONGEST_NAME = 160
 GROUPS_OF_TARGETS = ("model", "data", "sampler", "evaluation", "tracker")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
@@ -156,7 +158,8 @@ def _default_run_name(seed: int, *, _root_: DictConfig) -> str:
     name = f"{choices['model']}_{choices['model/size']}_{choices['data']}_seed{seed}"
     if hydra.mode == RunMode.MULTIRUN and hydra.job.override_dirname:
         name += "_" + hydra.job.override_dirname.replace("/", "-")
-    return name
+    # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _latent_manifest(path: str, key: str) -> Any:

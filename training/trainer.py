@@ -82,25 +82,18 @@ class Trainer:
     def fit(self) -> None:
         """Train until `total_steps`."""
         micro_batches = iter(self.micro_batches(self.step))
-        self.progress = tqdm(
-            initial=self.step,
-            total=self.total_steps,
-            desc="train",
-            unit="step",
-            disable=not self.accelerator.is_main_process,
-            mininterval=1.0,
-        )
-        self._resume_clock()
-        while True:
-            self._save_and_evaluate()
-            if self.step == self.total_steps:
-                break
-            self._train_step(micro_batches)
-            self.step += 1
-            self.progress.update()
-            if self.step % self.log_every == 0 or self.step == self.total_steps:
-                self._log_training()
-        self.progress.close()
+        bar = {"initial": self.step, "total": self.total_steps, "desc": "train", "unit": "step", "mininterval": 1.0}
+        with tqdm(**bar, disable=not self.accelerator.is_main_process) as self.progress:
+            self._resume_clock()
+            while True:
+                self._save_and_evaluate()
+                if self.step == self.total_steps:
+                    break
+                self._train_step(micro_batches)
+                self.step += 1
+                self.progress.update()
+                if self.step % self.log_every == 0 or self.step == self.total_steps:
+                    self._log_training()
 
     def show(self, text: str) -> None:
         """Print on the first process, above the progress bar."""

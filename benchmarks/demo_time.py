@@ -1,0 +1,72 @@
+"""Say how long `make demo` will take on this machine, before it starts.
+
+    python -m benchmarks.demo_time
+
+Times a few uncompiled steps of the digits recipe and a few forwards of its sampler, and adds them up.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from training import config as configuration
+
+NUM_SAMPLES = 500  # as in the Makefile
+SAMPLING_BATCH = 100
+STARTUP_SEC = 60  # imports, compilation, grids, scores; measured on two cores
+REPEATS = 3
+
+
+def main() -> None:
+    """Measure and print."""
+    configuration.register()
+    with initialize_config_dir(config_dir=str(Path(__file__).resolve().parents[1] / "configs"), version_base="1.3"):
+        config = configuration.validate(compose("config", overrides=["run_name=demo"]))
+    state = configuration.start_process()
+    resolved = configuration.resolve_auto(config, {}, state.device, 1)
+    net = configuration.build_net(config).to(state.device)
+    precond = configuration.build_precond(config, net)
+    loss_fn = configuration.build(config["diffusion"]["loss"])()
+    data, train = config["data"], config["train"]
+
+    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        images = torch.randn(size, data["in_channels"], data["input_size"], data["input_size"], device=state.device)
+        return images, torch.zeros(size, dtype=torch.int64, device=state.device)
+
+    def step() -> None:
+        with torch.autocast(state.device.type, torch.bfloat16, enabled=resolved["mixed_precision"] == "bf16"):
+            loss_fn(precond.train(), *batch(train["batch_size"])).mean().backward()
+
+    @torch.no_grad()
+    def forward() -> None:
+        images, labels = batch(SAMPLING_BATCH)
+        precond.eval()(images, torch.ones((), device=state.device), labels)
+
+    num_forwards = (2 * config["sampler"]["num_steps"] - 1) * NUM_SAMPLES / SAMPLING_BATCH
+    seconds = (
+        STARTUP_SEC + train["total_steps"] * seconds_of(step, state.device) + num_forwards * seconds_of(forward, state.device)
+    )
+    precision = "bf16" if resolved["mixed_precision"] == "bf16" else "fp32: this processor has no bf16 instructions"
+    print(
+        f"The demo will take about {seconds / 60:.0f} minutes on this machine ({state.device.type}, {precision}).", flush=True
+    )
+
+
+def seconds_of(function: Callable[[], None], device: torch.device) -> float:
+    """Return the median time of a function, after one call to warm up."""
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+if __name__ == "__main__":
+    main()

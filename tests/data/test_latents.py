@@ -1,0 +1,188 @@
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from data import IdentityEncoder, LatentManifest, LatentWriter, digits, encode_images, open_latents, real_images, to_uint8
+from data.encoders import encoder_for
+
+SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 5}
+
+
+def write(path, kind="samples", count=20, **changes):
+    """Write a folder of random latents and return what it holds."""
+    rng = np.random.default_rng(0)
+    shape = (8 if kind == "moments" else 4, 8, 8)
+    stored = rng.standard_normal((count, *shape)).astype(np.float16)
+    labels = rng.integers(0, 5, count)
+    fields = {"count": count, "shape": shape, "dtype": "float16", "kind": kind, "num_classes": 5, "encoder": "identity"}
+    with LatentWriter(path, LatentManifest(**{**fields, **changes})) as writer:
+        writer.append(stored[:13], labels[:13])
+        writer.append(stored[13:], labels[13:])
+    return stored, labels
+
+
+def test_what_is_written_is_read(tmp_path):
+    stored, labels = write(tmp_path / "a", num_held_out=6)
+    dataset = open_latents(str(tmp_path / "a"), **SIZES)
+    ids = np.array([3, 17, 3, 0])
+    got, got_labels = dataset.read(ids)
+    assert np.array_equal(got.numpy(), stored[ids])
+    assert got_labels.tolist() == labels[ids].tolist()
+    assert isinstance(dataset.stored, np.memmap)
+    together = np.sort(np.concatenate([dataset.train_ids, dataset.held_out_ids]))
+    assert len(dataset.held_out_ids) == 6
+    assert np.array_equal(together, np.arange(20))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_scale_and_shift_are_applied_once_and_undone():
+    manifest = LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity", scale=0.5, shift=2.0)
+    stored = torch.randn(3, 4, 8, 8)
+    latents = manifest.to_latents(stored)
+    torch.testing.assert_close(latents, (stored - 2.0) * 0.5)
+    torch.testing.assert_close(manifest.to_encoder(latents), stored)
+
+
+def test_moments_are_sampled_anew():
+    manifest = LatentManifest(20, (2, 8, 8), "float16", "moments", 0, "identity", scale=0.5)
+    assert manifest.in_channels == 1
+    mean, logvar = torch.full((20_000, 1, 8, 8), 3.0), torch.full((20_000, 1, 8, 8), -1.0)
+    generator = torch.Generator().manual_seed(0)
+    first, second = (manifest.to_latents(torch.cat([mean, logvar], dim=1), generator) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert abs(first.mean() - 1.5) < 0.01
+    # std = exp(logvar / 2) * scale
+    assert abs(first.std() - np.exp(-0.5) * 0.5) < 0.01
+
+
+def test_unconditional_folders_have_no_labels(tmp_path):
+    with LatentWriter(tmp_path / "a", LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "identity")) as writer:
+        writer.append(np.zeros((3, 1, 4, 4), np.float32), None)
+    dataset = open_latents(str(tmp_path / "a"), 4, 1, 0)
+    assert dataset.read(np.array([1]))[1] is None
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="13 entries written, the manifest promises 20"):
+        with LatentWriter(tmp_path / "a", LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity")) as writer:
+            writer.append(np.zeros((13, 4, 8, 8), np.float16), np.zeros(13, int))
+    with pytest.raises(ValueError, match=r"label 5 at position 2 must be in \[0, 4\]"):
+        with LatentWriter(tmp_path / "a", LatentManifest(3, (4, 8, 8), "float16", "samples", 5, "identity")) as writer:
+            writer.append(np.zeros((3, 4, 8, 8), np.float16), np.array([0, 4, 5]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path):
+    write(tmp_path / "a")
+    with pytest.raises(FileExistsError, match="exists"):
+        write(tmp_path / "a")
+
+
+def truncate(folder):
+    file = folder / "latents.npy"
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def empty(folder):
+    (folder / "latents.npy").write_bytes(b"")
+
+
+def other_labels(folder):
+    np.save(folder / "labels.npy", np.full(20, 5))
+
+
+def fewer_labels(folder):
+    np.save(folder / "labels.npy", np.zeros(19, np.int64))
+
+
+def pickled_labels(folder):
+    np.save(folder / "labels.npy", np.array([{}] * 20, dtype=object), allow_pickle=True)
+
+
+def change_manifest(**changes):
+    def apply(folder):
+        file = folder / "manifest.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return apply
+
+
+def broken_manifest(folder):
+    (folder / "manifest.json").write_text("{")
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (remove("manifest.json"), FileNotFoundError, r"data\.path=.* must be a latent folder.*data/README\.md"),
+        (remove("latents.npy"), FileNotFoundError, r"latents\.npy is missing"),
+        (remove("labels.npy"), FileNotFoundError, r"labels\.npy is missing"),
+        (truncate, ValueError, r"latents\.npy is truncated"),
+        (empty, ValueError, r"latents\.npy is truncated"),
+        (other_labels, ValueError, r"labels\.npy: label 5 at position 0 must be in \[0, 4\]"),
+        (fewer_labels, ValueError, r"labels\.npy holds int64 \(19,\), the manifest promises int64 \(20,\)"),
+        (pickled_labels, ValueError, r"labels\.npy is truncated or no \.npy file"),
+        (broken_manifest, ValueError, r"manifest\.json is not a latent manifest"),
+        (change_manifest(count=21), ValueError, r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest promises"),
+        (change_manifest(dtype="float32"), ValueError, r"the manifest promises float32"),
+        (change_manifest(kind="mean"), ValueError, "kind=mean must be one of samples, moments"),
+        (change_manifest(num_classes=4), ValueError, r"data\.num_classes=5 must be 4, as in"),
+        (change_manifest(shape=[4, 16, 16]), ValueError, r"data\.input_size=8 must be 16, as in"),
+        (change_manifest(surprise=1), ValueError, "is not a latent manifest: .*surprise"),
+        (change_manifest(num_held_out=20), ValueError, "num_held_out=20"),
+        (change_manifest(format_version=99), ValueError, "format_version=99 must be 1"),
+    ],
+)
+def test_a_damaged_folder_is_one_clear_error(tmp_path, damage, error, message):
+    write(tmp_path / "a")
+    damage(tmp_path / "a")
+    with pytest.raises(error, match=message):
+        open_latents(str(tmp_path / "a"), **SIZES)
+
+
+def test_a_missing_folder_says_how_one_is_made(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data\.path=.*nowhere must be a latent folder.*LatentWriter"):
+        open_latents(str(tmp_path / "nowhere"), **SIZES)
+
+
+def test_digits_go_through_the_format_and_come_back(tmp_path):
+    from sklearn.datasets import load_digits
+
+    source = load_digits()
+    dataset = digits(str(tmp_path / "digits"), input_size=8, in_channels=1, num_classes=10)
+    images, labels = real_images(dataset, np.arange(1797))
+    assert np.array_equal(images[..., 0], np.rint(source.images * 255 / 16))
+    assert np.array_equal(labels, source.target)
+    assert (len(dataset.train_ids), len(dataset.held_out_ids)) == (1500, 297)
+    again = digits(str(tmp_path / "digits"), input_size=8, in_channels=1, num_classes=10)
+    assert again.describe() == dataset.describe()
+
+
+def test_bytes_survive_the_identity_encoder_and_the_rounding_rule():
+    every_byte = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    encoder = IdentityEncoder()
+    assert torch.equal(to_uint8(encoder.decode(encoder.encode(every_byte).half().float())), every_byte)
+    # 127.5 x + 128, truncated: the middle rounds up, and what lies outside [-1, 1] is clamped.
+    assert to_uint8(torch.tensor([-2.0, -1.0, 0.0, 0.996, 1.0, 2.0])).tolist() == [0, 0, 128, 254, 255, 255]
+
+
+def test_an_unknown_encoder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="encoder=vae"):
+        encoder_for(LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "vae"))
+
+
+def test_images_are_encoded_batch_by_batch(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (6, 3, 4, 4), dtype=np.uint8)
+    labels = np.arange(6) % 2
+    manifest = LatentManifest(6, (3, 4, 4), "float16", "samples", 2, "identity")
+    encode_images(tmp_path / "a", [(images[:4], labels[:4]), (images[4:], labels[4:])], IdentityEncoder(), manifest)
+    got, got_labels = real_images(open_latents(str(tmp_path / "a"), 4, 3, 2), np.arange(6))
+    assert np.array_equal(got, images.transpose(0, 2, 3, 1))
+    assert np.array_equal(got_labels, labels)

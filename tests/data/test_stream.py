@@ -1,0 +1,81 @@
+import itertools
+
+import numpy as np
+import torch
+
+from data import StreamOrder, held_out_batches, stream, synthetic
+
+
+def order(ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, process_index=0, num_processes=1, seed=0):
+    return StreamOrder(
+        np.arange(10) if ids is None else ids,
+        seed=seed,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        start_step=start_step,
+        process_index=process_index,
+        num_processes=num_processes,
+    )
+
+
+def first(iterable, count):
+    return [entries.tolist() for entries in itertools.islice(iterable, count)]
+
+
+def test_each_permutation_holds_every_entry_once_and_they_differ():
+    positions = sum(first(order(), 15), [])
+    epochs = [positions[start : start + 10] for start in (0, 10, 20)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_stream_is_a_function_of_the_position():
+    assert first(order(start_step=3), 6) == first(order(), 15)[9:]
+    assert first(order(micro_batch_size=6), 2) == [sum(first(order(), 3), []), sum(first(order(), 6)[3:], [])]
+    assert first(order(seed=1), 3) != first(order(), 3)
+
+
+def test_processes_share_each_batch_without_overlap():
+    alone = first(order(batch_size=8), 8)
+    two = [first(order(batch_size=8, process_index=p, num_processes=2), 4) for p in (0, 1)]
+    assert [micro for pair in zip(*two, strict=True) for micro in pair] == alone
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    (batch,) = first(order(np.arange(3), batch_size=8, micro_batch_size=8), 1)
+    assert np.bincount(batch).tolist() == [3, 3, 2] or sorted(np.bincount(batch).tolist()) == [2, 3, 3]
+
+
+def test_workers_change_nothing():
+    dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
+    arguments = {
+        "seed": 0,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "process_index": 0,
+        "num_processes": 1,
+        "pin_memory": False,
+    }
+    batches = [list(itertools.islice(stream(dataset, 2, num_workers=n, **arguments), 12)) for n in (0, 2)]
+    for (x, y), (x_read_ahead, y_read_ahead) in zip(*batches, strict=True):
+        assert torch.equal(x, x_read_ahead)
+        assert torch.equal(y, y_read_ahead)
+
+
+def test_held_out_batches_cover_the_held_out_entries_on_any_number_of_processes():
+    dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=7, num_entries=20, seed=0)
+    expected, _ = dataset.read(dataset.held_out_ids)
+    for num_processes in (1, 2, 5):
+        parts = {}
+        for rank in range(num_processes):
+            for index, latents, _ in held_out_batches(dataset, 2, torch.device("cpu"), rank, num_processes):
+                parts[index] = latents
+        assert torch.equal(torch.cat([parts[index] for index in sorted(parts)]), expected)
+
+
+def test_synthetic_data_is_a_function_of_its_seed():
+    arguments = {"input_size": 4, "in_channels": 2, "num_classes": 3, "num_held_out": 4, "num_entries": 50}
+    a, b, c = (synthetic(**arguments, seed=seed) for seed in (0, 0, 1))
+    assert np.array_equal(a.stored, b.stored)
+    assert not np.array_equal(a.stored, c.stored)
+    assert synthetic(**{**arguments, "num_classes": 0}, seed=0).labels is None

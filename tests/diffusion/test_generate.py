@@ -1,0 +1,93 @@
+from functools import partial
+
+import pytest
+import torch
+
+from diffusion import EDMPrecond, ImageSource, balanced_labels, edm_sampler, generate, guided_denoiser
+from tests.networks import PAPER, small_batch, small_dit
+
+PRECOND = EDMPrecond(small_dit([PAPER])).eval()
+CPU = torch.device("cpu")
+
+
+def latents(num_samples, batch_size, process_index=0, num_processes=1, **sampler):
+    labels = balanced_labels(num_samples, 10)
+    share = {"process_index": process_index, "num_processes": num_processes}
+    sampler = partial(edm_sampler, num_steps=4, **sampler)
+    batches = generate(
+        PRECOND, sampler, seeds=range(7, 7 + num_samples), class_labels=labels, batch_size=batch_size, device=CPU, **share
+    )
+    return dict(batches)
+
+
+def joined(parts):
+    return torch.cat([parts[start] for start in sorted(parts)])
+
+
+@pytest.mark.parametrize("churn", [{}, {"S_churn": 10}])
+def test_a_sample_does_not_depend_on_its_batch_or_its_process(churn):
+    whole = joined(latents(10, 10, **churn))
+    in_threes = joined(latents(10, 3, **churn))
+    on_two = joined({**latents(10, 2, 0, 2, **churn), **latents(10, 2, 1, 2, **churn)})
+    # One grey level is 1 / 127.5.
+    assert (whole - in_threes).abs().max() < 1 / 127.5
+    assert (whole - on_two).abs().max() < 1 / 127.5
+    assert (whole[0] - whole[1]).abs().max() > 0.1
+
+
+def test_initial_noise_is_bitwise_the_same_for_any_batch_size():
+    seen = []
+
+    def sampler(denoise, noise, *, randn_like):
+        seen.append(torch.stack([noise, randn_like(noise)], dim=1))
+        return noise
+
+    for batch_size in (10, 3):
+        list(generate(PRECOND, sampler, seeds=range(10), class_labels=None, batch_size=batch_size, device=CPU))
+    assert torch.equal(seen[0], torch.cat(seen[1:]))
+
+
+def test_guidance_is_one_forward_and_scale_one_is_the_condition_alone():
+    x, _, labels = small_batch()
+    sigma = torch.tensor(0.5)
+    batches = []
+    hook = PRECOND.net.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0].shape[0]))
+    conditional = guided_denoiser(PRECOND, labels, 10, 1.0)(x, sigma)
+    guided = guided_denoiser(PRECOND, labels, 10, 3.0)(x, sigma)
+    hook.remove()
+    assert batches == [4, 8]
+    unconditional = PRECOND(x, sigma, torch.full_like(labels, 10))
+    assert torch.equal(conditional, PRECOND(x, sigma, labels))
+    torch.testing.assert_close(guided, unconditional + 3.0 * (conditional - unconditional), atol=1e-4, rtol=1e-4)
+    assert (conditional - unconditional).abs().max() > 0.01
+
+
+def test_guidance_needs_classes():
+    with pytest.raises(ValueError, match=r"guidance.guidance_scale=2.0 must be 1 for an unconditional network"):
+        guided_denoiser(PRECOND, None, 0, 2.0)
+
+
+def test_balanced_labels():
+    assert balanced_labels(5, 3).tolist() == [0, 1, 2, 0, 1]
+    assert balanced_labels(5, 0) is None
+
+
+def test_image_source_puts_processes_together_in_order():
+    def decode(x):
+        return x.numpy()
+
+    arguments = {"batch_size": 2, "device": CPU, "guidance_scale": 1.0}
+    sampler = partial(edm_sampler, num_steps=2)
+    alone, labels = ImageSource(
+        PRECOND, sampler, decode, **arguments, process_index=0, num_processes=1, gather=lambda parts: parts
+    )(7)
+    parts = []
+    for rank in (1, 0):
+
+        def gather(mine):
+            parts.extend(mine)
+            return parts
+
+        together, _ = ImageSource(PRECOND, sampler, decode, **arguments, process_index=rank, num_processes=2, gather=gather)(7)
+    assert labels.tolist() == list(range(7))
+    assert (together == alone).all()

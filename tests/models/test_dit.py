@@ -1,0 +1,237 @@
+import pytest
+import torch
+
+from models import DiT
+from models.layers import attention, sincos_position_table
+from routing import Route, num_tokens_kept
+from tests.networks import PAPER, small_batch, small_dit
+
+SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
+
+
+def lengths_seen(net, **arguments):
+    """Run the network and return the number of tokens that each block was given."""
+    seen = []
+    hooks = [block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1])) for block in net.blocks]
+    net(*small_batch(num_classes=net.num_classes), **arguments)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(("size", "millions"), [("s", 33), ("b", 130), ("l", 458), ("xl", 675)])
+def test_parameter_counts_are_those_of_the_paper(size, millions):
+    hidden_size, depth, num_heads = SIZES[size]
+    with torch.device("meta"):
+        net = DiT(32, 2, 4, hidden_size, depth, num_heads, learn_sigma=True)
+    count = sum(tensor.numel() for tensor in net.state_dict().values())  # the paper counts the position table
+    assert abs(count / 1e6 - millions) < 0.52
+
+
+def test_names_and_shapes_are_those_of_public_checkpoints():
+    D, depth = 32, 2
+    expected = {
+        "x_embedder.proj.weight": (D, 4, 2, 2),
+        "x_embedder.proj.bias": (D,),
+        "t_embedder.mlp.0.weight": (D, 256),
+        "t_embedder.mlp.0.bias": (D,),
+        "t_embedder.mlp.2.weight": (D, D),
+        "t_embedder.mlp.2.bias": (D,),
+        "y_embedder.embedding_table.weight": (1001, D),
+        "pos_embed": (1, 16, D),
+        "final_layer.linear.weight": (32, D),
+        "final_layer.linear.bias": (32,),
+        "final_layer.adaLN_modulation.1.weight": (2 * D, D),
+        "final_layer.adaLN_modulation.1.bias": (2 * D,),
+    }
+    for i in range(depth):
+        for name, rows, columns in (
+            ("attn.qkv", 3 * D, D),
+            ("attn.proj", D, D),
+            ("mlp.fc1", 4 * D, D),
+            ("mlp.fc2", D, 4 * D),
+            ("adaLN_modulation.1", 6 * D, D),
+        ):
+            expected[f"blocks.{i}.{name}.weight"] = (rows, columns)
+            expected[f"blocks.{i}.{name}.bias"] = (rows,)
+    net = DiT(8, 2, 4, D, depth, 4, learn_sigma=True)
+    assert {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()} == expected
+
+
+def test_position_table_is_the_public_one():
+    # One entry worked out by hand: row 1, column 2 of a 4x4 grid, 8 channels: columns first, sines before cosines.
+    table = sincos_position_table(8, 4)
+    angles = torch.tensor([1.0, 0.01])
+    expected = torch.cat([(2 * angles).sin(), (2 * angles).cos(), angles.sin(), angles.cos()])
+    torch.testing.assert_close(table[1 * 4 + 2], expected)
+
+
+def test_output_is_zero_and_blocks_are_the_identity_at_initialisation():
+    net = DiT(8, 2, 3, 32, 4, 4, num_classes=10)
+    assert not net(*small_batch()).any()
+    x, c = torch.randn(2, 16, 32), torch.randn(2, 32)
+    assert torch.equal(net.blocks[0](x, c), x)
+
+
+def test_xavier_initialisation_loses_the_zeros_as_the_public_code_does():
+    net = DiT(8, 2, 3, 32, 4, 4, num_classes=10, init="xavier")
+    assert net(*small_batch()).abs().mean() > 0.01
+
+
+def test_twins_differ_in_nothing_but_the_routes():
+    dense, routed = small_dit(), small_dit([PAPER])
+    assert all(torch.equal(a, b) for a, b in zip(dense.state_dict().values(), routed.state_dict().values(), strict=True))
+    assert torch.equal(dense.eval()(*small_batch()), routed.eval()(*small_batch()))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_ratio_zero_is_bitwise_dense(training):
+    dense, routed = small_dit().train(training), small_dit([PAPER]).train(training)
+    outputs = [
+        net(*small_batch(), selection_ratio=ratio, generator=torch.Generator().manual_seed(0))
+        for net, ratio in ((dense, None), (routed, 0), (routed, [0.0]))
+    ]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_window_is_inclusive_at_both_ends_and_only_in_training():
+    net = small_dit([Route(0.5, 2, -4)], depth=8)
+    assert lengths_seen(net.train()) == [16, 16, 8, 8, 8, 16, 16, 16]
+    assert lengths_seen(net.eval()) == [16] * 8
+    assert lengths_seen(net.eval(), selection_ratio=0.25) == [16, 16, 12, 12, 12, 16, 16, 16]
+    assert lengths_seen(net.train(), selection_ratio=0) == [16] * 8
+
+
+def test_several_routes_may_touch_and_reach_the_last_layer():
+    net = small_dit([Route(0.5, 0, 1), Route(0.25, 2, 3), Route(0.7, 6, -1)]).train()
+    last = num_tokens_kept(16, 0.7)
+    assert lengths_seen(net) == [8, 8, 12, 12, 16, 16, last, last]
+    assert lengths_seen(net, selection_ratio=(0, 0.5, 0)) == [16, 16, 8, 8, 16, 16, 16, 16]
+    assert net(*small_batch()).shape == (4, 3, 8, 8)
+
+
+def test_routed_blocks_see_each_sample_s_own_tokens():
+    """The window applied by hand to each sample alone gives what the batch gives."""
+    net = small_dit([PAPER], class_dropout_prob=0.0).train()
+    batch = small_batch()
+    routed_tokens = []
+    hook = net.blocks[2].register_forward_pre_hook(lambda _, inputs: routed_tokens.append(inputs[0]))
+    full_tokens = []
+    hook_before = net.blocks[1].register_forward_hook(lambda _, inputs, output: full_tokens.append(output))
+    output = net(*batch, generator=torch.Generator().manual_seed(3))
+    hook.remove()
+    hook_before.remove()
+    (kept,), (full,) = routed_tokens, full_tokens
+    ids = [[(full[n] == token).all(dim=1).nonzero().item() for token in kept[n]] for n in range(4)]
+    assert len({tuple(row) for row in ids}) > 1
+    for n in range(4):
+        x = net.x_embedder(batch[0][n : n + 1]) + net.pos_embed
+        c = net._condition(batch[1][n : n + 1], batch[2][n : n + 1], None)
+        for block in net.blocks[:2]:
+            x = block(x, c)
+        window = x[:, ids[n]]
+        for block in net.blocks[2:5]:
+            window = block(window, c)
+        x = x.clone()
+        x[:, ids[n]] = window
+        for block in net.blocks[5:]:
+            x = block(x, c)
+        by_hand = net._unpatchify(net.final_layer(x, c))
+        torch.testing.assert_close(output[n : n + 1], by_hand, atol=1e-4, rtol=1e-4)
+
+
+def test_gradient_reaches_bypassed_and_kept_tokens():
+    net = small_dit([PAPER]).train()
+    tokens = []
+
+    def remember(_, __, output):
+        output.retain_grad()
+        tokens.append(output)
+
+    net.blocks[1].register_forward_hook(remember)
+    net(*small_batch()).square().sum().backward()
+    assert (tokens[0].grad.abs().sum(dim=-1) > 0).all()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in net.parameters())
+
+
+def test_generator_draws_class_dropout_before_the_routes():
+    """Dense and routed twins drop the same labels, so that their comparison is one of routes alone."""
+    seen = {}
+    for name, net in (("dense", small_dit().train()), ("routed", small_dit([PAPER]).train())):
+        net.y_embedder.register_forward_pre_hook(lambda _, inputs, name=name: seen.setdefault(name, inputs[0]))
+        net(*small_batch(64), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(seen["dense"], seen["routed"])
+    assert 0 < (seen["dense"] == 10).sum() < 20
+
+
+@pytest.mark.parametrize("num_classes", [0, 1, 10, 2000])
+def test_any_number_of_classes(num_classes):
+    net = small_dit(num_classes=num_classes)
+    assert net(*small_batch(num_classes=num_classes)).shape == (4, 3, 8, 8)
+    if num_classes:
+        assert net.y_embedder.embedding_table.weight.shape[0] == num_classes + 1
+
+
+def test_learn_sigma_adds_outputs_that_are_not_used():
+    net = small_dit(learn_sigma=True)
+    assert net.final_layer.linear.out_features == 2 * 3 * 4
+    assert net(*small_batch()).shape == (4, 3, 8, 8)
+
+
+def test_block_after_a_route_runs_in_fp32_only_where_it_is_asked():
+    for fp32_after_route, expected in ((False, torch.bfloat16), (True, torch.float32)):
+        net = small_dit([PAPER], fp32_after_route=fp32_after_route).train()
+        dtypes = []
+        for block in net.blocks:
+            block.mlp.fc1.register_forward_hook(lambda _, __, output, dtypes=dtypes: dtypes.append(output.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            net(*small_batch())
+        assert dtypes == [torch.bfloat16] * 5 + [expected] + [torch.bfloat16] * 2
+
+
+def test_attention_backends_agree():
+    q, k, v = torch.randn(3, 2, 4, 16, 8, requires_grad=True).unbind(0)
+    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(attention(q, k, v), reference)
+    explicit = attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert explicit.dtype == torch.bfloat16
+    torch.testing.assert_close(explicit.float(), reference, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"selection_ratio": 0.5}, "selection_ratio=0.5 does not fit a network with 0 routes"),
+        ({"selection_ratio": [0.5]}, r"selection_ratio=\[0.5\] does not fit"),
+    ],
+)
+def test_a_ratio_without_routes_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        small_dit()(*small_batch(), **arguments)
+
+
+def test_bad_forward_arguments_are_refused():
+    routed, (x, c_noise, labels) = small_dit([PAPER]), small_batch()
+    with pytest.raises(ValueError, match=r"selection_ratio=1.0 must be in \[0, 1\)"):
+        routed(x, c_noise, labels, selection_ratio=1.0)
+    with pytest.raises(ValueError, match="class_labels=None must be None exactly when"):
+        routed(x, c_noise, None)
+    with pytest.raises(ValueError, match="must be None exactly when"):
+        small_dit(num_classes=0)(x, c_noise, labels)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_size": 9}, "model.patch_size=2 must divide model.input_size=9"),
+        ({"num_heads": 5}, "model.num_heads=5 must divide model.hidden_size=32"),
+        ({"hidden_size": 30, "num_heads": 5}, "model.hidden_size=30 must be a multiple of 4"),
+        ({"init": "zero"}, "model.init=zero must be one of adaln_zero, xavier"),
+        ({"class_dropout_prob": 1.0}, "model.class_dropout_prob=1.0 must be in"),
+    ],
+)
+def test_bad_sizes_are_refused(arguments, message):
+    sizes = {"input_size": 8, "patch_size": 2, "in_channels": 3, "hidden_size": 32, "depth": 4, "num_heads": 4}
+    with pytest.raises(ValueError, match=message):
+        DiT(**{**sizes, **arguments})

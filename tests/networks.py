@@ -1,0 +1,28 @@
+"""Small networks for the tests."""
+
+import torch
+
+from models import DiT
+from routing import Route
+
+PAPER = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
+
+
+def small_dit(routes=(), num_classes=10, depth=8, **arguments):
+    """A DiT of 16 tokens whose zero-initialised weights are randomised: otherwise every block is the identity."""
+    torch.manual_seed(0)
+    net = DiT(8, 2, 3, 32, depth, 4, num_classes=num_classes, routes=routes, **arguments)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.2)
+    return net
+
+
+def small_batch(num_samples=4, num_classes=10, seed=0):
+    """Latents, noise conditioning and labels for `small_dit`."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 3, 8, 8, generator=generator)
+    c_noise = torch.randn(num_samples, generator=generator)
+    labels = torch.randint(num_classes, (num_samples,), generator=generator) if num_classes else None
+    return x, c_noise, labels

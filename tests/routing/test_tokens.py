@@ -1,0 +1,79 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routing import end_route, gather_tokens, num_tokens_kept, sample_ids_keep, start_route
+
+SHAPES = {"num_samples": st.integers(1, 5), "num_tokens": st.integers(1, 40)}
+RATIOS = st.decimals(0, "0.99", places=2).map(float)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "ratio", "kept"),
+    [(256, 0.3, 180), (256, 0.5, 128), (256, 0.7, 77), (1024, 0.9, 103), (100, 0.29, 71), (64, 0.0, 64), (1, 0.99, 1)],
+)
+def test_rounding_follows_the_public_rule(num_tokens, ratio, kept):
+    assert num_tokens_kept(num_tokens, ratio) == kept
+
+
+@given(**SHAPES, ratio=RATIOS)
+def test_kept_tokens_are_unique_ascending_and_in_range(num_samples, num_tokens, ratio):
+    ids = sample_ids_keep(num_samples, num_tokens, ratio)
+    assert ids.dtype == torch.int64
+    assert ids.shape == (num_samples, num_tokens_kept(num_tokens, ratio))
+    assert (ids.diff(dim=1) > 0).all()
+    assert ids.min() >= 0
+    assert ids.max() < num_tokens
+
+
+def test_every_token_is_kept_equally_often():
+    ids = sample_ids_keep(20_000, 10, 0.5, generator=torch.Generator().manual_seed(0))
+    share = torch.bincount(ids.flatten(), minlength=10) / 20_000
+    # Standard deviation of each share: sqrt(0.25 / 20000) = 0.0035.
+    assert (share - 0.5).abs().max() < 0.018
+
+
+def test_a_generator_fixes_the_draw_and_samples_differ():
+    draw = [sample_ids_keep(8, 64, 0.5, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert torch.equal(draw[0], draw[1])
+    assert not torch.equal(draw[0], draw[2])
+    assert len({tuple(row.tolist()) for row in draw[0]}) == 8
+
+
+@given(**SHAPES, ratio=RATIOS)
+def test_an_identity_window_changes_nothing(num_samples, num_tokens, ratio):
+    x = torch.randn(num_samples, num_tokens, 3)
+    ids = sample_ids_keep(num_samples, num_tokens, ratio)
+    assert torch.equal(end_route(start_route(x, ids), ids, x), x)
+
+
+@given(**SHAPES, ratio=RATIOS)
+def test_start_and_end_agree_with_a_loop(num_samples, num_tokens, ratio):
+    x = torch.randn(num_samples, num_tokens, 3)
+    ids = sample_ids_keep(num_samples, num_tokens, ratio)
+    routed = start_route(x, ids)
+    processed = routed * 2 + 1
+    expected = x.clone()
+    for sample, row in enumerate(ids.tolist()):
+        for position, token in enumerate(row):
+            assert torch.equal(routed[sample, position], x[sample, token])
+            expected[sample, token] = processed[sample, position]
+    assert torch.equal(end_route(processed, ids, x), expected)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_gather_tokens_works_along_any_dimension(dim):
+    shape = [2, 4, 5, 6]
+    shape[dim] = 9
+    x = torch.randn(shape)
+    ids = sample_ids_keep(2, 9, 0.5)
+    gathered = gather_tokens(x, ids, dim)
+    for sample in range(2):
+        assert torch.equal(gathered[sample], x[sample].index_select(dim - 1, ids[sample]))
+
+
+def test_the_residual_stream_keeps_its_precision():
+    x = torch.randn(2, 8, 3)
+    ids = sample_ids_keep(2, 8, 0.5)
+    assert end_route(start_route(x, ids).bfloat16(), ids, x).dtype == torch.float32

@@ -1,0 +1,62 @@
+"""Compose configurations and run small trainings inside the test process."""
+
+import json
+from pathlib import Path
+
+from accelerate import PartialState
+from hydra import compose, initialize_config_dir
+
+import train
+from training import config as configuration
+from training.provenance import RunFolder
+
+ROOT = Path(__file__).parents[1]
+
+# Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.
+TINY = (
+    "data=synthetic",
+    "model.hidden_size=32",
+    "model.num_heads=4",
+    "model.patch_size=2",
+    "train.total_steps=6",
+    "train.batch_size=8",
+    "train.log_every=3",
+    "train.save_every=2",
+    "train.eval_every=null",
+    "train.mixed_precision=no",
+    "train.compile=false",
+)
+
+
+def composed(*overrides, config_name="config"):
+    """Compose a configuration as the command line would, outside Hydra's application."""
+    with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):
+        return compose(config_name, overrides=["run_name=test", *overrides] if config_name == "config" else list(overrides))
+
+
+def validated(*overrides, num_processes=1):
+    return configuration.validate(composed(*overrides), num_processes)
+
+
+def tiny_trainer(folder, *overrides):
+    """Build the trainer of a tiny run in `folder`, as train.py does."""
+    config = validated(*TINY, f"output_dir={folder}", *overrides)
+    run = RunFolder(folder)
+    state = PartialState(cpu=True)
+    resolved = configuration.resolve_auto(config, run.manifest().get("resolved", {}), state.device, 1)
+    run.check_config(config)
+    return train.build_trainer(config, resolved, run, configuration.build(config["data"])()), run
+
+
+def tiny_run(folder, *overrides):
+    trainer, run = tiny_trainer(folder, *overrides)
+    train.run_training(trainer, run)
+    return trainer
+
+
+def metrics(folder, clocks=False):
+    """Read metrics.jsonl, without the fields that a clock gives."""
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    if clocks:
+        return lines
+    return [{k: v for k, v in line.items() if k not in ("images_per_sec", "train_time_sec")} for line in lines]

@@ -1,0 +1,165 @@
+"""The programs as a user starts them: train, resume, sample, score, sweep; one process and two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests.runs import ROOT, metrics
+
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline"}
+ENVIRONMENT.pop("OMP_NUM_THREADS", None)
+
+DIGITS = (
+    "model.hidden_size=32",
+    "model.num_heads=4",
+    "train.total_steps=4",
+    "train.batch_size=32",
+    "train.micro_batch_size=16",
+    "train.log_every=1",
+    "train.save_every=2",
+    "train.eval_every=4",
+    "train.sample_every=4",
+    "train.mixed_precision=no",
+    "train.compile=false",
+    "sampler.num_steps=3",
+)
+
+
+def start(launcher, *arguments, folder, check=True):
+    """Run a program of the project with `folder` as the current directory and return the finished process."""
+    program, *overrides = arguments
+    command = [*launcher, str(ROOT / program), *overrides]
+    result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    assert not check or result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+ONE = (sys.executable,)
+TWO = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
+ACCELERATE = (str(BIN / "accelerate"), "launch")
+
+
+@pytest.mark.parametrize("model", ["tread", "dit"])
+def test_one_and_two_processes_train_sample_and_score_alike(tmp_path, model):
+    folders = {}
+    for name, launcher in (("one", ONE), ("two", TWO)):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        start(launcher, "train.py", f"model={model}", "run_name=r", *DIGITS, "evaluation=digits", folder=folders[name])
+        start(launcher, "sample.py", "run=runs/r", "num_samples=23", "batch_size=4", "output=out/s.npz", folder=folders[name])
+        result = start(launcher, "fid.py", "samples=out/s.npz", "reference=latents/digits", folder=folders[name])
+        for word in ("held-out real", "class means", "fd_pixel", "label_accuracy", "scores out/s.scores.json"):
+            assert word in result.stdout
+    one, two = (folder / "runs/r" for folder in folders.values())
+    assert json.loads((two / "manifest.json").read_text())["num_processes"] == 2
+    for line, other in zip(metrics(one), metrics(two), strict=True):
+        assert line.keys() == other.keys()
+        # The EMA and the digits' scores go through a sampler: they differ by summation order times some steps.
+        for key in line:
+            assert other[key] == pytest.approx(line[key], rel=1e-3 if key == "fd_pixel" else 1e-5, abs=1e-9), key
+    weights = [load_file(folder / "checkpoints/step_00000004/ema.safetensors") for folder in (one, two)]
+    for name, tensor in weights[0].items():
+        np.testing.assert_allclose(tensor, weights[1][name], atol=1e-5)
+    samples = [np.load(folder / "out/s.npz") for folder in folders.values()]
+    assert samples[0]["arr_0"].shape == (23, 8, 8, 1)
+    assert samples[0]["arr_1"].tolist() == [i % 10 for i in range(23)]
+    assert np.abs(samples[0]["arr_0"].astype(int) - samples[1]["arr_0"]).max() <= 1
+    assert (folders["one"] / "out/s.png").exists()
+    assert (one / "samples/step_00000004.png").exists()
+    assert sorted(p.name for p in (folders["one"] / "out").iterdir()) == ["s.json", "s.npz", "s.png", "s.scores.json"]
+
+
+def test_accelerate_launch_resumes_and_a_finished_run_says_so(tmp_path):
+    command = ("train.py", "run_name=r", *DIGITS, "train.sample_every=null", "train.eval_every=null")
+    start(ACCELERATE, *command, "train.total_steps=2", folder=tmp_path)
+    resumed = start(ACCELERATE, *command, folder=tmp_path)
+    assert "resumed at step 2" in resumed.stdout
+    assert "runs/r is finished. Sample from it: accelerate launch sample.py run=runs/r num_samples=500" in resumed.stdout
+    assert [line["step"] for line in metrics(tmp_path / "runs/r")] == [1, 2, 3, 4]
+    again = start(ACCELERATE, *command, folder=tmp_path)
+    assert "runs/r is finished: raise train.total_steps to go on" in again.stdout
+    assert [line["step"] for line in metrics(tmp_path / "runs/r")] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_each_job_in_its_own_folder_as_if_alone_and_continues(tmp_path):
+    short = (*DIGITS, "train.sample_every=null", "train.eval_every=null")
+    start(ONE, "train.py", "-m", "model=dit,tread", "seed=0,1", *short, folder=tmp_path)
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert len(folders) == 4
+    start(ONE, "train.py", "model=tread", "seed=1", "run_name=alone", *short, folder=tmp_path)
+    (last,) = [folder for folder in folders if folder.name.startswith("tread") and "seed1" in folder.name]
+    assert metrics(last) == metrics(tmp_path / "runs/alone")
+    configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in folders]
+    assert {(config["method"], config["seed"]) for config in configs} == {(m, s) for m in ("dit", "tread") for s in (0, 1)}
+    again = start(ONE, "train.py", "-m", "model=dit,tread", "seed=0,1", *short, folder=tmp_path)
+    assert again.stdout.count("is finished: raise train.total_steps") == 4
+    start(ONE, "train.py", "-m", "optimizer.lr=1e-4,3e-4", "train.total_steps=1", *short[:2], *short[3:], folder=tmp_path)
+    assert len(list((tmp_path / "runs").iterdir())) == 7
+
+
+ERRORS = [
+    (["train.total_stepz=3"], "total_stepz"),
+    (["train.total_steps=abc"], "train.total_steps"),
+    (["model.routes=[]"], "TREAD training requires you to configure the routes"),
+    (["data=latents", "data.path=nowhere"], "data.path=nowhere must be a latent folder"),
+    (["train.init_from=nothing.pt"], "nothing.pt not found"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), ERRORS, ids=[" ".join(overrides) for overrides, _ in ERRORS])
+def test_a_mistake_ends_in_one_message_and_no_traceback(tmp_path, overrides, message):
+    result = start(ONE, "train.py", "run_name=r", *DIGITS, *overrides, folder=tmp_path, check=False)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "runs/r/config.yaml").exists()
+
+
+def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
+    (tmp_path / "noise.npz").write_bytes(b"noise")
+    np.savez(tmp_path / "floats.npz", np.zeros((4, 8, 8, 1)), np.zeros(4))
+    for program, overrides, message in (
+        ("sample.py", ["run=nowhere"], "run=nowhere is no run"),
+        ("fid.py", ["samples=nowhere.npz", "reference=x"], "samples=nowhere.npz not found"),
+        ("fid.py", ["samples=noise.npz", "reference=x"], "samples=noise.npz can not be read"),
+        ("fid.py", ["samples=floats.npz", "reference=x"], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
+    ):
+        result = start(ONE, program, *overrides, folder=tmp_path, check=False)
+        assert result.returncode != 0
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_trackers_write_beside_the_run(tmp_path):
+    short = ("run_name=r", *DIGITS, "train.sample_every=null", "train.eval_every=null", "train.total_steps=2")
+    start(ONE, "train.py", "tracker=tensorboard", *short, folder=tmp_path)
+    assert list((tmp_path / "runs/r/tensorboard").glob("events.*"))
+    start(ONE, "train.py", "tracker=wandb", "train.total_steps=3", *short[:-1], folder=tmp_path)
+    assert list((tmp_path / "runs/r/wandb").glob("offline-run-*"))
+
+
+@pytest.mark.slow
+def test_compiled_training_agrees_with_uncompiled_and_resumes_bitwise(tmp_path):
+    short = (*DIGITS, "train.sample_every=null", "train.compile=true", "train.eval_every=2")
+    start(ONE, "train.py", "run_name=whole", *short, folder=tmp_path)
+    start(ONE, "train.py", "run_name=parts", *short, "train.total_steps=2", folder=tmp_path)
+    start(ONE, "train.py", "run_name=parts", *short, folder=tmp_path)
+    start(ONE, "train.py", "run_name=eager", *short, "train.compile=false", folder=tmp_path)
+    whole, parts, eager = (tmp_path / "runs" / name for name in ("whole", "parts", "eager"))
+    assert metrics(whole) == metrics(parts)
+    for file in ("net", "ema", "optimizer"):
+        path = f"checkpoints/step_00000004/{file}.safetensors"
+        assert (whole / path).read_bytes() == (parts / path).read_bytes()
+    for line, other in zip(metrics(whole), metrics(eager), strict=True):
+        for key in line:
+            assert other[key] == pytest.approx(line[key], rel=1e-4), key

@@ -1,0 +1,185 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from tests.runs import metrics, tiny_run, tiny_trainer
+from training.checkpoint import latest_checkpoint
+
+VARIANTS = {
+    "plain": (),
+    "accumulation": ("train.micro_batch_size=2",),
+    "bf16 and clipping": ("train.mixed_precision=bf16", "train.grad_clip=0.1"),
+    "evaluation": ("train.eval_every=2", "train.sample_every=4", "sampler.num_steps=2"),
+}
+
+
+def files(folder):
+    return {file.name: load_file(file) for file in sorted(latest_checkpoint(folder).glob("*.safetensors"))}
+
+
+def assert_same_run(one, other):
+    for (name, tensors), others in zip(files(one).items(), files(other).values(), strict=True):
+        assert tensors.keys() == others.keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor, others[key]), f"{name} {key}"
+    assert metrics(one) == metrics(other)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stop_before", [1, 3, 4, 5])
+def test_an_interrupted_run_ends_bitwise_like_one_that_was_not(tmp_path, variant, stop_before):
+    """The window of three steps between log points does not fit the two between checkpoints, on purpose."""
+    overrides = VARIANTS[variant]
+    tiny_run(tmp_path / "whole", *overrides)
+    trainer, run = tiny_trainer(tmp_path / "stopped", *overrides)
+    step = trainer._train_step
+
+    def stop(micro_batches):
+        if trainer.step == stop_before:
+            raise KeyboardInterrupt
+        step(micro_batches)
+
+    trainer._train_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    assert run.manifest()["status"] == "interrupted"
+    tiny_run(tmp_path / "stopped", *overrides)
+    assert run.manifest()["status"] == "finished"
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_longer_run_continues_a_finished_one(tmp_path):
+    tiny_run(tmp_path / "whole")
+    tiny_run(tmp_path / "raised", "train.total_steps=3")
+    tiny_run(tmp_path / "raised")
+    assert_same_run(tmp_path / "whole", tmp_path / "raised")
+    with pytest.raises(ValueError, match=r"train\.total_steps=3 must be at least the 6 steps"):
+        tiny_trainer(tmp_path / "raised", "train.total_steps=3")
+
+
+def test_a_changed_configuration_is_refused_with_the_difference(tmp_path):
+    tiny_run(tmp_path / "run")
+    before = metrics(tmp_path / "run", clocks=True)
+    with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.0001 -> 0\.01.*run_name=NAME"):
+        tiny_trainer(tmp_path / "run", "optimizer.lr=0.01")
+    with pytest.raises(ValueError, match=r"model\.depth: 8 -> 9"):
+        tiny_trainer(tmp_path / "run", "model.depth=9")
+    assert metrics(tmp_path / "run", clocks=True) == before
+
+
+def test_metrics_have_a_line_per_log_point(tmp_path):
+    trainer = tiny_run(tmp_path, "train.log_every=2", "train.total_steps=5")
+    lines = metrics(tmp_path, clocks=True)
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    assert [line["num_images"] for line in lines] == [16, 32, 40]
+    assert all(line["images_per_sec"] > 0 and line["num_skipped_steps"] == 0 for line in lines)
+    assert lines[2]["train_time_sec"] > lines[0]["train_time_sec"] > 0
+    assert trainer.step == 5
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["status"] == "finished"
+    assert manifest["resolved"] == {"mixed_precision": "no", "compile": False, "micro_batch_size": 8}
+    assert {"commit", "versions", "device", "command", "data"} <= manifest.keys()
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path):
+    trainer, run = tiny_trainer(tmp_path / "run")
+    to_latents, step = trainer.to_latents, trainer._train_step
+    states = []
+
+    def poison(stored, generator):
+        return to_latents(stored, generator) * (float("nan") if trainer.step == 4 else 1)
+
+    def remember(micro_batches):
+        step(micro_batches)
+        state = [*trainer.net.parameters(), *trainer.ema.net.parameters(), trainer.ema.num_updates]
+        states.append([tensor.detach().clone() for tensor in state])
+
+    trainer.to_latents, trainer._train_step = poison, remember
+    train.run_training(trainer, run)
+    assert all(torch.equal(a, b) for a, b in zip(states[3], states[4], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(states[4], states[5], strict=True))
+    assert all(tensor.isfinite().all() for tensor in states[5])
+    lines = metrics(tmp_path / "run")
+    assert [line["num_skipped_steps"] for line in lines] == [0, 1]
+    assert all(0 < line["loss"] < 10 for line in lines)
+
+
+def test_accumulation_sums_to_the_gradient_of_the_whole_batch(tmp_path):
+    """The draws of a micro-batch are its own, so the parts are compared with the same parts taken alone."""
+    trainer, _ = tiny_trainer(tmp_path / "parts", "train.micro_batch_size=2")
+    micro_batches = list(zip(range(4), trainer.micro_batches(0), strict=False))
+    gradients = []
+    for index, (stored, labels) in micro_batches:
+        trainer.net.zero_grad()
+        trainer.net.train()
+        generator = trainer._generator(index)
+        x = trainer.to_latents(stored, generator)
+        trainer.loss_fn(trainer.precond, x, labels, generator=generator).mean().backward()
+        gradients.append([parameter.grad.clone() for parameter in trainer.parameters])
+    trainer.net.zero_grad()
+    seen = []
+    trainer._update_weights = lambda loss: seen.extend(parameter.grad.clone() for parameter in trainer.parameters)
+    trainer._train_step(iter(trainer.micro_batches(0)))
+    for total, *parts in zip(seen, *gradients, strict=True):
+        torch.testing.assert_close(total, sum(parts) / 4)
+
+
+def test_draws_depend_on_seed_step_and_micro_batch(tmp_path):
+    trainer, _ = tiny_trainer(tmp_path)
+
+    def draw(seed, step, micro_index):
+        trainer.seed, trainer.step = seed, step
+        return torch.rand(4, generator=trainer._generator(micro_index)).tolist()
+
+    draws = [draw(*key) for key in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
+    assert len({tuple(values) for values in draws}) == 4
+    assert draw(0, 1, 0) == draws[2]
+
+
+def test_dense_evaluation_sees_all_tokens_and_draws_the_same_each_time(tmp_path):
+    trainer, _ = tiny_trainer(tmp_path, "train.eval_every=2")
+    ((_, evaluator),) = trainer.evaluators
+    trainer.net.train()
+    lengths = set()
+    trainer.net.blocks[3].register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].shape[1]))
+    first, second = dict(evaluator.run(2)), dict(evaluator.run(4))
+    assert first == second
+    assert set(first) == {"val_loss_dense", "val_loss_dense_ema"}
+    assert lengths == {16}
+    assert trainer.net.training
+
+
+def test_clipping_bounds_the_gradient(tmp_path):
+    clipped, _ = tiny_trainer(tmp_path / "clipped", "train.grad_clip=1e-3")
+    norms = []
+    step = clipped.optimizer.step
+    clipped.optimizer.step = lambda: (
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in clipped.parameters])),
+        step(),
+    )
+    clipped.fit()
+    assert max(norms) < 1.001e-3
+    assert min(line["grad_norm"] for line in metrics(tmp_path / "clipped")) > 0.01  # what is logged is the norm before
+
+
+def test_golden_loss(tmp_path):
+    """A refactoring must not change these losses by a digit on one machine; processors differ by rounding.
+
+    The learning rate is high, so that within a few steps every part of the network has its say.
+    """
+    tiny_run(tmp_path, "train.log_every=1", "optimizer.lr=1e-2", "model.num_heads=2", "train.total_steps=8")
+    losses = [line["loss"] for line in metrics(tmp_path)]
+    assert losses == pytest.approx(GOLDEN, rel=1e-4)
+
+
+GOLDEN = [
+    2.1746294498443604,
+    2.247926712036133,
+    2.1053473949432373,
+    2.2302377223968506,
+    1.9560341835021973,
+    2.22166109085083,
+]
