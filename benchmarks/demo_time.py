@@ -47,13 +47,11 @@ def main() -> None:
         precond.eval()(images, torch.ones((), device=state.device), labels)
 
     num_forwards = (2 * config["sampler"]["num_steps"] - 1) * NUM_SAMPLES / SAMPLING_BATCH
-    seconds = (
-        STARTUP_SEC + train["total_steps"] * seconds_of(step, state.device) + num_forwards * seconds_of(forward, state.device)
-    )
+    training_sec = train["total_steps"] * seconds_of(step, state.device)
+    sampling_sec = num_forwards * seconds_of(forward, state.device)
+    minutes = (STARTUP_SEC + training_sec + sampling_sec) / 60
     precision = "bf16" if resolved["mixed_precision"] == "bf16" else "fp32: this processor has no bf16 instructions"
-    print(
-        f"The demo will take about {seconds / 60:.0f} minutes on this machine ({state.device.type}, {precision}).", flush=True
-    )
+    print(f"The demo will take about {minutes:.0f} minutes on this machine ({state.device.type}, {precision}).", flush=True)
 
 
 def seconds_of(function: Callable[[], None], device: torch.device) -> float:

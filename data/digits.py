@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from data.encoders import IdentityEncoder, encode_images
 from data.latents import LatentDataset, LatentManifest, open_latents
@@ -21,6 +22,7 @@ def _write(path: str) -> None:
     source = load_digits()
     # Grey levels 0..16 of the source fill the bytes 0..255.
     images = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
+    pixels = IdentityEncoder().encode(torch.from_numpy(images))
     manifest = LatentManifest(
         count=len(images),
         shape=images.shape[1:],
@@ -28,6 +30,9 @@ def _write(path: str) -> None:
         kind="samples",
         num_classes=len(source.target_names),
         encoder=IdentityEncoder.name,
+        # The network sees mean 0 and standard deviation 0.5, the sigma_data that EDM is set up for.
+        shift=pixels.mean().item(),
+        scale=0.5 / pixels.std().item(),
         num_held_out=297,
     )
     encode_images(path, [(images, source.target)], IdentityEncoder(), manifest)

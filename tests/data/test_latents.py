@@ -66,12 +66,13 @@ def test_unconditional_folders_have_no_labels(tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="13 entries written, the manifest promises 20"):
-        with LatentWriter(tmp_path / "a", LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity")) as writer:
-            writer.append(np.zeros((13, 4, 8, 8), np.float16), np.zeros(13, int))
-    with pytest.raises(ValueError, match=r"label 5 at position 2 must be in \[0, 4\]"):
-        with LatentWriter(tmp_path / "a", LatentManifest(3, (4, 8, 8), "float16", "samples", 5, "identity")) as writer:
-            writer.append(np.zeros((3, 4, 8, 8), np.float16), np.array([0, 4, 5]))
+    for count, labels, message in (
+        (20, np.zeros(13, int), "13 entries written, the manifest promises 20"),
+        (3, np.array([0, 4, 5]), r"label 5 at position 2 must be in \[0, 4\]"),
+    ):
+        writer = LatentWriter(tmp_path / "a", LatentManifest(count, (4, 8, 8), "float16", "samples", 5, "identity"))
+        with pytest.raises(ValueError, match=message), writer:
+            writer.append(np.zeros((len(labels), 4, 8, 8), np.float16), labels)
     assert not list(tmp_path.iterdir())
 
 
@@ -161,6 +162,9 @@ def test_digits_go_through_the_format_and_come_back(tmp_path):
     assert np.array_equal(images[..., 0], np.rint(source.images * 255 / 16))
     assert np.array_equal(labels, source.target)
     assert (len(dataset.train_ids), len(dataset.held_out_ids)) == (1500, 297)
+    latents = dataset.manifest.to_latents(dataset.read(dataset.train_ids)[0])
+    assert abs(latents.mean()) < 0.01
+    assert abs(latents.std() - 0.5) < 0.01
     again = digits(str(tmp_path / "digits"), input_size=8, in_channels=1, num_classes=10)
     assert again.describe() == dataset.describe()
 

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_second_order_convergence():
         .max()
         for n in (32, 64, 128)
     ]
-    orders = [math.log2(coarse / fine) for coarse, fine in zip(errors, errors[1:], strict=False)]
+    orders = [math.log2(coarse / fine) for coarse, fine in pairwise(errors)]
     assert all(1.8 < order < 2.4 for order in orders), orders
 
 

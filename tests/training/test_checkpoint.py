@@ -1,5 +1,6 @@
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,9 +51,9 @@ def test_bad_weights_are_one_clear_error_and_change_nothing(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             load_weights(net, tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="nowhere.pt not found"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.pt not found"):
         load_weights(net, tmp_path / "nowhere.pt")
-    assert not os.path.exists("EXECUTED")
+    assert not Path("EXECUTED").exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 

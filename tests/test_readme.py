@@ -1,0 +1,70 @@
+"""What the documents say can be done as written: commands compose, make targets exist, examples run, links lead somewhere."""
+
+import re
+import shlex
+
+import pytest
+
+from tests.runs import ROOT, composed
+from training import config as configuration
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "data" / "README.md"]
+TEXT = "\n".join(document.read_text() for document in DOCUMENTS)
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
+COMMANDS = [line for language, block in BLOCKS if language == "sh" for line in block.splitlines() if line.strip()]
+EXAMPLES = [block for language, block in BLOCKS if language == "python"]
+PROGRAMS = {"train.py": "config", "sample.py": "sample", "fid.py": "fid"}
+
+
+def overrides_of(command):
+    """Split a command into the program it starts and its overrides; a sweep takes the first of its values."""
+    words = shlex.split(command)
+    (program,) = [word for word in words if word in PROGRAMS]
+    given = words[words.index(program) + 1 :]
+    sweep = "-m" in given
+    return program, [word.split(",")[0] if sweep else word for word in given if not word.startswith("-")]
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("make ")])
+def test_commands_compose_and_validate(command):
+    program, overrides = overrides_of(command)
+    if program != "train.py":
+        configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
+        return
+    if "data=latents" in overrides:  # its sizes come from the manifest of a folder that is there
+        overrides = [*overrides, "data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
+    configuration.validate(composed(*overrides))
+
+
+def test_the_documents_have_commands_and_examples():
+    assert len(COMMANDS) > 10
+    assert len(EXAMPLES) == 2
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_run(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "example", "exec"), {})
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for command in COMMANDS:
+        if command.startswith("make "):
+            assert re.search(rf"^{command.split()[1]}:", makefile, flags=re.M)
+
+
+def test_links_lead_to_files():
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            assert target.startswith("http") or (document.parent / target).exists(), target
+
+
+def test_every_train_key_and_group_option_is_in_the_readme():
+    from dataclasses import fields
+
+    readme = DOCUMENTS[0].read_text()
+    assert not [field.name for field in fields(configuration.TrainConfig) if f"`train.{field.name}`" not in readme]
+    for group in ("model", "model/routes", "data", "diffusion", "sampler", "guidance", "evaluation", "tracker"):
+        for file in (ROOT / "configs" / group).glob("*.yaml"):
+            assert file.stem == "base" or f"`{file.stem}`" in readme, file
