@@ -38,15 +38,16 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(f"samples={config['samples']} and reference={config['reference']} must both have labels")
         if samples.shape[1:] != reference.shape[1:]:
             raise ValueError(f"samples={config['samples']} are {samples.shape[1:]}, the reference is {reference.shape[1:]}")
+        if len(labels) != len(samples):
+            raise ValueError(f"samples={config['samples']} holds {len(samples)} images and {len(labels)} labels")
         evaluator = configuration.build(config["evaluation"])((reference, reference_labels), source=None)
 
-    rows = {
-        "samples": (samples, labels),
-        "held-out real": real_images(dataset, dataset.held_out_ids),
-        "class means": class_means(reference, reference_labels, len(samples)),
-    }
+    rows = {"samples": (samples, labels), "class means": class_means(reference, reference_labels, len(samples))}
+    if len(dataset.held_out_ids) > 1:
+        rows["held-out real"] = real_images(dataset, dataset.held_out_ids)
     scores = {name: {"n": len(row[0]), **evaluator.score(*row)} for name, row in rows.items()}
     print(table(scores))
+    print("A distance also depends on n: it grows as n falls.")
     result = {
         "scores": scores,
         "samples": config["samples"],

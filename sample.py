@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import yaml
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -36,22 +37,23 @@ def main(cfg: DictConfig) -> None:
     with configuration.one_line_errors():
         request = configuration.resolve(cfg)
         run = RunFolder(request["run"])
-        if not run.config_file.is_file():
-            raise FileNotFoundError(f"run={run.path} is no run: {run.config_file} not found")
-        config = yaml.safe_load(run.config_file.read_text())
-        manifest = manifest_from(run.manifest()["data"]["manifest"])
-        checkpoint = Path(request["checkpoint"]) if request["checkpoint"] else latest_checkpoint(run.path)
-        if checkpoint is None:
-            raise FileNotFoundError(f"run={run.path} has no checkpoint yet")
+        for file in (run.config_file, run.manifest_file):
+            if not file.is_file():
+                raise FileNotFoundError(f"run={run.path} is no run: {file} not found")
+        config, details = yaml.safe_load(run.config_file.read_text()), run.manifest()
         settings = _settings(request, config)
         state = configuration.start_process()
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        # The first process chooses: a run that still trains may save between the looks of two.
+        (checkpoint,) = broadcast_object_list([request["checkpoint"] or latest_checkpoint(run.path)])
+        if checkpoint is None:
+            raise FileNotFoundError(f"run={run.path} has no checkpoint yet")
+        checkpoint, manifest = Path(checkpoint), manifest_from(details["data"]["manifest"])
         net = configuration.build_net(config).to(state.device).eval()
         load_weights(net, checkpoint / "ema.safetensors")
     output = Path(request["output"] or run.path / "samples" / _name(checkpoint, settings))
     sample(configuration.build_precond(config, net).eval(), manifest, settings, output, state)
     if state.is_main_process:
-        protocol = {**settings, "checkpoint": str(checkpoint), "data": run.manifest()["data"]}
+        protocol = {**settings, "checkpoint": str(checkpoint), "data": details["data"]}
         output.with_suffix(".json").write_text(
             json.dumps({**protocol, "environment": environment(str(state.device))}, indent=2) + "\n"
         )
@@ -110,19 +112,24 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     for key in ("num_samples", "batch_size", "grid_columns"):
         if request[key] < 1:
             raise ValueError(f"{key}={request[key]} must be at least 1")
-    if request["first_seed"] < 0:
-        raise ValueError(f"first_seed={request['first_seed']} must not be negative")
+    if not 0 <= request["first_seed"] <= configuration.NUM_SEEDS - request["num_samples"]:
+        raise ValueError(
+            f"first_seed={request['first_seed']} must not be negative, and the last seed less than {configuration.NUM_SEEDS}"
+        )
+    if request["output"] and not request["output"].endswith(".npz"):
+        raise ValueError(f"output={request['output']} must end in .npz; the picture and the protocol take its name")
     if request["mixed_precision"] not in ("no", "bf16"):
         raise ValueError(f"mixed_precision={request['mixed_precision']} must be no or bf16")
     num_classes, label = config["model"]["num_classes"], request["class_label"]
     if label is not None and not 0 <= label < num_classes:
         raise ValueError(f"class_label={label} must be in [0, {num_classes - 1}]")
-    scale = request["guidance_scale"]
+    scale = config["guidance"]["guidance_scale"] if request["guidance_scale"] is None else request["guidance_scale"]
     sampler = {**config["sampler"], **({} if request["num_steps"] is None else {"num_steps": request["num_steps"]})}
+    configuration.check_sampling(sampler, scale, num_classes)
     kept = ("num_samples", "batch_size", "first_seed", "class_label", "mixed_precision", "grid_columns")
     return {
         **{key: request[key] for key in kept},
-        "guidance_scale": config["guidance"]["guidance_scale"] if scale is None else scale,
+        "guidance_scale": scale,
         "sampler": sampler,
     }
 

@@ -29,7 +29,7 @@ from training.provenance import RunFolder, environment, summary
 from training.trackers import MetricsFile
 from training.trainer import Trainer
 
-GRID_SAMPLES, GRID_COLUMNS = 20, 10
+GRID_SAMPLES, GRID_COLUMNS = 10, 10
 EVALUATION_BATCH = 64
 
 configuration.register()
@@ -42,20 +42,20 @@ def main(cfg: DictConfig) -> None:
         config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
         run = RunFolder(config["output_dir"])
         state = configuration.start_process()
-        resolved = configuration.resolve_auto(config, run.manifest().get("resolved", {}), state.device, state.num_processes)
-        if latest_checkpoint(run.path):
-            run.check_config(config)
+        with state.main_process_first():
+            dataset = configuration.build(config["data"])()
+        run.check(config, dataset.describe())
         if run.is_finished(config["train"]["total_steps"]):
             state.print(f"{run.path} is finished: raise train.total_steps to go on, or start another with run_name=NAME")
             return
-        with state.main_process_first():
-            dataset = configuration.build(config["data"])()
+        saved = run.manifest()["resolved"] if run.has_results() else {}
+        resolved = configuration.resolve_auto(config, saved, state.device, state.num_processes)
         trainer = build_trainer(config, resolved, run, dataset)
     run_training(trainer, run)
 
 
 def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFolder, dataset: LatentDataset) -> Trainer:
-    """Build all that a run needs, and load its newest checkpoint if it has one."""
+    """Build all that a run needs, load its newest checkpoint if it has one, and only then begin to write."""
     accelerator = _start_accelerator(resolved["mixed_precision"])
     settings, device = config["train"], accelerator.device
     torch.manual_seed(config["seed"])
@@ -70,6 +70,7 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
     precond = accelerator.prepare_model(configuration.build_precond(config, net))
     optimizer = configuration.build(config["optimizer"])(net.parameters(), fused=True)
     loss_fn = configuration.build(config["diffusion"]["loss"])()
+    evaluators = _evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn)
     checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
     state = checkpoints.load(checkpoint, net, ema.net, optimizer, device) if checkpoint else None
     if state and state["step"] > settings["total_steps"]:
@@ -80,10 +81,10 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
 
     metrics_file = tracker = None
     if accelerator.is_main_process:
+        tracker = configuration.build(config["tracker"])() if config["tracker"] else None
         details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
         run.begin(config, {**details, "data": dataset.describe(), "status": "running"})
         metrics_file = MetricsFile(run.path / "metrics.jsonl", state["metrics_size"] if state else 0)
-        tracker = configuration.build(config["tracker"])() if config["tracker"] else None
         print(summary(config, details, net, resumed_step=state["step"] if state else 0), flush=True)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
@@ -97,7 +98,7 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
         loss_fn=loss_fn,
         micro_batches=partial(stream, dataset, seed=config["seed"], **batch_sizes, **share, **loading),
         to_latents=dataset.manifest.to_latents,
-        evaluators=_evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn),
+        evaluators=evaluators,
         checkpoints=checkpoints,
         metrics_file=metrics_file,
         tracker=tracker,
@@ -148,17 +149,18 @@ def _evaluators(
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
     # Built anew around the bare networks: what accelerate prepared runs under autocast, evaluation does not.
     denoiser, ema_denoiser = (configuration.build_precond(config, n) for n in (net, ema_net))
-    source = ImageSource(
-        ema_denoiser,
-        configuration.build(config["sampler"]),
-        image_decoder(dataset.manifest),
-        batch_size=EVALUATION_BATCH,
-        device=device,
-        guidance_scale=config["guidance"]["guidance_scale"],
-        gather=gather_object,
-        **share,
-    )
     evaluators = []
+    if settings["sample_every"] or config["evaluation"]:  # else the latents may be of an encoder that is not at hand
+        source = ImageSource(
+            ema_denoiser,
+            configuration.build(config["sampler"]),
+            image_decoder(dataset.manifest),
+            batch_size=EVALUATION_BATCH,
+            device=device,
+            guidance_scale=config["guidance"]["guidance_scale"],
+            gather=gather_object,
+            **share,
+        )
     if settings["sample_every"]:
         grid = SampleGrid(source, run.path / "samples", GRID_SAMPLES, GRID_COLUMNS, write=accelerator.is_main_process)
         evaluators.append((settings["sample_every"], grid))

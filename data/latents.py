@@ -19,6 +19,8 @@ import torch
 
 FORMAT_VERSION = 1
 KINDS = ("samples", "moments")
+DTYPES = ("float16", "float32")
+NUM_FINGERPRINT_ENTRIES = 64
 HELD_OUT_SEED = 0
 FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy"}
 
@@ -56,6 +58,10 @@ class LatentManifest:
             raise ValueError(f"format_version={self.format_version} must be {FORMAT_VERSION}")
         if len(self.shape) != 3 or self.shape[1] != self.shape[2]:
             raise ValueError(f"shape={tuple(self.shape)} must be (channels, size, size)")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype} must be one of {', '.join(DTYPES)}")
+        if not isinstance(self.scale, int | float) or not isinstance(self.shift, int | float) or self.scale == 0:
+            raise ValueError(f"scale={self.scale!r} and shift={self.shift!r} must be numbers, scale other than 0")
         if not 0 <= self.num_held_out < self.count:
             raise ValueError(f"num_held_out={self.num_held_out} must be in [0, {self.count - 1}]")
         if self.kind == "moments" and self.shape[0] % 2:
@@ -100,12 +106,24 @@ class LatentDataset:
         labels = None if self.labels is None else torch.from_numpy(self.labels[ids])
         return torch.from_numpy(stored), labels
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A memory map would be pickled as the whole array; a worker process opens the file instead.
+        is_file = isinstance(self.stored, np.memmap)
+        return {**self.__dict__, "stored": Path(self.stored.filename) if is_file else self.stored}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.stored, Path):
+            self.stored = np.load(self.stored, mmap_mode="r", allow_pickle=False)
+
     def describe(self) -> dict[str, Any]:
-        """Return the manifest, and a fingerprint of it and the labels that two runs on the same data share."""
+        """Return the manifest, and a fingerprint that runs on the same data share: of manifest, labels and some entries."""
         manifest = asdict(self.manifest)
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
+        ids = np.unique(np.linspace(0, self.manifest.count - 1, NUM_FINGERPRINT_ENTRIES).astype(int))
+        digest.update(self.stored[ids].tobytes())
         return {"fingerprint": digest.hexdigest(), "manifest": manifest}
 
 
@@ -144,9 +162,13 @@ class LatentWriter:
                 f"must be of shape {self.manifest.shape} and at most {self.manifest.count} in all"
             )
         if self.manifest.num_classes:
+            if labels is None or labels.shape != (len(stored),):
+                raise ValueError(f"{self.path}: {len(stored)} entries must come with as many labels")
             _check_labels(labels, self.manifest.num_classes, self.path)
             self.labels[self.num_written : end] = labels
         self.stored[self.num_written : end] = stored
+        if not np.isfinite(self.stored[self.num_written : end]).all():
+            raise ValueError(f"{self.path}: entries {self.num_written}..{end - 1} are not finite in {self.manifest.dtype}")
         self.num_written = end
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:

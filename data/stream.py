@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.latents import LatentDataset
 
+HELD_OUT_DRAWS = 1_000_000_000
+
 
 class StreamOrder:
     """Yield the entries of each micro-batch of one process, from `start_step` on, for ever.
@@ -94,6 +96,7 @@ def held_out_batches(
     starts = range(0, len(dataset.held_out_ids), batch_size)
     for index in range(process_index, len(starts), num_processes):
         stored, labels = dataset.read(dataset.held_out_ids[starts[index] : starts[index] + batch_size])
-        generator = torch.Generator(device).manual_seed(index)
+        # Not the stream of the loss, which is seeded by the index as well.
+        generator = torch.Generator(device).manual_seed(HELD_OUT_DRAWS + index)
         latents = dataset.manifest.to_latents(stored.to(device), generator)
         yield index, latents, None if labels is None else labels.to(device)

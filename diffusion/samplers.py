@@ -32,7 +32,12 @@ def edm_sampler(
 
     Returns:
         x (N, C, H, W) in float64.
+
+    Raises:
+        ValueError: no steps.
     """
+    if num_steps < 1:
+        raise ValueError(f"sampler.num_steps={num_steps} must be at least 1")
     # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho, sigma_n = 0, [EDM] eq. 5.
     ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
     sigmas = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho

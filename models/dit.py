@@ -85,6 +85,12 @@ class DiT(nn.Module):
         fp32_after_route: bool = False,
     ):
         super().__init__()
+        sizes = {"input_size": input_size, "patch_size": patch_size, "in_channels": in_channels, "hidden_size": hidden_size}
+        for name, size in {**sizes, "depth": depth, "num_heads": num_heads, "mlp_ratio": mlp_ratio}.items():
+            if not size > 0:
+                raise ValueError(f"model.{name}={size} must be greater than 0")
+        if num_classes < 0:
+            raise ValueError(f"model.num_classes={num_classes} must not be negative")
         if input_size % patch_size:
             raise ValueError(f"model.patch_size={patch_size} must divide model.input_size={input_size}")
         if hidden_size % num_heads:

@@ -41,11 +41,11 @@ def validated(*overrides, num_processes=1):
 def tiny_trainer(folder, *overrides):
     """Build the trainer of a tiny run in `folder`, as train.py does."""
     config = validated(*TINY, f"output_dir={folder}", *overrides)
-    run = RunFolder(folder)
-    state = PartialState(cpu=True)
-    resolved = configuration.resolve_auto(config, run.manifest().get("resolved", {}), state.device, 1)
-    run.check_config(config)
-    return train.build_trainer(config, resolved, run, configuration.build(config["data"])()), run
+    run, dataset = RunFolder(folder), configuration.build(config["data"])()
+    run.check(config, dataset.describe())
+    saved = run.manifest()["resolved"] if run.has_results() else {}
+    resolved = configuration.resolve_auto(config, saved, PartialState(cpu=True).device, 1)
+    return train.build_trainer(config, resolved, run, dataset), run
 
 
 def tiny_run(folder, *overrides):

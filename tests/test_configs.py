@@ -124,6 +124,20 @@ WRONG = [
     (["train.compile=maybe"], r"train\.compile=maybe must be one of auto, true, false"),
     (["train.grad_clip=0"], r"train\.grad_clip=0\.0 must be greater than 0"),
     (["seed=-1"], r"seed=-1 must not be negative"),
+    (["seed=4294967296"], r"seed=4294967296 must not be negative, and less than 4294967296"),
+    (["train.num_workers=-1"], r"train\.num_workers=-1 must not be negative"),
+    (["optimizer.betas=[0.9]"], r"optimizer\.betas=\[0\.9\] must be two numbers in \[0, 1\)"),
+    (["diffusion.sigma_data=0"], r"diffusion\.sigma_data=0\.0 must be greater than 0"),
+    (["diffusion.precond.sigma_data=0.9"], r"diffusion\.precond\.sigma_data=0\.9 must be diffusion\.sigma_data=0\.5"),
+    (["model.num_classes=7"], r"model\.num_classes=7 must be data\.num_classes=10"),
+    (["data=synthetic", "data.num_classes=0", "guidance=cfg"], r"guidance\.guidance_scale=1\.5 must be 1 for an unconditional"),
+    (["evaluation=digits", "evaluation.num_samples=0"], r"evaluation\.num_samples=0 must be at least 2"),
+    (["evaluation=digits", "data=synthetic"], r"needs data=digits"),
+    (["sampler.num_steps=0"], r"sampler\.num_steps=0 must be greater than 0"),
+    (["model=dit", "model.depth=0"], r"model\.depth=0 must be greater than 0"),
+    (["model.num_heads=0"], r"model\.num_heads=0 must be greater than 0"),
+    (["data=synthetic", "data.num_classes=-1"], r"model\.num_classes=-1 must not be negative"),
+    (["~model.depth"], r"model\.depth must be given: DiT needs it"),
     (["ema.decay=1"], r"ema\.decay=1\.0 must be in \[0, 1\)"),
     (["optimizer.lr=-1e-4"], r"optimizer\.lr=-0\.0001 must be greater than 0"),
     (["data=imagenet256"], r"data\.path must be given, as KEY=VALUE \(a latent folder"),
@@ -144,18 +158,40 @@ def test_a_misspelt_or_mistyped_key_does_not_compose(override):
         composed(override)
 
 
-def test_a_misspelt_key_in_a_file_does_not_compose(tmp_path):
-    """The schema comes first, so files are held to it as the command line is."""
-    from hydra import compose, initialize_config_dir
+@pytest.mark.parametrize(
+    ("file", "content", "key"),
+    [
+        ("optimizer/mine.yaml", "lrr: 1.0e-4", "lrr"),
+        ("optimizer/mine.yaml", "lr: fast", "lr"),
+        ("data/mine.yaml", "# @package _global_\ndefaults: [synthetic]\ntrain: {total_stepz: 3}", "total_stepz"),
+        ("ema/mine.yaml", "decay: 0.9\nwarm_up: true", "warm_up"),
+    ],
+)
+def test_a_misspelt_or_mistyped_key_in_a_file_does_not_compose(tmp_path, file, content, key):
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(content)
+    with pytest.raises((HydraException, OmegaConfBaseException), match=key):
+        composed(f"hydra.searchpath=[file://{tmp_path}]", f"{file.split('/')[0]}=mine")
 
-    for folder in ("train_schema", "ok"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "config.yaml").write_text("defaults: [train_schema, _self_]\ntrain: {total_stepz: 3}\n")
-    with (
-        initialize_config_dir(config_dir=str(tmp_path), version_base="1.3"),
-        pytest.raises(HydraException, match="total_stepz"),
+
+def test_values_are_converted_to_the_types_of_the_signature():
+    model = validated("model.fp32_after_route=no", "model.mlp_ratio=3", "model.depth='8'")["model"]
+    assert (model["fp32_after_route"], model["mlp_ratio"], model["depth"]) == (False, 3.0, 8)
+    assert isinstance(model["mlp_ratio"], float)
+
+
+@pytest.mark.parametrize(("written", "compiled"), [("true", True), ("True", True), ("false", False)])
+def test_compile_means_what_it_says(written, compiled):
+    resolved = configuration.resolve_auto(validated(f"train.compile={written}"), {}, torch.device("cpu"), 1)
+    assert resolved["compile"] is compiled
+
+
+def test_processes_that_do_not_fit_the_micro_batches_of_a_run_are_told_so():
+    saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 64}
+    with pytest.raises(
+        ValueError, match=r"2 processes can not share train\.batch_size=64 in the micro-batches of 64 that this"
     ):
-        compose("config")
+        configuration.resolve_auto(validated(), saved, torch.device("cpu"), 2)
 
 
 def test_processes_must_divide_the_batch():
@@ -164,7 +200,7 @@ def test_processes_must_divide_the_batch():
     validated(num_processes=4)
 
 
-def test_auto_is_decided_once_and_kept(monkeypatch):
+def test_auto_is_decided_once_and_kept():
     config, cpu = validated(), torch.device("cpu")
     saved = {"mixed_precision": "bf16", "compile": True, "micro_batch_size": 16}
     assert configuration.resolve_auto(config, saved, cpu, 2) == saved

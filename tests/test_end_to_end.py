@@ -11,7 +11,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from tests.runs import ROOT, metrics
+from tests.runs import ROOT, metrics, validated
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline"}
@@ -126,9 +126,15 @@ def test_a_mistake_ends_in_one_message_and_no_traceback(tmp_path, overrides, mes
 
 def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
     (tmp_path / "noise.npz").write_bytes(b"noise")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/config.yaml").write_text(yaml.safe_dump(validated()))
+    (tmp_path / "r/manifest.json").write_text("{}")
     np.savez(tmp_path / "floats.npz", np.zeros((4, 8, 8, 1)), np.zeros(4))
     for program, overrides, message in (
         ("sample.py", ["run=nowhere"], "run=nowhere is no run"),
+        ("sample.py", ["run=r", "output=x.png"], "output=x.png must end in .npz"),
+        ("sample.py", ["run=r", "num_steps=0"], "sampler.num_steps=0 must be greater than 0"),
+        ("sample.py", ["run=r", "class_label=10"], "class_label=10 must be in [0, 9]"),
         ("fid.py", ["samples=nowhere.npz", "reference=x"], "samples=nowhere.npz not found"),
         ("fid.py", ["samples=noise.npz", "reference=x"], "samples=noise.npz can not be read"),
         ("fid.py", ["samples=floats.npz", "reference=x"], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
@@ -154,12 +160,16 @@ def test_compiled_training_agrees_with_uncompiled_and_resumes_bitwise(tmp_path):
     start(ONE, "train.py", "run_name=whole", *short, folder=tmp_path)
     start(ONE, "train.py", "run_name=parts", *short, "train.total_steps=2", folder=tmp_path)
     start(ONE, "train.py", "run_name=parts", *short, folder=tmp_path)
+    start(TWO, "train.py", "run_name=two", *short, folder=tmp_path)
     start(ONE, "train.py", "run_name=eager", *short, "train.compile=false", folder=tmp_path)
     whole, parts, eager = (tmp_path / "runs" / name for name in ("whole", "parts", "eager"))
+    resolved = [json.loads((run / "manifest.json").read_text())["resolved"]["compile"] for run in (whole, parts, eager)]
+    assert resolved == [True, True, False]
     assert metrics(whole) == metrics(parts)
     for file in ("net", "ema", "optimizer"):
         path = f"checkpoints/step_00000004/{file}.safetensors"
         assert (whole / path).read_bytes() == (parts / path).read_bytes()
-    for line, other in zip(metrics(whole), metrics(eager), strict=True):
-        for key in line:
-            assert other[key] == pytest.approx(line[key], rel=1e-4), key
+    for name in ("eager", "two"):
+        for line, other in zip(metrics(whole), metrics(tmp_path / "runs" / name), strict=True):
+            for key in line:
+                assert other[key] == pytest.approx(line[key], rel=1e-4), (name, key)

@@ -4,6 +4,7 @@ A checkpoint is a folder `step_00001000` with `net.safetensors`, `ema.safetensor
 their own), `optimizer.safetensors` and `state.json`.
 """
 
+import argparse
 import json
 import os
 import pickle
@@ -103,7 +104,9 @@ def load_weights(net: nn.Module, source: str | Path) -> None:
         raise ValueError(f"{file}: the weights are not of this network: missing {missing[:3]}, not known {unexpected[:3]}")
     for name, tensor in expected.items():
         if tensors[name].shape != tensor.shape:
-            raise ValueError(f"{file}: {name} has shape {tuple(tensors[name].shape)}, the network's is {tuple(tensor.shape)}")
+            hint = "; DiT and SiT checkpoints need model.learn_sigma=true" if name.startswith("final_layer.linear") else ""
+            shapes = f"{tuple(tensors[name].shape)}, the network's is {tuple(tensor.shape)}"
+            raise ValueError(f"{file}: {name} has shape {shapes}{hint}")
     net.load_state_dict(tensors)
 
 
@@ -123,12 +126,15 @@ def _load_tensors(file: Path, device: torch.device) -> dict[str, torch.Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
     try:
-        content = torch.load(file, map_location=device, weights_only=True)
+        # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(file, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{file} can not be read as a file of plain tensors: {error}") from error
-    for key in ("ema", "model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            return content[key]
+        raise ValueError(f"{file} is damaged, or holds more than plain tensors, which is not loaded") from error
+    if isinstance(content, dict):
+        content = next((content[key] for key in ("ema", "model", "state_dict") if isinstance(content.get(key), dict)), content)
+    if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
+        raise ValueError(f"{file} must hold named tensors, at its top or under ema, model or state_dict")
     return content
 
 

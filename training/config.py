@@ -36,6 +36,7 @@ METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
 COMPILE = ("auto", "true", "false")
 LONGEST_NAME = 160
+NUM_SEEDS = 2**32  # what the CPU's generator tells apart
 GROUPS_OF_TARGETS = ("model", "data", "sampler", "evaluation", "tracker")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
@@ -168,6 +169,8 @@ def _latent_manifest(path: str, key: str) -> Any:
 
 def start_process() -> PartialState:
     """Join the other processes of the launch, if there are any, on CUDA or else on a fair share of the CPU's cores."""
+    # TF32 is off: sampling and scores are fp32, training is fp32 or bf16.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
     # The launchers set one thread where nobody chose, which is right beside a GPU and half the speed on two cores.
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
@@ -195,13 +198,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
     config = resolve(cfg)
     _check_targets(config)
     _check_loop(config, num_processes)
-    method, routes = config["method"], config["model"]["routes"]
-    if method not in METHODS:
-        raise ValueError(f"method={method} must be one of {', '.join(METHODS)}")
-    if method == "tread" and not routes:
-        raise ValueError(f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. model/routes=paper")
-    if method == "dit" and routes:
-        raise ValueError(f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread")
+    _check_groups(config)
     with torch.device("meta"):
         build_net(config)  # the network's own rules, without its memory
     return config
@@ -264,26 +261,40 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
             f"train.mixed_precision={train['mixed_precision']} gives {precision} here, "
             f"but the launcher asks for {launched}: they must agree"
         )
-    _check_split(train["batch_size"], micro_batch_size, num_processes)
+    if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
+        raise ValueError(
+            f"{num_processes} processes can not share train.batch_size={train['batch_size']} in the micro-batches of "
+            f"{micro_batch_size} that this run was begun with"
+        )
     return resolved
 
 
-def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> None:
+def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """Check arguments against a signature: names, and types where the annotation is of plain types.
 
+    Returns:
+        The arguments, converted to the types of the signature (`no` is false where a bool is expected).
+
     Raises:
-        ValueError: a name that the target does not take, or a value of another type.
+        ValueError: a name that the target does not take, a value of another type, or a plain argument that is missing.
     """
     parameters = inspect.signature(target).parameters
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     for name, value in given.items():
         if name not in parameters:
             raise ValueError(f"{key}.{name}={value} is not known: {target.__name__} takes {', '.join(parameters)}")
-        schema = make_dataclass("Argument", [(name, _plain(hints.get(name, Any)))])
-        try:
-            OmegaConf.structured(schema(value))
-        except OmegaConfBaseException as error:
-            raise ValueError(f"{key}.{name}={value!r} must be of type {hints[name]}") from error
+    checked = {}
+    for name, parameter in parameters.items():
+        plain = _plain(hints.get(name, Any))
+        if name in given:
+            schema = make_dataclass("Argument", [(name, plain)])
+            try:
+                checked[name] = OmegaConf.to_container(OmegaConf.structured(schema(given[name])))[name]
+            except OmegaConfBaseException as error:
+                raise ValueError(f"{key}.{name}={given[name]!r} must be of type {hints[name]}") from error
+        elif parameter.default is parameter.empty and plain is not Any:
+            raise ValueError(f"{key}.{name} must be given: {target.__name__} needs it")
+    return checked
 
 
 def _plain(hint: Any) -> Any:
@@ -296,6 +307,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _check_targets(node: Any, key: str = "") -> None:
+    """Check every node that has a `_target_`, and put the converted arguments in place."""
     if not isinstance(node, dict):
         return
     for name, child in node.items():
@@ -305,12 +317,12 @@ def _check_targets(node: Any, key: str = "") -> None:
             target = get_object(node["_target_"])
         except (ImportError, ValueError) as error:
             raise ValueError(f"{key}._target_={node['_target_']} can not be imported: {error}") from error
-        check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"})
+        node.update(check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"}))
     elif key in GROUPS_OF_TARGETS and node:
         raise ValueError(f"{key}={node} must name a _target_")
     if key == "model":
-        for i, route in enumerate(node["routes"]):
-            check_arguments(f"model.routes.{i}", get_object("routing.Route"), route)
+        route = get_object("routing.Route")
+        node["routes"] = [check_arguments(f"model.routes.{i}", route, fields) for i, fields in enumerate(node["routes"])]
 
 
 def _check_loop(config: dict[str, Any], num_processes: int) -> None:
@@ -321,14 +333,56 @@ def _check_loop(config: dict[str, Any], num_processes: int) -> None:
         if train[key] is not None:
             _check_positive(f"train.{key}", train[key])
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", COMPILE)):
-        if train[key].lower() not in choices:
+        train[key] = train[key].lower()  # a YAML `true` arrives as "True"
+        if train[key] not in choices:
             raise ValueError(f"train.{key}={train[key]} must be one of {', '.join(choices)}")
-    if config["seed"] < 0:
-        raise ValueError(f"seed={config['seed']} must not be negative")
+    if train["num_workers"] < 0:
+        raise ValueError(f"train.num_workers={train['num_workers']} must not be negative")
+    if not 0 <= config["seed"] < NUM_SEEDS:
+        raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
     if not 0 <= config["ema"]["decay"] < 1:
         raise ValueError(f"ema.decay={config['ema']['decay']} must be in [0, 1)")
-    _check_positive("optimizer.lr", config["optimizer"]["lr"])
+    optimizer = config["optimizer"]
+    _check_positive("optimizer.lr", optimizer["lr"])
+    if len(optimizer["betas"]) != 2 or not all(0 <= beta < 1 for beta in optimizer["betas"]):
+        raise ValueError(f"optimizer.betas={optimizer['betas']} must be two numbers in [0, 1)")
     _check_split(train["batch_size"], train["micro_batch_size"] or 1, num_processes)
+
+
+def _check_groups(config: dict[str, Any]) -> None:
+    """Check the rules that cross groups."""
+    method, routes = config["method"], config["model"]["routes"]
+    if method not in METHODS:
+        raise ValueError(f"method={method} must be one of {', '.join(METHODS)}")
+    if method == "tread" and not routes:
+        raise ValueError(f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. model/routes=paper")
+    if method == "dit" and routes:
+        raise ValueError(f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread")
+    diffusion, num_classes = config["diffusion"], config["model"]["num_classes"]
+    _check_positive("diffusion.sigma_data", diffusion["sigma_data"])
+    for key in ("precond", "loss"):
+        own = diffusion[key].get("sigma_data", diffusion["sigma_data"])
+        if own != diffusion["sigma_data"]:
+            raise ValueError(f"diffusion.{key}.sigma_data={own} must be diffusion.sigma_data={diffusion['sigma_data']}")
+    if num_classes != config["data"]["num_classes"]:
+        raise ValueError(f"model.num_classes={num_classes} must be data.num_classes={config['data']['num_classes']}")
+    check_sampling(config["sampler"], config["guidance"]["guidance_scale"], num_classes)
+    evaluation = config["evaluation"]
+    if "num_samples" in evaluation and evaluation["num_samples"] < 2:
+        raise ValueError(f"evaluation.num_samples={evaluation['num_samples']} must be at least 2")
+    if evaluation.get("_target_") == "evaluation.DigitsEvaluator" and config["data"]["_target_"] != "data.digits":
+        raise ValueError(f"evaluation._target_={evaluation['_target_']} scores digits: it needs data=digits")
+
+
+def check_sampling(sampler: dict[str, Any], guidance_scale: float, num_classes: int) -> None:
+    """Check what a sampler and guidance are asked to do.
+
+    Raises:
+        ValueError: no steps, or guidance of an unconditional network.
+    """
+    _check_positive("sampler.num_steps", sampler["num_steps"])
+    if guidance_scale != 1 and not num_classes:
+        raise ValueError(f"guidance.guidance_scale={guidance_scale} must be 1 for an unconditional network (num_classes=0)")
 
 
 def _check_positive(key: str, value: float) -> None:

@@ -43,18 +43,23 @@ class RunFolder:
         """Return the manifest; empty before the run has started."""
         return json.loads(self.manifest_file.read_text()) if self.manifest_file.is_file() else {}
 
+    def has_results(self) -> bool:
+        """Say whether there is anything here that another run must not overwrite."""
+        metrics, checkpoints = self.path / "metrics.jsonl", self.path / "checkpoints"
+        return (metrics.is_file() and metrics.stat().st_size > 0) or checkpoints.is_dir()
+
     def is_finished(self, total_steps: int) -> bool:
         """Say whether the run has come to the end that is asked of it."""
         manifest = self.manifest()
         return manifest.get("status") == "finished" and manifest["step"] == total_steps
 
-    def check_config(self, config: dict[str, Any]) -> None:
-        """Compare the configuration with the one that the folder was begun with.
+    def check(self, config: dict[str, Any], data: dict[str, Any]) -> None:
+        """Compare configuration and data with what the results in the folder were made from.
 
         Raises:
             ValueError: they differ in something that changes the result.
         """
-        if not self.config_file.is_file():
+        if not self.has_results():
             return
         old, new = _flatten(yaml.safe_load(self.config_file.read_text())), _flatten(config)
         changes = [
@@ -67,6 +72,8 @@ class RunFolder:
                 f"output_dir={self.path} holds a run with another configuration ({'; '.join(changes)}): "
                 "start this one elsewhere with run_name=NAME"
             )
+        if self.manifest()["data"]["fingerprint"] != data["fingerprint"]:
+            raise ValueError(f"output_dir={self.path} was begun with other data: start this run elsewhere with run_name=NAME")
 
     def begin(self, config: dict[str, Any], manifest: dict[str, Any]) -> None:
         """Write the configuration and the manifest of a run that starts or resumes."""

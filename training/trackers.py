@@ -1,5 +1,6 @@
 """Where metrics go: `metrics.jsonl` beside the run, always, and one tracker of the user's choice."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -42,8 +43,7 @@ class WandbTracker:
     """Weights & Biases.
 
     Args:
-        run_name: also the identity of the run, so that a resumed run continues its curves.
-        folder: where the files of an offline run are kept.
+        folder: where the files of an offline run are kept, and the identity of the run: a resumed run continues its curves.
         project: name of the project there.
         mode: `offline` writes files for a later `wandb sync`; `online` needs a login.
     """
@@ -51,7 +51,8 @@ class WandbTracker:
     def __init__(self, run_name: str, folder: str, project: str, mode: str):
         import wandb
 
-        identity = "".join(c if c.isalnum() or c in "-_" else "-" for c in run_name)
+        # The same folder is the same run; runs of one name in two folders are two.
+        identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
         self._run = wandb.init(project=project, name=run_name, id=identity, resume="allow", dir=folder, mode=mode)
 
     def log(self, values: dict[str, float], step: int) -> None:

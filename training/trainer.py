@@ -92,8 +92,10 @@ class Trainer:
                 self._train_step(micro_batches)
                 self.step += 1
                 self.progress.update()
-                if self.step % self.log_every == 0 or self.step == self.total_steps:
+                if self.step % self.log_every == 0:
+                    self._pause_clock()
                     self._log_training()
+                    self._resume_clock()
 
     def show(self, text: str) -> None:
         """Print on the first process, above the progress bar."""
@@ -143,7 +145,6 @@ class Trainer:
         return torch.Generator(self.device).manual_seed(int(state[0]))
 
     def _log_training(self) -> None:
-        self._pause_clock()
         # SYNC: the sums of the window come to the host.
         sums = self.accelerator.reduce(self.window, "sum").div(self.accelerator.num_processes).tolist()
         loss, grad_norm, landed, skipped = sums
@@ -159,7 +160,6 @@ class Trainer:
         self.progress.set_postfix(loss=f"{values['loss'] or float('nan'):.4f}", img_per_sec=f"{values['images_per_sec']:.0f}")
         self.window.zero_()
         self.window_start_sec = self.train_time_sec
-        self._resume_clock()
 
     def _log(self, values: dict[str, float | None]) -> None:
         values = {"num_images": self.step * self.batch_size, **values}
@@ -177,6 +177,8 @@ class Trainer:
         self._pause_clock()
         if save:
             self._save()
+        if last and self.step % self.log_every:
+            self._log_training()  # after the save: a longer run goes on as if it had not been written
         values = {key: value for evaluator in due for key, value in evaluator.run(self.step)}
         if values:
             self._log(values)

@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -76,6 +77,28 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("stored", "labels", "message"),
+    [
+        (np.zeros((3, 4, 8, 8)), np.array([3]), "3 entries must come with as many labels"),
+        (np.zeros((3, 4, 8, 8)), None, "3 entries must come with as many labels"),
+        (np.zeros((3, 4, 8, 9)), np.zeros(3, int), r"of shape \(4, 8, 9\) must be of shape \(4, 8, 8\)"),
+        (np.full((3, 4, 8, 8), 1e6), np.zeros(3, int), "not finite in float16"),
+    ],
+)
+def test_entries_that_do_not_fit_are_refused(tmp_path, stored, labels, message):
+    writer = LatentWriter(tmp_path / "a", LatentManifest(3, (4, 8, 8), "float16", "samples", 5, "identity"))
+    with pytest.raises(ValueError, match=message), np.errstate(over="ignore"), writer:
+        writer.append(stored, labels)
+
+
+def test_a_worker_process_gets_the_file_and_not_its_content(tmp_path):
+    stored, _ = write(tmp_path / "a")
+    pickled = pickle.dumps(open_latents(str(tmp_path / "a"), **SIZES))
+    assert len(pickled) < stored.nbytes / 2
+    assert np.array_equal(pickle.loads(pickled).read(np.arange(20))[0].numpy(), stored)
+
+
 def test_an_existing_folder_is_not_overwritten(tmp_path):
     write(tmp_path / "a")
     with pytest.raises(FileExistsError, match="exists"):
@@ -137,6 +160,9 @@ def remove(name):
         (change_manifest(num_classes=4), ValueError, r"data\.num_classes=5 must be 4, as in"),
         (change_manifest(shape=[4, 16, 16]), ValueError, r"data\.input_size=8 must be 16, as in"),
         (change_manifest(surprise=1), ValueError, "is not a latent manifest: .*surprise"),
+        (change_manifest(scale="0.18"), ValueError, "scale='0.18' and shift=0.0 must be numbers"),
+        (change_manifest(scale=0), ValueError, "scale=0 and shift"),
+        (change_manifest(dtype="bfloat16"), ValueError, "dtype=bfloat16 must be one of float16, float32"),
         (change_manifest(num_held_out=20), ValueError, "num_held_out=20"),
         (change_manifest(format_version=99), ValueError, "format_version=99 must be 1"),
     ],

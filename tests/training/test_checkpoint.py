@@ -1,3 +1,4 @@
+import argparse
 import os
 import pickle
 from pathlib import Path
@@ -25,7 +26,8 @@ def other_weights():
 @pytest.mark.parametrize("key", ["ema", "model", "state_dict", None])
 def test_published_weights_load_by_name(tmp_path, prefix, key):
     weights = {prefix + name: tensor for name, tensor in other_weights().items()}
-    torch.save({key: weights, "args": {"lr": 1e-4}} if key else weights, tmp_path / "weights.pt")
+    # The public training scripts save their arguments as a Namespace beside the weights.
+    torch.save({key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights, tmp_path / "weights.pt")
     net = small_dit()
     load_weights(net, tmp_path / "weights.pt")
     assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in net.state_dict().items())
@@ -38,6 +40,8 @@ def test_bad_weights_are_one_clear_error_and_change_nothing(tmp_path):
     save_file(small_dit(num_classes=7).state_dict(), tmp_path / "classes.safetensors")
     save_file(other_weights(), tmp_path / "truncated.safetensors")
     os.truncate(tmp_path / "truncated.safetensors", 1000)
+    save_file(small_dit(learn_sigma=True).state_dict(), tmp_path / "learn_sigma.safetensors")
+    torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "noise.pt").write_bytes(b"noise")
     (tmp_path / "malicious.pt").write_bytes(pickle.dumps({"ema": Malicious()}))
     torch.save({"ema": Malicious()}, tmp_path / "malicious_zip.pt")
@@ -45,9 +49,11 @@ def test_bad_weights_are_one_clear_error_and_change_nothing(tmp_path):
         ("deeper.safetensors", "the weights are not of this network: missing .*, not known .*blocks.8"),
         ("classes.safetensors", r"y_embedder.embedding_table.weight has shape \(8, 32\), the network's is \(11, 32\)"),
         ("truncated.safetensors", "is truncated or no safetensors file"),
-        ("noise.pt", "can not be read as a file of plain tensors"),
-        ("malicious.pt", "can not be read as a file of plain tensors"),
-        ("malicious_zip.pt", "can not be read as a file of plain tensors"),
+        ("learn_sigma.safetensors", "final_layer.linear.weight has shape .* need model.learn_sigma=true"),
+        ("list.pt", "must hold named tensors"),
+        ("noise.pt", "is damaged, or holds more than plain tensors"),
+        ("malicious.pt", "is damaged, or holds more than plain tensors"),
+        ("malicious_zip.pt", "is damaged, or holds more than plain tensors"),
     ):
         with pytest.raises(ValueError, match=message):
             load_weights(net, tmp_path / name)

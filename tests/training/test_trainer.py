@@ -1,11 +1,14 @@
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import train
-from tests.runs import metrics, tiny_run, tiny_trainer
+from data import LatentManifest, LatentWriter
+from tests.runs import TINY, metrics, tiny_run, tiny_trainer
 from training.checkpoint import latest_checkpoint
 
 VARIANTS = {
@@ -14,6 +17,14 @@ VARIANTS = {
     "bf16 and clipping": ("train.mixed_precision=bf16", "train.grad_clip=0.1"),
     "evaluation": ("train.eval_every=2", "train.sample_every=4", "sampler.num_steps=2"),
 }
+
+
+def write_latents(path, seed):
+    """Write posterior moments of an encoder that nobody has."""
+    rng = np.random.default_rng(seed)
+    manifest = LatentManifest(40, (8, 8, 8), "float16", "moments", 10, "some-vae", scale=0.18215, num_held_out=10)
+    with LatentWriter(path, manifest) as writer:
+        writer.append(rng.standard_normal((40, 8, 8, 8)), np.arange(40) % 10)
 
 
 def files(folder):
@@ -51,11 +62,19 @@ def test_an_interrupted_run_ends_bitwise_like_one_that_was_not(tmp_path, variant
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_a_longer_run_continues_a_finished_one(tmp_path):
-    tiny_run(tmp_path / "whole")
-    tiny_run(tmp_path / "raised", "train.total_steps=3")
-    tiny_run(tmp_path / "raised")
+@pytest.mark.parametrize("first_steps", [2, 3, 5])
+def test_a_longer_run_continues_a_finished_one_as_if_it_had_not_stopped(tmp_path, first_steps):
+    """Also from an end that is no log point and no evaluation point of the longer run."""
+    evaluation = ("train.eval_every=4",)
+    tiny_run(tmp_path / "whole", *evaluation)
+    tiny_run(tmp_path / "raised", f"train.total_steps={first_steps}", *evaluation)
+    assert metrics(tmp_path / "raised")[-1]["step"] == first_steps
+    tiny_run(tmp_path / "raised", *evaluation)
     assert_same_run(tmp_path / "whole", tmp_path / "raised")
+
+
+def test_the_total_may_not_fall_below_what_is_done(tmp_path):
+    tiny_run(tmp_path / "raised")
     with pytest.raises(ValueError, match=r"train\.total_steps=3 must be at least the 6 steps"):
         tiny_trainer(tmp_path / "raised", "train.total_steps=3")
 
@@ -68,6 +87,42 @@ def test_a_changed_configuration_is_refused_with_the_difference(tmp_path):
     with pytest.raises(ValueError, match=r"model\.depth: 8 -> 9"):
         tiny_trainer(tmp_path / "run", "model.depth=9")
     assert metrics(tmp_path / "run", clocks=True) == before
+
+
+def test_results_without_a_checkpoint_are_not_overwritten_either(tmp_path):
+    trainer, run = tiny_trainer(tmp_path, "train.log_every=1")
+
+    def stop():
+        raise KeyboardInterrupt
+
+    trainer._save = stop
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.0001 -> 0\.01"):
+        tiny_trainer(tmp_path, "train.log_every=1", "optimizer.lr=0.01")
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+
+
+def test_other_data_is_refused_though_the_configuration_is_the_same(tmp_path):
+    write_latents(tmp_path / "latents", seed=0)
+    overrides = ("data=latents", f"data.path={tmp_path / 'latents'}", *TINY[1:])
+    tiny_run(tmp_path / "run", *overrides)
+    shutil.rmtree(tmp_path / "latents")
+    write_latents(tmp_path / "latents", seed=1)
+    with pytest.raises(ValueError, match="was begun with other data"):
+        tiny_trainer(tmp_path / "run", *overrides, "train.total_steps=8")
+
+
+def test_moments_of_an_encoder_that_is_not_at_hand_train_and_resume_bitwise(tmp_path):
+    write_latents(tmp_path / "latents", seed=0)
+    overrides = ("data=latents", f"data.path={tmp_path / 'latents'}", *TINY[1:], "train.eval_every=3")
+    tiny_run(tmp_path / "whole", *overrides)
+    tiny_run(tmp_path / "parts", *overrides, "train.total_steps=2")
+    tiny_run(tmp_path / "parts", *overrides)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    with pytest.raises(ValueError, match="encoder=some-vae of the latent manifest must be identity"):
+        tiny_trainer(tmp_path / "pictures", *overrides, "train.sample_every=2")
+    assert not (tmp_path / "pictures" / "manifest.json").exists()
 
 
 def test_metrics_have_a_line_per_log_point(tmp_path):
