@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from data import open_latents, read_manifest, real_images
 from training import config as configuration
+from training.machine import start_process
 from training.provenance import environment
 
 configuration.register()
@@ -25,7 +26,7 @@ configuration.register()
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(cfg: DictConfig) -> None:
     """Read, score, print, record."""
-    state = configuration.start_process()
+    state = start_process()
     if not state.is_main_process:
         return  # these scores take a second; one process computes them
     with configuration.one_line_errors():

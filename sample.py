@@ -24,7 +24,9 @@ from diffusion import balanced_labels, generate
 from evaluation.pictures import save_grid
 from training import config as configuration
 from training.checkpoint import latest_checkpoint, load_weights
+from training.machine import start_process
 from training.provenance import RunFolder, environment
+from training.rules import NUM_SEEDS, check_sampling
 
 GRID_ROWS = 10
 
@@ -42,7 +44,7 @@ def main(cfg: DictConfig) -> None:
                 raise FileNotFoundError(f"run={run.path} is no run: {file} not found")
         config, details = yaml.safe_load(run.config_file.read_text()), run.manifest()
         settings = _settings(request, config)
-        state = configuration.start_process()
+        state = start_process()
         # The first process chooses: a run that still trains may save between the looks of two.
         (checkpoint,) = broadcast_object_list([request["checkpoint"] or latest_checkpoint(run.path)])
         if checkpoint is None:
@@ -112,10 +114,8 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     for key in ("num_samples", "batch_size", "grid_columns"):
         if request[key] < 1:
             raise ValueError(f"{key}={request[key]} must be at least 1")
-    if not 0 <= request["first_seed"] <= configuration.NUM_SEEDS - request["num_samples"]:
-        raise ValueError(
-            f"first_seed={request['first_seed']} must not be negative, and the last seed less than {configuration.NUM_SEEDS}"
-        )
+    if not 0 <= request["first_seed"] <= NUM_SEEDS - request["num_samples"]:
+        raise ValueError(f"first_seed={request['first_seed']} must not be negative, and the last seed less than {NUM_SEEDS}")
     if request["output"] and not request["output"].endswith(".npz"):
         raise ValueError(f"output={request['output']} must end in .npz; the picture and the protocol take its name")
     if request["mixed_precision"] not in ("no", "bf16"):
@@ -125,7 +125,7 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
         raise ValueError(f"class_label={label} must be in [0, {num_classes - 1}]")
     scale = config["guidance"]["guidance_scale"] if request["guidance_scale"] is None else request["guidance_scale"]
     sampler = {**config["sampler"], **({} if request["num_steps"] is None else {"num_steps": request["num_steps"]})}
-    configuration.check_sampling(sampler, scale, num_classes)
+    check_sampling(sampler, scale, num_classes)
     kept = ("num_samples", "batch_size", "first_seed", "class_label", "mixed_precision", "grid_columns")
     return {
         **{key: request[key] for key in kept},

@@ -25,6 +25,7 @@ from evaluation import DenseLoss, SampleGrid
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights
 from training.ema import EMA
+from training.machine import resolve_auto, start_process
 from training.provenance import RunFolder, environment, summary
 from training.trackers import MetricsFile
 from training.trainer import Trainer
@@ -41,7 +42,7 @@ def main(cfg: DictConfig) -> None:
     with configuration.one_line_errors():
         config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
         run = RunFolder(config["output_dir"])
-        state = configuration.start_process()
+        state = start_process()
         with state.main_process_first():
             dataset = configuration.build(config["data"])()
         run.check(config, dataset.describe())
@@ -49,7 +50,7 @@ def main(cfg: DictConfig) -> None:
             state.print(f"{run.path} is finished: raise train.total_steps to go on, or start another with run_name=NAME")
             return
         saved = run.manifest()["resolved"] if run.has_results() else {}
-        resolved = configuration.resolve_auto(config, saved, state.device, state.num_processes)
+        resolved = resolve_auto(config, saved, state.device, state.num_processes)
         trainer = build_trainer(config, resolved, run, dataset)
     run_training(trainer, run)
 

@@ -14,6 +14,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from training import config as configuration
+from training.machine import resolve_auto, start_process
 
 NUM_SAMPLES = 500  # as in the Makefile
 SAMPLING_BATCH = 100
@@ -26,8 +27,8 @@ def main() -> None:
     configuration.register()
     with initialize_config_dir(config_dir=str(Path(__file__).resolve().parents[1] / "configs"), version_base="1.3"):
         config = configuration.validate(compose("config", overrides=["run_name=demo"]))
-    state = configuration.start_process()
-    resolved = configuration.resolve_auto(config, {}, state.device, 1)
+    state = start_process()
+    resolved = resolve_auto(config, {}, state.device, 1)
     net = configuration.build_net(config).to(state.device)
     precond = configuration.build_precond(config, net)
     loss_fn = configuration.build(config["diffusion"]["loss"])()

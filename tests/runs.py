@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 
 import train
 from training import config as configuration
+from training.machine import resolve_auto
 from training.provenance import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,7 @@ def tiny_trainer(folder, *overrides):
     run, dataset = RunFolder(folder), configuration.build(config["data"])()
     run.check(config, dataset.describe())
     saved = run.manifest()["resolved"] if run.has_results() else {}
-    resolved = configuration.resolve_auto(config, saved, PartialState(cpu=True).device, 1)
+    resolved = resolve_auto(config, saved, PartialState(cpu=True).device, 1)
     return train.build_trainer(config, resolved, run, dataset), run
 
 

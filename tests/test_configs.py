@@ -11,6 +11,7 @@ from data import LatentManifest, LatentWriter
 from models import DiT
 from tests.runs import ROOT, composed, validated
 from training import config as configuration
+from training.machine import resolve_auto
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
@@ -183,14 +184,14 @@ def test_values_are_converted_to_the_types_of_the_signature():
 
 @pytest.mark.parametrize(("written", "compiled"), [("true", True), ("True", True), ("false", False)])
 def test_compile_means_what_it_says(written, compiled):
-    resolved = configuration.resolve_auto(validated(f"train.compile={written}"), {}, torch.device("cpu"), 1)
+    resolved = resolve_auto(validated(f"train.compile={written}"), {}, torch.device("cpu"), 1)
     assert resolved["compile"] is compiled
 
 
 def test_processes_that_do_not_fit_the_micro_batches_of_a_run_are_told_so():
     saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32}
     with pytest.raises(ValueError, match=r"2 processes can not share train\.batch_size=32 in the micro-batches of 32"):
-        configuration.resolve_auto(validated(), saved, torch.device("cpu"), 2)
+        resolve_auto(validated(), saved, torch.device("cpu"), 2)
 
 
 def test_processes_must_divide_the_batch():
@@ -202,17 +203,17 @@ def test_processes_must_divide_the_batch():
 def test_auto_is_decided_once_and_kept():
     config, cpu = validated(), torch.device("cpu")
     saved = {"mixed_precision": "bf16", "compile": True, "micro_batch_size": 16}
-    assert configuration.resolve_auto(config, saved, cpu, 2) == saved
-    fresh = configuration.resolve_auto(validated("train.compile=false", "train.mixed_precision=no"), {}, cpu, 2)
+    assert resolve_auto(config, saved, cpu, 2) == saved
+    fresh = resolve_auto(validated("train.compile=false", "train.mixed_precision=no"), {}, cpu, 2)
     assert fresh == {"mixed_precision": "no", "compile": False, "micro_batch_size": 16}
 
 
 def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ValueError, match=r"train\.mixed_precision=no gives no here, but the launcher asks for fp16"):
-        configuration.resolve_auto(validated("train.mixed_precision=no"), {}, torch.device("cpu"), 1)
+        resolve_auto(validated("train.mixed_precision=no"), {}, torch.device("cpu"), 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # what the launcher sets where nobody chose
-    assert configuration.resolve_auto(validated("train.mixed_precision=bf16"), {}, torch.device("cpu"), 1)
+    assert resolve_auto(validated("train.mixed_precision=bf16"), {}, torch.device("cpu"), 1)
 
 
 @pytest.mark.parametrize("name", ["sample", "fid"])

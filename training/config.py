@@ -7,38 +7,28 @@ the signature is the schema.
 import hashlib
 import inspect
 import os
-import shutil
 import sys
-import sysconfig
 import types
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_object
-from joblib import cpu_count
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-METHODS = ("dit", "tread")
-PRECISIONS = ("auto", "no", "bf16")
-COMPILE = ("auto", "true", "false")
+from training.rules import check_groups, check_loop
+
 LONGEST_NAME = 160
-NUM_SEEDS = 2**32  # what the CPU's generator tells apart
 GROUPS_OF_TARGETS = ("model", "data", "sampler", "evaluation", "tracker")
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
 @dataclass
@@ -167,17 +157,6 @@ def _latent_manifest(path: str, key: str) -> Any:
     return getattr(get_object("data.latents.read_manifest")(path), key)
 
 
-def start_process() -> PartialState:
-    """Join the other processes of the launch, if there are any, on CUDA or else on a fair share of the CPU's cores."""
-    # TF32 is off: sampling and scores are fp32, training is fp32 or bf16.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
-    # The launchers set one thread where nobody chose, which is right beside a GPU and half the speed on two cores.
-    if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    return state
-
-
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn a mistake of the user, found before any work is done, into one line; HYDRA_FULL_ERROR=1 shows where."""
@@ -197,8 +176,8 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
     """
     config = resolve(cfg)
     _check_targets(config)
-    _check_loop(config, num_processes)
-    _check_groups(config)
+    check_loop(config, num_processes)
+    check_groups(config)
     with torch.device("meta"):
         build_net(config)  # the network's own rules, without its memory
     return config
@@ -231,42 +210,6 @@ def build_net(config: dict[str, Any]) -> nn.Module:
 def build_precond(config: dict[str, Any], net: nn.Module) -> nn.Module:
     """Wrap a network in the preconditioning of the configuration."""
     return build(config["diffusion"]["precond"])(net)
-
-
-def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int) -> dict[str, Any]:
-    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun with.
-
-    Args:
-        saved: what an earlier start of this run decided; empty for a new run.
-
-    Raises:
-        ValueError: the launcher asks for another precision, or the processes do not divide the batch.
-    """
-    train = config["train"]
-    precision, compiled = train["mixed_precision"], train["compile"]
-    if precision == "auto":
-        precision = saved.get("mixed_precision") or ("bf16" if _has_fast_bf16(device) else "no")
-    if compiled == "auto":
-        compiled = saved["compile"] if "compile" in saved else _can_compile(device)
-    micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"] // num_processes
-    resolved = {
-        "mixed_precision": precision,
-        "compile": compiled in (True, "true"),
-        "micro_batch_size": micro_batch_size,
-    }
-    # `accelerate launch` sets this variable to "no" where nobody chose.
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if launched not in ("no", precision):
-        raise ValueError(
-            f"train.mixed_precision={train['mixed_precision']} gives {precision} here, "
-            f"but the launcher asks for {launched}: they must agree"
-        )
-    if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
-        raise ValueError(
-            f"{num_processes} processes can not share train.batch_size={train['batch_size']} in the micro-batches of "
-            f"{micro_batch_size} that this run was begun with"
-        )
-    return resolved
 
 
 def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -323,90 +266,3 @@ def _check_targets(node: Any, key: str = "") -> None:
     if key == "model":
         route = get_object("routing.Route")
         node["routes"] = [check_arguments(f"model.routes.{i}", route, fields) for i, fields in enumerate(node["routes"])]
-
-
-def _check_loop(config: dict[str, Any], num_processes: int) -> None:
-    train = config["train"]
-    for key in ("total_steps", "batch_size", "log_every", "save_every", "keep_last"):
-        _check_positive(f"train.{key}", train[key])
-    for key in ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every"):
-        if train[key] is not None:
-            _check_positive(f"train.{key}", train[key])
-    for key, choices in (("mixed_precision", PRECISIONS), ("compile", COMPILE)):
-        train[key] = train[key].lower()  # a YAML `true` arrives as "True"
-        if train[key] not in choices:
-            raise ValueError(f"train.{key}={train[key]} must be one of {', '.join(choices)}")
-    if train["num_workers"] < 0:
-        raise ValueError(f"train.num_workers={train['num_workers']} must not be negative")
-    if not 0 <= config["seed"] < NUM_SEEDS:
-        raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
-    if not 0 <= config["ema"]["decay"] < 1:
-        raise ValueError(f"ema.decay={config['ema']['decay']} must be in [0, 1)")
-    optimizer = config["optimizer"]
-    _check_positive("optimizer.lr", optimizer["lr"])
-    if len(optimizer["betas"]) != 2 or not all(0 <= beta < 1 for beta in optimizer["betas"]):
-        raise ValueError(f"optimizer.betas={optimizer['betas']} must be two numbers in [0, 1)")
-    _check_split(train["batch_size"], train["micro_batch_size"] or 1, num_processes)
-
-
-def _check_groups(config: dict[str, Any]) -> None:
-    """Check the rules that cross groups."""
-    method, routes = config["method"], config["model"]["routes"]
-    if method not in METHODS:
-        raise ValueError(f"method={method} must be one of {', '.join(METHODS)}")
-    if method == "tread" and not routes:
-        raise ValueError(f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. model/routes=paper")
-    if method == "dit" and routes:
-        raise ValueError(f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread")
-    diffusion, num_classes = config["diffusion"], config["model"]["num_classes"]
-    _check_positive("diffusion.sigma_data", diffusion["sigma_data"])
-    for key in ("precond", "loss"):
-        own = diffusion[key].get("sigma_data", diffusion["sigma_data"])
-        if own != diffusion["sigma_data"]:
-            raise ValueError(f"diffusion.{key}.sigma_data={own} must be diffusion.sigma_data={diffusion['sigma_data']}")
-    if num_classes != config["data"]["num_classes"]:
-        raise ValueError(f"model.num_classes={num_classes} must be data.num_classes={config['data']['num_classes']}")
-    check_sampling(config["sampler"], config["guidance"]["guidance_scale"], num_classes)
-    evaluation = config["evaluation"]
-    if "num_samples" in evaluation and evaluation["num_samples"] < 2:
-        raise ValueError(f"evaluation.num_samples={evaluation['num_samples']} must be at least 2")
-    if evaluation.get("_target_") == "evaluation.DigitsEvaluator" and config["data"]["_target_"] != "data.digits":
-        raise ValueError(f"evaluation._target_={evaluation['_target_']} scores digits: it needs data=digits")
-
-
-def check_sampling(sampler: dict[str, Any], guidance_scale: float, num_classes: int) -> None:
-    """Check what a sampler and guidance are asked to do.
-
-    Raises:
-        ValueError: no steps, or guidance of an unconditional network.
-    """
-    _check_positive("sampler.num_steps", sampler["num_steps"])
-    if guidance_scale != 1 and not num_classes:
-        raise ValueError(f"guidance.guidance_scale={guidance_scale} must be 1 for an unconditional network (num_classes=0)")
-
-
-def _check_positive(key: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{key}={value} must be greater than 0")
-
-
-def _check_split(batch_size: int, micro_batch_size: int, num_processes: int) -> None:
-    if batch_size % (micro_batch_size * num_processes):
-        raise ValueError(
-            f"train.batch_size={batch_size} must be a multiple of train.micro_batch_size={micro_batch_size} "
-            f"times the number of processes={num_processes}"
-        )
-
-
-def _has_fast_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    cpuinfo = Path("/proc/cpuinfo")
-    return device.type == "cpu" and cpuinfo.exists() and bool(BF16_FLAGS & set(cpuinfo.read_text().split()))
-
-
-def _can_compile(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return find_spec("triton") is not None
-    has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    return device.type == "cpu" and has_headers and shutil.which(os.environ.get("CXX", "g++")) is not None

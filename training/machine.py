@@ -1,0 +1,76 @@
+"""What this machine offers, and what a run makes of it: device, threads, precision, compilation."""
+
+import os
+import shutil
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from joblib import cpu_count
+
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
+
+
+def start_process() -> PartialState:
+    """Join the other processes of the launch, if there are any, on CUDA or else on a fair share of the CPU's cores."""
+    # TF32 is off: sampling and scores are fp32, training is fp32 or bf16.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
+    # The launchers set one thread where nobody chose, which is right beside a GPU and half the speed on two cores.
+    if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return state
+
+
+def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int) -> dict[str, Any]:
+    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun with.
+
+    Args:
+        saved: what an earlier start of this run decided; empty for a new run.
+
+    Raises:
+        ValueError: the launcher asks for another precision, or the processes do not divide the batch.
+    """
+    train = config["train"]
+    precision, compiled = train["mixed_precision"], train["compile"]
+    if precision == "auto":
+        precision = saved.get("mixed_precision") or ("bf16" if _has_fast_bf16(device) else "no")
+    if compiled == "auto":
+        compiled = saved["compile"] if "compile" in saved else _can_compile(device)
+    micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"] // num_processes
+    resolved = {
+        "mixed_precision": precision,
+        "compile": compiled in (True, "true"),
+        "micro_batch_size": micro_batch_size,
+    }
+    # `accelerate launch` sets this variable to "no" where nobody chose.
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launched not in ("no", precision):
+        raise ValueError(
+            f"train.mixed_precision={train['mixed_precision']} gives {precision} here, "
+            f"but the launcher asks for {launched}: they must agree"
+        )
+    if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
+        raise ValueError(
+            f"{num_processes} processes can not share train.batch_size={train['batch_size']} in the micro-batches of "
+            f"{micro_batch_size} that this run was begun with"
+        )
+    return resolved
+
+
+def _has_fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    cpuinfo = Path("/proc/cpuinfo")
+    return device.type == "cpu" and cpuinfo.exists() and bool(BF16_FLAGS & set(cpuinfo.read_text().split()))
+
+
+def _can_compile(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return find_spec("triton") is not None
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    return device.type == "cpu" and has_headers and shutil.which(os.environ.get("CXX", "g++")) is not None

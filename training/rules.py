@@ -1,0 +1,92 @@
+"""Rules of the training configuration that are about values, not types; README has the table of keys."""
+
+from typing import Any
+
+METHODS = ("dit", "tread")
+PRECISIONS = ("auto", "no", "bf16")
+COMPILE = ("auto", "true", "false")
+NUM_SEEDS = 2**32  # what the CPU's generator tells apart
+
+
+def check_loop(config: dict[str, Any], num_processes: int) -> None:
+    """Check the scalars of the loop, and normalise the case of words.
+
+    Raises:
+        ValueError: with the dotted key, the value and the rule.
+    """
+    train = config["train"]
+    for key in ("total_steps", "batch_size", "log_every", "save_every", "keep_last"):
+        check_positive(f"train.{key}", train[key])
+    for key in ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every"):
+        if train[key] is not None:
+            check_positive(f"train.{key}", train[key])
+    for key, choices in (("mixed_precision", PRECISIONS), ("compile", COMPILE)):
+        train[key] = train[key].lower()  # a YAML `true` arrives as "True"
+        if train[key] not in choices:
+            raise ValueError(f"train.{key}={train[key]} must be one of {', '.join(choices)}")
+    if train["num_workers"] < 0:
+        raise ValueError(f"train.num_workers={train['num_workers']} must not be negative")
+    if not 0 <= config["seed"] < NUM_SEEDS:
+        raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
+    if not 0 <= config["ema"]["decay"] < 1:
+        raise ValueError(f"ema.decay={config['ema']['decay']} must be in [0, 1)")
+    optimizer = config["optimizer"]
+    check_positive("optimizer.lr", optimizer["lr"])
+    if len(optimizer["betas"]) != 2 or not all(0 <= beta < 1 for beta in optimizer["betas"]):
+        raise ValueError(f"optimizer.betas={optimizer['betas']} must be two numbers in [0, 1)")
+    check_split(train["batch_size"], train["micro_batch_size"] or 1, num_processes)
+
+
+def check_groups(config: dict[str, Any]) -> None:
+    """Check the rules that cross groups.
+
+    Raises:
+        ValueError: with the dotted key, the value and the rule.
+    """
+    method, routes = config["method"], config["model"]["routes"]
+    if method not in METHODS:
+        raise ValueError(f"method={method} must be one of {', '.join(METHODS)}")
+    if method == "tread" and not routes:
+        raise ValueError(f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. model/routes=paper")
+    if method == "dit" and routes:
+        raise ValueError(f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread")
+    diffusion, num_classes = config["diffusion"], config["model"]["num_classes"]
+    check_positive("diffusion.sigma_data", diffusion["sigma_data"])
+    for key in ("precond", "loss"):
+        own = diffusion[key].get("sigma_data", diffusion["sigma_data"])
+        if own != diffusion["sigma_data"]:
+            raise ValueError(f"diffusion.{key}.sigma_data={own} must be diffusion.sigma_data={diffusion['sigma_data']}")
+    if num_classes != config["data"]["num_classes"]:
+        raise ValueError(f"model.num_classes={num_classes} must be data.num_classes={config['data']['num_classes']}")
+    check_sampling(config["sampler"], config["guidance"]["guidance_scale"], num_classes)
+    evaluation = config["evaluation"]
+    if "num_samples" in evaluation and evaluation["num_samples"] < 2:
+        raise ValueError(f"evaluation.num_samples={evaluation['num_samples']} must be at least 2")
+    if evaluation.get("_target_") == "evaluation.DigitsEvaluator" and config["data"]["_target_"] != "data.digits":
+        raise ValueError(f"evaluation._target_={evaluation['_target_']} scores digits: it needs data=digits")
+
+
+def check_sampling(sampler: dict[str, Any], guidance_scale: float, num_classes: int) -> None:
+    """Check what a sampler and guidance are asked to do.
+
+    Raises:
+        ValueError: no steps, or guidance of an unconditional network.
+    """
+    check_positive("sampler.num_steps", sampler["num_steps"])
+    if guidance_scale != 1 and not num_classes:
+        raise ValueError(f"guidance.guidance_scale={guidance_scale} must be 1 for an unconditional network (num_classes=0)")
+
+
+def check_positive(key: str, value: float) -> None:
+    """Raise a ValueError unless the value is greater than 0."""
+    if not value > 0:
+        raise ValueError(f"{key}={value} must be greater than 0")
+
+
+def check_split(batch_size: int, micro_batch_size: int, num_processes: int) -> None:
+    """Raise a ValueError unless the batch divides into the micro-batches of the processes."""
+    if batch_size % (micro_batch_size * num_processes):
+        raise ValueError(
+            f"train.batch_size={batch_size} must be a multiple of train.micro_batch_size={micro_batch_size} "
+            f"times the number of processes={num_processes}"
+        )
