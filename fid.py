@@ -29,7 +29,7 @@ def main(cfg: DictConfig) -> None:
     state = start_process()
     if not state.is_main_process:
         return  # these scores take a second; one process computes them
-    with configuration.one_line_errors():
+    with configuration.user_mistakes():
         config = configuration.resolve(cfg)
         samples, labels = read_samples(Path(config["samples"]))
         manifest = read_manifest(config["reference"])
@@ -104,4 +104,4 @@ def table(scores: dict[str, dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    configuration.run(main)

@@ -7,6 +7,7 @@ Sample i is a function of seed first_seed + i alone: it does not depend on the b
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from data import LatentManifest, image_decoder, manifest_from
+from data import image_decoder, manifest_from
 from diffusion import balanced_labels, generate
 from evaluation.pictures import save_grid
 from training import config as configuration
@@ -36,7 +37,7 @@ configuration.register()
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
 def main(cfg: DictConfig) -> None:
     """Load the averaged weights of a run and sample from them."""
-    with configuration.one_line_errors():
+    with configuration.user_mistakes():
         request = configuration.resolve(cfg)
         run = RunFolder(request["run"])
         for file in (run.config_file, run.manifest_file):
@@ -52,8 +53,9 @@ def main(cfg: DictConfig) -> None:
         checkpoint, manifest = Path(checkpoint), manifest_from(details["data"]["manifest"])
         net = configuration.build_net(config).to(state.device).eval()
         load_weights(net, checkpoint / "ema.safetensors")
+        decode = image_decoder(manifest)
     output = Path(request["output"] or run.path / "samples" / _name(checkpoint, settings))
-    sample(configuration.build_precond(config, net).eval(), manifest, settings, output, state)
+    sample(configuration.build_precond(config, net).eval(), decode, settings, output, state)
     if state.is_main_process:
         protocol = {**settings, "checkpoint": str(checkpoint), "data": details["data"]}
         output.with_suffix(".json").write_text(
@@ -64,11 +66,14 @@ def main(cfg: DictConfig) -> None:
 
 @torch.no_grad()
 def sample(
-    precond: torch.nn.Module, manifest: LatentManifest, settings: dict[str, Any], output: Path, state: PartialState
+    precond: torch.nn.Module,
+    decode: Callable[[torch.Tensor], np.ndarray],
+    settings: dict[str, Any],
+    output: Path,
+    state: PartialState,
 ) -> None:
     """Generate on all processes into one array on disk, then pack it into `output`, with a picture beside it."""
     num_samples, net = settings["num_samples"], precond.net
-    decode = image_decoder(manifest)
     image_shape = decode(torch.zeros(1, net.in_channels, net.input_size, net.input_size, device=state.device)).shape[1:]
     unpacked = output.with_name(f".{output.stem}.npy")
     if state.is_main_process:
@@ -150,4 +155,4 @@ def _name(checkpoint: Path, settings: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    configuration.run(main)

@@ -39,7 +39,7 @@ configuration.register()
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 def main(cfg: DictConfig) -> None:
     """Compose, validate, build, fit."""
-    with configuration.one_line_errors():
+    with configuration.user_mistakes():
         config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
         run = RunFolder(config["output_dir"])
         state = start_process()
@@ -177,4 +177,4 @@ def _evaluators(
 
 
 if __name__ == "__main__":
-    main()
+    configuration.run(main)

@@ -30,7 +30,10 @@ def encoder_for(manifest: LatentManifest) -> IdentityEncoder:
         ValueError: no encoder of that name is known.
     """
     if manifest.encoder != IdentityEncoder.name:
-        raise ValueError(f"encoder={manifest.encoder} of the latent manifest must be {IdentityEncoder.name}")
+        raise ValueError(
+            f"encoder={manifest.encoder} of the latent manifest must be {IdentityEncoder.name} to draw pictures or scores; "
+            "training goes without them: train.sample_every=null evaluation=none"
+        )
     return IdentityEncoder()
 
 

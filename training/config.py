@@ -7,6 +7,7 @@ the signature is the schema.
 import hashlib
 import inspect
 import os
+import re
 import sys
 import types
 import typing
@@ -20,6 +21,7 @@ import torch
 import torch.nn as nn
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -28,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from training.rules import check_groups, check_loop
 
 LONGEST_NAME = 160
+NOT_FOR_USERS = ("To append to your config", "full_key:", "reference_type=", "object_type=", "See https://")
 GROUPS_OF_TARGETS = ("model", "data", "sampler", "evaluation", "tracker")
 
 
@@ -142,13 +145,13 @@ def register() -> None:
     OmegaConf.register_new_resolver("latent_manifest", _latent_manifest, replace=True)
 
 
-def _default_run_name(seed: int, *, _root_: DictConfig) -> str:
-    # While Hydra works out the folder of a job, its own settings are in the configuration; afterwards they are not.
-    hydra = _root_["hydra"] if "hydra" in _root_ else HydraConfig.get()
+def _default_run_name(seed: int) -> str:
+    hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     name = f"{choices['model']}_{choices['model/size']}_{choices['data']}_seed{seed}"
     if hydra.mode == RunMode.MULTIRUN and hydra.job.override_dirname:
-        name += "_" + hydra.job.override_dirname.replace("/", "-")
+        # A name must be usable on Hydra's command line again, as run=runs/NAME.
+        name += "_" + re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
     # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
@@ -157,15 +160,37 @@ def _latent_manifest(path: str, key: str) -> Any:
     return getattr(get_object("data.latents.read_manifest")(path), key)
 
 
+class UserMistake(Exception):
+    """Something that the user can mend, found before any work was done."""
+
+
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn a mistake of the user, found before any work is done, into one line; HYDRA_FULL_ERROR=1 shows where."""
+def user_mistakes() -> Iterator[None]:
+    """Mark the errors of checking and building as the user's to mend."""
     try:
         yield
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        raise UserMistake(str(error)) from error
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a Hydra application so that a mistake of the user ends in one line; HYDRA_FULL_ERROR=1 shows where it was found."""
+    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print in its own way
+    try:
+        main()
+    except (UserMistake, HydraException, OmegaConfBaseException) as error:
+        if show_traceback:
             raise
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        cause = error.__cause__ if isinstance(error, HydraException) else None
+        sys.exit(": ".join(["error", *(_one_line(e) for e in (error, cause) if e is not None)]))
+
+
+def _one_line(error: BaseException) -> str:
+    """Return a message without what Hydra and OmegaConf add for their own developers."""
+    lines = [line.strip() for line in str(error).split("Config search path")[0].splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith(NOT_FOR_USERS))
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", text)
 
 
 def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
