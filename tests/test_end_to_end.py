@@ -155,8 +155,8 @@ def test_trackers_write_beside_the_run(tmp_path):
     short = ("run_name=r", *DIGITS, "train.sample_every=null", "train.eval_every=null", "train.total_steps=2")
     start(ONE, "train.py", "tracker=tensorboard", *short, folder=tmp_path)
     assert list((tmp_path / "runs/r/tensorboard").glob("events.*"))
-    start(ONE, "train.py", "tracker=wandb", "train.total_steps=3", *short[:-1], folder=tmp_path)
-    assert list((tmp_path / "runs/r/wandb").glob("offline-run-*"))
+    start(ONE, "train.py", "tracker=wandb", *short, "run_name=fresh", folder=tmp_path)  # a folder that is not there yet
+    assert list((tmp_path / "runs/fresh/wandb").glob("offline-run-*"))
 
 
 @pytest.mark.slow
