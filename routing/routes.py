@@ -1,8 +1,9 @@
 """A route: a window of layers, and the fraction of tokens that bypass it. [TREAD] section 3."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,21 @@ def _resolve(i: int, route: Route, depth: int) -> Route:
             f"end_layer_idx={route.end_layer_idx} (layer {end}) at depth={depth}"
         )
     return Route(route.selection_ratio, start, end)
+
+
+def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
+    """Read the routes of a `tread_config` as SimpleTuner writes it in JSON: {"routes": [{"selection_ratio": ...}, ...]}.
+
+    The words mean the same there and here. The number of kept tokens may differ by one (it rounds to the nearest), and
+    where importance is used, it keeps the least important tokens.
+
+    Raises:
+        ValueError: naming the key that is missing or not known.
+    """
+    if set(tread_config) != {"routes"} or not isinstance(tread_config["routes"], list):
+        raise ValueError(f"tread_config={tread_config} must have one key, routes, with a list")
+    names = [field.name for field in fields(Route)]
+    for i, route in enumerate(tread_config["routes"]):
+        for key in set(names) ^ set(route):
+            raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(names)}: {key}")
+    return tuple(Route(**route) for route in tread_config["routes"])

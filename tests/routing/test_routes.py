@@ -1,6 +1,10 @@
-import pytest
+import json
 
-from routing import Route, resolve_routes
+import pytest
+from omegaconf import OmegaConf
+
+from routing import Route, from_simpletuner, resolve_routes
+from tests.runs import ROOT
 
 
 def test_negative_indices_count_from_the_end():
@@ -30,3 +34,72 @@ def test_routes_come_back_in_the_order_of_the_layers_and_may_touch():
 def test_errors_name_the_route_the_value_and_the_rule(routes, depth, message):
     with pytest.raises(ValueError, match=message):
         resolve_routes(routes, depth)
+
+
+KNOWN = ["paper", "basic", "advanced", "balanced", "max_speed", "high_res", "lora", "masked"]
+VALID = {
+    8: {
+        "paper": [(2, 4)],
+        "basic": [(2, 5)],
+        "balanced": [(2, 6)],
+        "max_speed": [(1, 7)],
+        "high_res": [(2, 5)],
+        "lora": [(3, 4)],
+    },
+    12: {
+        "paper": [(2, 8)],
+        "basic": [(2, 5)],
+        "balanced": [(2, 10)],
+        "max_speed": [(1, 11)],
+        "high_res": [(2, 9)],
+        "lora": [(3, 8)],
+    },
+    24: {"advanced": [(1, 3), (4, 8), (20, 23)], "basic": [(2, 5)], "lora": [(3, 20)], "max_speed": [(1, 23)]},
+    28: {"advanced": [(1, 3), (4, 8), (24, 27)], "paper": [(2, 24)], "masked": [(2, 26)], "high_res": [(2, 25)]},
+}
+
+
+def known_routes(name):
+    routes = OmegaConf.load(ROOT / f"configs/model/routes/{name}.yaml").routes
+    return [Route(**route) for route in routes]
+
+
+@pytest.mark.parametrize("depth", VALID)
+def test_known_settings_give_these_windows(depth):
+    for name, windows in VALID[depth].items():
+        resolved = resolve_routes(known_routes(name), depth)
+        assert [(route.start_layer_idx, route.end_layer_idx) for route in resolved] == windows
+
+
+@pytest.mark.parametrize("depth", [8, 12, 24, 28])
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_settings_are_valid_but_where_the_three_windows_do_not_fit(name, depth):
+    if name == "advanced" and depth < 24:
+        message = r"model\.routes\.\d .* and model\.routes\.\d .* overlap" if depth == 12 else "end_layer_idx=8 must be in"
+        with pytest.raises(ValueError, match=message):
+            resolve_routes(known_routes(name), depth)
+    else:
+        assert resolve_routes(known_routes(name), depth)
+
+
+def test_the_configuration_of_simpletuner_is_read():
+    text = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
+    assert from_simpletuner(json.loads(text)) == (Route(0.5, 2, -2),)
+    assert list(from_simpletuner({"routes": [vars(route) for route in known_routes("advanced")]})) == known_routes("advanced")
+
+
+@pytest.mark.parametrize(
+    ("tread_config", "message"),
+    [
+        ({}, "must have one key, routes"),
+        ({"routes": {}}, "must have one key, routes, with a list"),
+        ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.*: end_layer_idx"),
+        (
+            {"routes": [{"ratio": 0.5, "selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}]},
+            r"routes\.0=.*: ratio",
+        ),
+    ],
+)
+def test_a_wrong_configuration_of_simpletuner_is_refused(tread_config, message):
+    with pytest.raises(ValueError, match=message):
+        from_simpletuner(tread_config)

@@ -1,0 +1,150 @@
+"""What the routes of a network do at each step of a training: their schedule, and room for tokens that must not bypass.
+
+Everything here is decided on the host, from numbers that are the same on all processes, so that within a step K is one
+number and over a training it takes few values: each is one shape to compile.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from routing.routes import Route
+from routing.tokens import num_tokens_kept
+
+SCHEDULES = ("constant", "linear", "cosine")
+OVERFLOWS = ("grow", "bypass", "error")
+NUM_BUCKETS = 4  # sizes that K may grow to; the last is T
+RATIO_DIGITS = 4  # a scaled ratio is a short decimal again: 0.3 * (2 / 3) is 0.2
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """The ratio of each route at each step.
+
+    Args:
+        routes: the routes of the network.
+        num_tokens: T, tokens that may bypass.
+        total_steps: steps of the training.
+        schedule: `constant`, or how a factor on every ratio goes from `start_factor` to `end_factor`: `linear`, `cosine`.
+        start_factor, end_factor: None is 1 and 0; only for a schedule that is not constant.
+        num_levels: how many values the factor takes.
+        off_last_steps: so many last steps are dense.
+        force_keep_overflow: where a sample forces more tokens to stay than K: `grow` raises K for this step, up to T;
+            `bypass` lets the least important of them bypass and counts them; `error` refuses the data.
+
+    Raises:
+        ValueError: with the key, the value and the rule.
+    """
+
+    routes: tuple[Route, ...]
+    num_tokens: int
+    total_steps: int
+    schedule: str = "constant"
+    start_factor: float | None = None
+    end_factor: float | None = None
+    num_levels: int = 4
+    off_last_steps: int | None = None
+    force_keep_overflow: str = "grow"
+
+    def __post_init__(self):
+        for key, choices in (("schedule", SCHEDULES), ("force_keep_overflow", OVERFLOWS)):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"routing.{key}={getattr(self, key)} must be one of {', '.join(choices)}")
+        if self.off_last_steps is not None and not 0 < self.off_last_steps <= self.total_steps:
+            raise ValueError(f"routing.off_last_steps={self.off_last_steps} must be in [1, {self.total_steps}]")
+        for key in ("start_factor", "end_factor"):
+            factor = getattr(self, key)
+            if factor is None:
+                continue
+            if self.schedule == "constant":
+                raise ValueError(f"routing.{key}={factor} needs routing.schedule=linear or cosine")
+            for i, route in enumerate(self.routes):
+                if not 0 <= factor * route.selection_ratio < 1:
+                    raise ValueError(
+                        f"routing.{key}={factor} times model.routes.{i}.selection_ratio={route.selection_ratio} "
+                        "must be in [0, 1)"
+                    )
+        if self.schedule != "constant" and self.num_levels < 2:
+            raise ValueError(f"routing.num_levels={self.num_levels} must be at least 2")
+
+    def ratios(self, step: int, num_forced: int = 0) -> tuple[float, ...]:
+        """Return the ratio of each route.
+
+        Args:
+            step: steps done before this one.
+            num_forced: the largest number of forced tokens in a sample of this step, over all processes.
+        """
+        if self.off_last_steps and step >= self.total_steps - self.off_last_steps:
+            return (0.0,) * len(self.routes)
+        ratios = self._levels()[self._level(step)]
+        if self.force_keep_overflow != "grow":
+            return ratios
+        return tuple(grow_ratio(ratio, self.num_tokens, num_forced) for ratio in ratios)
+
+    def lengths(self, with_force_keep: bool) -> set[int]:
+        """Return every K that a step may have; T is always among them, outside of the windows."""
+        grows = with_force_keep and self.force_keep_overflow == "grow"
+        levels = {ratio for ratios in self._levels() for ratio in ratios}
+        ratios = {r for level in levels for r in (_buckets(level) if grows else (level,))} | {0.0}
+        return {num_tokens_kept(self.num_tokens, ratio) for ratio in ratios}
+
+    def check_force_keep(self, num_forced: Sequence[int]) -> None:
+        """Refuse samples that force more tokens to stay than fit, where the plan is to refuse them.
+
+        Args:
+            num_forced: number of forced tokens of each sample.
+
+        Raises:
+            ValueError: naming the first such sample.
+        """
+        if self.force_keep_overflow != "error" or not self.routes:
+            return
+        ratio, i = max((ratio, i) for ratios in self._levels() for i, ratio in enumerate(ratios))
+        num_kept = num_tokens_kept(self.num_tokens, ratio)
+        for sample, forced in enumerate(num_forced):
+            if forced > num_kept:
+                raise ValueError(
+                    f"sample {sample} forces {forced} of {self.num_tokens} tokens to stay, more than the {num_kept} that "
+                    f"model.routes.{i} keeps: lower its selection_ratio={ratio}, or set routing.force_keep_overflow=grow"
+                )
+
+    def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor:
+        """Count, on the device, the forced tokens (N, T) that do not fit into the windows: a 0-d tensor."""
+        num_forced = force_keep.sum(dim=1)  # (N,)
+        num_kept = [num_tokens_kept(self.num_tokens, ratio) for ratio in ratios]
+        return sum(((num_forced - K).clamp(min=0).sum() for K in num_kept), torch.zeros((), device=force_keep.device))
+
+    def _level(self, step: int) -> int:
+        active_steps = self.total_steps - (self.off_last_steps or 0)
+        return min(step * len(self._levels()) // active_steps, len(self._levels()) - 1)
+
+    def _levels(self) -> list[tuple[float, ...]]:
+        """Return the ratios of all routes at each level, in the order of training."""
+        if self.schedule == "constant":
+            return [tuple(route.selection_ratio for route in self.routes)]
+        start = 1.0 if self.start_factor is None else self.start_factor
+        end = 0.0 if self.end_factor is None else self.end_factor
+        levels = []
+        for i in range(self.num_levels):
+            progress = i / (self.num_levels - 1)
+            if self.schedule == "cosine":
+                progress = (1 - math.cos(math.pi * progress)) / 2
+            factor = start + (end - start) * progress
+            levels.append(tuple(round(route.selection_ratio * factor, RATIO_DIGITS) for route in self.routes))
+        return levels
+
+
+def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> float:
+    """Return the largest ratio, out of a few below `selection_ratio`, at which `num_forced` tokens fit into the window.
+
+    For a training loop of your own: count the forced tokens of each sample where the data is loaded, agree on the largest
+    count, and give the network this ratio for the step. 0, the last resort, makes the window dense.
+    """
+    return next(r for r in _buckets(selection_ratio) if num_tokens_kept(num_tokens, r) >= num_forced)
+
+
+def _buckets(selection_ratio: float) -> list[float]:
+    shrunk = [round(selection_ratio * (1 - i / NUM_BUCKETS), RATIO_DIGITS) for i in range(1, NUM_BUCKETS + 1)]
+    return [selection_ratio, *shrunk]
