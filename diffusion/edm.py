@@ -8,7 +8,7 @@ class EDMPrecond(nn.Module):
     """Turn a raw network F_x into a denoiser D_x whose input, output and target have unit variance.
 
     Args:
-        net: called as net(x, c_noise, class_labels, selection_ratio=, generator=) -> F_x.
+        net: called as net(x, c_noise, class_labels, and the keywords of `forward`) -> F_x.
         sigma_data: standard deviation of the latents, the same number that the loss is given.
     """
 
@@ -24,17 +24,24 @@ class EDMPrecond(nn.Module):
         class_labels: torch.Tensor | None,
         *,
         selection_ratio: float | tuple[float, ...] | None = None,
+        force_keep: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Return D_x (N, C, H, W) in fp32 for x (N, C, H, W) at noise level sigma, (N,) or 0-d."""
+        return_kept: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return D_x (N, C, H, W) in fp32 for x (N, C, H, W) at noise level sigma, (N,) or 0-d.
+
+        The keywords go to the network as they are; with `return_kept` its pixels (N, 1, H, W) bool come second.
+        """
         x = x.float()
         sigma = sigma.to(x).expand(x.shape[0])  # (N,)
         c_skip, c_out, c_in, c_noise = self.coefficients(sigma.view(-1, 1, 1, 1))
-        F_x = self.net(
-            c_in * x, c_noise.flatten(), class_labels, selection_ratio=selection_ratio, generator=generator
-        )  # (N, C, H, W)
+        routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
+        routing |= {"return_kept": True} if return_kept else {}
+        output = self.net(c_in * x, c_noise.flatten(), class_labels, **routing, generator=generator)
+        F_x, *kept = output if return_kept else (output,)  # (N, C, H, W)
         # D(x; sigma) = c_skip(sigma) x + c_out(sigma) F(c_in(sigma) x; c_noise(sigma)), [EDM] eq. 7.
-        return c_skip * x + c_out * F_x.float()
+        D_x = c_skip * x + c_out * F_x.float()
+        return (D_x, *kept) if return_kept else D_x
 
     def coefficients(self, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return c_skip, c_out, c_in, c_noise, each in the shape of sigma."""
@@ -53,10 +60,13 @@ class EDMLoss:
     Args:
         P_mean, P_std: mean and standard deviation of ln(sigma).
         sigma_data: standard deviation of the latents, the same number that the preconditioning is given.
+        kept_tokens_only: leave the pixels of tokens that bypassed a window out of the mean, as the first version of
+            TREAD did (an ablation).
     """
 
-    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5):
+    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5, kept_tokens_only: bool = False):
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
+        self.kept_tokens_only = kept_tokens_only
 
     def __call__(
         self,
@@ -66,10 +76,16 @@ class EDMLoss:
         *,
         generator: torch.Generator | None = None,
         selection_ratio: float | tuple[float, ...] | None = None,
+        force_keep: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the loss (N,) of clean latents x (N, C, H, W), in fp32, as a mean over C, H, W.
 
-        `generator` draws the noise level, then the noise, then whatever the network draws.
+        Args:
+            generator: draws the noise level, then the noise, then whatever the network draws.
+            selection_ratio, force_keep: of the network's routes.
+            loss_mask: (N, H, W) weight of each position. The mean stays one over all positions, so that a position counts
+                the same in every sample; a sample whose mask is empty has loss 0.
         """
         x = x.float()
         shape = (x.shape[0], 1, 1, 1)
@@ -78,5 +94,14 @@ class EDMLoss:
         # lambda(sigma) = 1 / c_out^2, [EDM] Table 1.
         weight = (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
         noise = sigma * torch.randn(x.shape, generator=generator, device=x.device)
-        D_x = precond(x + noise, sigma.flatten(), class_labels, selection_ratio=selection_ratio, generator=generator)
-        return (weight * (D_x.float() - x) ** 2).mean(dim=(1, 2, 3))  # (N,)
+        routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
+        routing |= {"return_kept": True} if self.kept_tokens_only else {}
+        output = precond(x + noise, sigma.flatten(), class_labels, **routing, generator=generator)
+        D_x, *kept = output if self.kept_tokens_only else (output,)
+        error = weight * (D_x.float() - x) ** 2  # (N, C, H, W)
+        if loss_mask is not None:
+            error = error * loss_mask.unsqueeze(1)
+        if self.kept_tokens_only:
+            (kept,) = kept  # (N, 1, H, W)
+            return (error * kept).mean(dim=(1, 2, 3)) / kept.float().mean(dim=(1, 2, 3))  # (N,)
+        return error.mean(dim=(1, 2, 3))  # (N,)

@@ -1,6 +1,6 @@
-"""Parts of the diffusion transformer: embedders, attention, modulation, position table. [DiT]
+"""Parts of the diffusion transformer: embedders, attention, modulation, position tables. [DiT]
 
-Shapes: N samples, T tokens, D channels, H heads.
+Shapes: N samples, T tokens of the image, L tokens in the sequence, D channels, H heads of d channels.
 """
 
 import math
@@ -8,36 +8,48 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from timm.layers import RotaryEmbeddingCat, apply_rot_embed_cat
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Shift and scale the channels of each sample: x (N, T, D); shift, scale (N, D)."""
-    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+    """Shift and scale the channels of each token: x (N, L, D); shift, scale (N, 1 or L, D)."""
+    return x * (1 + scale) + shift
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v for q, k, v (N, H, T, d), by the backend that is fast where the tensors are."""
+    """softmax(q k^T / sqrt(d)) v for q, k, v (N, H, L, d), by the backend that is fast where the tensors are."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         # The backward pass of the fused CPU kernel is slow in bf16; plain matrix products are several times faster.
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (N, H, T, T)
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (N, H, L, L)
         return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
     return F.scaled_dot_product_attention(q, k, v)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention."""
+    """Multi-head self-attention.
 
-    def __init__(self, hidden_size: int, num_heads: int):
+    Args:
+        qk_norm: normalise queries and keys by their root mean square, with a learned scale for each channel of a head.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, qk_norm: bool = False):
         super().__init__()
         self.num_heads = num_heads
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.q_norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6) if qk_norm else None
+        self.k_norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6) if qk_norm else None
         self.proj = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        N, T, D = x.shape
-        qkv = self.qkv(x).reshape(N, T, 3, self.num_heads, D // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (N, H, T, d) each
-        x = attention(q, k, v).transpose(1, 2).reshape(N, T, D)
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None) -> torch.Tensor:
+        """x (N, L, D), rope (1 or N, L, 2d): sines and cosines of each token's own position -> (N, L, D)."""
+        N, L, D = x.shape
+        qkv = self.qkv(x).reshape(N, L, 3, self.num_heads, D // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (N, H, L, d) each
+        if self.q_norm is not None:
+            q, k = self.q_norm(q.float()), self.k_norm(k.float())
+        if rope is not None:
+            q, k = (apply_rot_embed_cat(z, rope.unsqueeze(1)) for z in (q, k))
+        x = attention(q.to(v.dtype), k.to(v.dtype), v).transpose(1, 2).reshape(N, L, D)
         return self.proj(x)
 
 
@@ -91,3 +103,23 @@ def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)  # (grid, D/2)
     rows, columns = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")
     return torch.cat([axis[columns.flatten()], axis[rows.flatten()]], dim=-1).float()  # (T, D)
+
+
+def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
+    """Return sines and cosines (num_prefix_tokens + grid_size ** 2, 2 * head_size) of rotary positions; the prefix has none.
+
+    Raises:
+        ValueError: the channels of a head do not divide into pairs on two axes.
+    """
+    if head_size % 4:
+        raise ValueError(f"model.hidden_size / model.num_heads={head_size} must be a multiple of 4 for rotary positions")
+    image = RotaryEmbeddingCat(head_size, in_pixels=False, feat_shape=[grid_size, grid_size]).get_embed()  # (T, 2d)
+    sin, cos = torch.zeros(num_prefix_tokens, head_size), torch.ones(num_prefix_tokens, head_size)
+    return torch.cat([torch.cat([sin, cos], dim=1).to(image), image])  # (L, 2d)
+
+
+def token_mask(mask: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Return the tokens (N, T) bool whose patch a mask (N, H, W) touches anywhere."""
+    N, H, W = mask.shape
+    patches = (mask > 0).view(N, H // patch_size, patch_size, W // patch_size, patch_size)
+    return patches.any(dim=4).any(dim=2).flatten(1)  # (N, T)

@@ -1,7 +1,7 @@
 import torch
 
 from diffusion import EDMLoss, EDMPrecond
-from tests.networks import small_batch, small_dit
+from tests.networks import PAPER, small_batch, small_dit
 
 SIGMAS = torch.tensor([0.002, 0.1, 0.5, 2.0, 80.0], dtype=torch.float64)
 
@@ -27,7 +27,7 @@ def test_loss_weight_gives_every_noise_level_the_same_say():
     x = 0.5 * torch.randn(200_000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
 
     class Zero(torch.nn.Module):
-        def forward(self, x, c_noise, class_labels, *, selection_ratio=None, generator=None):
+        def forward(self, x, c_noise, class_labels, *, selection_ratio=None, force_keep=None, generator=None):
             return torch.zeros_like(x)
 
     for P_mean in (-3.0, 0.0, 2.0):
@@ -37,7 +37,7 @@ def test_loss_weight_gives_every_noise_level_the_same_say():
 
 def test_loss_of_the_oracle_denoiser_is_zero():
     x = torch.randn(8, 3, 8, 8)
-    loss = EDMLoss()(lambda noisy, sigma, labels, *, selection_ratio, generator: x, x, None)
+    loss = EDMLoss()(lambda noisy, sigma, labels, *, selection_ratio, force_keep, generator: x, x, None)
     assert loss.shape == (8,)
     assert not loss.any()
 
@@ -45,7 +45,7 @@ def test_loss_of_the_oracle_denoiser_is_zero():
 def test_noise_levels_are_log_normal():
     seen = []
 
-    def denoiser(noisy, sigma, labels, *, selection_ratio, generator):
+    def denoiser(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
         seen.append(sigma)
         return noisy
 
@@ -70,3 +70,67 @@ def test_sigma_may_be_one_number_for_all():
     x, _, labels = small_batch()
     sigma = torch.tensor(0.7, dtype=torch.float64)
     torch.testing.assert_close(precond(x.double(), sigma, labels), precond(x, torch.full((4,), 0.7), labels))
+
+
+def test_masked_loss_weights_each_position_and_stays_a_mean_over_all():
+    x = torch.randn(4, 3, 8, 8)
+
+    def denoiser(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
+        return noisy
+
+    def loss(mask):
+        return EDMLoss()(denoiser, x, None, generator=torch.Generator().manual_seed(0), loss_mask=mask)
+
+    whole = loss(None)
+    torch.testing.assert_close(loss(torch.ones(4, 8, 8)), whole)
+    assert not loss(torch.zeros(4, 8, 8)).any()
+    left = torch.zeros(4, 8, 8)
+    left[:, :, :4] = 0.25
+    right = torch.zeros(4, 8, 8)
+    right[:, :, 4:] = 1.0
+    torch.testing.assert_close(4 * loss(left) + loss(right), whole)
+
+
+def test_masks_and_routes_reach_the_network():
+    seen = {}
+
+    def denoiser(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
+        seen.update(selection_ratio=selection_ratio, force_keep=force_keep)
+        return noisy
+
+    force_keep = torch.ones(2, 16, dtype=torch.bool)
+    EDMLoss()(denoiser, torch.randn(2, 3, 8, 8), None, selection_ratio=(0.25,), force_keep=force_keep)
+    assert seen["selection_ratio"] == (0.25,)
+    assert seen["force_keep"] is force_keep
+
+
+def test_loss_of_kept_tokens_leaves_the_others_out():
+    """The mean over kept pixels alone, and no gradient to the output at the others; dense evaluation keeps all."""
+    net = small_dit([PAPER]).train()
+    batch, kept_pixels, outputs = small_batch(), [], []
+    forward = net.forward
+
+    def remember(*args, **kwargs):
+        F_x, kept = forward(*args, **kwargs)
+        F_x.retain_grad()
+        kept_pixels.append(kept)
+        outputs.append(F_x)
+        return F_x, kept
+
+    net.forward = remember
+    loss_fn = EDMLoss(kept_tokens_only=True)
+    losses = loss_fn(EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0))
+    losses.sum().backward()
+    (kept,), (F_x,) = kept_pixels, outputs
+    assert kept.float().mean() == 0.5
+    bypassed = ~kept.expand_as(F_x)
+    assert not F_x.grad[bypassed].any()
+    assert F_x.grad[~bypassed].all()
+    net.forward = forward
+    masked = EDMLoss()(
+        EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0), loss_mask=kept[:, 0].float()
+    )
+    torch.testing.assert_close(losses, 2 * masked)
+    net.eval()
+    dense = [fn(EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0)) for fn in (loss_fn, EDMLoss())]
+    torch.testing.assert_close(*dense)

@@ -69,7 +69,7 @@ def test_position_table_is_the_public_one():
 def test_output_is_zero_and_blocks_are_the_identity_at_initialisation():
     net = DiT(8, 2, 3, 32, 4, 4, num_classes=10)
     assert not net(*small_batch()).any()
-    x, c = torch.randn(2, 16, 32), torch.randn(2, 32)
+    x, c = torch.randn(2, 16, 32), torch.randn(2, 1, 32)
     assert torch.equal(net.blocks[0](x, c), x)
 
 

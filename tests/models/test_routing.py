@@ -1,0 +1,318 @@
+"""Routes in the network, for every kind of block: what travels, what does not, and that nothing asks the device."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import apply_rot_embed_cat
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from diffusion import EDMLoss, EDMPrecond
+from models import DiT, token_mask
+from models.layers import attention
+from routing import Route, num_tokens_kept
+from tests.networks import PAPER, small_batch, small_dit
+
+BLOCKS = ("dit", "modern")
+VARIANTS = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
+TWO_ROUTES = (Route(0.5, 1, 3), Route(0.3, 4, -2))
+# Up to 0.85: a single kept token attends to itself alone, and queries and keys rightly get no gradient.
+WINDOWS = st.lists(st.tuples(st.decimals("0.01", "0.85", places=2), st.integers(0, 7)), min_size=1, max_size=4)
+
+
+def masks_of(x, share=0.3, seed=0):
+    return torch.rand(len(x), 16, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def routes_from(windows):
+    """Non-overlapping routes from arbitrary ratios and layers of a network of 8."""
+    layers = sorted({layer for _, layer in windows})
+    bounds = zip(layers, [*(layer - 1 for layer in layers[1:]), 7], strict=True)
+    return [Route(float(ratio), start, end) for (ratio, _), (start, end) in zip(windows, bounds, strict=False)]
+
+
+def window_of(net, batch, **arguments):
+    """Run the network; return its output, and of its first window ids_keep, the sequence before it, and the inputs of its
+    blocks and of the block after it.
+    """
+    route, inputs, before = net.routes[0], [], []
+    hooks = [
+        net.blocks[idx].register_forward_pre_hook(lambda _, args: inputs.append(args))
+        for idx in range(route.start_layer_idx, route.end_layer_idx + 2)
+    ]
+    ids = []
+    draw = net._ids_keep
+    net._ids_keep = lambda x, *args: (before.append(x), ids.append(draw(x, *args)))[1] or ids[-1]
+    output = net(*batch, **arguments)
+    net._ids_keep = draw
+    for hook in hooks:
+        hook.remove()
+    return output, ids[0], before[0], inputs
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_routed_attention_is_dense_attention_restricted_to_the_kept_tokens(variant):
+    """For each sample its own tokens, at their own positions: the bypassing ones masked out as keys, and not asked for."""
+    net = small_dit([PAPER], **variant).train()
+    _, ids_keep, x, (window, *_) = window_of(net, small_batch())
+    routed_x, _, routed_rope = window
+    block = net.blocks[2]
+    assert len({tuple(row) for row in ids_keep.tolist()}) == 4
+    kept = torch.zeros(x.shape[:2], dtype=torch.bool).scatter(1, ids_keep, True)
+
+    seen = []
+    handle = block.attn.proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    routed = block.attn(routed_x, routed_rope)
+    original = torch.nn.functional.scaled_dot_product_attention
+    try:
+        torch.nn.functional.scaled_dot_product_attention = lambda q, k, v: original(q, k, v, attn_mask=kept[:, None, None])
+        dense = block.attn(x, net.rope)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = original
+        handle.remove()
+    restricted = dense.gather(1, ids_keep.unsqueeze(-1).expand_as(routed))
+    torch.testing.assert_close(routed, restricted, atol=1e-5, rtol=1e-5)
+    # The oracle sees a wrong position: the first sample's positions for everyone, as a public integration had them.
+    if net.rope is not None:
+        wrong = block.attn(routed_x, routed_rope[:1].expand_as(routed_rope))
+        assert not torch.allclose(wrong, restricted, atol=1e-3)
+
+
+def test_rotary_attention_depends_on_the_difference_of_positions_alone():
+    """Rotary positions in two dimensions: shifting all tokens by a row or a column leaves the attention as it is."""
+    net = small_dit(block="modern")
+    rope = net.rope[0].view(4, 4, -1)
+    q, k, v = torch.randn(3, 1, 4, 4, 8).unbind(0)
+
+    def attend(table):
+        table = table.reshape(1, 1, 4, -1)
+        return attention(apply_rot_embed_cat(q, table), apply_rot_embed_cat(k, table), v)
+
+    corner = attend(rope[:2, :2])
+    torch.testing.assert_close(attend(rope[1:3, 2:4]), corner)
+    assert not torch.allclose(attend(rope[:1, :4]), corner, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_prefix_tokens_stay_in_front_and_never_bypass(variant):
+    net = small_dit([PAPER], **variant).train()
+    P = net.num_prefix_tokens
+    _, ids_keep, x, inputs = window_of(net, small_batch())
+    assert ids_keep.shape == (4, P + 8)
+    assert (ids_keep[:, :P] == torch.arange(P)).all()
+    assert torch.equal(inputs[0][0][:, :P], x[:, :P])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_conditioning_of_each_token_travels_with_it(variant):
+    """One noise level for each token: the same level everywhere is the plain network, and each token meets its own."""
+    net = small_dit([PAPER], class_dropout_prob=0.0, **variant).train()
+    x, c_noise, labels = small_batch()
+    L = net.num_prefix_tokens + 16
+    draws = [torch.Generator().manual_seed(0) for _ in range(3)]
+    plain = net(x, c_noise, labels, generator=draws[0])
+    same = net(x, c_noise[:, None].expand(-1, L), labels, generator=draws[1])
+    torch.testing.assert_close(same, plain, atol=1e-5, rtol=1e-5)
+    by_token = torch.randn(4, L)
+    c = net.t_embedder(by_token) + net.y_embedder(labels).unsqueeze(1)
+    _, ids_keep, _, inputs = window_of(net, (x, by_token, labels), generator=draws[2])
+    for sample in range(4):
+        torch.testing.assert_close(inputs[0][1][sample], c[sample, ids_keep[sample]])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@settings(max_examples=25, deadline=None)
+@given(windows=WINDOWS, seed=st.integers(0, 2**32))
+def test_identity_blocks_leave_every_token_in_its_place(variant, windows, seed):
+    net = small_dit(routes_from(windows), **variant).train()
+    embedded = net._embed(small_batch()[0])
+    for block in net.blocks:
+        block.forward = lambda x, c, rope=None: x
+    final = []
+    net.final_layer.register_forward_pre_hook(lambda _, args: final.append(args[0]))
+    net(*small_batch(), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(final[0], embedded[:, net.num_prefix_tokens :])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@settings(max_examples=25, deadline=None)
+@given(windows=WINDOWS)
+def test_ratio_zero_is_bitwise_dense_for_any_routes(variant, windows):
+    dense, routed = small_dit(**variant).train(), small_dit(routes_from(windows), **variant).train()
+    outputs = [
+        net(*small_batch(), selection_ratio=r, generator=torch.Generator().manual_seed(0))
+        for net, r in ((dense, None), (routed, 0))
+    ]
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("removal", [True, False])
+@settings(max_examples=25, deadline=None)
+@given(windows=WINDOWS, seed=st.integers(0, 2**32), importance_weight=st.sampled_from([0.0, 0.5, 1.0]))
+def test_gradient_reaches_every_token_and_parameter(variant, removal, windows, seed, importance_weight):
+    net = small_dit(routes_from(windows), removal=removal, importance_weight=importance_weight, **variant).train()
+    x, c_noise, labels = small_batch()
+    x.requires_grad_()
+    force_keep = masks_of(x, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    net(x, c_noise, labels, force_keep=force_keep, generator=generator).square().sum().backward()
+    assert (x.grad.abs().amax(dim=1) > 0).all()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in net.parameters())
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_importance_one_keeps_the_tokens_of_the_largest_norm(block):
+    net = small_dit([PAPER], importance_weight=1.0, block=block, num_prefix_tokens=2).train()
+    _, ids_keep, x, _ = window_of(net, small_batch())
+    norms = x[:, 2:].abs().sum(dim=-1)
+    assert torch.equal(ids_keep[:, 2:] - 2, norms.topk(8, dim=1).indices.sort(dim=1).values)
+
+
+def test_forced_tokens_stay_and_a_full_mask_does_not_change_the_others():
+    net = small_dit([PAPER], class_dropout_prob=0.0).train()
+    force_keep = torch.zeros(4, 16, dtype=torch.bool)
+    force_keep[0] = True
+    force_keep[1, [0, 5, 15]] = True
+    draw = [torch.Generator().manual_seed(0) for _ in range(2)]
+    output, ids_keep, x, _ = window_of(net, small_batch(), force_keep=force_keep, generator=draw[0])
+    plain, plain_ids, _, _ = window_of(net, small_batch(), generator=draw[1])
+    assert {0, 5, 15} <= set(ids_keep[1].tolist())
+    assert torch.equal(ids_keep[0], x[0].abs().sum(dim=-1).topk(8).indices.sort().values)
+    assert torch.equal(ids_keep[2:], plain_ids[2:])
+    assert torch.equal(output[2:], plain[2:])
+
+
+def test_without_removal_the_window_sees_all_tokens_and_their_state_is_put_back():
+    net = small_dit([PAPER], removal=False).train()
+    _, ids_keep, before, (*window, (after, c, _)) = window_of(net, small_batch())
+    assert [args[0].shape[1] for args in window] == [16, 16, 16]
+    dense = before
+    for block in net.blocks[2:5]:
+        dense = block(dense, c)
+    kept = torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids_keep, True)
+    assert torch.equal(after[~kept], before[~kept])
+    assert torch.equal(after[kept], dense[kept])
+    assert not torch.equal(before, dense)
+
+
+@pytest.mark.parametrize("routes", [(PAPER,), TWO_ROUTES])
+def test_kept_pixels_are_those_of_the_tokens_that_every_route_kept(routes):
+    net = small_dit(routes, num_prefix_tokens=2).train()
+    ids, draw = [], net._ids_keep
+    net._ids_keep = lambda *args: ids.append(draw(*args)) or ids[-1]
+    _, kept = net(*small_batch(), return_kept=True)
+    everywhere = torch.ones(4, 18, dtype=torch.bool)
+    for ids_keep in ids:
+        everywhere &= torch.zeros(4, 18, dtype=torch.bool).scatter(1, ids_keep, True)
+    assert len(ids) == len(routes)
+    assert kept.shape == (4, 1, 8, 8)
+    assert torch.equal(token_mask(kept[:, 0].float(), patch_size=2), everywhere[:, 2:])
+    assert kept.float().mean() == everywhere[:, 2:].float().mean()
+    _, kept = net.eval()(*small_batch(), return_kept=True)
+    assert kept.all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_gradient_checkpointing_changes_no_gradient(variant, precision):
+    gradients = []
+    for gradient_checkpointing in (False, True):
+        net = small_dit(
+            TWO_ROUTES, importance_weight=0.5, fp32_after_route=True, gradient_checkpointing=gradient_checkpointing, **variant
+        ).train()
+        calls = []
+        net.blocks[2].register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[0].shape[1]))
+        x, c_noise, labels = small_batch()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            output = net(x, c_noise, labels, force_keep=masks_of(x), generator=torch.Generator().manual_seed(0))
+        output.square().sum().backward()
+        assert len(calls) == 1 + gradient_checkpointing
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"importance_weight": 0.5}, {"removal": False}, {"gradient_checkpointing": True}], ids=str
+)
+def test_no_tensor_reaches_the_host(variant, options):
+    """A fake tensor has no values: whatever asks for one fails."""
+    with FakeTensorMode():
+        net = DiT(8, 2, 3, 32, 8, 4, num_classes=10, routes=TWO_ROUTES, **variant, **options).train()
+        x, labels = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
+        for kept_only in (False, True):
+            loss_fn = EDMLoss(kept_tokens_only=kept_only)
+            losses = loss_fn(EDMPrecond(net), x, labels, force_keep=torch.zeros(4, 16).bool(), loss_mask=torch.rand(4, 8, 8))
+            losses.mean().backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_the_host_is_seen_where_it_is_asked():
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        int(torch.zeros(3).sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"importance_weight": 0.5}, {"removal": False}, {"gradient_checkpointing": True}], ids=str
+)
+def test_nothing_waits_for_the_gpu(variant, options):
+    net = small_dit(TWO_ROUTES, **variant, **options).cuda().train()
+    x, labels = torch.randn(4, 3, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+    arguments = {"force_keep": torch.rand(4, 16, device="cuda") < 0.3, "loss_mask": torch.rand(4, 8, 8, device="cuda")}
+    generator = torch.Generator("cuda").manual_seed(0)
+    loss_fn = EDMLoss(kept_tokens_only=True)
+    loss_fn(EDMPrecond(net), x, labels, generator=generator, **arguments).mean().backward()  # warm up
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_fn(EDMPrecond(net), x, labels, generator=generator, **arguments).mean().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
+def test_lengths_of_the_windows_follow_the_ratio_and_the_prefix(ratio):
+    net = small_dit([Route(ratio, 2, -4)], num_prefix_tokens=3, block="modern").train()
+    _, _, _, inputs = window_of(net, small_batch())
+    assert [args[0].shape[1] for args in inputs] == [3 + num_tokens_kept(16, ratio)] * 3 + [3 + 16]
+
+
+def test_residual_stream_is_fp32_under_autocast():
+    for block in BLOCKS:
+        net, dtypes = small_dit([PAPER], block=block).train(), []
+        for module in net.blocks:
+            module.register_forward_hook(lambda _, __, output, dtypes=dtypes: dtypes.append(output.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            net(*small_batch())
+        assert set(dtypes) == {torch.float32}
+
+
+def test_a_token_is_touched_where_its_patch_is():
+    mask = torch.zeros(2, 8, 8)
+    mask[0, 1, 6] = 0.01
+    mask[1, 4:6, 0:2] = 1
+    touched = token_mask(mask, patch_size=2)
+    assert touched.shape == (2, 16)
+    assert touched[0].nonzero().flatten().tolist() == [3]
+    assert touched[1].nonzero().flatten().tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block": "old"}, r"model\.block=old must be one of dit, modern"),
+        ({"num_prefix_tokens": -1}, r"model\.num_prefix_tokens=-1 must not be negative"),
+        ({"importance_weight": 2.0}, r"model\.importance_weight=2\.0 must be in \[0, 1\]"),
+        (
+            {"hidden_size": 24, "num_heads": 4, "block": "modern"},
+            r"model\.hidden_size / model\.num_heads=6 must be a multiple of 4",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message):
+    sizes = {"input_size": 8, "patch_size": 2, "in_channels": 3, "hidden_size": 32, "depth": 8, "num_heads": 4}
+    with pytest.raises(ValueError, match=message):
+        DiT(**{**sizes, **arguments})
