@@ -12,26 +12,32 @@ from functools import partial
 from typing import Any
 
 import hydra
+import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from omegaconf import DictConfig
+from tqdm import tqdm
 
-from data import LatentDataset, held_out_batches, image_decoder, real_images, stream
+from data import LatentDataset, count_forced, held_out_batches, image_decoder, real_images, stream
 from diffusion import ImageSource
 from evaluation import DenseLoss, SampleGrid
+from models import Cost, cost_of, token_mask
+from routing import RoutePlan
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights
 from training.ema import EMA
 from training.machine import resolve_auto, start_process
 from training.provenance import RunFolder, environment, summary
+from training.speed import SpeedCheck
 from training.trackers import MetricsFile
 from training.trainer import Trainer
 
 GRID_SAMPLES, GRID_COLUMNS = 10, 10
 EVALUATION_BATCH = 64
+COVERAGE_ENTRIES = 1024  # masks that are looked at for the predicted speed-up
 
 configuration.register()
 
@@ -45,6 +51,11 @@ def main(cfg: DictConfig) -> None:
         state = start_process()
         with state.main_process_first():
             dataset = configuration.build(config["data"])()
+        if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
+            raise ValueError(
+                "train.masked_loss=true needs masks: conditioning_type of the latent manifest is null, "
+                "it must be mask or segmentation (data/README.md)"
+            )
         run.check(config, dataset.describe())
         if run.is_finished(config["train"]["total_steps"]):
             state.print(f"{run.path} is finished: raise train.total_steps to go on, or start another with run_name=NAME")
@@ -57,10 +68,15 @@ def main(cfg: DictConfig) -> None:
 
 def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFolder, dataset: LatentDataset) -> Trainer:
     """Build all that a run needs, load its newest checkpoint if it has one, and only then begin to write."""
-    accelerator = _start_accelerator(resolved["mixed_precision"])
-    settings, device = config["train"], accelerator.device
+    settings = config["train"]
+    masks_to_tokens = partial(token_mask, patch_size=config["model"]["patch_size"]) if settings["masked_loss"] else None
     torch.manual_seed(config["seed"])
-    net = configuration.build_net(config).to(device)
+    net = configuration.build_net(config)
+    plan = configuration.build_route_plan(config, net)
+    accelerator = _start_accelerator(resolved["mixed_precision"], num_lengths=len(plan.lengths(settings["masked_loss"])))
+    device = accelerator.device
+    net.to(device)
+    cost = _cost(net, plan, dataset, masks_to_tokens, settings["batch_size"])
     checkpoint = latest_checkpoint(run.path)
     if settings["init_from"] and not checkpoint:
         load_weights(net, settings["init_from"])
@@ -84,6 +100,7 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
     if accelerator.is_main_process:
         tracker = configuration.build(config["tracker"])() if config["tracker"] else None
         details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
+        details["cost"] = cost.describe()
         run.begin(config, {**details, "data": dataset.describe(), "status": "running"})
         metrics_file = MetricsFile(run.path / "metrics.jsonl", state["metrics_size"] if state else 0)
         print(summary(config, details, net, resumed_step=state["step"] if state else 0), flush=True)
@@ -97,9 +114,14 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
         ema=ema,
         optimizer=optimizer,
         loss_fn=loss_fn,
-        micro_batches=partial(stream, dataset, seed=config["seed"], **batch_sizes, **share, **loading),
+        route_plan=plan,
+        token_mask=masks_to_tokens,
+        micro_batches=partial(
+            stream, dataset, seed=config["seed"], **batch_sizes, **share, **loading, token_mask=masks_to_tokens
+        ),
         to_latents=dataset.manifest.to_latents,
         evaluators=evaluators,
+        after_first_window=_speed_check(accelerator, precond, net, loss_fn, run, resolved),
         checkpoints=checkpoints,
         metrics_file=metrics_file,
         tracker=tracker,
@@ -127,13 +149,57 @@ def run_training(trainer: Trainer, run: RunFolder) -> None:
     trainer.show(f"{run.path} is finished. Sample from it: accelerate launch sample.py run={run.path} num_samples=500")
 
 
-def _start_accelerator(mixed_precision: str) -> Accelerator:
+def _start_accelerator(mixed_precision: str, num_lengths: int) -> Accelerator:
     # A sweep runs job after job in one process: nothing of the last one may be left.
     AcceleratorState._reset_state()
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
+    # Blocks share their code: each length of the sequence is a graph, and another where the block runs in fp32.
+    torch._dynamo.config.recompile_limit = 2 * num_lengths + 4
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[ddp])
+
+
+def _cost(net: nn.Module, plan: RoutePlan, dataset: LatentDataset, masks_to_tokens: Any, batch_size: int) -> Cost:
+    """Return what an image costs in the first steps, and refuse masks that the plan refuses."""
+    if masks_to_tokens is None:
+        return cost_of(net, plan.ratios(0))
+    if plan.force_keep_overflow == "error":
+        num_forced = np.zeros(dataset.manifest.count, dtype=int)
+        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // COVERAGE_ENTRIES):
+            num_forced[ids] = count_forced(dataset, ids, masks_to_tokens)
+        plan.check_force_keep(num_forced)
+    if plan.force_keep_overflow != "grow":
+        return cost_of(net, plan.ratios(0))
+    looked_at = dataset.train_ids[:: 1 + len(dataset.train_ids) // COVERAGE_ENTRIES]
+    num_forced = count_forced(dataset, looked_at, masks_to_tokens)
+    most = [part.max() for part in np.array_split(num_forced, -(-len(num_forced) // batch_size))]  # of each batch
+    return cost_of(net, plan.ratios(0), mask_coverage=float(np.mean(most)) / net.num_tokens)
+
+
+def _speed_check(
+    accelerator: Accelerator, precond: nn.Module, net: nn.Module, loss_fn: Any, run: RunFolder, resolved: dict[str, Any]
+) -> SpeedCheck:
+    num_samples, device = resolved["micro_batch_size"], accelerator.device
+    x = torch.zeros(num_samples, net.in_channels, net.input_size, net.input_size, device=device)
+    labels = torch.zeros(num_samples, dtype=torch.int64, device=device) if net.num_classes else None
+
+    def step(ratios: tuple[float, ...]) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        with accelerator.no_sync(precond):
+            losses = loss_fn(precond, x, labels, generator=generator, selection_ratio=ratios)
+            accelerator.backward(losses.mean())
+        net.zero_grad()
+
+    return SpeedCheck(
+        step,
+        predict=lambda ratios: cost_of(net, ratios).predicted_speedup,
+        net=net,
+        device=device,
+        compiled=resolved["compile"],
+        report=run.update if accelerator.is_main_process else lambda found: None,
+        show=tqdm.write if accelerator.is_main_process else lambda text: None,
+    )
 
 
 def _evaluators(
@@ -166,7 +232,8 @@ def _evaluators(
         grid = SampleGrid(source, run.path / "samples", GRID_SAMPLES, GRID_COLUMNS, write=accelerator.is_main_process)
         evaluators.append((settings["sample_every"], grid))
     if settings["eval_every"] and len(dataset.held_out_ids):
-        batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
+        with_masks = settings["masked_loss"]
+        batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share, with_masks=with_masks)
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
         loss = DenseLoss(denoisers, loss_fn, batches, total=partial(accelerator.reduce, reduction="sum"))
         evaluators.append((settings["eval_every"], loss))

@@ -3,7 +3,7 @@
 from data.digits import digits
 from data.encoders import IdentityEncoder, encode_images, encoder_for, image_decoder, real_images, to_uint8
 from data.latents import LatentDataset, LatentManifest, LatentWriter, manifest_from, open_latents, read_manifest
-from data.stream import StreamOrder, held_out_batches, stream
+from data.stream import MicroBatch, StreamOrder, count_forced, held_out_batches, stream
 from data.synthetic import synthetic
 
 __all__ = [
@@ -11,7 +11,9 @@ __all__ = [
     "LatentDataset",
     "LatentManifest",
     "LatentWriter",
+    "MicroBatch",
     "StreamOrder",
+    "count_forced",
     "digits",
     "encode_images",
     "encoder_for",

@@ -9,14 +9,18 @@ from data.encoders import IdentityEncoder, encode_images
 from data.latents import LatentDataset, LatentManifest, open_latents
 
 
-def digits(path: str, input_size: int, in_channels: int, num_classes: int) -> LatentDataset:
-    """Open the digits, writing them once as a latent folder at `path`."""
+def digits(path: str, input_size: int, in_channels: int, num_classes: int, foreground_masks: bool = False) -> LatentDataset:
+    """Open the digits, writing them once as a latent folder at `path`.
+
+    Args:
+        foreground_masks: give each digit a mask of the pixels that are not black.
+    """
     if not Path(path).exists():
-        _write(path)
+        _write(path, foreground_masks)
     return open_latents(path, input_size, in_channels, num_classes)
 
 
-def _write(path: str) -> None:
+def _write(path: str, foreground_masks: bool) -> None:
     from sklearn.datasets import load_digits
 
     source = load_digits()
@@ -34,5 +38,7 @@ def _write(path: str) -> None:
         shift=pixels.mean().item(),
         scale=0.5 / pixels.std().item(),
         num_held_out=297,
+        conditioning_type="segmentation" if foreground_masks else None,
     )
-    encode_images(path, [(images, source.target)], IdentityEncoder(), manifest)
+    masks = images[:, 0] if foreground_masks else None
+    encode_images(path, [(images, source.target, masks)], IdentityEncoder(), manifest)

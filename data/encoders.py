@@ -61,10 +61,13 @@ def real_images(dataset: LatentDataset, ids: np.ndarray) -> tuple[np.ndarray, np
 
 
 def encode_images(
-    path: str | Path, batches: Iterable[tuple[np.ndarray, np.ndarray]], encoder: IdentityEncoder, manifest: LatentManifest
+    path: str | Path,
+    batches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    encoder: IdentityEncoder,
+    manifest: LatentManifest,
 ) -> None:
-    """Write a latent folder from batches of images (N, C, H, W) uint8 and labels (N,)."""
+    """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks of the latents or None."""
     with LatentWriter(path, manifest) as writer:
-        for images, labels in batches:
+        for images, labels, masks in batches:
             latents = encoder.encode(torch.from_numpy(images))
-            writer.append(latents.numpy().astype(manifest.dtype), labels)
+            writer.append(latents.numpy().astype(manifest.dtype), labels, masks)

@@ -1,4 +1,4 @@
-"""The latent folder: a memory-mapped array of latents or posterior moments, labels, and a manifest that explains them.
+"""The latent folder: memory-mapped latents or posterior moments, labels, masks, and a manifest that explains them.
 
 The format is written down in data/README.md. What a network sees is z = (latent - shift) * scale, applied once, from the
 manifest alone; moments (mean and log-variance of a Gaussian posterior) are sampled anew each time.
@@ -20,9 +20,10 @@ import torch
 FORMAT_VERSION = 1
 KINDS = ("samples", "moments")
 DTYPES = ("float16", "float32")
+CONDITIONING_TYPES = (None, "mask", "segmentation")
 NUM_FINGERPRINT_ENTRIES = 64
 HELD_OUT_SEED = 0
-FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy"}
+FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class LatentManifest:
         encoder_hash: hash of its weights; None for an encoder without weights.
         scale, shift: the network sees (latent - shift) * scale.
         num_held_out: this many entries, the same for everyone, are never trained on.
+        conditioning_type: None without masks; `mask`: bytes 0..255 weight the loss of each position from 0 to 1;
+            `segmentation`: every byte other than 0 weights it 1.
     """
 
     count: int
@@ -49,6 +52,7 @@ class LatentManifest:
     scale: float = 1.0
     shift: float = 0.0
     num_held_out: int = 0
+    conditioning_type: str | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
@@ -62,6 +66,8 @@ class LatentManifest:
             raise ValueError(f"dtype={self.dtype} must be one of {', '.join(DTYPES)}")
         if not isinstance(self.scale, int | float) or not isinstance(self.shift, int | float) or self.scale == 0:
             raise ValueError(f"scale={self.scale!r} and shift={self.shift!r} must be numbers, scale other than 0")
+        if self.conditioning_type not in CONDITIONING_TYPES:
+            raise ValueError(f"conditioning_type={self.conditioning_type} must be null, mask or segmentation")
         if not 0 <= self.num_held_out < self.count:
             raise ValueError(f"num_held_out={self.num_held_out} must be in [0, {self.count - 1}]")
         if self.kind == "moments" and self.shape[0] % 2:
@@ -90,31 +96,35 @@ class LatentManifest:
 
 
 class LatentDataset:
-    """Latents and labels, read by index, with a fixed part held out."""
+    """Latents, labels and masks, read by index, with a fixed part held out."""
 
-    def __init__(self, stored: np.ndarray, labels: np.ndarray | None, manifest: LatentManifest):
-        self.stored, self.labels, self.manifest = stored, labels, manifest
+    def __init__(
+        self, stored: np.ndarray, labels: np.ndarray | None, manifest: LatentManifest, masks: np.ndarray | None = None
+    ):
+        self.stored, self.labels, self.masks, self.manifest = stored, labels, masks, manifest
         order = np.random.default_rng(HELD_OUT_SEED).permutation(manifest.count)
         self.held_out_ids = np.sort(order[: manifest.num_held_out])
         self.train_ids = np.sort(order[manifest.num_held_out :])
 
     def read(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stored entries (N, C', H, W) and labels (N,) int64 of entries `ids` of the folder."""
-        order = np.argsort(ids)  # a memory map is read in the order of the file
-        stored = np.empty((len(ids), *self.manifest.shape), dtype=self.stored.dtype)
-        stored[order] = self.stored[ids[order]]
         labels = None if self.labels is None else torch.from_numpy(self.labels[ids])
-        return torch.from_numpy(stored), labels
+        return torch.from_numpy(_read_in_order(self.stored, ids)), labels
+
+    def read_masks(self, ids: np.ndarray) -> torch.Tensor:
+        """Return the weight of each position of entries `ids`, (N, H, W) fp32 in [0, 1]."""
+        masks = torch.from_numpy(_read_in_order(self.masks, ids))
+        return (masks > 0).float() if self.manifest.conditioning_type == "segmentation" else masks.float() / 255
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map would be pickled as the whole array; a worker process opens the file instead.
-        is_file = isinstance(self.stored, np.memmap)
-        return {**self.__dict__, "stored": Path(self.stored.filename) if is_file else self.stored}
+        files = {key: Path(value.filename) for key, value in self.__dict__.items() if isinstance(value, np.memmap)}
+        return {**self.__dict__, **files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(self.stored, Path):
-            self.stored = np.load(self.stored, mmap_mode="r", allow_pickle=False)
+        files = {key: value for key, value in state.items() if isinstance(value, Path)}
+        opened = {key: np.load(file, mmap_mode="r", allow_pickle=False) for key, file in files.items()}
+        self.__dict__.update({**state, **opened})
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest, and a fingerprint that runs on the same data share: of manifest, labels and some entries."""
@@ -124,6 +134,8 @@ class LatentDataset:
             digest.update(self.labels.tobytes())
         ids = np.unique(np.linspace(0, self.manifest.count - 1, NUM_FINGERPRINT_ENTRIES).astype(int))
         digest.update(self.stored[ids].tobytes())
+        if self.masks is not None:
+            digest.update(self.masks[ids].tobytes())
         return {"fingerprint": digest.hexdigest(), "manifest": manifest}
 
 
@@ -134,7 +146,8 @@ class LatentWriter:
 
     Raises:
         FileExistsError: there is something at `path` already.
-        ValueError: entries of another shape, labels outside the classes, or another count than the manifest's.
+        ValueError: entries of another shape, labels outside the classes, masks that are missing or not wanted, or another
+            count than the manifest's.
     """
 
     def __init__(self, path: str | Path, manifest: LatentManifest):
@@ -151,10 +164,14 @@ class LatentWriter:
             self.partial / FILES["latents"], mode="w+", dtype=self.manifest.dtype, shape=shape
         )
         self.labels = np.empty(self.manifest.count, dtype=np.int64)
+        if self.manifest.conditioning_type:
+            self.masks = np.lib.format.open_memmap(
+                self.partial / FILES["masks"], mode="w+", dtype=np.uint8, shape=(shape[0], *shape[2:])
+            )
         return self
 
-    def append(self, stored: np.ndarray, labels: np.ndarray | None) -> None:
-        """Add entries (N, C', H, W) and their labels (N,)."""
+    def append(self, stored: np.ndarray, labels: np.ndarray | None, masks: np.ndarray | None = None) -> None:
+        """Add entries (N, C', H, W), their labels (N,), and their masks (N, H, W) uint8 where the manifest has masks."""
         end = self.num_written + len(stored)
         if stored.shape[1:] != self.manifest.shape or end > self.manifest.count:
             raise ValueError(
@@ -166,6 +183,14 @@ class LatentWriter:
                 raise ValueError(f"{self.path}: {len(stored)} entries must come with as many labels")
             _check_labels(labels, self.manifest.num_classes, self.path)
             self.labels[self.num_written : end] = labels
+        expected = (len(stored), *stored.shape[2:]) if self.manifest.conditioning_type else None
+        if (None if masks is None else masks.shape) != expected or (masks is not None and masks.dtype != np.uint8):
+            given = "None" if masks is None else f"{masks.dtype} {masks.shape}"
+            raise ValueError(
+                f"{self.path}: masks={given} must be uint8 {expected} for conditioning_type={self.manifest.conditioning_type}"
+            )
+        if masks is not None:
+            self.masks[self.num_written : end] = masks
         self.stored[self.num_written : end] = stored
         if not np.isfinite(self.stored[self.num_written : end]).all():
             raise ValueError(f"{self.path}: entries {self.num_written}..{end - 1} are not finite in {self.manifest.dtype}")
@@ -182,6 +207,8 @@ class LatentWriter:
         if self.num_written != self.manifest.count:
             raise ValueError(f"{self.path}: {self.num_written} entries written, the manifest promises {self.manifest.count}")
         self.stored.flush()
+        if self.manifest.conditioning_type:
+            self.masks.flush()
         if self.manifest.num_classes:
             np.save(self.partial / FILES["labels"], self.labels)
         (self.partial / FILES["manifest"]).write_text(json.dumps(asdict(self.manifest), indent=2) + "\n")
@@ -232,7 +259,17 @@ def open_latents(path: str, input_size: int, in_channels: int, num_classes: int)
     if num_classes:
         labels = np.array(_open_array(folder / FILES["labels"], "int64", (manifest.count,)))
         _check_labels(labels, num_classes, folder / FILES["labels"])
-    return LatentDataset(stored, labels, manifest)
+    masks = None
+    if manifest.conditioning_type:
+        masks = _open_array(folder / FILES["masks"], "uint8", (manifest.count, *manifest.shape[1:]))
+    return LatentDataset(stored, labels, manifest, masks)
+
+
+def _read_in_order(array: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    order = np.argsort(ids)  # a memory map is read in the order of the file
+    entries = np.empty((len(ids), *array.shape[1:]), dtype=array.dtype)
+    entries[order] = array[ids[order]]
+    return entries
 
 
 def _open_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The endless stream of training entries: where a run stands in it follows from its step alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +13,20 @@ from data.latents import LatentDataset
 HELD_OUT_DRAWS = 1_000_000_000
 
 
+class MicroBatch(NamedTuple):
+    """What one forward takes: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if they are used.
+
+    `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step.
+    """
+
+    stored: torch.Tensor
+    labels: torch.Tensor | None
+    masks: torch.Tensor | None
+    num_forced: int
+
+
 class StreamOrder:
-    """Yield the entries of each micro-batch of one process, from `start_step` on, for ever.
+    """Yield the entries of each micro-batch of one process, and those of its whole step, from `start_step` on, for ever.
 
     Position p of the stream is entry p mod n of permutation p // n, where permutation e is drawn from (seed, e). Step s
     takes positions s * batch_size and following; micro-batch m of a step belongs to process m mod num_processes.
@@ -35,12 +48,12 @@ class StreamOrder:
         self.start_step, self.process_index, self.num_processes = start_step, process_index, num_processes
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         step = self.start_step
         while True:
-            first = step * self.batch_size
+            batch = self.entries(step * self.batch_size + np.arange(self.batch_size))
             for micro in range(self.process_index, self.batch_size // self.micro_batch_size, self.num_processes):
-                yield self.entries(first + micro * self.micro_batch_size + np.arange(self.micro_batch_size))
+                yield batch[micro * self.micro_batch_size : (micro + 1) * self.micro_batch_size], batch
             step += 1
 
     def entries(self, positions: np.ndarray) -> np.ndarray:
@@ -57,11 +70,17 @@ class StreamOrder:
 
 
 class _Reader(Dataset):
-    def __init__(self, dataset: LatentDataset):
-        self.dataset = dataset
+    def __init__(self, dataset: LatentDataset, token_mask: Callable[[torch.Tensor], torch.Tensor] | None):
+        self.dataset, self.token_mask = dataset, token_mask
 
-    def __getitem__(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.dataset.read(ids)
+    def __getitem__(self, item: tuple[np.ndarray, np.ndarray]) -> MicroBatch:
+        ids, batch = item
+        stored, labels = self.dataset.read(ids)
+        if self.token_mask is None:
+            return MicroBatch(stored, labels, masks=None, num_forced=0)
+        # Every process counts over the whole step, and so they agree without asking each other.
+        num_forced = count_forced(self.dataset, batch, self.token_mask).max()
+        return MicroBatch(stored, labels, self.dataset.read_masks(ids), int(num_forced))
 
 
 def stream(
@@ -75,8 +94,13 @@ def stream(
     num_processes: int,
     num_workers: int,
     pin_memory: bool,
+    token_mask: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> DataLoader:
-    """Return the micro-batches (stored entries, labels) of one process, read ahead by `num_workers` processes."""
+    """Return the `MicroBatch`es of one process, read ahead by `num_workers` processes.
+
+    Args:
+        token_mask: turns masks (N, H, W) into the tokens (N, T) that they touch; None leaves masks unread.
+    """
     order = StreamOrder(
         dataset.train_ids,
         seed=seed,
@@ -86,17 +110,30 @@ def stream(
         process_index=process_index,
         num_processes=num_processes,
     )
-    return DataLoader(_Reader(dataset), batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory)
+    reader = _Reader(dataset, token_mask)
+    return DataLoader(reader, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory)
+
+
+def count_forced(dataset: LatentDataset, ids: np.ndarray, token_mask: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+    """Return how many tokens (N,) the masks of entries `ids` force to stay."""
+    return token_mask(dataset.read_masks(ids)).sum(dim=1).numpy()
 
 
 def held_out_batches(
-    dataset: LatentDataset, batch_size: int, device: torch.device, process_index: int, num_processes: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yield (batch index, latents, labels) of this process's share of the held-out entries, the same in every run."""
+    dataset: LatentDataset,
+    batch_size: int,
+    device: torch.device,
+    process_index: int,
+    num_processes: int,
+    with_masks: bool = False,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    """Yield (batch index, latents, labels, masks) of this process's share of the held-out entries, the same in every run."""
     starts = range(0, len(dataset.held_out_ids), batch_size)
     for index in range(process_index, len(starts), num_processes):
-        stored, labels = dataset.read(dataset.held_out_ids[starts[index] : starts[index] + batch_size])
+        ids = dataset.held_out_ids[starts[index] : starts[index] + batch_size]
+        stored, labels = dataset.read(ids)
+        masks = dataset.read_masks(ids).to(device) if with_masks else None
         # Not the stream of the loss, which is seeded by the index as well.
         generator = torch.Generator(device).manual_seed(HELD_OUT_DRAWS + index)
         latents = dataset.manifest.to_latents(stored.to(device), generator)
-        yield index, latents, None if labels is None else labels.to(device)
+        yield index, latents, None if labels is None else labels.to(device), masks

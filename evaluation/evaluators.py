@@ -24,7 +24,8 @@ class DenseLoss:
     Args:
         denoisers: key of the metric -> preconditioned network.
         loss_fn: the training loss.
-        batches: gives this process's held-out batches: (index, latents, labels), where the index seeds the draws.
+        batches: gives this process's held-out batches: (index, latents, labels, loss masks or None), where the index seeds
+            the draws.
         total: sums a tensor over all processes.
     """
 
@@ -32,7 +33,7 @@ class DenseLoss:
         self,
         denoisers: Mapping[str, nn.Module],
         loss_fn: Callable[..., torch.Tensor],
-        batches: Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]],
+        batches: Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]],
         total: Callable[[torch.Tensor], torch.Tensor],
     ):
         self.denoisers, self.loss_fn, self.batches, self.total = denoisers, loss_fn, batches, total
@@ -46,9 +47,9 @@ class DenseLoss:
             sums = torch.zeros(2, dtype=torch.float64, device=next(denoiser.parameters()).device)  # of losses, of entries
             # The blocks are compiled for the shapes of training; here they run as they are written.
             with torch.compiler.set_stance("force_eager"):
-                for index, latents, labels in self.batches():
+                for index, latents, labels, masks in self.batches():
                     generator = torch.Generator(latents.device).manual_seed(index)
-                    losses = self.loss_fn(denoiser, latents, labels, generator=generator)
+                    losses = self.loss_fn(denoiser, latents, labels, generator=generator, loss_mask=masks)
                     sums[0] += losses.double().sum()
                     sums[1] += len(losses)
             denoiser.train(was_training)

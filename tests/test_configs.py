@@ -61,7 +61,9 @@ def test_every_size_composes_and_builds(model, size):
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_and_says_what_it_reproduces(experiment, latents):
-    built(f"experiment={experiment}", f"data.path={latents}")
+    data = [f"data.path={latents}"] if experiment.startswith("imagenet") else []
+    init = ["train.init_from=x"] if experiment == "dense_finetune" else []
+    built(f"experiment={experiment}", *data, *init)
     header = (ROOT / f"configs/experiment/{experiment}.yaml").read_text()
     for word in ("command:", "paper:", "expected:", "measured:", "hardware:"):
         assert f"# {word}" in header
@@ -143,6 +145,13 @@ WRONG = [
     (["ema.decay=1"], r"ema\.decay=1\.0 must be in \[0, 1\)"),
     (["optimizer.lr=-1e-4"], r"optimizer\.lr=-0\.0001 must be greater than 0"),
     (["data=imagenet256"], r"data\.path must be given, as KEY=VALUE \(a latent folder"),
+    (["model/routes=advanced"], r"model\.routes\.1\.end_layer_idx=8 must be in \[-8, 7\] for depth=8"),
+    (["model.importance_weight=1.5"], r"model\.importance_weight=1\.5 must be in \[0, 1\]"),
+    (["model.block=old"], r"model\.block=old must be one of dit, modern"),
+    (["routing.schedule=sine"], r"routing\.schedule=sine must be one of constant, linear, cosine"),
+    (["routing.end_factor=0.5"], r"routing\.end_factor=0\.5 needs routing\.schedule=linear or cosine"),
+    (["routing.off_last_steps=1001"], r"routing\.off_last_steps=1001 must be in \[1, 1000\]"),
+    (["routing.force_keep_overflow=drop"], r"routing\.force_keep_overflow=drop must be one of grow, bypass, error"),
 ]
 
 
@@ -222,3 +231,42 @@ def test_requests_of_the_other_entry_points_are_checked(name):
         configuration.resolve(composed(config_name=name))
     with pytest.raises(HydraException):
         composed("num_sampels=3", config_name=name)
+
+
+@pytest.mark.parametrize("routes", [p.stem for p in (ROOT / "configs/model/routes").glob("*.yaml")])
+def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
+    model = "dit" if routes == "off" else "tread"
+    config, net = built(f"model={model}", f"model/routes={routes}", "data=synthetic", "model/size=l_2")
+    assert len(net.routes) == len(config["model"]["routes"]) == {"off": 0, "advanced": 3}.get(routes, 1)
+
+
+@pytest.mark.parametrize("block", ["dit", "modern"])
+def test_every_block_composes_and_builds(block):
+    config, net = built(f"model/block={block}")
+    assert config["model"]["block"] == block
+    assert (net.rope is None) == (block == "dit")
+
+
+def test_ablation_arms_differ_in_what_their_name_says_alone():
+    arms = {
+        name: built(f"experiment=ablation_{name}")[0]
+        for name in ("dense", "tread", "no_removal", "kept_loss", "fp32_after_route")
+    }
+    assert arms["dense"] == validated("model=dit")
+    assert arms["tread"] == validated("model=tread")
+    for name, group, key, value in (
+        ("no_removal", "model", "removal", False),
+        ("fp32_after_route", "model", "fp32_after_route", True),
+    ):
+        assert arms[name][group].pop(key) is value
+        assert arms["tread"][group].pop(key) is not value
+    assert arms["kept_loss"]["diffusion"]["loss"].pop("kept_tokens_only") is True
+    assert arms["tread"]["diffusion"]["loss"]["kept_tokens_only"] is False
+    assert {**arms["no_removal"], "model": None} == {**arms["tread"], "model": None}
+
+
+def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
+    config, net = built("experiment=dense_finetune", "train.init_from=runs/x", "data=digits")
+    assert config["method"] == "dit"
+    assert net.routes == ()
+    assert config["optimizer"]["lr"] == 1e-5

@@ -52,6 +52,19 @@ class TrainConfig:
     milestone_every: int | None = None
     num_workers: int = 0
     init_from: str | None = None
+    masked_loss: bool = False
+
+
+@dataclass
+class RoutingConfig:
+    """What the routes do over a training; routing.RoutePlan explains and checks the keys."""
+
+    schedule: str = "constant"
+    start_factor: float | None = None
+    end_factor: float | None = None
+    num_levels: int = 4
+    off_last_steps: int | None = None
+    force_keep_overflow: str = "grow"
 
 
 @dataclass
@@ -98,6 +111,7 @@ class Config:
     output_dir: str = MISSING
     seed: int = 0
     model: dict[str, Any] = field(default_factory=dict)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     data: dict[str, Any] = field(default_factory=dict)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -148,7 +162,9 @@ def register() -> None:
 def _default_run_name(seed: int) -> str:
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
-    name = f"{choices['model']}_{choices['model/size']}_{choices['data']}_seed{seed}"
+    experiment = choices.get("experiment") or ""  # names what it is about; what it does not name is added
+    parts = [choices[group] for group in ("model", "model/size", "data") if choices[group] not in experiment]
+    name = "_".join([*filter(None, [experiment]), *parts, f"seed{seed}"])
     if hydra.mode == RunMode.MULTIRUN and hydra.job.override_dirname:
         # A name must be usable on Hydra's command line again, as run=runs/NAME.
         name += "_" + re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
@@ -204,7 +220,8 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
     check_loop(config, num_processes)
     check_groups(config)
     with torch.device("meta"):
-        build_net(config)  # the network's own rules, without its memory
+        net = build_net(config)  # the network's own rules, without its memory
+    build_route_plan(config, net)
     return config
 
 
@@ -230,6 +247,12 @@ def build_net(config: dict[str, Any]) -> nn.Module:
     """Build the network of a validated configuration, on the current default device."""
     route = get_object("routing.Route")
     return build(config["model"])(routes=[route(**fields) for fields in config["model"]["routes"]])
+
+
+def build_route_plan(config: dict[str, Any], net: nn.Module) -> Any:
+    """Build the plan that tells the routes of a network what to do at each step."""
+    plan = get_object("routing.RoutePlan")
+    return plan(net.routes, net.num_tokens, config["train"]["total_steps"], **config["routing"])
 
 
 def build_precond(config: dict[str, Any], net: nn.Module) -> nn.Module:

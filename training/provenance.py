@@ -62,10 +62,11 @@ class RunFolder:
         if not self.has_results():
             return
         old, new = _flatten(yaml.safe_load(self.config_file.read_text())), _flatten(config)
+        free_keys = [key for key in FREE_KEYS if key != "train.total_steps" or not _follows_the_total(config)]
         changes = [
             f"{key}: {old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+            if old.get(key) != new.get(key) and not any(key == free or key.startswith(f"{free}.") for free in free_keys)
         ]
         if changes:
             raise ValueError(
@@ -86,6 +87,11 @@ class RunFolder:
         _write(self.manifest_file, json.dumps({**self.manifest(), **fields}, indent=2) + "\n")
 
 
+def _follows_the_total(config: dict[str, Any]) -> bool:
+    """Say whether what a step does depends on how many there are in all."""
+    return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
+
+
 def environment(device: str) -> dict[str, Any]:
     """Return commit, versions, device and command of this process."""
     return {
@@ -100,15 +106,24 @@ def environment(device: str) -> dict[str, Any]:
 
 def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, resumed_step: int) -> str:
     """Return what a user wants to see before a run starts."""
-    train, resolved = config["train"], details["resolved"]
+    train, resolved, cost = config["train"], details["resolved"], details["cost"]
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
     lines = [
         f"run        {config['output_dir']}" + (f", resumed at step {resumed_step}" if resumed_step else ""),
         f"network    {num_parameters / 1e6:.2f}M parameters, {len(net.blocks)} blocks, {net.num_tokens} tokens",
+        f"cost       {cost['dense_forward_flops'] / 2e9:.3g} GMAC for one image and forward pass",
         *(
             f"route      {route.selection_ratio:.0%} of the tokens bypass blocks {route.start_layer_idx} to "
             f"{route.end_layer_idx} (of 0 to {len(net.blocks) - 1}) while training"
             for route in net.routes
+        ),
+        *(
+            [
+                f"saving     {cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps of "
+                f"{cost['predicted_speedup']:.2f}x fewer FLOPs (with windows of this length {cost['ceiling']:.2f}x at most)"
+            ]
+            if net.routes
+            else []
         ),
         f"batch      {train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}, "
         f"{details['num_processes']} process(es) on {details['device']}",

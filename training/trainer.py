@@ -20,7 +20,11 @@ from training.checkpoint import CheckpointFolder
 from training.ema import EMA
 from training.trackers import MetricsFile, Tracker
 
-WINDOW = ("loss", "grad_norm", "landed", "skipped")  # sums since the last log point
+# Sums since the last log point.
+WINDOW = ("loss", "grad_norm", "landed", "skipped", "selection_ratio", "num_forced_bypassed")
+
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
 
 
 class Evaluator(Protocol):
@@ -29,16 +33,27 @@ class Evaluator(Protocol):
     def run(self, step: int) -> Iterator[tuple[str, float]]: ...
 
 
+class RoutePlan(Protocol):
+    """What the trainer asks of the plan of a network's routes."""
+
+    def ratios(self, step: int, num_forced: int) -> tuple[float, ...]: ...
+
+    def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor: ...
+
+
 class Trainer:
     """Fit a preconditioned network to a stream of micro-batches.
 
     Args:
         precond: the network in its preconditioning, prepared by accelerate.
         net: the same network, unwrapped.
-        loss_fn: loss_fn(precond, x, class_labels, generator=) -> (N,).
-        micro_batches: gives this process's micro-batches (stored entries, labels) from a step on.
+        loss_fn: loss_fn(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) -> (N,).
+        route_plan: tells the ratio of each route at each step.
+        token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay.
+        micro_batches: gives this process's micro-batches (stored entries, labels, masks, num_forced) from a step on.
         to_latents: turns stored entries into what the network sees, with a generator for what it draws.
         evaluators: (every how many steps, evaluator).
+        after_first_window: called with the last step's ratios at the first log point, when everything is compiled.
         metrics_file: gets every line; None on all processes but the first, like `tracker`.
         batch_size, micro_batch_size: the global batch, and the part of it that one forward takes.
         grad_clip: largest norm of the gradient; None does not clip.
@@ -53,9 +68,12 @@ class Trainer:
         ema: EMA,
         optimizer: torch.optim.Optimizer,
         loss_fn: Callable[..., torch.Tensor],
-        micro_batches: Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor | None]]],
+        route_plan: RoutePlan,
+        token_mask: Callable[[torch.Tensor], torch.Tensor],
+        micro_batches: Callable[[int], Iterable[MicroBatch]],
         to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
         evaluators: Sequence[tuple[int, Evaluator]],
+        after_first_window: Callable[[tuple[float, ...]], None] | None,
         checkpoints: CheckpointFolder,
         metrics_file: MetricsFile | None,
         tracker: Tracker | None,
@@ -70,8 +88,10 @@ class Trainer:
     ):
         self.accelerator, self.device = accelerator, accelerator.device
         self.precond, self.net, self.ema, self.optimizer, self.loss_fn = precond, net, ema, optimizer, loss_fn
+        self.route_plan, self.token_mask = route_plan, token_mask
         self.micro_batches, self.to_latents = micro_batches, to_latents
         self.evaluators, self.checkpoints = evaluators, checkpoints
+        self.after_first_window = after_first_window
         self.metrics_file, self.tracker = metrics_file, tracker
         self.seed, self.total_steps, self.grad_clip = seed, total_steps, grad_clip
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
@@ -95,6 +115,7 @@ class Trainer:
                 if self.step % self.log_every == 0:
                     self._pause_clock()
                     self._log_training()
+                    self._after_first_window()
                     self._resume_clock()
 
     def show(self, text: str) -> None:
@@ -108,21 +129,27 @@ class Trainer:
             if writer:
                 writer.close()
 
-    def _train_step(self, micro_batches: Iterator[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def _train_step(self, micro_batches: Iterator[MicroBatch]) -> None:
         self.net.train()
         num_processes = self.accelerator.num_processes
         indices = range(self.accelerator.process_index, self.batch_size // self.micro_batch_size, num_processes)
         loss = torch.zeros((), device=self.device)
         for index in indices:
-            stored, labels = next(micro_batches)
+            *tensors, num_forced = next(micro_batches)
+            stored, labels, masks = (t if t is None else t.to(self.device, non_blocking=True) for t in tensors)
+            self.ratios = self.route_plan.ratios(self.step, num_forced)  # the same for all micro-batches of a step
             generator = self._generator(index)
-            x = self.to_latents(stored.to(self.device, non_blocking=True), generator)
-            labels = None if labels is None else labels.to(self.device, non_blocking=True)
+            routing = {"selection_ratio": self.ratios, "force_keep": None if masks is None else self.token_mask(masks)}
+            x = self.to_latents(stored, generator)
             last = index == indices[-1]
             with nullcontext() if last else self.accelerator.no_sync(self.precond):
-                micro_loss = self.loss_fn(self.precond, x, labels, generator=generator).mean() / len(indices)
+                losses = self.loss_fn(self.precond, x, labels, generator=generator, **routing, loss_mask=masks)
+                micro_loss = losses.mean() / len(indices)
                 self.accelerator.backward(micro_loss)
             loss += micro_loss.detach()
+            if masks is not None:
+                self.window[5] += self.route_plan.num_forced_bypassed(routing["force_keep"], self.ratios)
+        self.window[4] += sum(self.ratios) / max(1, len(self.ratios))
         self._update_weights(loss)
 
     def _update_weights(self, loss: torch.Tensor) -> None:
@@ -147,7 +174,7 @@ class Trainer:
     def _log_training(self) -> None:
         # SYNC: the sums of the window come to the host.
         sums = self.accelerator.reduce(self.window, "sum").div(self.accelerator.num_processes).tolist()
-        loss, grad_norm, landed, skipped = sums
+        loss, grad_norm, landed, skipped, selection_ratio, num_forced_bypassed = sums
         num_steps = landed + skipped
         values = {
             "loss": loss / landed if landed else None,
@@ -156,6 +183,9 @@ class Trainer:
             "images_per_sec": num_steps * self.batch_size / (self.train_time_sec - self.window_start_sec),
             "train_time_sec": self.train_time_sec,
         }
+        if self.net.routes:
+            values["selection_ratio"] = selection_ratio / num_steps
+            values["num_forced_bypassed"] = round(num_forced_bypassed * self.accelerator.num_processes)
         self._log(values)
         self.progress.set_postfix(loss=f"{values['loss'] or float('nan'):.4f}", img_per_sec=f"{values['images_per_sec']:.0f}")
         self.window.zero_()
@@ -167,6 +197,11 @@ class Trainer:
             self.metrics_file.log(values, self.step)
         if self.tracker:
             self.tracker.log({key: value for key, value in values.items() if value is not None}, self.step)
+
+    def _after_first_window(self) -> None:
+        if self.after_first_window:
+            self.after_first_window(self.ratios)
+            self.after_first_window = None
 
     def _save_and_evaluate(self) -> None:
         last = self.step == self.total_steps

@@ -212,7 +212,70 @@ def test_images_are_encoded_batch_by_batch(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (6, 3, 4, 4), dtype=np.uint8)
     labels = np.arange(6) % 2
     manifest = LatentManifest(6, (3, 4, 4), "float16", "samples", 2, "identity")
-    encode_images(tmp_path / "a", [(images[:4], labels[:4]), (images[4:], labels[4:])], IdentityEncoder(), manifest)
+    encode_images(tmp_path / "a", [(images[:4], labels[:4], None), (images[4:], labels[4:], None)], IdentityEncoder(), manifest)
     got, got_labels = real_images(open_latents(str(tmp_path / "a"), 4, 3, 2), np.arange(6))
     assert np.array_equal(got, images.transpose(0, 2, 3, 1))
     assert np.array_equal(got_labels, labels)
+
+
+def write_masked(path, conditioning_type="mask", masks=None):
+    """Write six entries with masks and return the masks."""
+    manifest = LatentManifest(6, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type=conditioning_type)
+    if masks is None:
+        masks = np.random.default_rng(0).integers(0, 256, (6, 8, 8), dtype=np.uint8)
+    with LatentWriter(path, manifest) as writer:
+        writer.append(np.zeros((4, 4, 8, 8)), None, masks[:4])
+        writer.append(np.zeros((2, 4, 8, 8)), None, masks[4:])
+    return masks
+
+
+@pytest.mark.parametrize("conditioning_type", ["mask", "segmentation"])
+def test_masks_are_weights_and_segmentations_are_all_or_nothing(tmp_path, conditioning_type):
+    masks = write_masked(tmp_path / "a", conditioning_type)
+    dataset = open_latents(str(tmp_path / "a"), 8, 4, 0)
+    weights = dataset.read_masks(np.array([5, 0, 5]))
+    expected = masks[[5, 0, 5]] / 255 if conditioning_type == "mask" else masks[[5, 0, 5]] > 0
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-6)
+    assert weights.dtype == torch.float32
+    restored = pickle.loads(pickle.dumps(dataset))
+    assert torch.equal(restored.read_masks(np.array([5, 0, 5])), weights)
+    assert isinstance(restored.masks, np.memmap)
+
+
+def test_masks_are_part_of_the_fingerprint(tmp_path):
+    masks = write_masked(tmp_path / "a")
+    write_masked(tmp_path / "b", masks=255 - masks)
+    fingerprints = {open_latents(str(tmp_path / name), 8, 4, 0).describe()["fingerprint"] for name in ("a", "b", "a")}
+    assert len(fingerprints) == 2
+
+
+@pytest.mark.parametrize(
+    ("conditioning_type", "masks", "message"),
+    [
+        ("mask", None, r"masks=None must be uint8 \(3, 8, 8\) for conditioning_type=mask"),
+        (None, np.zeros((3, 8, 8), np.uint8), r"masks=uint8 \(3, 8, 8\) must be uint8 None for conditioning_type=None"),
+        ("mask", np.zeros((3, 4, 4), np.uint8), r"masks=uint8 \(3, 4, 4\) must be"),
+        ("segmentation", np.zeros((3, 8, 8)), r"masks=float64 \(3, 8, 8\) must be"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(tmp_path, conditioning_type, masks, message):
+    manifest = LatentManifest(3, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type=conditioning_type)
+    with pytest.raises(ValueError, match=message), LatentWriter(tmp_path / "a", manifest) as writer:
+        writer.append(np.zeros((3, 4, 8, 8)), None, masks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_its_masks_is_refused(tmp_path):
+    write_masked(tmp_path / "a")
+    (tmp_path / "a" / "masks.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"masks\.npy is missing"):
+        open_latents(str(tmp_path / "a"), 8, 4, 0)
+    with pytest.raises(ValueError, match="conditioning_type=depth must be null, mask or segmentation"):
+        LatentManifest(3, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type="depth")
+
+
+def test_the_foreground_of_the_digits_is_their_mask(tmp_path):
+    dataset = digits(str(tmp_path / "digits"), 8, 1, 10, foreground_masks=True)
+    images, _ = real_images(dataset, np.arange(50))
+    assert np.array_equal(dataset.read_masks(np.arange(50)).numpy() > 0, images[..., 0] > 0)
+    assert digits(str(tmp_path / "plain"), 8, 1, 10).masks is None

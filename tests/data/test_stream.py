@@ -20,7 +20,7 @@ def order(ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, process_i
 
 
 def first(iterable, count):
-    return [entries.tolist() for entries in itertools.islice(iterable, count)]
+    return [entries.tolist() for entries, _ in itertools.islice(iterable, count)]
 
 
 def test_each_permutation_holds_every_entry_once_and_they_differ():
@@ -59,9 +59,9 @@ def test_workers_change_nothing():
         "pin_memory": False,
     }
     batches = [list(itertools.islice(stream(dataset, 2, num_workers=n, **arguments), 12)) for n in (0, 2)]
-    for (x, y), (x_read_ahead, y_read_ahead) in zip(*batches, strict=True):
-        assert torch.equal(x, x_read_ahead)
-        assert torch.equal(y, y_read_ahead)
+    for here, read_ahead in zip(*batches, strict=True):
+        assert torch.equal(here.stored, read_ahead.stored)
+        assert torch.equal(here.labels, read_ahead.labels)
 
 
 def test_held_out_batches_cover_the_held_out_entries_on_any_number_of_processes():
@@ -70,7 +70,7 @@ def test_held_out_batches_cover_the_held_out_entries_on_any_number_of_processes(
     for num_processes in (1, 2, 5):
         parts = {}
         for rank in range(num_processes):
-            for index, latents, _ in held_out_batches(dataset, 2, torch.device("cpu"), rank, num_processes):
+            for index, latents, *_ in held_out_batches(dataset, 2, torch.device("cpu"), rank, num_processes):
                 parts[index] = latents
         assert torch.equal(torch.cat([parts[index] for index in sorted(parts)]), expected)
 
@@ -79,7 +79,7 @@ def test_held_out_moments_are_not_drawn_with_the_noise_of_the_loss():
     dataset = synthetic(input_size=4, in_channels=2, num_classes=0, num_held_out=8, num_entries=20, seed=0)
     manifest = replace(dataset.manifest, kind="moments")
     dataset = LatentDataset(np.zeros_like(dataset.stored), None, manifest)
-    (_, latents, _), *_ = held_out_batches(dataset, 8, torch.device("cpu"), 0, 1)
+    (_, latents, *_), *_ = held_out_batches(dataset, 8, torch.device("cpu"), 0, 1)
     generator = torch.Generator().manual_seed(0)
     loss_draws = torch.randn(8 + latents.numel(), generator=generator)
     for start in range(9):
@@ -92,3 +92,36 @@ def test_synthetic_data_is_a_function_of_its_seed():
     assert np.array_equal(a.stored, b.stored)
     assert not np.array_equal(a.stored, c.stored)
     assert synthetic(**{**arguments, "num_classes": 0}, seed=0).labels is None
+
+
+def test_all_processes_and_micro_batches_of_a_step_know_the_largest_mask():
+    dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
+    masks = np.zeros((20, 4, 4), np.uint8)
+    for entry in range(20):
+        masks[entry].flat[: entry % 17] = 1
+    dataset = LatentDataset(dataset.stored, dataset.labels, replace(dataset.manifest, conditioning_type="segmentation"), masks)
+    arguments = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "num_workers": 0, "pin_memory": False}
+    steps = order(dataset.train_ids, batch_size=8, micro_batch_size=8)
+    expected = [max(entry % 17 for entry in batch) for batch in first(steps, 5)]
+    assert len(set(expected)) > 1
+    for rank in (0, 1):
+        batches = stream(
+            dataset, 0, **arguments, process_index=rank, num_processes=2, token_mask=lambda mask: (mask > 0).flatten(1)
+        )
+        for step, (first_half, second_half) in zip(expected, pairs(batches), strict=False):
+            assert first_half.num_forced == second_half.num_forced == step
+            assert first_half.masks.shape == (2, 4, 4)
+
+
+def pairs(iterable):
+    iterator = iter(iterable)
+    while True:
+        yield next(iterator), next(iterator)
+
+
+def test_masks_are_left_unread_where_nobody_asks():
+    dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
+    arguments = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "num_workers": 0, "pin_memory": False}
+    batch = next(iter(stream(dataset, 0, **arguments, process_index=0, num_processes=1)))
+    assert batch.masks is None
+    assert batch.num_forced == 0

@@ -167,7 +167,7 @@ def test_accumulation_sums_to_the_gradient_of_the_whole_batch(tmp_path):
     trainer, _ = tiny_trainer(tmp_path / "parts", "train.micro_batch_size=2")
     micro_batches = list(zip(range(4), trainer.micro_batches(0), strict=False))
     gradients = []
-    for index, (stored, labels) in micro_batches:
+    for index, (stored, labels, *_) in micro_batches:
         trainer.net.zero_grad()
         trainer.net.train()
         generator = trainer._generator(index)
@@ -238,3 +238,58 @@ GOLDEN = [
     1.9560341835021973,
     2.22166109085083,
 ]
+
+
+def test_tokens_drawn_depend_on_seed_step_and_micro_batch_alone(tmp_path):
+    def drawn(folder, *overrides):
+        trainer, _ = tiny_trainer(tmp_path / folder, "train.micro_batch_size=4", *overrides)
+        ids, draw = [], trainer.net._ids_keep
+        trainer.net._ids_keep = lambda *args: ids.append(draw(*args)) or ids[-1]
+        trainer.after_first_window = None
+        trainer.fit()
+        return [tuple(x.flatten().tolist()) for x in ids]
+
+    first = drawn("one")
+    assert len(first) == len(set(first)) == 12
+    assert drawn("two", "optimizer.lr=1e-2") == first
+    assert not set(drawn("three", "seed=1")) & set(first)
+
+
+def test_a_route_schedule_lowers_the_ratio_in_levels_and_ends_dense(tmp_path):
+    overrides = ("train.log_every=1", "routing.schedule=linear", "routing.end_factor=0.5", "routing.off_last_steps=2")
+    trainer, _ = tiny_trainer(tmp_path / "run", *overrides, "routing.num_levels=2")
+    lengths = []
+    trainer.net.blocks[3].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    trainer.after_first_window = None
+    trainer.fit()
+    assert lengths == [8, 8, 12, 12, 16, 16]
+    assert [line["selection_ratio"] for line in metrics(tmp_path / "run")] == [0.5, 0.5, 0.25, 0.25, 0, 0]
+
+
+def test_a_schedule_that_follows_the_total_can_not_be_made_longer(tmp_path):
+    tiny_run(tmp_path / "run", "routing.off_last_steps=2")
+    with pytest.raises(ValueError, match=r"train\.total_steps: 6 -> 8"):
+        tiny_trainer(tmp_path / "run", "routing.off_last_steps=2", "train.total_steps=8")
+
+
+def test_a_dense_finetune_starts_from_the_averaged_weights_of_a_routed_run(tmp_path):
+    tiny_run(tmp_path / "routed", "train.total_steps=2")
+    finetune = ("experiment=dense_finetune", "data=synthetic")
+    with pytest.raises(FileNotFoundError, match="runs/NAME"):
+        tiny_trainer(tmp_path / "finetune", *finetune)
+    trainer, _ = tiny_trainer(tmp_path / "finetune", *finetune, f"train.init_from={tmp_path / 'routed'}")
+    assert trainer.net.routes == ()
+    ema = load_file(latest_checkpoint(tmp_path / "routed") / "ema.safetensors")
+    assert all(torch.equal(tensor, ema[name]) for name, tensor in trainer.net.state_dict().items())
+
+
+def test_measuring_the_speed_up_changes_nothing(tmp_path):
+    tiny_run(tmp_path / "measured")
+    trainer, run = tiny_trainer(tmp_path / "plain")
+    trainer.after_first_window = None
+    train.run_training(trainer, run)
+    assert_same_run(tmp_path / "measured", tmp_path / "plain")
+    manifest = json.loads((tmp_path / "measured" / "manifest.json").read_text())
+    assert manifest["measured_speedup"] > 0
+    assert manifest["predicted_speedup"] == pytest.approx(manifest["cost"]["predicted_speedup"])
+    assert "measured_speedup" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())

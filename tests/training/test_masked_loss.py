@@ -1,0 +1,110 @@
+"""Masked-loss training: what the mask touches never bypasses, weights the loss, and is the same on all processes."""
+
+import numpy as np
+import pytest
+import torch
+
+from data import LatentManifest, LatentWriter
+from tests.runs import TINY, metrics, tiny_run, tiny_trainer
+
+MASKED = (*TINY[1:], "train.masked_loss=true", "train.log_every=1")
+
+
+@pytest.fixture
+def latents(tmp_path):
+    """Sixteen entries of 16 tokens whose masks touch 0 to 16 of them; returns overrides that train on them."""
+    masks = np.zeros((24, 8, 8), np.uint8)
+    for entry in range(24):
+        for token in range(entry % 17):
+            row, column = divmod(token, 4)
+            masks[entry, 2 * row, 2 * column] = 200
+    manifest = LatentManifest(24, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=4, conditioning_type="mask")
+    with LatentWriter(tmp_path / "latents", manifest) as writer:
+        writer.append(np.random.default_rng(0).standard_normal((24, 4, 8, 8)), np.arange(24) % 10, masks)
+    return ("data=latents", f"data.path={tmp_path / 'latents'}", *MASKED)
+
+
+def watched(trainer):
+    """Return a list that fills with (force_keep, ids_keep) of each forward, and the lengths of the window."""
+    seen, lengths = [], []
+    draw = trainer.net._ids_keep
+
+    def remember(x, ratio, force_keep, generator):
+        ids_keep = draw(x, ratio, force_keep, generator)
+        seen.append((force_keep, ids_keep))
+        return ids_keep
+
+    trainer.net._ids_keep = remember
+    trainer.net.blocks[3].register_forward_pre_hook(lambda block, args: lengths.append(args[0].shape[1]))
+    trainer.after_first_window = None
+    return seen, lengths
+
+
+def test_under_grow_every_masked_token_stays_and_k_is_one_number_within_a_step(tmp_path, latents):
+    trainer, _ = tiny_trainer(
+        tmp_path / "run", *latents, "train.micro_batch_size=2", "train.total_steps=12", "train.batch_size=4"
+    )
+    seen, lengths = watched(trainer)
+    trainer.fit()
+    for force_keep, ids_keep in seen:
+        assert torch.zeros_like(force_keep).scatter(1, ids_keep, True)[force_keep].all()
+    by_step = [set(lengths[2 * step : 2 * step + 2]) for step in range(12)]
+    assert all(len(step) == 1 for step in by_step)
+    assert 1 < len(set.union(*by_step)) <= 5
+    lines = metrics(tmp_path / "run")
+    assert all(line["num_forced_bypassed"] == 0 for line in lines)
+    assert len({line["selection_ratio"] for line in lines}) > 1
+
+
+def test_under_bypass_k_stays_and_the_forced_tokens_that_bypass_are_counted(tmp_path, latents):
+    trainer, _ = tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=bypass", "train.micro_batch_size=4")
+    seen, lengths = watched(trainer)
+    trainer.fit()
+    assert set(lengths) == {8}
+    expected = [int((~torch.zeros_like(f).scatter(1, ids, True) & f).sum()) for f, ids in seen]
+    counted = [line["num_forced_bypassed"] for line in metrics(tmp_path / "run")]
+    assert counted == [sum(expected[2 * step : 2 * step + 2]) for step in range(6)]
+    assert sum(counted) > 0
+
+
+def test_under_error_the_data_are_refused_before_anything_is_written(tmp_path, latents):
+    with pytest.raises(ValueError, match=r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that model\.routes\.0"):
+        tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=error")
+    assert not (tmp_path / "run").exists()
+    tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=error", "model.routes.0.selection_ratio=0")
+
+
+@pytest.mark.parametrize("model", ["tread", "dit"])
+def test_positions_outside_the_mask_do_not_change_training(tmp_path, latents, model):
+    """The gradient of a masked step, by hand: the loss of each position times its weight."""
+    trainer, _ = tiny_trainer(tmp_path / "run", *latents, f"model={model}")
+    micro_batch = next(iter(trainer.micro_batches(0)))
+    losses = []
+    loss_fn = trainer.loss_fn
+
+    def remember(*args, **kwargs):
+        losses.append((loss_fn(*args, **kwargs), kwargs))
+        return losses[-1][0]
+
+    trainer.loss_fn = remember
+    trainer._train_step(iter([micro_batch]))
+    ((loss, arguments),) = losses
+    assert torch.equal(arguments["loss_mask"], micro_batch.masks)
+    assert torch.equal(arguments["force_keep"], torch.nn.functional.max_pool2d(micro_batch.masks, 2).flatten(1) > 0)
+    empty = micro_batch.masks.flatten(1).sum(dim=1) == 0
+    assert torch.equal(loss.detach() == 0, empty)
+
+
+def test_held_out_loss_is_masked_as_well(tmp_path, latents):
+    trainer, _ = tiny_trainer(tmp_path / "masked", *latents, "train.eval_every=2")
+    plain, _ = tiny_trainer(tmp_path / "plain", *latents, "train.eval_every=2", "train.masked_loss=false")
+    ((_, masked_loss),), ((_, plain_loss),) = trainer.evaluators, plain.evaluators
+    masked, whole = dict(masked_loss.run(0)), dict(plain_loss.run(0))
+    assert 0 < masked["val_loss_dense"] < 0.3 * whole["val_loss_dense"]
+
+
+def test_a_masked_run_resumes_bitwise(tmp_path, latents):
+    tiny_run(tmp_path / "whole", *latents)
+    tiny_run(tmp_path / "parts", *latents, "train.total_steps=4")
+    tiny_run(tmp_path / "parts", *latents)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "parts")

@@ -1,0 +1,91 @@
+"""How long steps take, and whether routes save what their FLOPs promise."""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+import torch.nn as nn
+
+LEAST_SHARE = 0.8  # of the predicted speed-up
+REPEATS = 5
+NARROW = 512
+
+
+def median_seconds(functions: Mapping[str, Callable[[], None]], device: torch.device, repeats: int) -> dict[str, float]:
+    """Return the median time of each function, after one call to warm up.
+
+    The functions take turns, so that a machine that is busy with something else slows all of them.
+    """
+    times = {name: [] for name in functions}
+    for repeat in range(repeats + 1):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if repeat:
+                times[name].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+class SpeedCheck:
+    """Compare the measured speed-up of the routes with the predicted one, once, when everything is compiled.
+
+    Args:
+        step: runs forward and backward of one micro-batch at given ratios of the routes, and leaves nothing behind.
+        predict: the speed-up that the FLOPs promise at given ratios.
+        net: whose routes they are.
+        compiled: whether its blocks are compiled.
+        report: is given what was found.
+        show: prints a line.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[tuple[float, ...]], None],
+        predict: Callable[[tuple[float, ...]], float],
+        net: nn.Module,
+        device: torch.device,
+        compiled: bool,
+        report: Callable[[dict[str, float]], None],
+        show: Callable[[str], None],
+    ):
+        self.step, self.predict, self.net, self.device, self.compiled = step, predict, net, device, compiled
+        self.report, self.show = report, show
+
+    def __call__(self, ratios: tuple[float, ...]) -> None:
+        """Measure at the ratios of a step; where nothing bypasses there is nothing to compare."""
+        predicted = self.predict(ratios)
+        if predicted == 1:
+            return
+        dense = (0.0,) * len(ratios)
+        steps = {"dense": lambda: self.step(dense), "routed": lambda: self.step(ratios)}
+        seconds = median_seconds(steps, self.device, REPEATS)
+        measured = seconds["dense"] / seconds["routed"]
+        self.report({"measured_speedup": measured, "predicted_speedup": predicted})
+        self.show(f"a routed forward and backward pass is {measured:.2f}x as fast as a dense one ({predicted:.2f}x in FLOPs)")
+        if measured < LEAST_SHARE * predicted:
+            causes = "; ".join(self._likely_causes())
+            self.show(
+                f"That is less than {LEAST_SHARE:.0%} of what the FLOPs promise. Likely causes: {causes}. "
+                "To compare other routes: python -m benchmarks.advise run=..."
+            )
+
+    def _likely_causes(self) -> list[str]:
+        num_bypassed = sum(route.end_layer_idx - route.start_layer_idx + 1 for route in self.net.routes)
+        depth, hidden_size = len(self.net.blocks), self.net.blocks[0].attn.proj.in_features
+        causes = []
+        if num_bypassed < depth / 2:
+            causes.append(f"a short window ({num_bypassed} of {depth} blocks)")
+        if self.net.gradient_checkpointing:
+            causes.append("gradient checkpointing, whose bookkeeping does not shrink with the tokens")
+        if not self.compiled:
+            causes.append("uncompiled blocks (train.compile=false)")
+        if num_graphs := torch._dynamo.utils.counters["stats"].get("unique_graphs", 0):
+            causes.append(f"recompilation ({num_graphs} graphs so far)")
+        if hidden_size < NARROW:
+            causes.append(
+                f"little work per token (hidden_size={hidden_size}): what does not shrink with the tokens weighs more"
+            )
+        return [*causes, "another program on this machine"]
