@@ -14,7 +14,6 @@ from typing import Any
 import hydra
 import numpy as np
 import torch
-import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig
@@ -40,10 +39,7 @@ def main(cfg: DictConfig) -> None:
     with configuration.user_mistakes():
         request = configuration.resolve(cfg)
         run = RunFolder(request["run"])
-        for file in (run.config_file, run.manifest_file):
-            if not file.is_file():
-                raise FileNotFoundError(f"run={run.path} is no run: {file} not found")
-        config, details = yaml.safe_load(run.config_file.read_text()), run.manifest()
+        config, details = run.read()
         settings = _settings(request, config)
         state = start_process()
         # The first process chooses: a run that still trains may save between the looks of two.

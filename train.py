@@ -21,7 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from data import LatentDataset, count_forced, held_out_batches, image_decoder, real_images, stream
+from data import LatentDataset, count_forced, held_out_batches, image_decoder, mask_coverage, real_images, stream
 from diffusion import ImageSource
 from evaluation import DenseLoss, SampleGrid
 from models import Cost, cost_of, token_mask
@@ -37,7 +37,7 @@ from training.trainer import Trainer
 
 GRID_SAMPLES, GRID_COLUMNS = 10, 10
 EVALUATION_BATCH = 64
-COVERAGE_ENTRIES = 1024  # masks that are looked at for the predicted speed-up
+ENTRIES_AT_ONCE = 1024
 
 configuration.register()
 
@@ -166,15 +166,12 @@ def _cost(net: nn.Module, plan: RoutePlan, dataset: LatentDataset, masks_to_toke
         return cost_of(net, plan.ratios(0))
     if plan.force_keep_overflow == "error":
         num_forced = np.zeros(dataset.manifest.count, dtype=int)
-        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // COVERAGE_ENTRIES):
+        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // ENTRIES_AT_ONCE):
             num_forced[ids] = count_forced(dataset, ids, masks_to_tokens)
         plan.check_force_keep(num_forced)
     if plan.force_keep_overflow != "grow":
         return cost_of(net, plan.ratios(0))
-    looked_at = dataset.train_ids[:: 1 + len(dataset.train_ids) // COVERAGE_ENTRIES]
-    num_forced = count_forced(dataset, looked_at, masks_to_tokens)
-    most = [part.max() for part in np.array_split(num_forced, -(-len(num_forced) // batch_size))]  # of each batch
-    return cost_of(net, plan.ratios(0), mask_coverage=float(np.mean(most)) / net.num_tokens)
+    return cost_of(net, plan.ratios(0), mask_coverage(dataset, masks_to_tokens, batch_size))
 
 
 def _speed_check(

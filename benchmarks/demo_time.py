@@ -5,8 +5,6 @@
 Times a few uncompiled steps of the digits recipe and a few forwards of its sampler, and adds them up.
 """
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -15,6 +13,7 @@ from hydra import compose, initialize_config_dir
 
 from training import config as configuration
 from training.machine import resolve_auto, start_process
+from training.speed import interleaved_seconds
 
 NUM_SAMPLES = 500  # as in the Makefile
 SAMPLING_BATCH = 100
@@ -48,23 +47,12 @@ def main() -> None:
         precond.eval()(images, torch.ones((), device=state.device), labels)
 
     num_forwards = (2 * config["sampler"]["num_steps"] - 1) * NUM_SAMPLES / SAMPLING_BATCH
-    training_sec = train["total_steps"] * seconds_of(step, state.device)
-    sampling_sec = num_forwards * seconds_of(forward, state.device)
+    seconds = interleaved_seconds({"step": step, "forward": forward}, state.device, REPEATS)
+    training_sec = train["total_steps"] * median(seconds["step"])
+    sampling_sec = num_forwards * median(seconds["forward"])
     minutes = (STARTUP_SEC + training_sec + sampling_sec) / 60
     precision = "bf16" if resolved["mixed_precision"] == "bf16" else "fp32: this processor has no bf16 instructions"
     print(f"The demo will take about {minutes:.0f} minutes on this machine ({state.device.type}, {precision}).", flush=True)
-
-
-def seconds_of(function: Callable[[], None], device: torch.device) -> float:
-    """Return the median time of a function, after one call to warm up."""
-    times = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from data.digits import digits
 from data.encoders import IdentityEncoder, encode_images, encoder_for, image_decoder, real_images, to_uint8
 from data.latents import LatentDataset, LatentManifest, LatentWriter, manifest_from, open_latents, read_manifest
-from data.stream import MicroBatch, StreamOrder, count_forced, held_out_batches, stream
+from data.stream import MicroBatch, StreamOrder, count_forced, held_out_batches, mask_coverage, stream
 from data.synthetic import synthetic
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "held_out_batches",
     "image_decoder",
     "manifest_from",
+    "mask_coverage",
     "open_latents",
     "read_manifest",
     "real_images",

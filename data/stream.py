@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from data.latents import LatentDataset
 
 HELD_OUT_DRAWS = 1_000_000_000
+COVERAGE_ENTRIES = 1024
 
 
 class MicroBatch(NamedTuple):
@@ -117,6 +118,13 @@ def stream(
 def count_forced(dataset: LatentDataset, ids: np.ndarray, token_mask: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
     """Return how many tokens (N,) the masks of entries `ids` force to stay."""
     return token_mask(dataset.read_masks(ids)).sum(dim=1).numpy()
+
+
+def mask_coverage(dataset: LatentDataset, token_mask: Callable[[torch.Tensor], torch.Tensor], batch_size: int) -> float:
+    """Estimate the fraction of tokens that the largest mask of a batch touches, as a mean over batches."""
+    ids = dataset.train_ids[:: 1 + len(dataset.train_ids) // COVERAGE_ENTRIES]
+    touched = token_mask(dataset.read_masks(ids)).float().mean(dim=1).numpy()
+    return float(np.mean([part.max() for part in np.array_split(touched, -(-len(touched) // batch_size))]))
 
 
 def held_out_batches(

@@ -150,11 +150,25 @@ class ScoreConfig:
     evaluation: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class AdviceConfig:
+    """What `benchmarks.advise` is asked; None means: as in the run."""
+
+    run: str = MISSING
+    checkpoint: str | None = None  # None: the newest
+    num_samples: int = 256
+    batch_size: int | None = None
+    repeats: int = 11
+    mask_coverage: float | None = None  # None: from the masks of the data, where the run uses them
+    output: str | None = None  # None: inside the run
+
+
 def register() -> None:
     """Make the schemas and resolvers known to Hydra; entry points call this before they compose."""
     store = ConfigStore.instance()
-    for name, schema in (("train_schema", Config), ("sample_schema", SampleConfig), ("fid_schema", ScoreConfig)):
-        store.store(name=name, node=schema)
+    schemas = {"train": Config, "sample": SampleConfig, "fid": ScoreConfig, "advise": AdviceConfig}
+    for name, schema in schemas.items():
+        store.store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver("default_run_name", _default_run_name, replace=True)
     OmegaConf.register_new_resolver("latent_manifest", _latent_manifest, replace=True)
 

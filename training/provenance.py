@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.nn as nn
 import yaml
+from joblib import cpu_count
 
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy")
 
@@ -42,6 +43,17 @@ class RunFolder:
     def manifest(self) -> dict[str, Any]:
         """Return the manifest; empty before the run has started."""
         return json.loads(self.manifest_file.read_text()) if self.manifest_file.is_file() else {}
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return configuration and manifest of a run that was started.
+
+        Raises:
+            FileNotFoundError: there is none here.
+        """
+        for file in (self.config_file, self.manifest_file):
+            if not file.is_file():
+                raise FileNotFoundError(f"run={self.path} is no run: {file} not found")
+        return yaml.safe_load(self.config_file.read_text()), self.manifest()
 
     def has_results(self) -> bool:
         """Say whether there is anything here that another run must not overwrite."""
@@ -93,7 +105,7 @@ def _follows_the_total(config: dict[str, Any]) -> bool:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return commit, versions, device and command of this process."""
+    """Return commit, versions, device, processor and command of this process."""
     return {
         "command": " ".join(sys.argv),
         "commit": _git("rev-parse", "HEAD"),
@@ -101,6 +113,7 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
         "device": device,
+        "processor": _processor(),
     }
 
 
@@ -134,6 +147,13 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
     if resolved["compile"]:
         lines.append("The first step compiles the blocks: this can take a minute.")
     return "\n".join(lines)
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {cpu_count()} cores"
 
 
 def _git(*arguments: str) -> str | None:

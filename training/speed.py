@@ -1,19 +1,22 @@
 """How long steps take, and whether routes save what their FLOPs promise."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 LEAST_SHARE = 0.8  # of the predicted speed-up
-REPEATS = 5
+REPEATS = 7
 NARROW = 512
 
 
-def median_seconds(functions: Mapping[str, Callable[[], None]], device: torch.device, repeats: int) -> dict[str, float]:
-    """Return the median time of each function, after one call to warm up.
+def interleaved_seconds(
+    functions: Mapping[Any, Callable[[], None]], device: torch.device, repeats: int
+) -> dict[Any, list[float]]:
+    """Return the times of each function, after one call to warm up.
 
     The functions take turns, so that a machine that is busy with something else slows all of them.
     """
@@ -26,7 +29,12 @@ def median_seconds(functions: Mapping[str, Callable[[], None]], device: torch.de
                 torch.cuda.synchronize()
             if repeat:
                 times[name].append(time.perf_counter() - start)
-    return {name: median(values) for name, values in times.items()}
+    return times
+
+
+def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
+    """Return the median over repeats of how much faster the second was."""
+    return median(a / b for a, b in zip(slow, fast, strict=True))
 
 
 class SpeedCheck:
@@ -61,8 +69,8 @@ class SpeedCheck:
             return
         dense = (0.0,) * len(ratios)
         steps = {"dense": lambda: self.step(dense), "routed": lambda: self.step(ratios)}
-        seconds = median_seconds(steps, self.device, REPEATS)
-        measured = seconds["dense"] / seconds["routed"]
+        seconds = interleaved_seconds(steps, self.device, REPEATS)
+        measured = speedup(seconds["dense"], seconds["routed"])
         self.report({"measured_speedup": measured, "predicted_speedup": predicted})
         self.show(f"a routed forward and backward pass is {measured:.2f}x as fast as a dense one ({predicted:.2f}x in FLOPs)")
         if measured < LEAST_SHARE * predicted:

@@ -1,11 +1,10 @@
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.networks import PAPER, small_dit
-from training.speed import SpeedCheck, median_seconds
+from training.speed import SpeedCheck, interleaved_seconds, speedup
 
 CPU = torch.device("cpu")
 
@@ -46,7 +45,11 @@ def test_where_nothing_bypasses_nothing_is_measured():
 
 def test_functions_take_turns_after_a_warm_up():
     calls = []
-    seconds = median_seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, repeats=2)
+    seconds = interleaved_seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, repeats=2)
     assert calls == ["a", "b"] * 3
-    assert set(seconds) == {"a", "b"}
-    assert isinstance(SimpleNamespace(**seconds).a, float)
+    assert [len(times) for times in seconds.values()] == [2, 2]
+
+
+def test_a_speed_up_is_the_median_of_the_ratios_of_neighbours():
+    """A machine that slows down on the way does not change it."""
+    assert speedup([2, 4, 40, 80, 100], [1, 2, 20, 40, 1]) == 2

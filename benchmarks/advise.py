@@ -1,0 +1,270 @@
+"""Measure which routes suit a network, on a trained or half-trained run.
+
+    python -m benchmarks.advise run=runs/NAME
+
+Three things are measured: how alike the tokens are at any two depths (cosine similarity, as in the figure of [TREAD] on the
+representations of layers), what the FLOPs of each candidate promise, and what a forward and backward pass takes. The
+recommendation is the published window, blocks 2 to depth-4 at ratio 0.5, unless another candidate is faster by a margin and
+lets its tokens rejoin a state that is no less alike. That rule is cautious on purpose: similarity has not been shown to
+predict the quality of a route, and published quality is known for the published window alone.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from data import LatentDataset, mask_coverage
+from models import cost_of, token_mask
+from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
+from training import config as configuration
+from training.checkpoint import latest_checkpoint, load_weights
+from training.machine import start_process
+from training.provenance import RunFolder, environment
+from training.speed import interleaved_seconds, speedup
+
+LEAST_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
+RATIOS = (0.25, 0.5)  # published: 0.75 is worse than dense
+PUBLISHED = Route(0.5, 2, -4)
+FASTER_BY = 1.05
+LESS_ALIKE_BY = 0.01
+LEAST_SPEEDUP = 1.05  # below it routes do not pay for what they may cost in quality
+
+configuration.register()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One route, what it promises and what was measured; `num_kept` includes what masks force to stay."""
+
+    route: Route
+    num_kept: int
+    predicted_speedup: float
+    measured_speedup: float
+    similarity: float
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="advise")
+def main(cfg: DictConfig) -> None:
+    """Measure, recommend, and write table, figures and picture."""
+    with configuration.user_mistakes():
+        request = configuration.resolve(cfg)
+        config, details = RunFolder(request["run"]).read()
+        depth = config["model"]["depth"]
+        if depth < LEAST_DEPTH:
+            raise ValueError(
+                f"run={request['run']}: routes make no sense at model.depth={depth}, it must be at least {LEAST_DEPTH}: "
+                "the first and the last blocks must see all tokens, and hardly any would be left to bypass"
+            )
+        for key in ("num_samples", "repeats"):
+            if request[key] < 1:
+                raise ValueError(f"{key}={request[key]} must be at least 1")
+        checkpoint = request["checkpoint"] or latest_checkpoint(Path(request["run"]))
+        if checkpoint is None:
+            raise FileNotFoundError(f"run={request['run']} has no checkpoint yet")
+        device = start_process().device
+        net = configuration.build_net(config).to(device)
+        load_weights(net, Path(checkpoint) / "ema.safetensors")
+        dataset = configuration.build(config["data"])()
+        batch_size = request["batch_size"] or details["resolved"]["micro_batch_size"]
+        coverage = _coverage(request["mask_coverage"], config, dataset)
+    alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
+    candidates = measure(config, details["resolved"], net, alike, coverage, batch_size, request["repeats"], device)
+    best = recommend(candidates, depth)
+    folder = Path(request["output"] or Path(request["run"]) / "advice")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = report(candidates, best, depth, coverage)
+    (folder / "advice.md").write_text(text + "\n")
+    figures = {
+        "checkpoint": str(checkpoint),
+        "mask_coverage": coverage,
+        "batch_size": batch_size,
+        "candidates": [asdict(candidate) for candidate in candidates],
+        "recommended": asdict(best) if best else None,
+        "similarity": alike.tolist(),
+        "environment": environment(str(device)),
+    }
+    (folder / "advice.json").write_text(json.dumps(figures, indent=2) + "\n")
+    draw(alike, candidates, best, folder / "advice.png")
+    print(f"{text}\n\ntable   {folder / 'advice.md'}\npicture {folder / 'advice.png'}")
+
+
+def _coverage(requested: float | None, config: dict[str, Any], dataset: LatentDataset) -> float:
+    if requested is not None:
+        if not 0 <= requested <= 1:
+            raise ValueError(f"mask_coverage={requested} must be in [0, 1]")
+        return requested
+    if not config["train"].get("masked_loss"):
+        return 0.0
+    patch_size = config["model"]["patch_size"]
+    return mask_coverage(dataset, lambda masks: token_mask(masks, patch_size), config["train"]["batch_size"])
+
+
+@torch.no_grad()
+def similarity(
+    config: dict[str, Any], net: nn.Module, dataset: LatentDataset, num_samples: int, batch_size: int, device: torch.device
+) -> np.ndarray:
+    """Return the mean cosine similarity of tokens before and after each block: (depth + 1, depth + 1).
+
+    Entry [i, j] compares the state before block i with that before block j; index depth is the state after the last block.
+    The network is dense, at the noise levels of its training, on entries that it was not trained on where there are any.
+    """
+    ids = dataset.held_out_ids if len(dataset.held_out_ids) else dataset.train_ids
+    ids, depth, states = ids[:num_samples], len(net.blocks), []
+    precond, loss_fn = configuration.build_precond(config, net).eval(), configuration.build(config["diffusion"]["loss"])()
+    hooks = [block.register_forward_pre_hook(lambda _, args: states.append(args[0])) for block in net.blocks]
+    hooks.append(net.blocks[-1].register_forward_hook(lambda _, __, output: states.append(output)))
+    total = torch.zeros(depth + 1, depth + 1, dtype=torch.float64, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for start in tqdm(range(0, len(ids), batch_size), desc="similarity", unit="batch"):
+        stored, labels = dataset.read(ids[start : start + batch_size])
+        latents = dataset.manifest.to_latents(stored.to(device), generator)
+        loss_fn(precond, latents, None if labels is None else labels.to(device), generator=generator)
+        unit = torch.stack([F.normalize(x[:, net.num_prefix_tokens :].float(), dim=-1) for x in states]).flatten(1)
+        total += (unit @ unit.T).double() / net.num_tokens
+        states.clear()
+    for hook in hooks:
+        hook.remove()
+    return (total / len(ids)).cpu().numpy()
+
+
+def measure(
+    config: dict[str, Any],
+    resolved: dict[str, Any],
+    net: nn.Module,
+    alike: np.ndarray,
+    coverage: float,
+    batch_size: int,
+    repeats: int,
+    device: torch.device,
+) -> list[Candidate]:
+    """Return all candidates, with the time of a forward and backward pass in the precision and mode of the run."""
+    depth, T = len(net.blocks), net.num_tokens
+    num_forced = int(np.ceil(coverage * T))
+    if resolved["compile"]:
+        torch._dynamo.config.recompile_limit = 4 * (len(RATIOS) + 2)
+        for block in net.blocks:
+            block.compile(dynamic=False)
+    precond, loss_fn = configuration.build_precond(config, net).train(), configuration.build(config["diffusion"]["loss"])()
+    x = torch.zeros(batch_size, net.in_channels, net.input_size, net.input_size, device=device)
+    labels = torch.zeros(batch_size, dtype=torch.int64, device=device) if net.num_classes else None
+
+    def step(route: Route) -> None:
+        net.routes = (route,)
+        with torch.autocast(device.type, torch.bfloat16, enabled=resolved["mixed_precision"] == "bf16"):
+            loss_fn(precond, x, labels).mean().backward()
+        net.zero_grad()
+
+    windows = sorted({(start, end) for start, end in product((1, 2, 3), (depth - 5, depth - 4, depth - 3)) if start < end})
+    # Time depends on how long a window is, not on where it is: each length is measured once.
+    lengths = {end - start + 1: (start, end) for start, end in windows}
+    steps = {"dense": lambda: step(Route(0.0, 2, depth - 4))}
+    for (length, window), ratio in product(lengths.items(), RATIOS):
+        route = Route(grow_ratio(ratio, T, num_forced), *window)
+        steps[length, ratio] = lambda route=route: step(route)
+    with tqdm(total=len(steps) * (repeats + 1), desc="time", unit="step") as bar:
+        seconds = interleaved_seconds({key: _counted(step, bar) for key, step in steps.items()}, device, repeats)
+    candidates = []
+    for (start, end), ratio in product(windows, RATIOS):
+        grown = grow_ratio(ratio, T, num_forced)
+        net.routes = resolve_routes([Route(ratio, start, end)], depth)
+        candidates.append(
+            Candidate(
+                Route(ratio, start, end),
+                num_tokens_kept(T, grown),
+                cost_of(net, mask_coverage=coverage).predicted_speedup,
+                speedup(seconds["dense"], seconds[end - start + 1, ratio]),
+                float(alike[start, end + 1]),
+            )
+        )
+    return candidates
+
+
+def _counted(function: Callable[[], None], bar: tqdm) -> Callable[[], None]:
+    def run() -> None:
+        function()
+        bar.update()
+
+    return run
+
+
+def recommend(candidates: list[Candidate], depth: int) -> Candidate | None:
+    """Return the candidate to take by the rule above; None where routes save too little to be worth it."""
+    (published,) = (c for c in candidates if c.route == Route(PUBLISHED.selection_ratio, 2, depth - 4))
+    eligible = [c for c in candidates if c.similarity >= published.similarity - LESS_ALIKE_BY]
+    fastest = max(eligible, key=lambda c: c.measured_speedup)
+    best = fastest if fastest.measured_speedup >= FASTER_BY * published.measured_speedup else published
+    return best if best.measured_speedup >= LEAST_SPEEDUP else None
+
+
+def override(route: Route) -> str:
+    """Return the route as it is given on the command line."""
+    fields = ", ".join(f"{key}: {value}" for key, value in asdict(route).items())
+    return f"'model.routes=[{{{fields}}}]'"
+
+
+def report(candidates: list[Candidate], best: Candidate | None, depth: int, coverage: float) -> str:
+    """Return the table and the recommendation as markdown."""
+    lines = [
+        f"Candidate routes at depth {depth}"
+        + (f", masks force up to {coverage:.0%} of the tokens to stay" if coverage else ""),
+        "",
+        "| blocks bypassed | ratio | tokens kept | predicted | measured | similarity where tokens rejoin | |",
+        "|---|--:|--:|--:|--:|--:|---|",
+    ]
+    for c in sorted(candidates, key=lambda c: -c.measured_speedup):
+        published = c.route == Route(PUBLISHED.selection_ratio, 2, depth - 4)
+        notes = [*(["published"] if published else []), *(["recommended"] if c == best else [])]
+        lines.append(
+            f"| {c.route.start_layer_idx} to {c.route.end_layer_idx} | {c.route.selection_ratio} | {c.num_kept} "
+            f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x | {c.similarity:.3f} | {', '.join(notes)} |"
+        )
+    if best is None:
+        advice = f"No route makes a step {LEAST_SPEEDUP:.2f}x as fast on this machine: train the dense twin, model=dit."
+    else:
+        advice = f"Recommended: model=tread {override(best.route)}"
+    return "\n".join([*lines, "", advice])
+
+
+def draw(alike: np.ndarray, candidates: list[Candidate], best: Candidate | None, file: Path) -> None:
+    """Draw the similarity of the layers, and speed-up against similarity for the candidates."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    image = left.imshow(alike, vmin=alike.min(), vmax=1, cmap="viridis", origin="lower")
+    figure.colorbar(image, ax=left, label="cosine similarity of tokens")
+    left.set(title="How alike the states are", xlabel="before block (last: output)", ylabel="before block (last: output)")
+    for c in candidates:
+        name, chosen = f"{c.route.start_layer_idx}..{c.route.end_layer_idx}", c == best
+        color = "tab:red" if chosen else {0.25: "tab:gray", 0.5: "tab:blue"}[c.route.selection_ratio]
+        right.scatter(c.similarity, c.measured_speedup, color=color, zorder=3 if chosen else 2)
+        right.annotate(name, (c.similarity, c.measured_speedup), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    for color, label in (
+        ("tab:gray", "ratio 0.25"),
+        ("tab:blue", "ratio 0.5"),
+        *([("tab:red", "recommended")] if best else []),
+    ):
+        right.scatter([], [], color=color, label=label)
+    right.set(title="What each window gives", xlabel="similarity where tokens rejoin", ylabel="measured speed-up of a step")
+    right.margins(x=0.08)
+    right.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    right.legend()
+    if best:
+        start, end = best.route.start_layer_idx, best.route.end_layer_idx + 1
+        left.scatter([start, end], [end, start], marker="s", s=120, facecolors="none", edgecolors="tab:red", linewidths=2)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    configuration.run(main)
