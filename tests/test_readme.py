@@ -8,12 +8,18 @@ import pytest
 from tests.runs import ROOT, composed
 from training import config as configuration
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "data" / "README.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "data" / "README.md", ROOT / "routing" / "README.md"]
 TEXT = "\n".join(document.read_text() for document in DOCUMENTS)
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
-COMMANDS = [line for language, block in BLOCKS if language == "sh" for line in block.splitlines() if line.strip()]
+COMMANDS = [
+    line
+    for language, block in BLOCKS
+    if language == "sh"
+    for line in re.sub(r"\\\n\s*", "", block).splitlines()
+    if line.strip()
+]
 EXAMPLES = [block for language, block in BLOCKS if language == "python"]
-PROGRAMS = {"train.py": "config", "sample.py": "sample", "fid.py": "fid"}
+PROGRAMS = {"train.py": "config", "sample.py": "sample", "fid.py": "fid", "benchmarks.advise": "advise"}
 
 
 def overrides_of(command):
@@ -21,7 +27,7 @@ def overrides_of(command):
     words = shlex.split(command)
     (program,) = [word for word in words if word in PROGRAMS]
     given = words[words.index(program) + 1 :]
-    sweep = "-m" in given
+    sweep = given[:1] == ["-m"]
     return program, [word.split(",")[0] if sweep else word for word in given if not word.startswith("-")]
 
 
@@ -38,7 +44,7 @@ def test_commands_compose_and_validate(command):
 
 def test_the_documents_have_commands_and_examples():
     assert len(COMMANDS) > 10
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 4
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -65,6 +71,7 @@ def test_every_train_key_and_group_option_is_in_the_readme():
 
     readme = DOCUMENTS[0].read_text()
     assert not [field.name for field in fields(configuration.TrainConfig) if f"`train.{field.name}`" not in readme]
-    for group in ("model", "model/routes", "data", "diffusion", "sampler", "guidance", "evaluation", "tracker"):
+    assert not [field.name for field in fields(configuration.RoutingConfig) if f"`routing.{field.name}`" not in readme]
+    for group in ("model", "model/routes", "model/block", "data", "diffusion", "sampler", "guidance", "evaluation", "tracker"):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
             assert f"`{file.stem}`" in readme, file

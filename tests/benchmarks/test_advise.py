@@ -1,0 +1,103 @@
+import json
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.advise import LEAST_SPEEDUP, Candidate, override, recommend, report, similarity
+from routing import Route
+from tests.runs import ROOT, tiny_run, tiny_trainer, validated
+
+
+def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9):
+    return Candidate(Route(ratio, start, end), 8, 1.3, measured, alike)
+
+
+def advise(*arguments):
+    command = [sys.executable, "-m", "benchmarks.advise", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([], (2, 8)),
+        # Faster, and its tokens rejoin a state that is as much alike.
+        ([candidate(1, 9, measured=1.3)], (1, 9)),
+        # Faster, but less alike; alike, but not faster by enough.
+        ([candidate(1, 9, measured=1.5, alike=0.88)], (2, 8)),
+        ([candidate(1, 9, measured=1.25, alike=0.95)], (2, 8)),
+    ],
+)
+def test_the_published_window_unless_another_is_faster_and_as_much_alike(others, expected):
+    best = recommend([candidate(2, 8), *others], depth=12)
+    assert (best.route.start_layer_idx, best.route.end_layer_idx) == expected
+
+
+def test_where_routes_save_nothing_the_dense_twin_is_recommended():
+    slow = [candidate(2, 8, measured=LEAST_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
+    assert recommend(slow, depth=12) is None
+    assert "train the dense twin, model=dit" in report(slow, None, 12, 0.0)
+
+
+def test_the_recommendation_is_an_override_as_the_command_line_takes_it():
+    (word,) = shlex.split(override(Route(0.25, 1, 3)))
+    routes = validated("model=tread", word)["model"]["routes"]
+    assert routes == [{"selection_ratio": 0.25, "start_layer_idx": 1, "end_layer_idx": 3}]
+
+
+def test_similarity_is_the_mean_cosine_of_tokens_between_depths(tmp_path):
+    trainer, _ = tiny_trainer(tmp_path, "model=dit", "model.init=xavier")
+    config = validated("data=synthetic", f"output_dir={tmp_path}")
+    dataset = trainer.micro_batches.args[0]
+    net, states = trainer.net, []
+    for block in net.blocks:
+        block.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    net.blocks[-1].register_forward_hook(lambda _, __, output: states.append(output))
+    alike = similarity(config, net, dataset, num_samples=6, batch_size=6, device=torch.device("cpu"))
+    for i, j in ((0, 0), (0, 8), (3, 5), (8, 2)):
+        expected = torch.cosine_similarity(states[i], states[j], dim=-1).mean().item()
+        assert alike[i, j] == pytest.approx(expected, abs=1e-5)
+    assert np.allclose(alike, alike.T)
+    in_parts = similarity(config, net, dataset, num_samples=6, batch_size=4, device=torch.device("cpu"))
+    assert in_parts.shape == (9, 9)
+
+
+def test_advice_on_a_run_leaves_table_figures_and_picture(tmp_path):
+    tiny_run(tmp_path / "run", "model=dit")
+    result = advise(f"run={tmp_path / 'run'}", "num_samples=8", "repeats=2")
+    assert result.returncode == 0, result.stderr
+    assert "| 2 to 4 | 0.5 | 8 |" in result.stdout
+    figures = json.loads((tmp_path / "run" / "advice" / "advice.json").read_text())
+    assert len(figures["candidates"]) == 16
+    predicted = {
+        (c["route"]["start_layer_idx"], c["route"]["end_layer_idx"], c["route"]["selection_ratio"]): c["predicted_speedup"]
+        for c in figures["candidates"]
+    }
+    assert predicted[1, 5, 0.5] > predicted[2, 4, 0.5] > predicted[2, 4, 0.25] > 1
+    assert (tmp_path / "run" / "advice" / "advice.md").read_text().strip() in result.stdout
+    assert (tmp_path / "run" / "advice" / "advice.png").stat().st_size > 10_000
+    covered = advise(
+        f"run={tmp_path / 'run'}", "num_samples=8", "repeats=1", "mask_coverage=1", f"output={tmp_path / 'covered'}"
+    )
+    assert "| 2 to 4 | 0.5 | 16 | 1.00x |" in covered.stdout
+
+
+def test_advice_that_makes_no_sense_is_refused_in_one_line(tmp_path):
+    tiny_run(tmp_path / "shallow", "model=dit", "model.depth=7")
+    for arguments, message in (
+        ((f"run={tmp_path / 'shallow'}",), "routes make no sense at model.depth=7, it must be at least 8"),
+        ((f"run={tmp_path / 'nothing'}",), "is no run"),
+        ((), "run must be given"),
+    ):
+        result = advise(*arguments)
+        assert result.returncode == 1
+        assert result.stderr.startswith("error: ")
+        assert message in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+    tiny_run(tmp_path / "run", "model=dit")
+    result = advise(f"run={tmp_path / 'run'}", "mask_coverage=2")
+    assert "mask_coverage=2.0 must be in [0, 1]" in result.stderr
