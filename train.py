@@ -9,6 +9,7 @@ Running the same command again resumes.
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -24,14 +25,14 @@ from tqdm import tqdm
 from data import LatentDataset, count_forced, held_out_batches, image_decoder, mask_coverage, real_images, stream
 from diffusion import ImageSource
 from evaluation import DenseLoss, SampleGrid
-from models import Cost, cost_of, token_mask
+from models import cost_of, token_mask
 from routing import RoutePlan
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights
 from training.ema import EMA
 from training.machine import resolve_auto, start_process
-from training.provenance import RunFolder, environment, summary
-from training.speed import SpeedCheck
+from training.provenance import RunFolder, environment, follows_the_total, summary
+from training.speed import SpeedCheck, micro_step, most_graphs
 from training.trackers import MetricsFile
 from training.trainer import Trainer
 
@@ -58,7 +59,8 @@ def main(cfg: DictConfig) -> None:
             )
         run.check(config, dataset.describe())
         if run.is_finished(config["train"]["total_steps"]):
-            state.print(f"{run.path} is finished: raise train.total_steps to go on, or start another with run_name=NAME")
+            longer = "" if follows_the_total(config) else "raise train.total_steps to go on, or "
+            state.print(f"{run.path} is finished: {longer}start another with run_name=NAME")
             return
         saved = run.manifest()["resolved"] if run.has_results() else {}
         resolved = resolve_auto(config, saved, state.device, state.num_processes)
@@ -73,12 +75,15 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
     torch.manual_seed(config["seed"])
     net = configuration.build_net(config)
     plan = configuration.build_route_plan(config, net)
-    accelerator = _start_accelerator(resolved["mixed_precision"], num_lengths=len(plan.lengths(settings["masked_loss"])))
+    num_lengths = len(plan.lengths(settings["masked_loss"]))
+    accelerator = _start_accelerator(resolved["mixed_precision"], num_lengths)
     device = accelerator.device
     net.to(device)
-    cost = _cost(net, plan, dataset, masks_to_tokens, settings["batch_size"])
+    cost = cost_of(net, mask_coverage=_mask_coverage(plan, dataset, masks_to_tokens, settings["batch_size"]))
     checkpoint = latest_checkpoint(run.path)
     if settings["init_from"] and not checkpoint:
+        if not Path(settings["init_from"]).exists():
+            raise FileNotFoundError(f"train.init_from={settings['init_from']} is not there: it must be a run or a weights file")
         load_weights(net, settings["init_from"])
     ema = EMA(net, **config["ema"])
     if resolved["compile"]:
@@ -117,11 +122,27 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
         route_plan=plan,
         token_mask=masks_to_tokens,
         micro_batches=partial(
-            stream, dataset, seed=config["seed"], **batch_sizes, **share, **loading, token_mask=masks_to_tokens
+            stream,
+            dataset,
+            seed=config["seed"],
+            **batch_sizes,
+            **share,
+            **loading,
+            with_masks=settings["masked_loss"],
+            token_mask=masks_to_tokens if plan.force_keep_overflow == "grow" else None,
         ),
         to_latents=dataset.manifest.to_latents,
         evaluators=evaluators,
-        after_first_window=_speed_check(accelerator, precond, net, loss_fn, run, resolved),
+        after_first_window=SpeedCheck(
+            micro_step(accelerator, precond, net, loss_fn, resolved["micro_batch_size"]),
+            predict=lambda ratios: cost_of(net, ratios).predicted_speedup,
+            net=net,
+            device=device,
+            compiled=resolved["compile"],
+            num_lengths=num_lengths,
+            report=run.update if accelerator.is_main_process else lambda found: None,
+            show=tqdm.write if accelerator.is_main_process else lambda text: None,
+        ),
         checkpoints=checkpoints,
         metrics_file=metrics_file,
         tracker=tracker,
@@ -154,49 +175,21 @@ def _start_accelerator(mixed_precision: str, num_lengths: int) -> Accelerator:
     AcceleratorState._reset_state()
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
-    # Blocks share their code: each length of the sequence is a graph, and another where the block runs in fp32.
-    torch._dynamo.config.recompile_limit = 2 * num_lengths + 4
+    torch._dynamo.config.recompile_limit = most_graphs(num_lengths)
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[ddp])
 
 
-def _cost(net: nn.Module, plan: RoutePlan, dataset: LatentDataset, masks_to_tokens: Any, batch_size: int) -> Cost:
-    """Return what an image costs in the first steps, and refuse masks that the plan refuses."""
+def _mask_coverage(plan: RoutePlan, dataset: LatentDataset, masks_to_tokens: Any, batch_size: int) -> float:
+    """Return the fraction of tokens that masks hold in the windows, and refuse masks that the plan refuses."""
     if masks_to_tokens is None:
-        return cost_of(net, plan.ratios(0))
+        return 0.0
     if plan.force_keep_overflow == "error":
         num_forced = np.zeros(dataset.manifest.count, dtype=int)
         for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // ENTRIES_AT_ONCE):
             num_forced[ids] = count_forced(dataset, ids, masks_to_tokens)
         plan.check_force_keep(num_forced)
-    if plan.force_keep_overflow != "grow":
-        return cost_of(net, plan.ratios(0))
-    return cost_of(net, plan.ratios(0), mask_coverage(dataset, masks_to_tokens, batch_size))
-
-
-def _speed_check(
-    accelerator: Accelerator, precond: nn.Module, net: nn.Module, loss_fn: Any, run: RunFolder, resolved: dict[str, Any]
-) -> SpeedCheck:
-    num_samples, device = resolved["micro_batch_size"], accelerator.device
-    x = torch.zeros(num_samples, net.in_channels, net.input_size, net.input_size, device=device)
-    labels = torch.zeros(num_samples, dtype=torch.int64, device=device) if net.num_classes else None
-
-    def step(ratios: tuple[float, ...]) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        with accelerator.no_sync(precond):
-            losses = loss_fn(precond, x, labels, generator=generator, selection_ratio=ratios)
-            accelerator.backward(losses.mean())
-        net.zero_grad()
-
-    return SpeedCheck(
-        step,
-        predict=lambda ratios: cost_of(net, ratios).predicted_speedup,
-        net=net,
-        device=device,
-        compiled=resolved["compile"],
-        report=run.update if accelerator.is_main_process else lambda found: None,
-        show=tqdm.write if accelerator.is_main_process else lambda text: None,
-    )
+    return mask_coverage(dataset, masks_to_tokens, batch_size) if plan.force_keep_overflow == "grow" else 0.0
 
 
 def _evaluators(

@@ -4,9 +4,9 @@
 
 Three things are measured: how alike the tokens are at any two depths (cosine similarity, as in the figure of [TREAD] on the
 representations of layers), what the FLOPs of each candidate promise, and what a forward and backward pass takes. The
-recommendation is the published window, blocks 2 to depth-4 at ratio 0.5, unless another candidate is faster by a margin and
-lets its tokens rejoin a state that is no less alike. That rule is cautious on purpose: similarity has not been shown to
-predict the quality of a route, and published quality is known for the published window alone.
+recommendation is the published window, blocks 2 to depth-4 at ratio 0.5, unless another candidate is faster by 5 % and lets
+its tokens rejoin a state that is as much alike, give or take 0.01. That rule is cautious on purpose: similarity has not
+been shown to predict the quality of a route, and published quality is known for the published window alone.
 """
 
 import json
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import hydra
@@ -31,10 +32,11 @@ from training import config as configuration
 from training.checkpoint import latest_checkpoint, load_weights
 from training.machine import start_process
 from training.provenance import RunFolder, environment
-from training.speed import interleaved_seconds, speedup
+from training.speed import interleaved_seconds, most_graphs, speedup
 
 LEAST_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
-RATIOS = (0.25, 0.5)  # published: 0.75 is worse than dense
+COLORS = {0.25: "tab:gray", 0.5: "tab:blue"}
+RATIOS = tuple(COLORS)  # published: 0.75 is worse than dense
 PUBLISHED = Route(0.5, 2, -4)
 FASTER_BY = 1.05
 LESS_ALIKE_BY = 0.01
@@ -45,12 +47,17 @@ configuration.register()
 
 @dataclass(frozen=True)
 class Candidate:
-    """One route, what it promises and what was measured; `num_kept` includes what masks force to stay."""
+    """One route, what it promises and what was measured; `num_kept` includes what masks force to stay.
+
+    Times are of a forward and backward pass; the predicted one is the dense time over the promised speed-up.
+    """
 
     route: Route
     num_kept: int
     predicted_speedup: float
     measured_speedup: float
+    predicted_sec: float
+    measured_sec: float
     similarity: float
 
 
@@ -104,7 +111,7 @@ def _coverage(requested: float | None, config: dict[str, Any], dataset: LatentDa
         if not 0 <= requested <= 1:
             raise ValueError(f"mask_coverage={requested} must be in [0, 1]")
         return requested
-    if not config["train"].get("masked_loss"):
+    if not config["train"]["masked_loss"] or config["routing"]["force_keep_overflow"] != "grow":
         return 0.0
     patch_size = config["model"]["patch_size"]
     return mask_coverage(dataset, lambda masks: token_mask(masks, patch_size), config["train"]["batch_size"])
@@ -152,7 +159,8 @@ def measure(
     depth, T = len(net.blocks), net.num_tokens
     num_forced = int(np.ceil(coverage * T))
     if resolved["compile"]:
-        torch._dynamo.config.recompile_limit = 4 * (len(RATIOS) + 2)
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        torch._dynamo.config.recompile_limit = most_graphs(len(RATIOS) + 1)
         for block in net.blocks:
             block.compile(dynamic=False)
     precond, loss_fn = configuration.build_precond(config, net).train(), configuration.build(config["diffusion"]["loss"])()
@@ -182,8 +190,10 @@ def measure(
             Candidate(
                 Route(ratio, start, end),
                 num_tokens_kept(T, grown),
-                cost_of(net, mask_coverage=coverage).predicted_speedup,
+                promised := cost_of(net, mask_coverage=coverage).predicted_speedup,
                 speedup(seconds["dense"], seconds[end - start + 1, ratio]),
+                median(seconds["dense"]) / promised,
+                median(seconds[end - start + 1, ratio]),
                 float(alike[start, end + 1]),
             )
         )
@@ -219,15 +229,16 @@ def report(candidates: list[Candidate], best: Candidate | None, depth: int, cove
         f"Candidate routes at depth {depth}"
         + (f", masks force up to {coverage:.0%} of the tokens to stay" if coverage else ""),
         "",
-        "| blocks bypassed | ratio | tokens kept | predicted | measured | similarity where tokens rejoin | |",
-        "|---|--:|--:|--:|--:|--:|---|",
+        "| blocks bypassed | ratio | tokens kept | predicted | measured | predicted ms | measured ms | similarity at end | |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for c in sorted(candidates, key=lambda c: -c.measured_speedup):
         published = c.route == Route(PUBLISHED.selection_ratio, 2, depth - 4)
         notes = [*(["published"] if published else []), *(["recommended"] if c == best else [])]
         lines.append(
             f"| {c.route.start_layer_idx} to {c.route.end_layer_idx} | {c.route.selection_ratio} | {c.num_kept} "
-            f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x | {c.similarity:.3f} | {', '.join(notes)} |"
+            f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x "
+            f"| {1000 * c.predicted_sec:.1f} | {1000 * c.measured_sec:.1f} | {c.similarity:.3f} | {', '.join(notes)} |"
         )
     if best is None:
         advice = f"No route makes a step {LEAST_SPEEDUP:.2f}x as fast on this machine: train the dense twin, model=dit."
@@ -246,14 +257,11 @@ def draw(alike: np.ndarray, candidates: list[Candidate], best: Candidate | None,
     left.set(title="How alike the states are", xlabel="before block (last: output)", ylabel="before block (last: output)")
     for c in candidates:
         name, chosen = f"{c.route.start_layer_idx}..{c.route.end_layer_idx}", c == best
-        color = "tab:red" if chosen else {0.25: "tab:gray", 0.5: "tab:blue"}[c.route.selection_ratio]
+        color = "tab:red" if chosen else COLORS[c.route.selection_ratio]
         right.scatter(c.similarity, c.measured_speedup, color=color, zorder=3 if chosen else 2)
         right.annotate(name, (c.similarity, c.measured_speedup), xytext=(4, 3), textcoords="offset points", fontsize=8)
-    for color, label in (
-        ("tab:gray", "ratio 0.25"),
-        ("tab:blue", "ratio 0.5"),
-        *([("tab:red", "recommended")] if best else []),
-    ):
+    labels = {color: f"ratio {ratio}" for ratio, color in COLORS.items()} | ({"tab:red": "recommended"} if best else {})
+    for color, label in labels.items():
         right.scatter([], [], color=color, label=label)
     right.set(title="What each window gives", xlabel="similarity where tokens rejoin", ylabel="measured speed-up of a step")
     right.margins(x=0.08)

@@ -186,9 +186,8 @@ class LatentWriter:
         expected = (len(stored), *stored.shape[2:]) if self.manifest.conditioning_type else None
         if (None if masks is None else masks.shape) != expected or (masks is not None and masks.dtype != np.uint8):
             given = "None" if masks is None else f"{masks.dtype} {masks.shape}"
-            raise ValueError(
-                f"{self.path}: masks={given} must be uint8 {expected} for conditioning_type={self.manifest.conditioning_type}"
-            )
+            rule = f"uint8 {expected}" if expected else "None, or conditioning_type of the manifest be mask or segmentation"
+            raise ValueError(f"{self.path}: masks={given} must be {rule}")
         if masks is not None:
             self.masks[self.num_written : end] = masks
         self.stored[self.num_written : end] = stored

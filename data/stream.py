@@ -17,7 +17,8 @@ COVERAGE_ENTRIES = 1024
 class MicroBatch(NamedTuple):
     """What one forward takes: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if they are used.
 
-    `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step.
+    `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step; 0 where nobody
+    asked for it.
     """
 
     stored: torch.Tensor
@@ -71,17 +72,17 @@ class StreamOrder:
 
 
 class _Reader(Dataset):
-    def __init__(self, dataset: LatentDataset, token_mask: Callable[[torch.Tensor], torch.Tensor] | None):
-        self.dataset, self.token_mask = dataset, token_mask
+    def __init__(self, dataset: LatentDataset, with_masks: bool, token_mask: Callable[[torch.Tensor], torch.Tensor] | None):
+        self.dataset, self.with_masks, self.token_mask = dataset, with_masks, token_mask
+        self.counted, self.num_forced = np.empty(0), 0
 
     def __getitem__(self, item: tuple[np.ndarray, np.ndarray]) -> MicroBatch:
         ids, batch = item
-        stored, labels = self.dataset.read(ids)
-        if self.token_mask is None:
-            return MicroBatch(stored, labels, masks=None, num_forced=0)
+        masks = self.dataset.read_masks(ids) if self.with_masks else None
         # Every process counts over the whole step, and so they agree without asking each other.
-        num_forced = count_forced(self.dataset, batch, self.token_mask).max()
-        return MicroBatch(stored, labels, self.dataset.read_masks(ids), int(num_forced))
+        if self.token_mask and not np.array_equal(batch, self.counted):
+            self.counted, self.num_forced = batch, int(count_forced(self.dataset, batch, self.token_mask).max())
+        return MicroBatch(*self.dataset.read(ids), masks, self.num_forced)
 
 
 def stream(
@@ -95,12 +96,14 @@ def stream(
     num_processes: int,
     num_workers: int,
     pin_memory: bool,
+    with_masks: bool = False,
     token_mask: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> DataLoader:
     """Return the `MicroBatch`es of one process, read ahead by `num_workers` processes.
 
     Args:
-        token_mask: turns masks (N, H, W) into the tokens (N, T) that they touch; None leaves masks unread.
+        with_masks: read the masks.
+        token_mask: turns masks (N, H, W) into the tokens (N, T) that they touch; None leaves those uncounted.
     """
     order = StreamOrder(
         dataset.train_ids,
@@ -111,7 +114,7 @@ def stream(
         process_index=process_index,
         num_processes=num_processes,
     )
-    reader = _Reader(dataset, token_mask)
+    reader = _Reader(dataset, with_masks, token_mask)
     return DataLoader(reader, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory)
 
 

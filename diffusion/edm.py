@@ -103,5 +103,6 @@ class EDMLoss:
             error = error * loss_mask.unsqueeze(1)
         if self.kept_tokens_only:
             (kept,) = kept  # (N, 1, H, W)
-            return (error * kept).mean(dim=(1, 2, 3)) / kept.float().mean(dim=(1, 2, 3))  # (N,)
+            num_kept = kept.sum(dim=(1, 2, 3)).clamp(min=1)  # several routes may keep no token in common
+            return (error * kept).mean(dim=1).sum(dim=(1, 2)) / num_kept  # (N,)
         return error.mean(dim=(1, 2, 3))  # (N,)

@@ -4,6 +4,8 @@ Shapes: N samples, L tokens in the sequence (all of them, or those that a route 
 a head. The conditioning c is (N, 1, D), or (N, L, D) where each token has its own.
 """
 
+import math
+
 import torch
 import torch.nn as nn
 from timm.layers import Mlp, SwiGLU
@@ -51,8 +53,8 @@ class ModernBlock(DiTBlock):
         return Attention(hidden_size, num_heads, qk_norm=True)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
-        # Two thirds of the width: the gate is a third matrix, and the parameters stay about the same.
-        return SwiGLU(hidden_size, int(hidden_size * mlp_ratio * 2 / 3), align_to=8)
+        # Two thirds of the width, in eights: the gate is a third matrix, and the parameters stay about the same.
+        return SwiGLU(hidden_size, 8 * math.ceil(hidden_size * mlp_ratio * 2 / 3 / 8))
 
 
 class FinalLayer(nn.Module):

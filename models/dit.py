@@ -149,7 +149,7 @@ class DiT(nn.Module):
             class_labels: (N,) int64 in [0, num_classes], where num_classes is the null class; None exactly for an
                 unconditional network.
             selection_ratio: None takes each route's own ratio in `train()` mode and routes nothing in `eval()` mode; a
-                number (or one per route) routes in either mode.
+                number (or one per route, in the order of the layers) routes in either mode.
             force_keep: (N, T) bool, tokens that must not bypass; see `routing.sample_ids_keep`.
             generator: draws class dropout, then the tokens of each route, in this order.
             return_kept: also return the pixels (N, 1, H, W) bool of the tokens that every route kept.
@@ -162,14 +162,15 @@ class DiT(nn.Module):
 
         x = self._embed(x)  # (N, L, D)
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
-        kept = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (N, L)
+        kept = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if return_kept else None  # (N, L)
         end_idx, after_route = None, False
         by_token = (c, self.rope)  # what travels with the tokens
         for idx, block in enumerate(self.blocks):
             if idx in windows:
                 end_idx, ratio = windows[idx]
                 ids_keep = self._ids_keep(x, ratio, force_keep, generator)  # (N, P + K)
-                kept &= torch.zeros_like(kept).scatter(1, ids_keep, True)
+                if return_kept:
+                    kept &= torch.zeros_like(kept).scatter(1, ids_keep, True)
                 original = x
                 if self.removal:
                     x = start_route(x, ids_keep)  # (N, P + K, D)
@@ -188,8 +189,9 @@ class DiT(nn.Module):
         return F_x, self._unpatchify(kept[:, P:, None].expand(-1, -1, self.patch_size**2))  # (N, 1, H, W)
 
     def _embed(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.x_embedder(x)
-        x = x.to(self.x_embedder.proj.weight.dtype)  # autocast must not make the residual stream bf16
+        # fp32: autocast must not make the residual stream bf16. Contiguous: the patches come transposed, and every dense
+        # block would be slower for it.
+        x = self.x_embedder(x).to(self.x_embedder.proj.weight.dtype).contiguous()
         if self.pos_embed is not None:
             x = x + self.pos_embed  # (N, T, D)
         return x if self.prefix is None else torch.cat([self.prefix.expand(x.shape[0], -1, -1), x], dim=1)  # (N, L, D)

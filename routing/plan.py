@@ -60,10 +60,10 @@ class RoutePlan:
                 continue
             if self.schedule == "constant":
                 raise ValueError(f"routing.{key}={factor} needs routing.schedule=linear or cosine")
-            for i, route in enumerate(self.routes):
-                if not 0 <= factor * route.selection_ratio < 1:
+            for route in self.routes:
+                if not 0 <= round(factor * route.selection_ratio, RATIO_DIGITS) < 1:
                     raise ValueError(
-                        f"routing.{key}={factor} times model.routes.{i}.selection_ratio={route.selection_ratio} "
+                        f"routing.{key}={factor} times selection_ratio={route.selection_ratio} of {_name(route)} "
                         "must be in [0, 1)"
                     )
         if self.schedule != "constant" and self.num_levels < 2:
@@ -101,13 +101,14 @@ class RoutePlan:
         """
         if self.force_keep_overflow != "error" or not self.routes:
             return
-        ratio, i = max((ratio, i) for ratios in self._levels() for i, ratio in enumerate(ratios))
+        ratio, i = max((ratio, -i) for ratios in self._levels() for i, ratio in enumerate(ratios))
         num_kept = num_tokens_kept(self.num_tokens, ratio)
         for sample, forced in enumerate(num_forced):
             if forced > num_kept:
                 raise ValueError(
                     f"sample {sample} forces {forced} of {self.num_tokens} tokens to stay, more than the {num_kept} that "
-                    f"model.routes.{i} keeps: lower its selection_ratio={ratio}, or set routing.force_keep_overflow=grow"
+                    f"{_name(self.routes[-i])} keeps: lower its selection_ratio={ratio}, or set "
+                    "routing.force_keep_overflow=grow"
                 )
 
     def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor:
@@ -141,8 +142,18 @@ def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> floa
 
     For a training loop of your own: count the forced tokens of each sample where the data is loaded, agree on the largest
     count, and give the network this ratio for the step. 0, the last resort, makes the window dense.
+
+    Raises:
+        ValueError: more forced tokens than there are.
     """
+    if num_forced > num_tokens:
+        raise ValueError(f"num_forced={num_forced} must be at most num_tokens={num_tokens}: count without the prefix")
     return next(r for r in _buckets(selection_ratio) if num_tokens_kept(num_tokens, r) >= num_forced)
+
+
+def _name(route: Route) -> str:
+    # By its blocks: a network has its routes in the order of the layers, whatever the order in the configuration.
+    return f"the route of blocks {route.start_layer_idx} to {route.end_layer_idx}"
 
 
 def _buckets(selection_ratio: float) -> list[float]:

@@ -66,12 +66,17 @@ def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
     where importance is used, it keeps the least important tokens.
 
     Raises:
-        ValueError: naming the key that is missing or not known.
+        ValueError: naming the key that is missing, not known, or no number.
     """
     if set(tread_config) != {"routes"} or not isinstance(tread_config["routes"], list):
         raise ValueError(f"tread_config={tread_config} must have one key, routes, with a list")
     names = [field.name for field in fields(Route)]
     for i, route in enumerate(tread_config["routes"]):
+        if not isinstance(route, dict):
+            raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(names)}")
         for key in set(names) ^ set(route):
             raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(names)}: {key}")
+        for name, kind in (("selection_ratio", int | float), ("start_layer_idx", int), ("end_layer_idx", int)):
+            if not isinstance(route[name], kind) or isinstance(route[name], bool):
+                raise ValueError(f"tread_config routes.{i}.{name}={route[name]!r} must be a number")
     return tuple(Route(**route) for route in tread_config["routes"])

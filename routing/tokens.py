@@ -57,14 +57,24 @@ def sample_ids_keep(
         (N, P + K) int64 positions in the whole sequence of P + T tokens, unique and ascending in each row.
 
     Raises:
-        ValueError: a weight outside [0, 1], or one above 0 without importance.
+        ValueError: a weight outside [0, 1], or one above 0 without importance; scores or a mask that are not of the
+            (N, T) tokens that may bypass; a K outside [1, T].
     """
     if not 0 <= importance_weight <= 1:
         raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]")
     if importance_weight and importance is None:
         raise ValueError(f"importance_weight={importance_weight} needs the importance of each token")
+    for name, given in (("importance", importance), ("force_keep", force_keep)):
+        if given is not None and given.shape != (num_samples, num_tokens):
+            raise ValueError(
+                f"{name} of shape {tuple(given.shape)} must be of shape {(num_samples, num_tokens)}, without the prefix"
+            )
+    if force_keep is not None and force_keep.dtype != torch.bool:
+        raise ValueError(f"force_keep of {force_keep.dtype} must be of torch.bool")
     if num_kept is None:
         num_kept = num_tokens_kept(num_tokens, selection_ratio)
+    if not 1 <= num_kept <= num_tokens:
+        raise ValueError(f"num_kept={num_kept} must be in [1, {num_tokens}]")
     # fp32 whatever the autocast: bf16 has 256 levels in [0.5, 1), and ties would favour low positions.
     noise = torch.rand(num_samples, num_tokens, generator=generator, device=device, dtype=torch.float32)  # (N, T)
     order = _order(noise, importance, importance_weight, force_keep)  # (N, T)
@@ -97,10 +107,11 @@ def _order(
 
 
 def gather_tokens(x: torch.Tensor, ids_keep: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """Take each sample's kept tokens out of any tensor (N, ..., T, ...) that is indexed by token along `dim`.
+    """Take each sample's kept tokens out of any tensor (N, ..., T, ...) that is indexed by token along `dim`, not the first.
 
     A table that all samples share, (1, ..., T, ...), becomes one for each sample.
     """
+    dim %= x.dim()
     num_samples, num_kept = ids_keep.shape
     index = ids_keep.view(num_samples, *(num_kept if d == dim else 1 for d in range(1, x.dim())))
     shape = (num_samples, *(num_kept if d == dim else size for d, size in enumerate(x.shape) if d > 0))

@@ -270,3 +270,27 @@ def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
     assert config["method"] == "dit"
     assert net.routes == ()
     assert config["optimizer"]["lr"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("choices", "name"),
+    [
+        ({}, "tread_tiny_digits_seed3"),
+        (
+            {"experiment": "imagenet256_dit_xl_2_400k", "model": "dit", "model/size": "xl_2", "data": "imagenet256"},
+            "imagenet256_dit_xl_2_400k_seed3",
+        ),
+        (
+            {"experiment": "imagenet256_dit_xl_2_400k", "model": "dit", "model/size": "l_2", "data": "imagenet256"},
+            "imagenet256_dit_xl_2_400k_l_2_seed3",
+        ),
+        ({"experiment": "ablation_tread"}, "ablation_tread_tiny_digits_seed3"),
+    ],
+)
+def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
+    from types import SimpleNamespace
+
+    chosen = {"model": "tread", "model/size": "tiny", "data": "digits", "experiment": None, **choices}
+    hydra = SimpleNamespace(runtime=SimpleNamespace(choices=chosen), mode=None)
+    monkeypatch.setattr(configuration.HydraConfig, "get", lambda: hydra)
+    assert configuration._default_run_name(3) == name

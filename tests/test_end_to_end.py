@@ -114,7 +114,7 @@ ERRORS = [
     (["model/size=huge"], "Could not find 'model/size/huge' Available options in 'model/size': b_2"),
     (["model.routes=[]"], "TREAD training requires you to configure the routes"),
     (["data=latents", "data.path=nowhere"], "error: data.path=nowhere must be a latent folder"),
-    (["train.init_from=nothing.pt"], "nothing.pt not found"),
+    (["train.init_from=nothing.pt"], "train.init_from=nothing.pt is not there: it must be a run or a weights file"),
 ]
 
 
@@ -127,6 +127,39 @@ def test_a_mistake_ends_in_one_message_and_no_traceback(tmp_path, overrides, mes
     assert line.startswith("error: ")
     assert all(line.startswith("Error executing job with overrides") for line in before)  # Hydra's own, which tells the job
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_masked_training_compiles_for_every_length_and_agrees_on_two_processes(tmp_path):
+    """All that changes the length of a sequence at once: silently uncompiled blocks would be an error."""
+    options = (
+        "data=digits_masked",
+        *DIGITS,
+        "train.micro_batch_size=4",
+        "train.batch_size=8",
+        "train.total_steps=8",
+        "train.sample_every=null",
+        "train.eval_every=8",
+        "model.patch_size=2",
+        "model/block=modern",
+        "model.num_prefix_tokens=2",
+        "model.gradient_checkpointing=true",
+        "model.fp32_after_route=true",
+        "model.routes.0.selection_ratio=0.6",
+        "routing.schedule=linear",
+        "routing.end_factor=0.5",
+        "routing.num_levels=2",
+    )
+    start(ONE, "train.py", "run_name=eager", *options, folder=tmp_path)
+    start(TWO, "train.py", "run_name=two", *options, folder=tmp_path)
+    start(ONE, "train.py", "run_name=compiled", *options, "train.compile=true", folder=tmp_path)
+    eager = metrics(tmp_path / "runs/eager")
+    assert len({line.get("selection_ratio") for line in eager}) > 2
+    assert all(line.get("num_forced_bypassed", 0) == 0 for line in eager)
+    for name in ("two", "compiled"):
+        for line, other in zip(eager, metrics(tmp_path / "runs" / name), strict=True):
+            for key in line:
+                assert other[key] == pytest.approx(line[key], rel=1e-4), (name, key)
 
 
 def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):

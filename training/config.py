@@ -177,7 +177,8 @@ def _default_run_name(seed: int) -> str:
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     experiment = choices.get("experiment") or ""  # names what it is about; what it does not name is added
-    parts = [choices[group] for group in ("model", "model/size", "data") if choices[group] not in experiment]
+    parts = [choices[group] for group in ("model", "model/size", "data")]
+    parts = [part for part in parts if f"_{part}_" not in f"_{experiment}_"]
     name = "_".join([*filter(None, [experiment]), *parts, f"seed{seed}"])
     if hydra.mode == RunMode.MULTIRUN and hydra.job.override_dirname:
         # A name must be usable on Hydra's command line again, as run=runs/NAME.

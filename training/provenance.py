@@ -22,6 +22,7 @@ FREE_KEYS = (
     "guidance",
     "sampler",
     "tracker",
+    "model.gradient_checkpointing",
     "train.total_steps",
     "train.log_every",
     "train.save_every",
@@ -74,7 +75,7 @@ class RunFolder:
         if not self.has_results():
             return
         old, new = _flatten(yaml.safe_load(self.config_file.read_text())), _flatten(config)
-        free_keys = [key for key in FREE_KEYS if key != "train.total_steps" or not _follows_the_total(config)]
+        free_keys = [key for key in FREE_KEYS if key != "train.total_steps" or not follows_the_total(config)]
         changes = [
             f"{key}: {old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())
@@ -99,7 +100,7 @@ class RunFolder:
         _write(self.manifest_file, json.dumps({**self.manifest(), **fields}, indent=2) + "\n")
 
 
-def _follows_the_total(config: dict[str, Any]) -> bool:
+def follows_the_total(config: dict[str, Any]) -> bool:
     """Say whether what a step does depends on how many there are in all."""
     return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from accelerate import Accelerator
 
 LEAST_SHARE = 0.8  # of the predicted speed-up
 REPEATS = 7
@@ -26,7 +27,7 @@ def interleaved_seconds(
             start = time.perf_counter()
             function()
             if device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize()  # SYNC: a function has ended when the device has
             if repeat:
                 times[name].append(time.perf_counter() - start)
     return times
@@ -37,6 +38,29 @@ def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
     return median(a / b for a, b in zip(slow, fast, strict=True))
 
 
+def micro_step(
+    accelerator: Accelerator, precond: nn.Module, net: nn.Module, loss_fn: Callable[..., torch.Tensor], num_samples: int
+) -> Callable[[tuple[float, ...]], None]:
+    """Return a function that runs forward and backward of a micro-batch at given ratios, and leaves nothing behind."""
+    device = accelerator.device
+
+    def step(ratios: tuple[float, ...]) -> None:
+        x = torch.zeros(num_samples, net.in_channels, net.input_size, net.input_size, device=device)
+        labels = torch.zeros(num_samples, dtype=torch.int64, device=device) if net.num_classes else None
+        generator = torch.Generator(device).manual_seed(0)
+        with accelerator.no_sync(precond):
+            losses = loss_fn(precond, x, labels, generator=generator, selection_ratio=ratios)
+            accelerator.backward(losses.mean())
+        net.zero_grad()
+
+    return step
+
+
+def most_graphs(num_lengths: int) -> int:
+    """Return how many graphs blocks may need: they share their code, each length is one, and another where one runs in fp32."""
+    return 2 * num_lengths + 4
+
+
 class SpeedCheck:
     """Compare the measured speed-up of the routes with the predicted one, once, when everything is compiled.
 
@@ -45,6 +69,7 @@ class SpeedCheck:
         predict: the speed-up that the FLOPs promise at given ratios.
         net: whose routes they are.
         compiled: whether its blocks are compiled.
+        num_lengths: how many lengths of the sequence the run knows.
         report: is given what was found.
         show: prints a line.
     """
@@ -56,10 +81,12 @@ class SpeedCheck:
         net: nn.Module,
         device: torch.device,
         compiled: bool,
+        num_lengths: int,
         report: Callable[[dict[str, float]], None],
         show: Callable[[str], None],
     ):
         self.step, self.predict, self.net, self.device, self.compiled = step, predict, net, device, compiled
+        self.num_lengths, self.num_graphs_before = num_lengths, _num_graphs()
         self.report, self.show = report, show
 
     def __call__(self, ratios: tuple[float, ...]) -> None:
@@ -69,7 +96,12 @@ class SpeedCheck:
             return
         dense = (0.0,) * len(ratios)
         steps = {"dense": lambda: self.step(dense), "routed": lambda: self.step(ratios)}
-        seconds = interleaved_seconds(steps, self.device, REPEATS)
+        try:
+            seconds = interleaved_seconds(steps, self.device, REPEATS)
+        except torch.OutOfMemoryError:
+            self.net.zero_grad()
+            self.show("the speed-up was not measured: a dense step does not fit into the memory at this train.micro_batch_size")
+            return
         measured = speedup(seconds["dense"], seconds["routed"])
         self.report({"measured_speedup": measured, "predicted_speedup": predicted})
         self.show(f"a routed forward and backward pass is {measured:.2f}x as fast as a dense one ({predicted:.2f}x in FLOPs)")
@@ -90,10 +122,15 @@ class SpeedCheck:
             causes.append("gradient checkpointing, whose bookkeeping does not shrink with the tokens")
         if not self.compiled:
             causes.append("uncompiled blocks (train.compile=false)")
-        if num_graphs := torch._dynamo.utils.counters["stats"].get("unique_graphs", 0):
-            causes.append(f"recompilation ({num_graphs} graphs so far)")
+        num_graphs = _num_graphs() - self.num_graphs_before
+        if num_graphs > most_graphs(self.num_lengths):
+            causes.append(f"recompilation ({num_graphs} graphs)")
         if hidden_size < NARROW:
             causes.append(
                 f"little work per token (hidden_size={hidden_size}): what does not shrink with the tokens weighs more"
             )
         return [*causes, "another program on this machine"]
+
+
+def _num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)

@@ -49,11 +49,12 @@ class Trainer:
         net: the same network, unwrapped.
         loss_fn: loss_fn(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) -> (N,).
         route_plan: tells the ratio of each route at each step.
-        token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay.
+        token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay; None where masks are not used.
         micro_batches: gives this process's micro-batches (stored entries, labels, masks, num_forced) from a step on.
         to_latents: turns stored entries into what the network sees, with a generator for what it draws.
         evaluators: (every how many steps, evaluator).
-        after_first_window: called with the last step's ratios at the first log point, when everything is compiled.
+        after_first_window: called with the last step's ratios at the first log point where tokens bypass, when everything
+            is compiled.
         metrics_file: gets every line; None on all processes but the first, like `tracker`.
         batch_size, micro_batch_size: the global batch, and the part of it that one forward takes.
         grad_clip: largest norm of the gradient; None does not clip.
@@ -69,7 +70,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         loss_fn: Callable[..., torch.Tensor],
         route_plan: RoutePlan,
-        token_mask: Callable[[torch.Tensor], torch.Tensor],
+        token_mask: Callable[[torch.Tensor], torch.Tensor] | None,
         micro_batches: Callable[[int], Iterable[MicroBatch]],
         to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
         evaluators: Sequence[tuple[int, Evaluator]],
@@ -148,8 +149,9 @@ class Trainer:
                 self.accelerator.backward(micro_loss)
             loss += micro_loss.detach()
             if masks is not None:
-                self.window[5] += self.route_plan.num_forced_bypassed(routing["force_keep"], self.ratios)
-        self.window[4] += sum(self.ratios) / max(1, len(self.ratios))
+                num_bypassed = self.route_plan.num_forced_bypassed(routing["force_keep"], self.ratios)
+                self.window[WINDOW.index("num_forced_bypassed")] += num_bypassed
+        self.window[WINDOW.index("selection_ratio")] += sum(self.ratios) / max(1, len(self.ratios))
         self._update_weights(loss)
 
     def _update_weights(self, loss: torch.Tensor) -> None:
@@ -164,8 +166,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.ema.update(self.net, skipped)
         landed = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
-        self.window[:3] += landed.nan_to_num(0.0, 0.0, 0.0)
-        self.window[3] += skipped
+        self.window[:3] += landed.nan_to_num(0.0, 0.0, 0.0)  # loss, grad_norm, landed
+        self.window[WINDOW.index("skipped")] += skipped
 
     def _generator(self, micro_index: int) -> torch.Generator:
         state = np.random.SeedSequence([self.seed, self.step, micro_index]).generate_state(1, np.uint64)
@@ -199,7 +201,7 @@ class Trainer:
             self.tracker.log({key: value for key, value in values.items() if value is not None}, self.step)
 
     def _after_first_window(self) -> None:
-        if self.after_first_window:
+        if self.after_first_window and any(self.ratios):
             self.after_first_window(self.ratios)
             self.after_first_window = None
 

@@ -106,7 +106,13 @@ def test_all_processes_and_micro_batches_of_a_step_know_the_largest_mask():
     assert len(set(expected)) > 1
     for rank in (0, 1):
         batches = stream(
-            dataset, 0, **arguments, process_index=rank, num_processes=2, token_mask=lambda mask: (mask > 0).flatten(1)
+            dataset,
+            0,
+            **arguments,
+            process_index=rank,
+            num_processes=2,
+            with_masks=True,
+            token_mask=lambda mask: (mask > 0).flatten(1),
         )
         for step, (first_half, second_half) in zip(expected, pairs(batches), strict=False):
             assert first_half.num_forced == second_half.num_forced == step

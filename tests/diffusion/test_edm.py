@@ -1,6 +1,7 @@
 import torch
 
 from diffusion import EDMLoss, EDMPrecond
+from routing import Route
 from tests.networks import PAPER, small_batch, small_dit
 
 SIGMAS = torch.tensor([0.002, 0.1, 0.5, 2.0, 80.0], dtype=torch.float64)
@@ -134,3 +135,13 @@ def test_loss_of_kept_tokens_leaves_the_others_out():
     net.eval()
     dense = [fn(EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0)) for fn in (loss_fn, EDMLoss())]
     torch.testing.assert_close(*dense)
+
+
+def test_a_sample_that_no_two_routes_keep_a_token_of_has_no_loss():
+    """Two routes at 0.8 keep 4 of 16 tokens each, and in some samples none in common."""
+    routes = [Route(0.8, 1, 2), Route(0.8, 3, 4)]
+    net = small_dit(routes).train()
+    x, _, labels = small_batch(64)
+    losses = EDMLoss(kept_tokens_only=True)(EDMPrecond(net), x, labels, generator=torch.Generator().manual_seed(0))
+    assert losses.isfinite().all()
+    assert 0 < (losses == 0).sum() < 64

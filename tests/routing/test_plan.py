@@ -76,6 +76,16 @@ def test_under_grow_no_forced_token_ever_bypasses(seed, ratio, num_tokens):
     assert ids.shape[1] in growing.lengths(with_force_keep=True)
 
 
+def test_more_forced_tokens_than_there_are_is_an_error():
+    with pytest.raises(ValueError, match=r"num_forced=17 must be at most num_tokens=16: count without the prefix"):
+        grow_ratio(0.5, 16, 17)
+
+
+def test_a_factor_that_rounds_a_ratio_up_to_one_is_refused():
+    with pytest.raises(ValueError, match=r"end_factor=1\.0101 times selection_ratio=0\.99"):
+        plan((Route(0.99, 2, 4),), schedule="linear", end_factor=1.0101)
+
+
 def test_under_grow_a_full_mask_makes_the_step_dense():
     assert plan().ratios(0, num_forced=64) == (0.0, 0.0)
     assert plan().ratios(0, num_forced=33) == (0.375, 0.2)
@@ -93,10 +103,14 @@ def test_under_bypass_nothing_grows_and_what_does_not_fit_is_counted():
 
 def test_under_error_the_sample_is_named():
     plan(force_keep_overflow="error").check_force_keep([3, 32, 0])
-    with pytest.raises(ValueError, match=r"sample 2 forces 33 of 64 tokens to stay, more than the 32 that model\.routes\.0"):
+    with pytest.raises(
+        ValueError, match=r"sample 2 forces 33 of 64 tokens to stay, more than the 32 that the route of blocks 2 to 4"
+    ):
         plan(force_keep_overflow="error").check_force_keep([3, 32, 33, 64])
     plan(force_keep_overflow="grow").check_force_keep([64])
     plan((), force_keep_overflow="error").check_force_keep([64])
+    with pytest.raises(ValueError, match=r"more than the 13 that the route of blocks 5 to 6 keeps"):
+        plan((Route(0.5, 2, 4), Route(0.8, 5, 6)), force_keep_overflow="error").check_force_keep([14])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +121,7 @@ def test_under_error_the_sample_is_named():
         ({"end_factor": 0.5}, r"routing\.end_factor=0\.5 needs routing\.schedule=linear or cosine"),
         (
             {"schedule": "linear", "end_factor": 2},
-            r"routing\.end_factor=2 times model\.routes\.0\.selection_ratio=0\.5",
+            r"routing\.end_factor=2 times selection_ratio=0\.5 of the route of blocks 2 to 4",
         ),
         ({"schedule": "linear", "start_factor": -1}, r"routing\.start_factor=-1 times"),
         ({"schedule": "linear", "num_levels": 1}, r"routing\.num_levels=1 must be at least 2"),

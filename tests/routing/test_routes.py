@@ -93,6 +93,11 @@ def test_the_configuration_of_simpletuner_is_read():
     [
         ({}, "must have one key, routes"),
         ({"routes": {}}, "must have one key, routes, with a list"),
+        ({"routes": [None]}, r"routes\.0=None must have the keys"),
+        (
+            {"routes": [{"selection_ratio": "0.5", "start_layer_idx": 2, "end_layer_idx": 3}]},
+            r"routes\.0\.selection_ratio='0\.5' must be a number",
+        ),
         ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.*: end_layer_idx"),
         (
             {"routes": [{"ratio": 0.5, "selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}]},

@@ -156,6 +156,18 @@ def test_prefix_tokens_do_not_count_in_the_ratio():
     [
         ({"importance_weight": 1.5}, r"importance_weight=1\.5 must be in \[0, 1\]"),
         ({"importance_weight": 0.5}, r"importance_weight=0\.5 needs the importance"),
+        ({"num_kept": 9}, r"num_kept=9 must be in \[1, 8\]"),
+        ({"num_kept": 0}, r"num_kept=0 must be in \[1, 8\]"),
+        # What a joint sequence of 3 prefix tokens tempts to: indices would be shifted.
+        (
+            {"force_keep": torch.ones(2, 11).bool(), "num_prefix_tokens": 3},
+            r"force_keep of shape \(2, 11\) must be of shape \(2, 8\)",
+        ),
+        (
+            {"importance": torch.ones(2, 11), "num_prefix_tokens": 3},
+            r"importance of shape \(2, 11\) must be .* without the prefix",
+        ),
+        ({"force_keep": torch.ones(2, 8)}, r"force_keep of torch\.float32 must be of torch\.bool"),
     ],
 )
 def test_wrong_selection_is_refused(arguments, message):
@@ -208,7 +220,7 @@ def test_start_and_end_agree_with_a_loop(num_samples, num_tokens, ratio):
     assert torch.equal(end_route(processed, ids, x), expected)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize("dim", [1, 2, 3, -1, -2])
 def test_gather_tokens_works_along_any_dimension(dim):
     shape = [2, 4, 5, 6]
     shape[dim] = 9
@@ -216,7 +228,7 @@ def test_gather_tokens_works_along_any_dimension(dim):
     ids = sample_ids_keep(2, 9, 0.5)
     gathered = gather_tokens(x, ids, dim)
     for sample in range(2):
-        assert torch.equal(gathered[sample], x[sample].index_select(dim - 1, ids[sample]))
+        assert torch.equal(gathered[sample], x[sample].index_select(dim - (dim > 0), ids[sample]))
 
 
 def test_a_table_that_all_samples_share_becomes_one_for_each():

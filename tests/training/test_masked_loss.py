@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from data import LatentManifest, LatentWriter
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
@@ -68,17 +69,17 @@ def test_under_bypass_k_stays_and_the_forced_tokens_that_bypass_are_counted(tmp_
 
 
 def test_under_error_the_data_are_refused_before_anything_is_written(tmp_path, latents):
-    with pytest.raises(ValueError, match=r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that model\.routes\.0"):
+    with pytest.raises(ValueError, match=r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that the route of"):
         tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=error")
     assert not (tmp_path / "run").exists()
     tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=error", "model.routes.0.selection_ratio=0")
 
 
 @pytest.mark.parametrize("model", ["tread", "dit"])
-def test_positions_outside_the_mask_do_not_change_training(tmp_path, latents, model):
-    """The gradient of a masked step, by hand: the loss of each position times its weight."""
+def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path, latents, model):
     trainer, _ = tiny_trainer(tmp_path / "run", *latents, f"model={model}")
     micro_batch = next(iter(trainer.micro_batches(0)))
+    micro_batch.masks[2] = 0
     losses = []
     loss_fn = trainer.loss_fn
 
@@ -91,8 +92,8 @@ def test_positions_outside_the_mask_do_not_change_training(tmp_path, latents, mo
     ((loss, arguments),) = losses
     assert torch.equal(arguments["loss_mask"], micro_batch.masks)
     assert torch.equal(arguments["force_keep"], torch.nn.functional.max_pool2d(micro_batch.masks, 2).flatten(1) > 0)
-    empty = micro_batch.masks.flatten(1).sum(dim=1) == 0
-    assert torch.equal(loss.detach() == 0, empty)
+    assert torch.equal(loss.detach() == 0, micro_batch.masks.flatten(1).sum(dim=1) == 0)
+    assert 0 < (loss == 0).sum() < len(loss)
 
 
 def test_held_out_loss_is_masked_as_well(tmp_path, latents):
@@ -108,3 +109,16 @@ def test_a_masked_run_resumes_bitwise(tmp_path, latents):
     tiny_run(tmp_path / "parts", *latents, "train.total_steps=4")
     tiny_run(tmp_path / "parts", *latents)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("overflow", ["grow", "bypass"])
+def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, overflow):
+    """Fake tensors have no values: whatever asks for one fails."""
+    options = ("train.grad_clip=0.1", "train.micro_batch_size=4", "model.importance_weight=0.5", "ema.warmup=true")
+    trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options, f"routing.force_keep_overflow={overflow}")
+    loader = iter(trainer.micro_batches(0))
+    micro_batches = [next(loader), next(loader)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        trainer._train_step(iter(micro_batches))
+        with pytest.raises(DataDependentOutputException):
+            trainer._log_training()  # which does ask

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 
@@ -9,38 +7,66 @@ from training.speed import SpeedCheck, interleaved_seconds, speedup
 CPU = torch.device("cpu")
 
 
-def check(dense_sec, routed_sec, predicted, **options):
-    """Run a check on steps that sleep; return what was reported and shown."""
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until a step moves it."""
+    now = [0.0]
+    monkeypatch.setattr("training.speed.time.perf_counter", lambda: now[0])
+    return now
+
+
+def check(clock, dense_sec, routed_sec, predicted, **options):
+    """Run a check on steps that move the clock; return what was reported and shown."""
     net, reported, shown = small_dit([PAPER], **options), {}, []
+
+    def step(ratios):
+        clock[0] += routed_sec if ratios[0] else dense_sec
+
     SpeedCheck(
-        step=lambda ratios: time.sleep(routed_sec if ratios[0] else dense_sec),
+        step=step,
         predict=lambda ratios: predicted,
         net=net,
         device=CPU,
         compiled=False,
+        num_lengths=2,
         report=reported.update,
         show=shown.append,
     )((0.5,))
     return reported, shown
 
 
-def test_a_speed_up_as_predicted_is_told_and_no_more():
-    reported, shown = check(0.03, 0.02, predicted=1.5)
-    assert reported["measured_speedup"] == pytest.approx(1.5, rel=0.15)
+def test_a_speed_up_as_predicted_is_told_and_no_more(clock):
+    reported, shown = check(clock, 3.0, 2.0, predicted=1.5)
+    assert reported["measured_speedup"] == pytest.approx(1.5)
     assert reported["predicted_speedup"] == 1.5
     assert len(shown) == 1
     assert "1.50x in FLOPs" in shown[0]
 
 
-def test_a_speed_up_far_below_the_predicted_one_names_the_likely_causes():
-    _, shown = check(0.02, 0.02, predicted=1.5, gradient_checkpointing=True)
+@pytest.mark.parametrize(("routed_sec", "lines"), [(2.49, 1), (2.51, 2)])
+def test_the_limit_is_eighty_percent_of_the_predicted_speed_up(clock, routed_sec, lines):
+    assert len(check(clock, 3.0, routed_sec, predicted=1.5)[1]) == lines
+
+
+def test_a_dense_step_that_does_not_fit_is_told_and_harms_nothing():
+    net, shown = small_dit([PAPER]), []
+
+    def step(ratios):
+        raise torch.OutOfMemoryError("no")
+
+    SpeedCheck(step, lambda ratios: 1.5, net, CPU, False, 2, report=None, show=shown.append)((0.5,))
+    assert "was not measured" in shown[0]
+
+
+def test_a_speed_up_far_below_the_predicted_one_names_the_likely_causes(clock):
+    _, shown = check(clock, 2.0, 2.0, predicted=1.5, gradient_checkpointing=True)
     assert len(shown) == 2
     for cause in ("a short window (3 of 8 blocks)", "gradient checkpointing", "uncompiled blocks", "hidden_size=32"):
         assert cause in shown[1]
 
 
-def test_where_nothing_bypasses_nothing_is_measured():
-    assert check(0, 0, predicted=1) == ({}, [])
+def test_where_nothing_bypasses_nothing_is_measured(clock):
+    assert check(clock, 1, 1, predicted=1) == ({}, [])
 
 
 def test_functions_take_turns_after_a_warm_up():

@@ -89,6 +89,13 @@ def test_a_changed_configuration_is_refused_with_the_difference(tmp_path):
     assert metrics(tmp_path / "run", clocks=True) == before
 
 
+def test_gradient_checkpointing_may_change_on_the_way_and_changes_nothing(tmp_path):
+    tiny_run(tmp_path / "whole")
+    tiny_run(tmp_path / "parts", "train.total_steps=4")
+    tiny_run(tmp_path / "parts", "model.gradient_checkpointing=true")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
 def test_results_without_a_checkpoint_are_not_overwritten_either(tmp_path):
     trainer, run = tiny_trainer(tmp_path, "train.log_every=1")
 
@@ -275,7 +282,7 @@ def test_a_schedule_that_follows_the_total_can_not_be_made_longer(tmp_path):
 def test_a_dense_finetune_starts_from_the_averaged_weights_of_a_routed_run(tmp_path):
     tiny_run(tmp_path / "routed", "train.total_steps=2")
     finetune = ("experiment=dense_finetune", "data=synthetic")
-    with pytest.raises(FileNotFoundError, match="runs/NAME"):
+    with pytest.raises(FileNotFoundError, match=r"train\.init_from=runs/NAME is not there"):
         tiny_trainer(tmp_path / "finetune", *finetune)
     trainer, _ = tiny_trainer(tmp_path / "finetune", *finetune, f"train.init_from={tmp_path / 'routed'}")
     assert trainer.net.routes == ()
