@@ -1,6 +1,7 @@
 """What a run was: its configuration, commit, versions, device, command and data, kept beside its results."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch.nn as nn
 import yaml
 from joblib import cpu_count
 
+PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy")
 
 # What a resumed run may change: none of it changes the weights that a step gives.
@@ -108,7 +110,7 @@ def follows_the_total(config: dict[str, Any]) -> bool:
 def environment(device: str) -> dict[str, Any]:
     """Return commit, versions, device, processor and command of this process."""
     return {
-        "command": " ".join(sys.argv),
+        "command": " ".join([os.path.relpath(sys.argv[0], PROJECT), *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "python": platform.python_version(),
@@ -158,9 +160,8 @@ def _processor() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    folder = Path(__file__).resolve().parent
     try:
-        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+        result = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None  # not a git checkout: a fact worth recording, not an error
     return result.stdout.strip()
