@@ -93,6 +93,32 @@ def test_rotary_attention_depends_on_the_difference_of_positions_alone():
     assert not torch.allclose(attend(rope[:1, :4]), corner, atol=1e-3)
 
 
+def test_modern_block_is_what_its_name_says():
+    """RMSNorm, QK-norm, rotation of pairs of channels as complex numbers, softmax, SwiGLU: worked out by hand."""
+    net = small_dit(block="modern")
+    block, x, c = net.blocks[0], torch.randn(2, 16, 32), torch.randn(2, 1, 32)
+    torch.nn.init.uniform_(block.attn.q_norm.weight, 0.5, 2.0)
+
+    def rms(z):
+        return z / (z.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+
+    def rotated(z):
+        sin, cos = net.rope.chunk(2, dim=-1)
+        turns = torch.complex(cos[..., ::2], sin[..., ::2])  # each pair of channels turns by one angle
+        return torch.view_as_real(torch.view_as_complex(z.unflatten(-1, (-1, 2)).contiguous()) * turns.unsqueeze(1)).flatten(-2)
+
+    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaLN_modulation(c).chunk(6, dim=-1)
+    qkv = block.attn.qkv(rms(x) * (1 + scale_msa) + shift_msa).view(2, 16, 3, 4, 8)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    q, k = rotated(rms(q) * block.attn.q_norm.weight), rotated(rms(k) * block.attn.k_norm.weight)
+    attended = ((q @ k.mT) / 8**0.5).softmax(dim=-1) @ v
+    h = x + gate_msa * block.attn.proj(attended.transpose(1, 2).flatten(2))
+    inner = rms(h) * (1 + scale_mlp) + shift_mlp
+    gated = torch.nn.functional.silu(block.mlp.fc1_g(inner)) * block.mlp.fc1_x(inner)
+    torch.testing.assert_close(block(x, c, net.rope), h + gate_mlp * block.mlp.fc2(gated), atol=1e-5, rtol=1e-5)
+    assert block.mlp.fc2.in_features % 8 == 0
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_prefix_tokens_stay_in_front_and_never_bypass(variant):
     net = small_dit([PAPER], **variant).train()
