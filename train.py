@@ -105,7 +105,7 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
     if accelerator.is_main_process:
         tracker = configuration.build(config["tracker"])() if config["tracker"] else None
         details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
-        details["cost"] = cost.describe()
+        details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe()}
         run.begin(config, {**details, "data": dataset.describe(), "status": "running"})
         metrics_file = MetricsFile(run.path / "metrics.jsonl", state["metrics_size"] if state else 0)
         print(summary(config, details, net, resumed_step=state["step"] if state else 0), flush=True)

@@ -17,7 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from models.blocks import BLOCKS, FinalLayer
 from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, rotary_table, sincos_position_table
-from routing import Route, end_route, gather_tokens, resolve_routes, sample_ids_keep, start_route, token_importance
+from routing import (
+    Route,
+    end_route,
+    gather_tokens,
+    num_tokens_kept,
+    resolve_routes,
+    sample_ids_keep,
+    start_route,
+    token_importance,
+)
 
 INITS = ("adaln_zero", "xavier")
 
@@ -96,6 +105,12 @@ class DiT(nn.Module):
         grid_size = input_size // patch_size
         self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
         self.num_tokens = self.x_embedder.num_patches
+        for route in self.routes:
+            if route.selection_ratio and num_tokens_kept(self.num_tokens, route.selection_ratio) == self.num_tokens:
+                raise ValueError(
+                    f"selection_ratio={route.selection_ratio} of the route of blocks {route.start_layer_idx} to "
+                    f"{route.end_layer_idx} lets none of {self.num_tokens} tokens bypass"
+                )
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
         self.prefix = nn.Parameter(torch.empty(1, num_prefix_tokens, hidden_size)) if num_prefix_tokens else None

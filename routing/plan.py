@@ -28,9 +28,10 @@ class RoutePlan:
         num_tokens: T, tokens that may bypass.
         total_steps: steps of the training.
         schedule: `constant`, or how a factor on every ratio goes from `start_factor` to `end_factor`: `linear`, `cosine`.
-        start_factor, end_factor: None is 1 and 0; only for a schedule that is not constant.
+        start_factor: None is 1.
+        end_factor: must be given for a schedule that is not constant.
         num_levels: how many values the factor takes.
-        off_last_steps: so many last steps are dense.
+        off_last_steps: so many last steps are dense; the schedule ends before them.
         force_keep_overflow: where a sample forces more tokens to stay than K: `grow` raises K for this step, up to T;
             `bypass` lets the least important of them bypass and counts them; `error` refuses the data.
 
@@ -66,6 +67,10 @@ class RoutePlan:
                         f"routing.{key}={factor} times selection_ratio={route.selection_ratio} of {_name(route)} "
                         "must be in [0, 1)"
                     )
+        if self.schedule != "constant" and self.end_factor is None:
+            raise ValueError(
+                f"routing.schedule={self.schedule} needs routing.end_factor, what the ratios are multiplied by last"
+            )
         if self.schedule != "constant" and self.num_levels < 2:
             raise ValueError(f"routing.num_levels={self.num_levels} must be at least 2")
 
@@ -89,6 +94,21 @@ class RoutePlan:
         levels = {ratio for ratios in self._levels() for ratio in ratios}
         ratios = {r for level in levels for r in (_buckets(level) if grows else (level,))} | {0.0}
         return {num_tokens_kept(self.num_tokens, ratio) for ratio in ratios}
+
+    def describe(self, with_force_keep: bool) -> list[str]:
+        """Return what happens to the tokens, a line for each route and one for the schedule."""
+        T = self.num_tokens
+        lines = [
+            f"{T - num_tokens_kept(T, route.selection_ratio)} of {T} tokens bypass blocks {route.start_layer_idx} to "
+            f"{route.end_layer_idx} while training"
+            + (", fewer where masks hold more" if with_force_keep and self.force_keep_overflow == "grow" else "")
+            for route in self.routes
+        ]
+        if self.routes and (self.schedule != "constant" or self.off_last_steps):
+            levels = " -> ".join(", ".join(f"{ratio:g}" for ratio in ratios) for ratios in self._levels())
+            dense = f", then {self.off_last_steps} dense steps" if self.off_last_steps else ""
+            lines.append(f"ratio {levels} over {self.total_steps - (self.off_last_steps or 0)} steps{dense}")
+        return lines
 
     def check_force_keep(self, num_forced: Sequence[int]) -> None:
         """Refuse samples that force more tokens to stay than fit, where the plan is to refuse them.
@@ -126,13 +146,12 @@ class RoutePlan:
         if self.schedule == "constant":
             return [tuple(route.selection_ratio for route in self.routes)]
         start = 1.0 if self.start_factor is None else self.start_factor
-        end = 0.0 if self.end_factor is None else self.end_factor
         levels = []
         for i in range(self.num_levels):
             progress = i / (self.num_levels - 1)
             if self.schedule == "cosine":
                 progress = (1 - math.cos(math.pi * progress)) / 2
-            factor = start + (end - start) * progress
+            factor = start + (self.end_factor - start) * progress
             levels.append(tuple(round(route.selection_ratio * factor, RATIO_DIGITS) for route in self.routes))
         return levels
 

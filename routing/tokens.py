@@ -46,7 +46,8 @@ def sample_ids_keep(
         num_tokens: T, without the prefix.
         selection_ratio: fraction of the T tokens that bypass the window.
         generator: source of randomness, on `device`; None is the default generator of the device.
-        importance: (N, T) score of each token, higher is more important; see `token_importance`.
+        importance: (N, T) score of each token, higher is more important; see `token_importance`. At weight 0 it only
+            decides which forced tokens stay where not all of them fit.
         importance_weight: 0 draws at random, 1 keeps strictly the most important; in between the two are mixed.
         force_keep: (N, T) bool, tokens that must not bypass. Where a sample has more of them than fit, the most important
             of them stay (without `importance`: a random part); `RoutePlan` tells how that is avoided or counted.
@@ -57,8 +58,8 @@ def sample_ids_keep(
         (N, P + K) int64 positions in the whole sequence of P + T tokens, unique and ascending in each row.
 
     Raises:
-        ValueError: a weight outside [0, 1], or one above 0 without importance; scores or a mask that are not of the
-            (N, T) tokens that may bypass; a K outside [1, T].
+        ValueError: a ratio outside [0, 1); a weight outside [0, 1], or one above 0 without importance; scores or a mask
+            that are not of the (N, T) tokens that may bypass; a K outside [1, T].
     """
     if not 0 <= importance_weight <= 1:
         raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]")
@@ -71,6 +72,8 @@ def sample_ids_keep(
             )
     if force_keep is not None and force_keep.dtype != torch.bool:
         raise ValueError(f"force_keep of {force_keep.dtype} must be of torch.bool")
+    if not 0 <= selection_ratio < 1:
+        raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1)")
     if num_kept is None:
         num_kept = num_tokens_kept(num_tokens, selection_ratio)
     if not 1 <= num_kept <= num_tokens:

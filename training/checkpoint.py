@@ -101,7 +101,10 @@ def load_weights(net: nn.Module, source: str | Path) -> None:
     expected = net.state_dict()
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
-        raise ValueError(f"{file}: the weights are not of this network: missing {missing[:3]}, not known {unexpected[:3]}")
+        raise ValueError(
+            f"{file}: the weights are not of this network (model/size, model/block, model.num_prefix_tokens must be the same): "
+            f"missing {missing[:3]}, not known {unexpected[:3]}"
+        )
     for name, tensor in expected.items():
         if tensors[name].shape != tensor.shape:
             hint = "; DiT and SiT checkpoints need model.learn_sigma=true" if name.startswith("final_layer.linear") else ""

@@ -128,19 +128,8 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         f"run        {config['output_dir']}" + (f", resumed at step {resumed_step}" if resumed_step else ""),
         f"network    {num_parameters / 1e6:.2f}M parameters, {len(net.blocks)} blocks, {net.num_tokens} tokens",
         f"cost       {cost['dense_forward_flops'] / 2e9:.3g} GMAC for one image and forward pass",
-        *(
-            f"route      {route.selection_ratio:.0%} of the tokens bypass blocks {route.start_layer_idx} to "
-            f"{route.end_layer_idx} (of 0 to {len(net.blocks) - 1}) while training"
-            for route in net.routes
-        ),
-        *(
-            [
-                f"saving     {cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps of "
-                f"{cost['predicted_speedup']:.2f}x fewer FLOPs (with windows of this length {cost['ceiling']:.2f}x at most)"
-            ]
-            if net.routes
-            else []
-        ),
+        *(f"route      {line}" for line in details["routes"]),
+        *([f"saving     {_saving(net, cost)}"] if net.routes else []),
         f"batch      {train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}, "
         f"{details['num_processes']} process(es) on {details['device']}",
         f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
@@ -150,6 +139,15 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
     if resolved["compile"]:
         lines.append("The first step compiles the blocks: this can take a minute.")
     return "\n".join(lines)
+
+
+def _saving(net: nn.Module, cost: dict[str, float]) -> str:
+    if not net.removal:
+        return "none: with model.removal=false the blocks process all tokens"
+    return (
+        f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps of {cost['predicted_speedup']:.2f}x fewer "
+        f"FLOPs (if all tokens that may bypass these blocks did: {cost['ceiling']:.2f}x)"
+    )
 
 
 def _processor() -> str:

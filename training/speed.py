@@ -82,7 +82,7 @@ class SpeedCheck:
         device: torch.device,
         compiled: bool,
         num_lengths: int,
-        report: Callable[[dict[str, float]], None],
+        report: Callable[[dict[str, Any]], None],
         show: Callable[[str], None],
     ):
         self.step, self.predict, self.net, self.device, self.compiled = step, predict, net, device, compiled
@@ -103,8 +103,12 @@ class SpeedCheck:
             self.show("the speed-up was not measured: a dense step does not fit into the memory at this train.micro_batch_size")
             return
         measured = speedup(seconds["dense"], seconds["routed"])
-        self.report({"measured_speedup": measured, "predicted_speedup": predicted})
-        self.show(f"a routed forward and backward pass is {measured:.2f}x as fast as a dense one ({predicted:.2f}x in FLOPs)")
+        found = {"ratios": list(ratios), "measured_speedup": measured, "predicted_speedup": predicted}
+        self.report({"speed_check": found})
+        at = ", ".join(f"{ratio:g}" for ratio in ratios)
+        self.show(
+            f"a forward and backward pass at ratio {at} is {measured:.2f}x as fast as a dense one ({predicted:.2f}x in FLOPs)"
+        )
         if measured < LEAST_SHARE * predicted:
             causes = "; ".join(self._likely_causes())
             self.show(

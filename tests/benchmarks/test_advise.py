@@ -37,6 +37,13 @@ def test_the_published_window_unless_another_is_faster_and_as_much_alike(others,
     assert (best.route.start_layer_idx, best.route.end_layer_idx) == expected
 
 
+def test_similarity_that_tells_nothing_apart_is_not_trusted():
+    fresh = [candidate(2, 8, alike=0.99), candidate(1, 9, measured=1.5, alike=0.985)]
+    best = recommend(fresh, depth=12)
+    assert (best.route.start_layer_idx, best.route.end_layer_idx) == (2, 8)
+    assert "has hardly been trained" in report(fresh, best, 12, 0.0)
+
+
 def test_where_routes_save_nothing_the_dense_twin_is_recommended():
     slow = [candidate(2, 8, measured=LEAST_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
     assert recommend(slow, depth=12) is None
@@ -44,9 +51,9 @@ def test_where_routes_save_nothing_the_dense_twin_is_recommended():
 
 
 def test_the_recommendation_is_an_override_as_the_command_line_takes_it():
-    (word,) = shlex.split(override(Route(0.25, 1, 3)))
+    (word,) = shlex.split(override(Route(0.25, 1, 3), depth=8))
     routes = validated("model=tread", word)["model"]["routes"]
-    assert routes == [{"selection_ratio": 0.25, "start_layer_idx": 1, "end_layer_idx": 3}]
+    assert routes == [{"selection_ratio": 0.25, "start_layer_idx": 1, "end_layer_idx": -5}]
 
 
 def test_similarity_is_the_mean_cosine_of_tokens_between_depths(tmp_path):

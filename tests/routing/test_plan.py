@@ -26,7 +26,7 @@ def test_a_constant_plan_is_the_routes_own_ratios():
     ],
 )
 def test_a_schedule_takes_a_few_levels_of_equal_length(schedule, expected):
-    ratios = [plan(schedule=schedule).ratios(step)[0] for step in range(100)]
+    ratios = [plan(schedule=schedule, end_factor=0).ratios(step)[0] for step in range(100)]
     assert [ratios[i] for i in (0, 24, 25, 49, 50, 74, 75, 99)] == [r for r in expected for _ in (0, 1)]
     assert len(set(ratios)) == 4
 
@@ -124,7 +124,8 @@ def test_under_error_the_sample_is_named():
             r"routing\.end_factor=2 times selection_ratio=0\.5 of the route of blocks 2 to 4",
         ),
         ({"schedule": "linear", "start_factor": -1}, r"routing\.start_factor=-1 times"),
-        ({"schedule": "linear", "num_levels": 1}, r"routing\.num_levels=1 must be at least 2"),
+        ({"schedule": "linear", "start_factor": 0.2}, r"routing\.schedule=linear needs routing\.end_factor"),
+        ({"schedule": "linear", "end_factor": 0, "num_levels": 1}, r"routing\.num_levels=1 must be at least 2"),
         ({"off_last_steps": 101}, r"routing\.off_last_steps=101 must be in \[1, 100\]"),
         ({"off_last_steps": 0}, r"routing\.off_last_steps=0 must be in \[1, 100\]"),
     ],
@@ -132,3 +133,16 @@ def test_under_error_the_sample_is_named():
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plan(**options)
+
+
+def test_a_plan_says_what_it_does():
+    assert plan().describe(False) == [
+        "32 of 64 tokens bypass blocks 2 to 4 while training",
+        "12 of 64 tokens bypass blocks 5 to 6 while training",
+    ]
+    scheduled = plan((Route(0.5, 2, 4),), schedule="linear", end_factor=0.5, num_levels=2, off_last_steps=10)
+    assert scheduled.describe(True) == [
+        "32 of 64 tokens bypass blocks 2 to 4 while training, fewer where masks hold more",
+        "ratio 0.5 -> 0.25 over 90 steps, then 10 dense steps",
+    ]
+    assert plan(()).describe(False) == []

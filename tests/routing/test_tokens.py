@@ -156,6 +156,7 @@ def test_prefix_tokens_do_not_count_in_the_ratio():
     [
         ({"importance_weight": 1.5}, r"importance_weight=1\.5 must be in \[0, 1\]"),
         ({"importance_weight": 0.5}, r"importance_weight=0\.5 needs the importance"),
+        ({"selection_ratio": 1.0}, r"selection_ratio=1\.0 must be in \[0, 1\)"),
         ({"num_kept": 9}, r"num_kept=9 must be in \[1, 8\]"),
         ({"num_kept": 0}, r"num_kept=0 must be in \[1, 8\]"),
         # What a joint sequence of 3 prefix tokens tempts to: indices would be shifted.
@@ -172,7 +173,7 @@ def test_prefix_tokens_do_not_count_in_the_ratio():
 )
 def test_wrong_selection_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        sample_ids_keep(2, 8, 0.5, **arguments)
+        sample_ids_keep(2, 8, **{"selection_ratio": 0.5, **arguments})
 
 
 def test_noise_is_fp32_whatever_the_autocast():

@@ -46,7 +46,7 @@ def test_bad_weights_are_one_clear_error_and_change_nothing(tmp_path):
     (tmp_path / "malicious.pt").write_bytes(pickle.dumps({"ema": Malicious()}))
     torch.save({"ema": Malicious()}, tmp_path / "malicious_zip.pt")
     for name, message in (
-        ("deeper.safetensors", "the weights are not of this network: missing .*, not known .*blocks.8"),
+        ("deeper.safetensors", "the weights are not of this network .*: missing .*, not known .*blocks.8"),
         ("classes.safetensors", r"y_embedder.embedding_table.weight has shape \(8, 32\), the network's is \(11, 32\)"),
         ("truncated.safetensors", "is truncated or no safetensors file"),
         ("learn_sigma.safetensors", "final_layer.linear.weight has shape .* need model.learn_sigma=true"),

@@ -37,8 +37,9 @@ def check(clock, dense_sec, routed_sec, predicted, **options):
 
 def test_a_speed_up_as_predicted_is_told_and_no_more(clock):
     reported, shown = check(clock, 3.0, 2.0, predicted=1.5)
-    assert reported["measured_speedup"] == pytest.approx(1.5)
-    assert reported["predicted_speedup"] == 1.5
+    assert reported["speed_check"]["measured_speedup"] == pytest.approx(1.5)
+    assert reported["speed_check"]["predicted_speedup"] == 1.5
+    assert reported["speed_check"]["ratios"] == [0.5]
     assert len(shown) == 1
     assert "1.50x in FLOPs" in shown[0]
 

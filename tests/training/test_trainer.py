@@ -297,6 +297,6 @@ def test_measuring_the_speed_up_changes_nothing(tmp_path):
     train.run_training(trainer, run)
     assert_same_run(tmp_path / "measured", tmp_path / "plain")
     manifest = json.loads((tmp_path / "measured" / "manifest.json").read_text())
-    assert manifest["measured_speedup"] > 0
-    assert manifest["predicted_speedup"] == pytest.approx(manifest["cost"]["predicted_speedup"])
-    assert "measured_speedup" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())
+    assert manifest["speed_check"]["measured_speedup"] > 0
+    assert manifest["speed_check"]["predicted_speedup"] == pytest.approx(manifest["cost"]["predicted_speedup"])
+    assert "speed_check" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())
