@@ -91,7 +91,7 @@ def main(cfg: DictConfig) -> None:
     best = recommend(candidates, depth)
     folder = Path(request["output"] or Path(request["run"]) / "advice")
     folder.mkdir(parents=True, exist_ok=True)
-    text = report(candidates, best, depth, coverage)
+    text = report(candidates, best, depth, coverage, routed=bool(config["model"]["routes"]))
     (folder / "advice.md").write_text(text + "\n")
     figures = {
         "checkpoint": str(checkpoint),
@@ -230,8 +230,8 @@ def override(route: Route, depth: int) -> str:
     return f"'model.routes=[{{{fields}}}]'"
 
 
-def report(candidates: list[Candidate], best: Candidate | None, depth: int, coverage: float) -> str:
-    """Return the table and the recommendation as markdown."""
+def report(candidates: list[Candidate], best: Candidate | None, depth: int, coverage: float, routed: bool) -> str:
+    """Return the table and the recommendation as markdown; `routed` says that the run was trained with routes."""
     lines = [
         f"Candidate routes at depth {depth}"
         + (f", masks force up to {coverage:.0%} of the tokens to stay" if coverage else ""),
@@ -258,6 +258,11 @@ def report(candidates: list[Candidate], best: Candidate | None, depth: int, cove
         "Similarity: mean cosine between the state in which tokens leave and the one in which they rejoin, without routes.",
         "Candidates are what published results allow: first block 1 to 3, last block depth-5 to depth-3, ratio up to 0.5.",
     ]
+    if routed:
+        notes.append(
+            "This run was trained with routes, which makes the states of its own window alike: ask a dense run for an opinion "
+            "that is free of it."
+        )
     if hardly_trained(candidates):
         notes.append(
             "All states are nearly the same: this network has hardly been trained, and similarity says nothing yet. "

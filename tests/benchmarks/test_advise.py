@@ -41,13 +41,17 @@ def test_similarity_that_tells_nothing_apart_is_not_trusted():
     fresh = [candidate(2, 8, alike=0.99), candidate(1, 9, measured=1.5, alike=0.985)]
     best = recommend(fresh, depth=12)
     assert (best.route.start_layer_idx, best.route.end_layer_idx) == (2, 8)
-    assert "has hardly been trained" in report(fresh, best, 12, 0.0)
+    assert "has hardly been trained" in report(fresh, best, 12, 0.0, routed=False)
+
+
+def test_on_a_routed_run_the_advice_says_whom_else_to_ask():
+    assert "ask a dense run" in report([candidate(2, 8)], candidate(2, 8), 12, 0.0, routed=True)
 
 
 def test_where_routes_save_nothing_the_dense_twin_is_recommended():
     slow = [candidate(2, 8, measured=LEAST_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
     assert recommend(slow, depth=12) is None
-    assert "train the dense twin, model=dit" in report(slow, None, 12, 0.0)
+    assert "train the dense twin, model=dit" in report(slow, None, 12, 0.0, routed=False)
 
 
 def test_the_recommendation_is_an_override_as_the_command_line_takes_it():
@@ -79,6 +83,7 @@ def test_advice_on_a_run_leaves_table_figures_and_picture(tmp_path):
     result = advise(f"run={tmp_path / 'run'}", "num_samples=8", "repeats=2")
     assert result.returncode == 0, result.stderr
     assert "| 2 to 4 | 0.5 | 8 |" in result.stdout
+    assert "ask a dense run" not in result.stdout
     figures = json.loads((tmp_path / "run" / "advice" / "advice.json").read_text())
     assert len(figures["candidates"]) == 16
     predicted = {
