@@ -33,7 +33,7 @@ from training.ema import EMA
 from training.machine import resolve_auto, start_process
 from training.provenance import RunFolder, environment, follows_the_total, summary
 from training.speed import SpeedCheck, micro_step, most_graphs
-from training.trackers import MetricsFile
+from training.trackers import MetricsFile, Tracker
 from training.trainer import Trainer
 
 GRID_SAMPLES, GRID_COLUMNS = 10, 10
@@ -101,14 +101,9 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
         )
     accelerator.wait_for_everyone()  # all have read what the first process is about to change
 
-    metrics_file = tracker = None
-    if accelerator.is_main_process:
-        tracker = configuration.build(config["tracker"])() if config["tracker"] else None
-        details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
-        details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe()}
-        run.begin(config, {**details, "data": dataset.describe(), "status": "running"})
-        metrics_file = MetricsFile(run.path / "metrics.jsonl", state["metrics_size"] if state else 0)
-        print(summary(config, details, net, resumed_step=state["step"] if state else 0), flush=True)
+    details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
+    details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe(), "data": dataset.describe()}
+    metrics_file, tracker = _begin(run, config, details, net, state) if accelerator.is_main_process else (None, None)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
     loading = {"num_workers": settings["num_workers"], "pin_memory": device.type == "cuda"}
@@ -151,6 +146,17 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
         **{key: settings[key] for key in ("total_steps", "grad_clip", "log_every", "save_every")},
         state=state,
     )
+
+
+def _begin(
+    run: RunFolder, config: dict[str, Any], details: dict[str, Any], net: nn.Module, state: dict[str, Any] | None
+) -> tuple[MetricsFile, Tracker | None]:
+    """Write what the run is, tell it to the user, and open what the run writes to."""
+    tracker = configuration.build(config["tracker"])() if config["tracker"] else None
+    run.begin(config, {**details, "status": "running"})
+    metrics_file = MetricsFile(run.path / "metrics.jsonl", state["metrics_size"] if state else 0)
+    print(summary(config, details, net, resumed_step=state["step"] if state else 0), flush=True)
+    return metrics_file, tracker
 
 
 def run_training(trainer: Trainer, run: RunFolder) -> None:
