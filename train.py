@@ -101,9 +101,11 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
         )
     accelerator.wait_for_everyone()  # all have read what the first process is about to change
 
-    details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
-    details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe(), "data": dataset.describe()}
-    metrics_file, tracker = _begin(run, config, details, net, state) if accelerator.is_main_process else (None, None)
+    metrics_file = tracker = None
+    if accelerator.is_main_process:
+        details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
+        details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe(), "data": dataset.describe()}
+        metrics_file, tracker = _begin(run, config, details, net, state)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
     loading = {"num_workers": settings["num_workers"], "pin_memory": device.type == "cuda"}

@@ -74,8 +74,8 @@ def main(cfg: DictConfig) -> None:
                 f"run={request['run']}: routes make no sense at model.depth={depth}, it must be at least {LEAST_DEPTH}: "
                 "the first and the last blocks must see all tokens, and hardly any would be left to bypass"
             )
-        for key in ("num_samples", "repeats"):
-            if request[key] < 1:
+        for key in ("num_samples", "repeats", "batch_size"):
+            if request[key] is not None and request[key] < 1:
                 raise ValueError(f"{key}={request[key]} must be at least 1")
         checkpoint = request["checkpoint"] or latest_checkpoint(Path(request["run"]))
         if checkpoint is None:
@@ -211,7 +211,8 @@ def _counted(function: Callable[[], None], bar: tqdm) -> Callable[[], None]:
 
 def recommend(candidates: list[Candidate], depth: int) -> Candidate | None:
     """Return the candidate to take by the rule above; None where routes save too little to be worth it."""
-    (published,) = (c for c in candidates if c.route == Route(PUBLISHED.selection_ratio, 2, depth - 4))
+    (published_route,) = resolve_routes([PUBLISHED], depth)
+    (published,) = (c for c in candidates if c.route == published_route)
     eligible = [c for c in candidates if c.similarity >= published.similarity - LESS_ALIKE_BY]
     fastest = max(eligible, key=lambda c: c.measured_speedup)
     deviates = fastest.measured_speedup >= FASTER_BY * published.measured_speedup and not hardly_trained(candidates)
@@ -240,8 +241,10 @@ def report(candidates: list[Candidate], best: Candidate | None, depth: int, cove
         "|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for c in sorted(candidates, key=lambda c: -c.measured_speedup):
-        published = c.route == Route(PUBLISHED.selection_ratio, 2, depth - 4)
-        notes = [*(["published"] if published else []), *(["recommended"] if c == best else [])]
+        notes = [
+            *(["published"] if (c.route,) == resolve_routes([PUBLISHED], depth) else []),
+            *(["recommended"] if c == best else []),
+        ]
         lines.append(
             f"| {c.route.start_layer_idx} to {c.route.end_layer_idx} | {c.route.selection_ratio} | {c.num_kept} "
             f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x "

@@ -121,13 +121,16 @@ class RoutePlan:
         """
         if self.force_keep_overflow != "error" or not self.routes:
             return
-        ratio, i = max((ratio, -i) for ratios in self._levels() for i, ratio in enumerate(ratios))
+        ratio, route = max(
+            ((ratio, route) for ratios in self._levels() for ratio, route in zip(ratios, self.routes, strict=True)),
+            key=lambda pair: pair[0],
+        )
         num_kept = num_tokens_kept(self.num_tokens, ratio)
         for sample, forced in enumerate(num_forced):
             if forced > num_kept:
                 raise ValueError(
                     f"sample {sample} forces {forced} of {self.num_tokens} tokens to stay, more than the {num_kept} that "
-                    f"{_name(self.routes[-i])} keeps: lower its selection_ratio={ratio}, or set "
+                    f"{_name(route)} keeps: lower its selection_ratio={ratio}, or set "
                     "routing.force_keep_overflow=grow"
                 )
 

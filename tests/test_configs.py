@@ -1,6 +1,7 @@
 """Every configuration composes, validates and builds; every wrong one is refused before any work."""
 
 import inspect
+from dataclasses import MISSING, asdict, fields
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data import LatentManifest, LatentWriter
 from models import DiT
+from routing import RoutePlan
 from tests.runs import ROOT, composed, validated
 from training import config as configuration
 from training.machine import resolve_auto
@@ -294,3 +296,9 @@ def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
     hydra = SimpleNamespace(runtime=SimpleNamespace(choices=chosen), mode=None)
     monkeypatch.setattr(configuration.HydraConfig, "get", lambda: hydra)
     assert configuration._default_run_name(3) == name
+
+
+def test_the_schema_of_routing_and_the_plan_have_the_same_defaults():
+    """They are two because the schema may not import routing, and the plan may not know of a schema."""
+    plan = {field.name: field.default for field in fields(RoutePlan) if field.default is not MISSING}
+    assert asdict(configuration.RoutingConfig()) == plan

@@ -113,5 +113,8 @@ def test_advice_that_makes_no_sense_is_refused_in_one_line(tmp_path):
         assert line.startswith("error: ")
         assert message in line
     tiny_run(tmp_path / "run", "model=dit")
-    result = advise(f"run={tmp_path / 'run'}", "mask_coverage=2")
-    assert "mask_coverage=2.0 must be in [0, 1]" in result.stderr
+    for wrong, message in (
+        ("mask_coverage=2", "mask_coverage=2.0 must be in [0, 1]"),
+        ("batch_size=0", "batch_size=0 must be"),
+    ):
+        assert message in advise(f"run={tmp_path / 'run'}", wrong).stderr

@@ -13,7 +13,7 @@ MASKED = (*TINY[1:], "train.masked_loss=true", "train.log_every=1")
 
 @pytest.fixture
 def latents(tmp_path):
-    """Sixteen entries of 16 tokens whose masks touch 0 to 16 of them; returns overrides that train on them."""
+    """24 entries of 16 tokens whose masks touch 0 to 16 of them; returns overrides that train on them."""
     masks = np.zeros((24, 8, 8), np.uint8)
     for entry in range(24):
         for token in range(entry % 17):
