@@ -22,9 +22,9 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from data import LatentDataset, count_forced, held_out_batches, image_decoder, mask_coverage, real_images, stream
+from data import LatentDataset, count_forced, held_out_batches, image_decoder, mask_coverage, open_images, real_images, stream
 from diffusion import ImageSource
-from evaluation import DenseLoss, SampleGrid
+from evaluation import DenseLoss, Processes, SampleGrid
 from models import cost_of, token_mask
 from routing import RoutePlan
 from training import config as configuration
@@ -32,6 +32,7 @@ from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weight
 from training.ema import EMA
 from training.machine import resolve_auto, start_process
 from training.provenance import RunFolder, environment, follows_the_total, summary
+from training.rules import DIGITS_EVALUATOR
 from training.speed import SpeedCheck, micro_step, most_graphs
 from training.trackers import MetricsFile, Tracker
 from training.trainer import Trainer
@@ -236,7 +237,13 @@ def _evaluators(
         loss = DenseLoss(denoisers, loss_fn, batches, total=partial(accelerator.reduce, reduction="sum"))
         evaluators.append((settings["eval_every"], loss))
     if settings["eval_every"] and config["evaluation"]:
-        evaluator = configuration.build(config["evaluation"])(real_images(dataset, dataset.train_ids), source)
+        build = configuration.build(config["evaluation"])
+        if config["evaluation"]["_target_"] == DIGITS_EVALUATOR:
+            evaluator = build(reference=real_images(dataset, dataset.train_ids), source=source)
+        else:
+            total = partial(accelerator.reduce, reduction="sum")
+            processes = Processes(accelerator.process_index, accelerator.num_processes, total, gather_object)
+            evaluator = build(source=source, open_images=open_images, device=device, processes=processes)
         evaluators.append((settings["eval_every"], evaluator))
     return evaluators
 

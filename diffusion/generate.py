@@ -9,10 +9,19 @@ import torch.nn as nn
 
 from diffusion.guidance import guided_denoiser
 
+LABEL_STREAM = 1  # tells the draw of a label from other draws of the same seed
+
 
 def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:
     """Return labels (num_samples,) that run through the classes in turn; None for an unconditional network."""
     return torch.arange(num_samples) % num_classes if num_classes else None
+
+
+def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor | None:
+    """Return a label for each seed, drawn uniformly from the seed alone; None for an unconditional network."""
+    if not num_classes:
+        return None
+    return torch.tensor([np.random.default_rng([seed, LABEL_STREAM]).integers(num_classes) for seed in seeds])
 
 
 @torch.no_grad()
@@ -27,6 +36,7 @@ def generate(
     guidance_scale: float = 1.0,
     process_index: int = 0,
     num_processes: int = 1,
+    bf16: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (position of the first seed, latents (n, C, H, W) in fp32), n <= batch_size, for this process's batches.
 
@@ -35,6 +45,7 @@ def generate(
         sampler: called as sampler(denoise, noise, randn_like=).
         seeds: one for each sample; it fixes the initial noise, bitwise, and the churn noise.
         class_labels: (len(seeds),) int64; None for an unconditional network.
+        bf16: evaluate the network under bf16 autocast.
     """
     net = precond.net
     shape = (net.in_channels, net.input_size, net.input_size)
@@ -44,15 +55,19 @@ def generate(
         noise = randn_like(torch.empty(len(generators), *shape, device=device))  # (n, C, H, W)
         labels = None if class_labels is None else class_labels[start : start + batch_size].to(device)
         denoise = guided_denoiser(precond, labels, net.num_classes, guidance_scale)
-        yield start, sampler(denoise, noise, randn_like=randn_like).float()
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            latents = sampler(denoise, noise, randn_like=randn_like).float()
+        yield start, latents
 
 
 class ImageSource:
-    """Generate images on all processes: source(num_samples) -> images (n, H, W, C) uint8 and balanced labels (n,).
+    """Generate images on all processes, from the seeds first_seed, first_seed + 1, ...
 
     Args:
-        decode: turns latents into images.
+        decode: turns latents into images (n, H, W, channels) uint8.
         gather: puts lists from all processes together.
+        labels: `balanced`: the classes in turn; `random`: drawn from the seeds.
+        class_label: this class alone, in place of `labels`.
         The others are those of `generate`.
     """
 
@@ -68,27 +83,59 @@ class ImageSource:
         process_index: int,
         num_processes: int,
         gather: Callable[[list], list],
+        labels: str = "balanced",
+        class_label: int | None = None,
+        first_seed: int = 0,
+        bf16: bool = False,
     ):
         self.precond, self.sampler, self.decode, self.gather = precond.eval(), sampler, decode, gather
         self.batch_size, self.device, self.guidance_scale = batch_size, device, guidance_scale
         self.process_index, self.num_processes = process_index, num_processes
+        self.first_seed, self.bf16 = first_seed, bf16
+        self._labels, self._class_label = labels, class_label
 
-    def __call__(self, num_samples: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return samples of the seeds 0..num_samples - 1, on every process."""
-        labels = balanced_labels(num_samples, self.precond.net.num_classes)
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(H, W, channels) of an image."""
+        net = self.precond.net
+        return self.decode(torch.zeros(1, net.in_channels, net.input_size, net.input_size, device=self.device)).shape[1:]
+
+    def seeds(self, num_samples: int) -> range:
+        """Return the seed of each sample."""
+        return range(self.first_seed, self.first_seed + num_samples)
+
+    def labels(self, num_samples: int) -> torch.Tensor | None:
+        """Return the label (num_samples,) of each sample; None for an unconditional network."""
+        num_classes = self.precond.net.num_classes
+        if self._class_label is not None:
+            return torch.full((num_samples,), self._class_label)
+        if self._labels == "random":
+            return random_labels(self.seeds(num_samples), num_classes)
+        return balanced_labels(num_samples, num_classes)
+
+    @torch.no_grad()
+    def batches(self, num_samples: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (position of the first, images) of this process's batches."""
         batches = generate(
             self.precond,
             self.sampler,
-            seeds=range(num_samples),
-            class_labels=labels,
+            seeds=self.seeds(num_samples),
+            class_labels=self.labels(num_samples),
             batch_size=self.batch_size,
             device=self.device,
             guidance_scale=self.guidance_scale,
             process_index=self.process_index,
             num_processes=self.num_processes,
+            bf16=self.bf16,
         )
-        parts = self.gather([(start, self.decode(latents)) for start, latents in batches])
+        for start, latents in batches:
+            yield start, self.decode(latents)
+
+    def __call__(self, num_samples: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return all images (num_samples, H, W, channels) and labels (num_samples,), on every process."""
+        parts = self.gather(list(self.batches(num_samples)))
         images = np.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])
+        labels = self.labels(num_samples)
         return images, None if labels is None else labels.numpy()
 
 

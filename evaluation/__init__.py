@@ -1,18 +1,29 @@
 """Scores of generated images: features, their statistics, metrics, and the evaluators that put them together."""
 
+from evaluation.adm import AdmEvaluator, AdmSuite
 from evaluation.detectors import DigitJudge, PixelDetector
 from evaluation.evaluators import DenseLoss, DigitsEvaluator, SampleGrid
-from evaluation.metrics import frechet_distance, inception_score, precision_recall
+from evaluation.extraction import Processes
+from evaluation.inception import InceptionDetector
+from evaluation.metrics import frechet_distance, inception_score, kernel_distance, precision_recall
+from evaluation.reference import make_reference, open_reference
 from evaluation.statistics import FeatureStatistics
 
 __all__ = [
+    "AdmEvaluator",
+    "AdmSuite",
     "DenseLoss",
     "DigitJudge",
     "DigitsEvaluator",
     "FeatureStatistics",
+    "InceptionDetector",
     "PixelDetector",
+    "Processes",
     "SampleGrid",
     "frechet_distance",
     "inception_score",
+    "kernel_distance",
+    "make_reference",
+    "open_reference",
     "precision_recall",
 ]

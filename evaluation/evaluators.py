@@ -89,6 +89,7 @@ class DigitsEvaluator:
     def __init__(self, reference: tuple[np.ndarray, np.ndarray], source: ImageSource | None, num_samples: int):
         self.source, self.num_samples = source, num_samples
         self._detector, self._judge = PixelDetector(), DigitJudge(*reference)
+        self._images_of_reference, self._labels_of_reference = reference
         self._reference = self._statistics(reference[0])
 
     def run(self, step: int) -> Iterator[tuple[str, float]]:
@@ -100,6 +101,23 @@ class DigitsEvaluator:
         statistics = self._statistics(images)
         distance = frechet_distance(statistics.mean, statistics.covariance, self._reference.mean, self._reference.covariance)
         return {"fd_pixel": distance, "label_accuracy": self._judge.accuracy(images, labels)}
+
+    def compare(
+        self, images: np.ndarray, labels: np.ndarray, held_out: tuple[np.ndarray, np.ndarray] | None
+    ) -> dict[str, dict[str, float]]:
+        """Return the scores of samples, of the class means, and of real held-out images, each with its count."""
+        rows = {"samples": (images, labels), "class means": self.class_means(len(images))}
+        if held_out is not None:
+            rows["held-out real"] = held_out
+        return {name: {"n": len(row[0]), **self.score(*row)} for name, row in rows.items()}
+
+    def class_means(self, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean image of each class in turn: what a model that knows the classes and nothing else would draw."""
+        images, labels = self._images_of_reference, self._labels_of_reference
+        num_classes = labels.max() + 1
+        means = np.stack([images[labels == label].mean(axis=0).round().astype(np.uint8) for label in range(num_classes)])
+        classes = np.arange(num_samples) % num_classes
+        return means[classes], classes
 
     def _statistics(self, images: np.ndarray) -> FeatureStatistics:
         features = self._detector(images)

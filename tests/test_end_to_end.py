@@ -43,6 +43,7 @@ def start(launcher, *arguments, folder, check=True):
     return result
 
 
+DIGIT_SCORES = ("evaluation=digits", "reference=latents/digits")
 ONE = (sys.executable,)
 TWO = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
 ACCELERATE = (str(BIN / "accelerate"), "launch")
@@ -56,8 +57,8 @@ def test_one_and_two_processes_train_sample_and_score_alike(tmp_path, model):
         folders[name].mkdir()
         start(launcher, "train.py", f"model={model}", "run_name=r", *DIGITS, "evaluation=digits", folder=folders[name])
         start(launcher, "sample.py", "run=runs/r", "num_samples=23", "batch_size=4", "output=out/s.npz", folder=folders[name])
-        result = start(launcher, "fid.py", "samples=out/s.npz", "reference=latents/digits", folder=folders[name])
-        for word in ("held-out real", "class means", "fd_pixel", "label_accuracy", "scores out/s.scores.json"):
+        result = start(launcher, "fid.py", *DIGIT_SCORES, "samples=out/s.npz", folder=folders[name])
+        for word in ("held-out real", "class means", "fd_pixel", "label_accuracy", "record out/s.scores.json"):
             assert word in result.stdout
     one, two = (folder / "runs/r" for folder in folders.values())
     assert json.loads((two / "manifest.json").read_text())["num_processes"] == 2
@@ -174,8 +175,8 @@ def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
         ("sample.py", ["run=r", "num_steps=0"], "sampler.num_steps=0 must be greater than 0"),
         ("sample.py", ["run=r", "class_label=10"], "class_label=10 must be in [0, 9]"),
         ("fid.py", ["samples=nowhere.npz", "reference=x"], "samples=nowhere.npz not found"),
-        ("fid.py", ["samples=noise.npz", "reference=x"], "samples=noise.npz can not be read"),
-        ("fid.py", ["samples=floats.npz", "reference=x"], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
+        ("fid.py", ["samples=noise.npz", "reference=x"], "noise.npz can not be read"),
+        ("fid.py", ["samples=floats.npz", *DIGIT_SCORES], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
     ):
         result = start(ONE, program, *overrides, folder=tmp_path, check=False)
         assert result.returncode != 0

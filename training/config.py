@@ -124,30 +124,48 @@ class Config:
 
 
 @dataclass
-class SampleConfig:
-    """What `sample.py` is asked; None means: as in the run."""
+class SamplingConfig:
+    """What is drawn from a run; None means: as in the run."""
 
-    run: str = MISSING
     checkpoint: str | None = None  # None: the newest
-    num_samples: int = 100
+    num_samples: int | None = None
     batch_size: int = 100
     first_seed: int = 0
+    labels: str = "balanced"  # the classes in turn; or random, drawn from the seeds
+    class_label: int | None = None  # this class alone, in place of labels
     guidance_scale: float | None = None
     num_steps: int | None = None
-    class_label: int | None = None  # None: all classes in turn
     mixed_precision: str = "no"
+
+
+@dataclass
+class SampleConfig(SamplingConfig):
+    """What `sample.py` is asked."""
+
+    run: str = MISSING
+    num_samples: int | None = 100
     output: str | None = None  # None: inside the run
     grid_columns: int = 10
 
 
 @dataclass
-class ScoreConfig:
+class ScoreConfig(SamplingConfig):
     """What `fid.py` is asked."""
 
-    samples: str = MISSING
-    reference: str = MISSING
-    output: str | None = None  # None: beside the samples
-    evaluation: dict[str, Any] = field(default_factory=dict)
+    mode: str = "score"  # or reference: make one from images
+    evaluation: str = "adm"  # or digits
+    samples: str | None = None  # an .npz, a folder or a zip
+    run: str | None = None  # draw samples and score them without files
+    reference: str | None = None
+    images: str | None = None
+    resolution: int | None = None
+    out: str | None = None  # None: beside the samples, or inside the run
+    weights: str = "evaluation_files/weights-inception-2015-12-05-6726825d.pth"
+    allow_unpublished_weights: bool = False
+    precision_recall: bool = True
+    exact_distances: bool = False
+    kid: bool = False
+    detector_batch_size: int = 64
 
 
 @dataclass

@@ -14,7 +14,7 @@ import yaml
 from joblib import cpu_count
 
 PROJECT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy")
+PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity")
 
 # What a resumed run may change: none of it changes the weights that a step gives.
 FREE_KEYS = (

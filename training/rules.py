@@ -1,7 +1,9 @@
 """Rules of the training configuration that are about values, not types; README has the table of keys."""
 
+from collections.abc import Sequence
 from typing import Any
 
+DIGITS_EVALUATOR = "evaluation.DigitsEvaluator"
 METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
 COMPILE = ("auto", "true", "false")
@@ -22,8 +24,7 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
             check_positive(f"train.{key}", train[key])
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", COMPILE)):
         train[key] = train[key].lower()  # a YAML `true` arrives as "True"
-        if train[key] not in choices:
-            raise ValueError(f"train.{key}={train[key]} must be one of {', '.join(choices)}")
+        check_choice(f"train.{key}", train[key], choices)
     if train["num_workers"] < 0:
         raise ValueError(f"train.num_workers={train['num_workers']} must not be negative")
     if not 0 <= config["seed"] < NUM_SEEDS:
@@ -44,8 +45,7 @@ def check_groups(config: dict[str, Any]) -> None:
         ValueError: with the dotted key, the value and the rule.
     """
     method, routes = config["method"], config["model"]["routes"]
-    if method not in METHODS:
-        raise ValueError(f"method={method} must be one of {', '.join(METHODS)}")
+    check_choice("method", method, METHODS)
     if method == "tread" and not routes:
         raise ValueError(f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. model/routes=paper")
     if method == "dit" and routes:
@@ -62,7 +62,13 @@ def check_groups(config: dict[str, Any]) -> None:
     evaluation = config["evaluation"]
     if "num_samples" in evaluation and evaluation["num_samples"] < 2:
         raise ValueError(f"evaluation.num_samples={evaluation['num_samples']} must be at least 2")
-    if evaluation.get("_target_") == "evaluation.DigitsEvaluator" and config["data"]["_target_"] != "data.digits":
+    train = config["train"]
+    if evaluation and train["eval_every"] and train["eval_every"] % train["save_every"]:
+        raise ValueError(
+            f"train.eval_every={train['eval_every']} must be a multiple of train.save_every={train['save_every']} where "
+            "samples are scored: what is scored must have been saved, so that a failure loses nothing"
+        )
+    if evaluation.get("_target_") == DIGITS_EVALUATOR and config["data"]["_target_"] != "data.digits":
         raise ValueError(f"evaluation._target_={evaluation['_target_']} scores digits: it needs data=digits")
 
 
@@ -81,6 +87,12 @@ def check_positive(key: str, value: float) -> None:
     """Raise a ValueError unless the value is greater than 0."""
     if not value > 0:
         raise ValueError(f"{key}={value} must be greater than 0")
+
+
+def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise a ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{key}={value} must be one of {', '.join(choices)}")
 
 
 def check_split(batch_size: int, micro_batch_size: int, num_processes: int) -> None:

@@ -1,8 +1,14 @@
+import threading
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from evaluation import FeatureStatistics, frechet_distance, inception_score, precision_recall
+from evaluation import FeatureStatistics, frechet_distance, inception_score, kernel_distance, precision_recall
+from evaluation.statistics import SplitScores
 
 RNG = np.random.default_rng(0)
 
@@ -84,16 +90,166 @@ def test_precision_and_recall_of_extremes():
 
 def test_precision_and_recall_refuse_small_sets():
     x = np.zeros((3, 2), np.float32)
-    with pytest.raises(ValueError, match="3 reference features must be more than k=3"):
+    with pytest.raises(ValueError, match="3 reference features are too few: at least 4"):
         precision_recall(x, np.zeros((9, 2), np.float32))
     with pytest.raises(ValueError, match="feature lengths 2 and 4"):
         precision_recall(x, np.zeros((9, 4), np.float32))
 
 
-def test_running_statistics_agree_with_numpy():
-    features = RNG.standard_normal((101, 5)) * 3 + 1000
-    statistics = FeatureStatistics(5)
-    for batch in np.array_split(features, [1, 40, 41]):
-        statistics.update(batch)
-    np.testing.assert_allclose(statistics.mean, features.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(statistics.covariance, np.cov(features.T), rtol=1e-9)
+def half(x):
+    return np.asarray(x, np.float16)
+
+
+def plain_precision_recall(reference, samples, k, block_size):
+    """The published definition in plain numpy, one pair of blocks at a time, every step rounded to fp16 by numpy itself."""
+
+    def distances(a, b):
+        with np.errstate(over="ignore", invalid="ignore"):
+            product = half(half(a).astype(np.float32) @ half(b).astype(np.float32).T)
+            norm_a, norm_b = (half((half(x).astype(np.float32) ** 2).sum(1)) for x in (a, b))
+            d = np.maximum(half(half(norm_a[:, None] - half(2 * product)) + norm_b[None]), np.float16(0))
+        if not np.isfinite(d).all():
+            d = (a**2).sum(1)[:, None] - 2 * (a @ b.T) + (b**2).sum(1)[None]
+        return np.maximum(d.astype(np.float32), 0)
+
+    def blocks(x):
+        return range(0, len(x), block_size)
+
+    def radii(x):
+        rows = [np.hstack([distances(x[i : i + block_size], x[j : j + block_size]) for j in blocks(x)]) for i in blocks(x)]
+        return np.sort(np.vstack(rows), axis=1)[:, k]
+
+    reference_radii, sample_radii = radii(reference), radii(samples)
+    pairs = [
+        np.hstack([distances(reference[i : i + block_size], samples[j : j + block_size]) for j in blocks(samples)])
+        for i in blocks(reference)
+    ]
+    d = np.vstack(pairs)
+    return (d <= reference_radii[:, None]).any(0).mean(), (d <= sample_radii[None]).any(1).mean()
+
+
+@pytest.mark.parametrize("block_size", [64, 1000])
+@pytest.mark.parametrize("scale", [1, 12, 14])
+def test_half_precision_distances_agree_with_numpy(block_size, scale):
+    """Whole numbers: sums are exact in fp32. At 1 there are many ties; at 12 fp16 rounds; at 14 blocks overflow."""
+    rng = np.random.default_rng(1)
+    reference = np.rint(np.abs(rng.standard_normal((200, 160)) * scale)).astype(np.float32)
+    samples = np.rint(np.abs(rng.standard_normal((300, 160)) * scale * 1.05)).astype(np.float32)
+    samples[7] *= 2
+    expected = plain_precision_recall(reference, samples, 3, block_size)
+    got = precision_recall(reference, samples, block_size=block_size)
+    assert got == pytest.approx(expected, abs=1e-12)
+    assert 0 < got[0] < 1
+    assert 0 < got[1] < 1
+    exact = precision_recall(reference, samples, exact=True, block_size=block_size)
+    assert (got == exact) == (scale == 1)
+
+
+def test_ties_count_as_inside():
+    # Each point's third neighbour is exactly 1 away, and so is the other set: nothing but <= covers it.
+    square = np.array([[0, 0], [1, 0], [0, 1], [1, 1]], np.float32)
+    assert precision_recall(square * [1, 0], square * [1, 0] + [2, 0], k=2) == (0.5, 0.5)
+    assert precision_recall(square * [1, 0], square * [1, 0] + [2.01, 0], k=2, exact=True) == (0.0, 0.0)
+
+
+def test_features_that_are_not_finite_are_refused():
+    x = np.ones((5, 2), np.float32)
+    for measure in (precision_recall, kernel_distance):
+        with pytest.raises(ValueError, match="the sample features must be finite"):
+            measure(x, x * np.nan)
+
+
+def test_kernel_distance_agrees_with_the_library():
+    from torch_fidelity.metric_kid import kid_features_to_metric
+
+    rng = np.random.default_rng(2)
+    reference, samples = torch.from_numpy(rng.random((300, 64))), torch.from_numpy(rng.random((200, 64)) + 0.1)
+    options = {"kid_subsets": 400, "kid_subset_size": 100, "verbose": False, "rng_seed": 0}
+    theirs = kid_features_to_metric(reference, samples, **options)
+    mean, std = kernel_distance(reference, samples, subset_size=100, num_subsets=400)
+    assert mean == pytest.approx(theirs["kernel_inception_distance_mean"], rel=0.05)
+    assert std == pytest.approx(theirs["kernel_inception_distance_std"], rel=0.2)
+    # The whole sets in plain loops, without the terms of a point with itself.
+    x, y = reference[:6].numpy(), samples[:6].numpy()
+    k = [[((a @ b) / 64 + 1) ** 3 for b in np.vstack([x, y])] for a in np.vstack([x, y])]
+    within = sum(k[i][j] + k[6 + i][6 + j] for i in range(6) for j in range(6) if i != j) / 30
+    across = sum(k[i][6 + j] for i in range(6) for j in range(6)) / 36
+    assert kernel_distance(x, y, num_subsets=3) == pytest.approx((within - 2 * across, 0), abs=1e-12)
+
+
+def test_kernel_distance_of_one_distribution_is_about_zero():
+    rng = np.random.default_rng(3)
+    mean, std = kernel_distance(rng.random((500, 32)), rng.random((500, 32)), subset_size=200)
+    assert abs(mean) < std
+
+
+def test_inception_score_agrees_with_numpy():
+    logits = np.random.default_rng(4).standard_normal((23, 7)) * 3
+    probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    scores = []
+    for part in (probs[:10], probs[10:20], probs[20:]):
+        divergence = part * (np.log(part) - np.log(part.mean(0, keepdims=True)))
+        scores.append(np.exp(divergence.sum(1).mean()))
+    assert inception_score(probs, split_size=10) == pytest.approx(np.mean(scores), rel=1e-12)
+    assert inception_score(probs[::-1].copy(), split_size=10) != pytest.approx(np.mean(scores), rel=1e-6)
+
+
+def test_frechet_distance_of_covariances_of_any_rank():
+    from scipy.linalg import sqrtm
+
+    for ranks in ((30, 30), (30, 4), (4, 30), (4, 4), (1, 30)):
+        s1, s2 = (random_covariance(30, rank) for rank in ranks)
+        # A little of the identity makes the matrix square root defined; its part of the trace is known to be small.
+        ridge = 1e-10 * np.eye(30)
+        expected = np.trace(s1 + s2 - 2 * sqrtm((s1 + ridge) @ (s2 + ridge)).real)
+        assert frechet_distance(np.zeros(30), s1, np.zeros(30), s2) == pytest.approx(expected, abs=2e-3), ranks
+        assert frechet_distance(np.zeros(30), s2, np.zeros(30), s1) == pytest.approx(
+            frechet_distance(np.zeros(30), s1, np.zeros(30), s2), abs=1e-5
+        )
+
+
+def parts(features, num_parts):
+    return [f for f in np.array_split(features, num_parts) if len(f)]
+
+
+def together(objects):
+    """Merge statistics of processes, each in its own thread, with sums over all of them."""
+    barrier, sums = threading.Barrier(len(objects)), {}
+
+    def total(index, calls, tensor):
+        calls.append(0)
+        sums[index, len(calls)] = tensor.clone()
+        barrier.wait()
+        return sum(sums[i, len(calls)] for i in range(len(objects)))
+
+    threads = [threading.Thread(target=o.merge, args=(partial(total, i, []),)) for i, o in enumerate(objects)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return objects[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches=st.integers(1, 9), processes=st.integers(1, 4), offset=st.sampled_from([0.0, 1000.0]))
+def test_statistics_of_parts_are_those_of_the_whole(batches, processes, offset):
+    rng = np.random.default_rng(batches)
+    features = rng.standard_normal((37, 5)) * 3 + offset
+    probs = rng.dirichlet(np.ones(6), 37)
+    moments = [FeatureStatistics(5) for _ in range(processes)]
+    scores = [SplitScores(37, 6, split_size=10) for _ in range(processes)]
+    start = 0
+    for i, (part, part_probs) in enumerate(zip(parts(features, batches), parts(probs, batches), strict=True)):
+        moments[i % processes].update(part)
+        scores[i % processes].update(start, part_probs)
+        start += len(part)
+    whole = together(moments)
+    assert whole.count == 37
+    np.testing.assert_allclose(whole.mean, features.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(whole.covariance, np.cov(features.T), rtol=1e-9)
+    assert together(scores).score() == pytest.approx(inception_score(probs, split_size=10), rel=1e-12)
+
+
+def test_statistics_need_two_features():
+    with pytest.raises(ValueError, match=r"covariance of 1 feature\(s\) is not defined"):
+        _ = FeatureStatistics(3).update(np.zeros((1, 3))).covariance

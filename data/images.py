@@ -1,0 +1,168 @@
+"""Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in order, never as a whole."""
+
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image
+
+LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
+LOSSY = (".jpg", ".jpeg", ".webp")
+Batches = Iterator[tuple[int, np.ndarray]]
+
+
+class NpzImages:
+    """The array arr_0 (N, H, W, C) uint8 of an .npz. [ADM]
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is truncated, or holds no such array.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{self.path} not found")
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
+                shape, fortran_order, dtype = _read_header(member)
+                size = archive.getinfo("arr_0.npy").file_size - member.tell()
+        except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{self.path} can not be read as an .npz with arr_0: {error}") from error
+        if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
+            raise ValueError(f"{self.path}: arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C)")
+        if size != np.prod(shape, dtype=object):
+            raise ValueError(f"{self.path}: arr_0 holds {size} bytes, its shape {shape} needs {np.prod(shape, dtype=object)}")
+        self.count, self.shape = shape[0], shape[1:]
+
+    def batches(self, batch_size: int, process_index: int = 0, num_processes: int = 1) -> Batches:
+        """Yield (position of the first, images) of this process's batches: every num_processes-th one."""
+        image_size = int(np.prod(self.shape))
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
+                _read_header(member)
+                position = 0
+                for start in range(process_index * batch_size, self.count, num_processes * batch_size):
+                    member.seek((start - position) * image_size, 1)
+                    position = min(start + batch_size, self.count)
+                    data = member.read((position - start) * image_size)
+                    yield start, np.frombuffer(bytearray(data), np.uint8).reshape(position - start, *self.shape)
+        except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            raise ValueError(f"{self.path} is damaged: {error}") from error
+
+
+class ImageFiles:
+    """Image files in a folder and its subfolders, or in a zip, sorted by name.
+
+    Args:
+        resolution: crop and shrink each image to this size, after [ADM], whatever its format; None: the images are RGB,
+            lossless, and of one size, and stay as they are.
+
+    Raises:
+        FileNotFoundError: the path is not there.
+        ValueError: there are no images, or images of a lossy format, another mode or another size; the file is named.
+    """
+
+    def __init__(self, path: str | Path, resolution: int | None = None):
+        self.path, self.resolution = Path(path), resolution
+        try:
+            self._names, self._open = _list_folder(self.path) if self.path.is_dir() else _list_zip(self.path)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{self.path} is neither a folder nor a zip: {error}") from error
+        lossy = [name for name in self._names if name.lower().endswith(LOSSY)]
+        if lossy and not resolution:
+            raise ValueError(f"{self.path}/{lossy[0]} is of a lossy format: samples must be kept as {', '.join(LOSSLESS)}")
+        if not self._names:
+            raise ValueError(f"{self.path} holds no images ({', '.join(LOSSLESS)})")
+        self.count, self.shape = len(self._names), self._read(0).shape
+
+    def batches(self, batch_size: int, process_index: int = 0, num_processes: int = 1) -> Batches:
+        """Yield (position of the first, images) of this process's batches: every num_processes-th one."""
+        starts = range(process_index * batch_size, self.count, num_processes * batch_size)
+        with ThreadPoolExecutor() as pool:
+            ahead = None  # the batch that is read while the one before it is used
+            for start in starts:
+                images = [pool.submit(self._read_checked, i) for i in range(start, min(start + batch_size, self.count))]
+                if ahead:
+                    yield ahead[0], np.stack([image.result() for image in ahead[1]])
+                ahead = start, images
+            if ahead:
+                yield ahead[0], np.stack([image.result() for image in ahead[1]])
+
+    def _read_checked(self, i: int) -> np.ndarray:
+        image = self._read(i)
+        if image.shape != self.shape:
+            raise ValueError(
+                f"{self.path}/{self._names[i]} is {image.shape}, {self._names[0]} is {self.shape}: sizes must agree"
+            )
+        return image
+
+    def _read(self, i: int) -> np.ndarray:
+        name = self._names[i]
+        try:
+            with self._open(name) as file, Image.open(file) as image:
+                if self.resolution:
+                    image = centre_crop(image.convert("RGB"), self.resolution)
+                elif image.mode != "RGB":
+                    raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
+                return np.asarray(image)
+        except (
+            ValueError,
+            SyntaxError,
+            OSError,
+            EOFError,
+            zlib.error,
+            zipfile.BadZipFile,
+            Image.DecompressionBombError,
+        ) as error:
+            raise ValueError(f"{self.path}/{name} can not be used: {error}") from error
+
+
+def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | ImageFiles:
+    """Open images by what the path is: a folder, an .npz, or a zip.
+
+    Raises:
+        FileNotFoundError: the path is not there.
+        ValueError: it holds no images that can be used; the file and the rule are named.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} not found")
+    return NpzImages(path) if Path(path).suffix == ".npz" else ImageFiles(path, resolution)
+
+
+def centre_crop(image: Image.Image, size: int) -> Image.Image:
+    """Shrink an image so that its shorter side is `size`, and cut a square out of its middle. [ADM]
+
+    PARITY: by box filter to halves while the shorter side is at least twice the size, then bicubic.
+    """
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    return image.crop((left, top, left + size, top + size))
+
+
+def _read_header(member: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(member)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(member)
+
+
+def _list_folder(folder: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:
+    names = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    return _images_of(names), lambda name: (folder / name).open("rb")
+
+
+def _list_zip(file: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:
+    archive = zipfile.ZipFile(file)
+    return _images_of(archive.namelist()), archive.open
+
+
+def _images_of(names: Iterator[str]) -> list[str]:
+    visible = (name for name in names if not any(part.startswith((".", "__MACOSX")) for part in name.split("/")))
+    return sorted(name for name in visible if name.lower().endswith(LOSSLESS + LOSSY))

@@ -1,0 +1,226 @@
+"""The ADM suite: FID, sFID, inception score, precision and recall of images against a reference, and the kernel distance.
+
+What is computed from all images is computed on the first process. [ADM]
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from evaluation.extraction import SPLIT_SIZE, Batches, Images, ImageSetStatistics, Processes, extract
+from evaluation.inception import NUM_POOL_FEATURES, InceptionDetector
+from evaluation.metrics import frechet_distance, kernel_distance, precision_recall
+from evaluation.reference import STATISTICS, open_reference
+from evaluation.statistics import FeatureStatistics
+
+NEIGHBOURS = 3
+KID_SUBSET_SIZE, KID_NUM_SUBSETS, KID_SEED = 1000, 100, 0
+NUM_PUBLISHED_SAMPLES = 50_000
+
+
+@dataclass
+class Gaussian:
+    """Mean (F,) and covariance (F, F) of features."""
+
+    mu: np.ndarray | torch.Tensor
+    sigma: np.ndarray | torch.Tensor
+
+
+@dataclass
+class Reference:
+    """What images are compared with; None is not known."""
+
+    pool: Gaussian
+    spatial: Gaussian | None
+    features: np.ndarray | None
+
+
+@dataclass
+class Scores:
+    """Metrics by name, the metrics that were left out and why, and what to keep in mind."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def with_count(metric: str, num_samples: int) -> str:
+    """Return a metric's name with its sample count: fid50k, fid512."""
+    return f"{metric}{num_samples // 1000}k" if num_samples % 1000 == 0 else f"{metric}{num_samples}"
+
+
+class AdmSuite:
+    """Scores images against a reference; the reference's own images are looked at once, when they are first needed.
+
+    Args:
+        statistics: mu, sigma, and mu_s, sigma_s if known; empty where the images are to give them.
+        images: of the reference, for precision, recall and the kernel distance, or for its statistics; None if not there.
+        precision_recall, kid: whether to give them; they need the features of all images.
+        exact_distances: precision and recall with distances in fp32; the original's are fp16.
+    """
+
+    def __init__(
+        self,
+        detector: InceptionDetector,
+        statistics: dict[str, np.ndarray],
+        images: Images | None,
+        *,
+        processes: Processes,
+        batch_size: int,
+        precision_recall: bool,
+        exact_distances: bool,
+        kid: bool,
+    ):
+        self.detector, self.statistics, self.images = detector, statistics, images
+        self.processes, self.batch_size = processes, batch_size
+        self.precision_recall, self.exact_distances, self.kid = precision_recall, exact_distances, kid
+        self._reference = None
+        if images is not None:
+            self.check(images.count, images.shape, "reference ")
+
+    def check(self, num_images: int, shape: tuple[int, ...], of: str = "") -> None:
+        """Raise a ValueError where images can not be scored."""
+        if len(shape) != 3 or shape[-1] != 3:
+            raise ValueError(f"{of}images are {shape}, must be (H, W, 3)")
+        least = NEIGHBOURS + 1 if self.precision_recall else 2
+        if num_images < least:
+            hint = "; precision_recall=false needs 2" if self.precision_recall else ""
+            raise ValueError(f"{num_images} {of}image(s) are too few: at least {least} are needed{hint}")
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """Everything about the suite that moves a number."""
+        return {
+            "network": "Inception of 2015-12-05 in fp32 without TF32, its own bilinear resizing to 299x299",
+            "moments": "fp64",
+            "inception_score": f"contiguous splits of {SPLIT_SIZE} in the order of the samples",
+            "precision_recall": self.precision_recall
+            and {"k": NEIGHBOURS, "distances": "fp32" if self.exact_distances else "fp16"},
+            "kid": self.kid and {"subset_size": KID_SUBSET_SIZE, "num_subsets": KID_NUM_SUBSETS, "seed": KID_SEED},
+            "batch_size": self.batch_size,
+        }
+
+    def score(self, batches: Batches, num_images: int) -> Scores:
+        """Return the scores on the first process; the others take part and return none."""
+        keep_features = self.precision_recall or self.kid
+        samples = extract(self.detector, batches, num_images, keep_features, self.processes, "features of samples")
+        if self._reference is None:
+            self._reference = self._look_at_reference(keep_features)
+        return self._compare(samples, self._reference, num_images) if self.processes.index == 0 else Scores()
+
+    def _look_at_reference(self, keep_features: bool) -> Reference:
+        found = None
+        if self.images is not None and (keep_features or not self.statistics):
+            batches = self.images.batches(self.batch_size, self.processes.index, self.processes.count)
+            num_images = self.images.count
+            found = extract(self.detector, batches, num_images, keep_features, self.processes, "features of reference")
+        features = found.features if found else None
+        if not self.statistics:
+            pool, spatial = (Gaussian(part.mean, part.covariance) for part in (found.pool, found.spatial))
+            return Reference(pool, spatial, features)
+        pool, spatial = (
+            Gaussian(self.statistics[mu], self.statistics[mu.replace("mu", "sigma")]) if mu in self.statistics else None
+            for mu in STATISTICS
+        )
+        return Reference(pool, spatial, features)
+
+    def _compare(self, samples: ImageSetStatistics, reference: Reference, num_images: int) -> Scores:
+        values, left_out = {"fid": _distance(samples.pool, reference.pool)}, {}
+        if reference.spatial:
+            values["sfid"] = _distance(samples.spatial, reference.spatial)
+        else:
+            left_out["sfid"] = "the reference has no mu_s and sigma_s"
+        values["is"] = samples.split_scores.score()
+        measures = {}
+        if self.precision_recall:
+            options = {"k": NEIGHBOURS, "exact": self.exact_distances, "device": self.detector.device}
+            measures["precision", "recall"] = partial(precision_recall, **options)
+        if self.kid:
+            measures["kid", "kid_std"] = partial(
+                kernel_distance, subset_size=KID_SUBSET_SIZE, num_subsets=KID_NUM_SUBSETS, seed=KID_SEED
+            )
+        for metrics, measure in measures.items():
+            if reference.features is None:
+                left_out |= dict.fromkeys(metrics, "the reference has no images (arr_0)")
+            else:
+                values |= zip(metrics, measure(reference.features, samples.features), strict=True)
+        values, left_out = ({with_count(metric, num_images): x for metric, x in d.items()} for d in (values, left_out))
+        return Scores(values, left_out, _warnings(num_images, self.detector.record))
+
+
+def _distance(samples: FeatureStatistics, reference: Gaussian) -> float:
+    return frechet_distance(samples.mean, samples.covariance, reference.mu, reference.sigma)
+
+
+def _warnings(num_images: int, weights: dict[str, str]) -> list[str]:
+    warnings = []
+    if weights["checked"] != "sha256":
+        warnings.append(f"the weights {weights['path']} were checked by {weights['checked']} alone, not by a published hash")
+    if num_images < NUM_PUBLISHED_SAMPLES:
+        warnings.append(
+            f"published scores are of {NUM_PUBLISHED_SAMPLES:,} samples, these are of {num_images:,}: "
+            "fewer samples give a larger FID and sFID, and a smaller inception score"
+        )
+    if num_images <= NUM_POOL_FEATURES:
+        warnings.append(
+            f"{num_images:,} images are no more than the {NUM_POOL_FEATURES:,} features: the covariance is singular, "
+            "the distances hang on the sample count more than on the images"
+        )
+    return warnings
+
+
+class AdmEvaluator:
+    """The ADM suite during a training, on samples of the averaged weights from all processes.
+
+    Args:
+        num_samples: how many are drawn and scored.
+        reference: what `open_reference` takes.
+        weights: file of the Inception network's weights.
+        batch_size: images that the Inception network takes at a time.
+        source: gives this process's samples: source.batches(num_samples), source.image_shape.
+        open_images: opens the images of the reference.
+        The others are those of AdmSuite and InceptionDetector.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        reference: str,
+        weights: str,
+        batch_size: int,
+        precision_recall: bool,
+        exact_distances: bool,
+        kid: bool,
+        allow_unpublished_weights: bool,
+        source: Any,
+        open_images: Callable[[Path], Images],
+        device: torch.device,
+        processes: Processes,
+    ):
+        self.num_samples, self.source = num_samples, source
+        statistics, images = open_reference(Path(reference), open_images)
+        self._suite = AdmSuite(
+            InceptionDetector(weights, device, allow_unpublished_weights),
+            statistics,
+            images,
+            processes=processes,
+            batch_size=batch_size,
+            precision_recall=precision_recall,
+            exact_distances=exact_distances,
+            kid=kid,
+        )
+        self._suite.check(num_samples, source.image_shape)
+
+    def run(self, step: int) -> Iterator[tuple[str, float]]:
+        """Draw, score, and yield the scores on the first process."""
+        scores = self._suite.score(self.source.batches(self.num_samples), self.num_samples)
+        for metric, reason in scores.left_out.items():
+            tqdm.write(f"step {step}: {metric} left out: {reason}")
+        yield from scores.values.items()

@@ -1,0 +1,51 @@
+"""The files of the ADM suite: what they are called, where they are found, and what they must hash to."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+# The state dict of the Inception network is published twice, under two names, with the same bytes.
+WEIGHTS_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+BATCHES = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches"
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file that others publish.
+
+    Args:
+        sha256: None where none is published; then the server's own checksum must do.
+    """
+
+    url: str
+    about: str
+    sha256: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+
+PUBLISHED = {
+    "inception": PublishedFile(
+        "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
+        "weights of the Inception network, 91 MiB",
+        WEIGHTS_SHA256,
+    ),
+    "imagenet256": PublishedFile(
+        f"{BATCHES}/imagenet/256/VIRTUAL_imagenet256_labeled.npz", "ADM reference batch of ImageNet 256x256, 1.9 GiB"
+    ),
+    "imagenet512": PublishedFile(
+        f"{BATCHES}/imagenet/512/VIRTUAL_imagenet512.npz", "ADM reference batch of ImageNet 512x512, 7.4 GiB"
+    ),
+    "golden256": PublishedFile(
+        f"{BATCHES}/imagenet/256/admnet_guided_upsampled_imagenet256.npz",
+        "50,000 samples of ADM-G and ADM-U whose scores are published, 9.2 GiB",
+    ),
+}
+
+
+def sha256(file: Path) -> str:
+    """Return the hash of a file."""
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

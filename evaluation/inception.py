@@ -1,0 +1,191 @@
+"""The Inception network of the ADM suite, with weights from a local file. [ADM]
+
+The network is torch-fidelity's copy of the TensorFlow graph of 2015-12-05, with the graph's own resizing and pooling. Its
+weights come from a state dict or from the graph itself; nothing in either file is executed.
+
+Shapes: N images.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from evaluation.files import PUBLISHED, WEIGHTS_SHA256, sha256
+
+GRAPH_NAME = "classify_image_graph_def.pb"
+NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
+NUM_SPATIAL_CHANNELS = 7
+SMALLEST_FILE, LARGEST_FILE = 10 * 2**20, 2**30
+
+
+class InceptionFeatures(NamedTuple):
+    """What the suite looks at: pool (N, 2048), spatial (N, 2023), logits (N, 1008), all fp32."""
+
+    pool: torch.Tensor
+    spatial: torch.Tensor
+    logits: torch.Tensor
+
+
+class InceptionDetector:
+    """detector(images) -> InceptionFeatures, in fp32 without TF32.
+
+    Args:
+        weights: file of weights: the published state dict, or the original graph (.pb).
+        allow_unpublished: accept a state dict of another hash, if its tensors fit.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is another file than expected.
+    """
+
+    def __init__(self, weights: str | Path, device: torch.device | str = "cpu", allow_unpublished: bool = False):
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+        file = Path(weights)
+        state, self.record = read_weights(file, allow_unpublished)
+        # torch-fidelity would unpickle any file; what it is given here is our own copy of tensors already read.
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        outputs = ["2048", "logits_unbiased"]
+        try:
+            network = FeatureExtractorInceptionV3("inception", outputs, feature_extractor_weights_path=buffer)
+        except RuntimeError as error:  # names or shapes that do not fit
+            raise ValueError(f"weights={file} do not fit the network: {_first_lines(error)}. {_where_found()}") from error
+        self.device = torch.device(device)
+        # Measured on CPU: 1.4 times the images per second.
+        layout = torch.channels_last if self.device.type == "cpu" else torch.contiguous_format
+        self._network = network.to(self.device, memory_format=layout)
+        self._network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
+
+    def _keep_spatial(self, module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        self._spatial = output  # (N, 192, 17, 17), after normalisation and ReLU
+
+    @torch.inference_mode()
+    def __call__(self, images: np.ndarray) -> InceptionFeatures:
+        """images (N, H, W, 3) uint8 -> features.
+
+        Raises:
+            ValueError: images of another type or shape, or features that are not finite.
+        """
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
+            raise ValueError(f"images are {images.dtype} {images.shape}, must be uint8 (N, H, W, 3)")
+        x = torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2)  # (N, 3, H, W)
+        full_precision = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        with full_precision, torch.autocast(self.device.type, enabled=False):
+            pool, logits = self._network(x)
+        # PARITY: the first 7 channels, flattened as the graph lays them out: rows, columns, channels.
+        spatial = self._spatial[:, :NUM_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)  # (N, 17 * 17 * 7)
+        if not pool.isfinite().all():
+            raise ValueError("the Inception network gives features that are not finite: its weights must be damaged")
+        return InceptionFeatures(pool, spatial, logits)
+
+
+def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the state dict in a file of weights, and a record of the file: path, hash, and what was checked.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: its hash is not the published one, or it can not be read.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"weights={file} not found. {_where_found()}")
+    if not SMALLEST_FILE < file.stat().st_size < LARGEST_FILE:
+        raise ValueError(f"weights={file} has {file.stat().st_size} bytes: a part of a file, or another one. {_where_found()}")
+    record = {"path": str(file), "sha256": sha256(file)}
+    if file.suffix == ".pb":
+        return _from_graph(file), {**record, "checked": "names and shapes"}  # no hash of the graph is published
+    if record["sha256"] != WEIGHTS_SHA256 and not allow_unpublished:
+        raise ValueError(
+            f"weights={file} has sha256 {record['sha256']}, not the published one. {_where_found()}. "
+            "allow_unpublished_weights=true takes it, and its scores compare with nothing published"
+        )
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
+        raise ValueError(f"weights={file} can not be read as a state dict: {_first_lines(error)}. {_where_found()}") from error
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(f"weights={file} must be a state dict: names and tensors. {_where_found()}")
+    checked = "sha256" if record["sha256"] == WEIGHTS_SHA256 else "names and shapes"
+    return dict(state), {**record, "checked": checked}
+
+
+def _where_found() -> str:
+    return (
+        f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 {WEIGHTS_SHA256}), "
+        f"or {GRAPH_NAME}; `python -m evaluation.fetch inception` downloads the first"
+    )
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _from_graph(file: Path) -> dict[str, torch.Tensor]:
+    """Read the constants of the TensorFlow graph, without TensorFlow."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.graph_pb2 import GraphDef
+    from tensorboard.util.tensor_util import make_ndarray
+
+    graph = GraphDef()
+    try:
+        graph.ParseFromString(file.read_bytes())
+    except DecodeError as error:
+        raise ValueError(f"weights={file} is no TensorFlow graph: {error}. {_where_found()}") from error
+    nodes = {node.name: node for node in graph.node if node.op == "Const"}
+
+    def constant(name: str) -> torch.Tensor:
+        if name not in nodes:
+            raise ValueError(f"weights={file} has no constant {name}. {_where_found()}")
+        try:
+            return torch.from_numpy(make_ndarray(nodes[name].attr["value"].tensor).astype(np.float32))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"weights={file}: constant {name} can not be read: {error}") from error
+
+    state = {"fc.weight": constant("softmax/weights").T, "fc.bias": constant("softmax/biases")}
+    for module, name in graph_names().items():
+        kernel = constant(f"{name}/conv2d_params")
+        if kernel.ndim != 4:
+            raise ValueError(f"weights={file}: {name}/conv2d_params is {tuple(kernel.shape)}, must be (H, W, in, out)")
+        state[f"{module}.conv.weight"] = kernel.permute(3, 2, 0, 1)  # (H, W, in, out) -> (out, in, H, W)
+        for ours, theirs in (
+            ("weight", "gamma"),
+            ("bias", "beta"),
+            ("running_mean", "moving_mean"),
+            ("running_var", "moving_variance"),
+        ):
+            state[f"{module}.bn.{ours}"] = constant(f"{name}/batchnorm/{theirs}")
+    return state
+
+
+def graph_names() -> dict[str, str]:
+    """Return the graph's name for each convolution of the network; a graph counts where the network has names."""
+
+    def convs(branch: str, tower: str, count: int) -> dict[str, str]:
+        return {f"{branch}_{i + 1}": f"{tower}/{_numbered('conv', i)}" for i in range(count)}
+
+    def fork(branch: str, tower: str) -> dict[str, str]:
+        return {f"{branch}a": f"{tower}/mixed/conv", f"{branch}b": f"{tower}/mixed/conv_1"}
+
+    ends = {"branch1x1": "conv", "branch_pool": "tower_2/conv"}
+    a = ends | convs("branch5x5", "tower", 2) | convs("branch3x3dbl", "tower_1", 3)
+    b = {"branch3x3": "conv"} | convs("branch3x3dbl", "tower", 3)
+    c = ends | convs("branch7x7", "tower", 3) | convs("branch7x7dbl", "tower_1", 5)
+    d = convs("branch3x3", "tower", 2) | convs("branch7x7x3", "tower_1", 4)
+    e = ends | convs("branch3x3", "tower", 1) | fork("branch3x3_2", "tower")
+    e |= convs("branch3x3dbl", "tower_1", 2) | fork("branch3x3dbl_3", "tower_1")
+    stem = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
+    blocks = {"5b": a, "5c": a, "5d": a, "6a": b, "6b": c, "6c": c, "6d": c, "6e": c, "7a": d, "7b": e, "7c": e}
+    names = {module: _numbered("conv", i) for i, module in enumerate(stem)}
+    for i, (block, branches) in enumerate(blocks.items()):
+        names |= {f"Mixed_{block}.{branch}": f"{_numbered('mixed', i)}/{name}" for branch, name in branches.items()}
+    return names
+
+
+def _numbered(name: str, i: int) -> str:
+    return f"{name}_{i}" if i else name

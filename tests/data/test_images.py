@@ -1,0 +1,158 @@
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from data import centre_crop, open_images
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (11, 6, 5, 3), dtype=np.uint8)
+NAMES = [f"{'ab'[i % 2]}/{i:02}.png" for i in range(11)]
+ORDER = np.argsort(NAMES)
+
+
+def write_folder(folder, names=NAMES, images=IMAGES):
+    for name, image in zip(names, images, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / name)
+    return folder
+
+
+def read(images, batch_size=4):
+    return np.concatenate([batch for _, batch in images.batches(batch_size)])
+
+
+def test_every_kind_gives_the_same_images_in_sorted_order(tmp_path):
+    folder = write_folder(tmp_path / "folder")
+    (folder / "notes.txt").write_text("not an image")
+    (folder / ".hidden.png").write_bytes(b"nor this")
+    np.savez(tmp_path / "plain.npz", IMAGES[ORDER])
+    np.savez_compressed(tmp_path / "packed.npz", other=np.zeros(3), arr_0=IMAGES[ORDER])
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for name in reversed(NAMES):
+            archive.write(folder / name, name)
+        archive.writestr("__MACOSX/a/._00.png", "nor this")
+    for name in ("folder", "plain.npz", "packed.npz", "images.zip"):
+        images = open_images(tmp_path / name)
+        assert (images.count, images.shape) == (11, (6, 5, 3))
+        assert (read(images) == IMAGES[ORDER]).all(), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(1, 11), batch_size=st.integers(1, 12), num_processes=st.integers(1, 5))
+def test_processes_share_images_without_gaps_or_doubles(tmp_path_factory, count, batch_size, num_processes):
+    folder = tmp_path_factory.mktemp("images")
+    np.savez(folder / "x.npz", IMAGES[:count])
+    write_folder(folder / "x", [f"{i:02}.png" for i in range(count)], IMAGES[:count])
+    for path in (folder / "x.npz", folder / "x"):
+        seen = {}
+        for process in range(num_processes):
+            for start, batch in open_images(path).batches(batch_size, process, num_processes):
+                for i, image in enumerate(batch):
+                    assert start + i not in seen
+                    seen[start + i] = image
+        assert sorted(seen) == list(range(count))
+        assert all((image == IMAGES[i]).all() for i, image in seen.items())
+
+
+def test_an_array_is_never_held_as_a_whole(tmp_path):
+    size = 64 * 2**20
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "large.npz", np.zeros((size // (64 * 64 * 3), 64, 64, 3), np.uint8))
+        tracemalloc.start()
+        for _ in open_images(tmp_path / "large.npz").batches(16, process_index=1, num_processes=2):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < size / 16
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((4, 8, 8, 3), np.float32), "arr_0 is float32 (4, 8, 8, 3), must be uint8"),
+        (np.zeros((4, 8, 8), np.uint8), "arr_0 is uint8 (4, 8, 8), must be uint8 (N, H, W, C)"),
+        (np.zeros((0, 8, 8, 3), np.uint8), "arr_0 is uint8 (0, 8, 8, 3)"),
+        (np.asfortranarray(np.zeros((4, 8, 8, 3), np.uint8)), "arr_0 is uint8 (4, 8, 8, 3)"),
+        (np.array([{"a": 1}], dtype=object), "arr_0 is object (1,)"),
+    ],
+)
+def test_arrays_that_are_not_images_are_refused(tmp_path, array, message):
+    np.savez(tmp_path / "x.npz", array)
+    with pytest.raises(ValueError) as found:
+        open_images(tmp_path / "x.npz")
+    assert message in str(found.value)
+    assert "x.npz" in str(found.value)
+
+
+def test_damaged_arrays_are_refused(tmp_path):
+    images = RNG.integers(0, 256, (50, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / "x.npz", images)
+    whole = (tmp_path / "x.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.npz").write_text("hello")
+    np.savez(tmp_path / "other.npz", images=images)
+    for name in ("cut", "text", "other"):
+        with pytest.raises(ValueError, match=rf"{name}.npz can not be read as an .npz with arr_0"):
+            open_images(tmp_path / f"{name}.npz")
+    middle = len(whole) // 2
+    (tmp_path / "flipped.npz").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(ValueError, match=r"flipped.npz is damaged"):
+        read(open_images(tmp_path / "flipped.npz"))
+    with zipfile.ZipFile(tmp_path / "short.npz", "w") as archive, zipfile.ZipFile(tmp_path / "x.npz") as source:
+        archive.writestr("arr_0.npy", source.read("arr_0.npy")[:-100])
+    with pytest.raises(ValueError, match=r"arr_0 holds 38300 bytes, its shape \(50, 16, 16, 3\) needs 38400"):
+        open_images(tmp_path / "short.npz")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        open_images(tmp_path / "nowhere")
+
+
+def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
+    def refused(folder, message):
+        with pytest.raises(ValueError) as found:
+            read(open_images(folder))
+        assert message in str(found.value)
+
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "holds no images")
+    Image.fromarray(IMAGES[0]).save(write_folder(tmp_path / "lossy") / "z.JPG")
+    refused(tmp_path / "lossy", "z.JPG is of a lossy format")
+    for mode in ("L", "RGBA", "I;16"):
+        folder = write_folder(tmp_path / mode)
+        Image.fromarray(IMAGES[0, :, :, 0].astype(np.uint16) if mode == "I;16" else IMAGES[0]).convert(mode).save(
+            folder / "a/03.png"
+        )
+        refused(folder, f"a/03.png can not be used: its mode is {mode}")
+    Image.fromarray(IMAGES[0, :3]).save(write_folder(tmp_path / "sizes") / "b/05.png")
+    refused(tmp_path / "sizes", "b/05.png is (3, 5, 3), a/00.png is (6, 5, 3)")
+    broken = write_folder(tmp_path / "broken") / "b/07.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    refused(tmp_path / "broken", "b/07.png can not be used")
+    (tmp_path / "x.zip").write_text("hello")
+    refused(tmp_path / "x.zip", "neither a folder nor a zip")
+
+
+def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):
+    gradient = np.linspace(0, 255, 90)[None, :].repeat(40, axis=0).astype(np.uint8)
+    tmp_path.joinpath("d").mkdir()
+    Image.fromarray(gradient).save(tmp_path / "d/grey.jpg", quality=95)
+    Image.fromarray(RNG.integers(0, 256, (30, 50, 3), dtype=np.uint8)).save(tmp_path / "d/colour.png")
+    images = open_images(tmp_path / "d", resolution=16)
+    assert (images.count, images.shape) == (2, (16, 16, 3))
+    colour, grey = read(images)
+    assert colour.std() > 10
+    # The middle of the gradient: 40 of 90 columns, from the 25th on.
+    expected = np.interp(25 + (np.arange(16) + 0.5) * 2.5 - 0.5, np.arange(90), gradient[0])
+    np.testing.assert_allclose(grey.mean(axis=(0, 2)), expected, atol=4)
+
+
+def test_centre_crop_halves_by_boxes_first():
+    image = RNG.integers(0, 256, (32, 64, 3), dtype=np.uint8)
+    boxes = image.reshape(16, 2, 32, 2, 3).astype(float).mean(axis=(1, 3))
+    got = np.asarray(centre_crop(Image.fromarray(image), 16)).astype(float)
+    assert np.abs(got - boxes[:, 8:24]).max() <= 1
+    assert centre_crop(Image.fromarray(image), 50).size == (50, 50)

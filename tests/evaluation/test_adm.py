@@ -1,0 +1,215 @@
+"""The suite on a few images, with an Inception network of random weights."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import sqrtm
+
+from data import open_images
+from evaluation import AdmSuite, InceptionDetector, Processes, kernel_distance, make_reference, open_reference
+from evaluation.adm import with_count
+from evaluation.extraction import extract
+from tests.evaluation.test_metrics import plain_precision_recall
+from tests.inception import random_detector
+
+OPTIONS = {"processes": Processes(), "batch_size": 8, "precision_recall": True, "exact_distances": False, "kid": True}
+
+
+def pictures(count, seed):
+    rng = np.random.default_rng(seed)
+    return (rng.random((count, 24, 24, 1)) * 100 + rng.integers(0, 150, (count, 1, 1, 3))).astype(np.uint8)
+
+
+SAMPLES, REFERENCE = pictures(22, 1), pictures(17, 2)
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory):
+    return random_detector(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def features(detector):
+    return {name: detector(images) for name, images in (("samples", SAMPLES), ("reference", REFERENCE))}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    np.savez(tmp_path / "samples.npz", SAMPLES)
+    np.savez(tmp_path / "images.npz", REFERENCE)
+    return tmp_path
+
+
+def moments(f):
+    f = f.double().numpy()
+    return f.mean(0), np.cov(f.T)
+
+
+def plain_distance(one, other):
+    """The published definition, by the matrix square root, in the few dimensions that the features span."""
+    basis = torch.linalg.qr(torch.cat([one, other]).double().T).Q
+    (mu1, sigma1), (mu2, sigma2) = moments(one.double() @ basis), moments(other.double() @ basis)
+    return ((mu1 - mu2) ** 2).sum() + np.trace(sigma1 + sigma2 - 2 * sqrtm(sigma1 @ sigma2).real)
+
+
+def scores(detector, folder, reference, **options):
+    samples = open_images(folder / "samples.npz")
+    suite = AdmSuite(detector, *open_reference(folder / reference, open_images), **{**OPTIONS, **options})
+    return suite.score(samples.batches(8), samples.count)
+
+
+def test_scores_agree_with_the_definitions(detector, features, folder):
+    found = scores(detector, folder, "images.npz")
+    assert not found.left_out
+    values, one, other = found.values, features["samples"], features["reference"]
+    # The covariances are singular, and the matrix square root of such is good to some digits only.
+    assert values["fid22"] == pytest.approx(plain_distance(one.pool, other.pool), rel=1e-3)
+    assert values["sfid22"] == pytest.approx(plain_distance(one.spatial, other.spatial), rel=1e-3)
+    p = one.logits.double().softmax(1).numpy()
+    divergence = (p * (np.log(p) - np.log(p.mean(0)))).sum(1).mean()
+    assert values["is22"] == pytest.approx(np.exp(divergence), rel=1e-6)
+    expected = plain_precision_recall(other.pool.numpy(), one.pool.numpy(), 3, 10_000)
+    assert (values["precision22"], values["recall22"]) == pytest.approx(expected, abs=0.06)
+    expected = kernel_distance(other.pool, one.pool)
+    assert (values["kid22"], values["kid_std22"]) == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert values.keys() == {"fid22", "sfid22", "is22", "precision22", "recall22", "kid22", "kid_std22"}
+
+
+def test_the_same_images_are_at_distance_zero_and_covered(detector, folder):
+    np.savez(folder / "images.npz", SAMPLES)
+    values = scores(detector, folder, "images.npz").values
+    assert values["fid22"] == pytest.approx(0, abs=1e-3)
+    assert values["sfid22"] == pytest.approx(0, abs=1e-3)
+    assert values["precision22"] == values["recall22"] == 1
+
+
+def test_what_a_reference_does_not_hold_is_left_out_with_the_reason(detector, features, folder):
+    mu, sigma = moments(features["reference"].pool)
+    np.savez(folder / "edm.npz", mu=mu, sigma=sigma)
+    found = scores(detector, folder, "edm.npz")
+    assert found.values.keys() == {"fid22", "is22"}
+    assert found.left_out == {
+        "sfid22": "the reference has no mu_s and sigma_s",
+        **dict.fromkeys(("precision22", "recall22", "kid22", "kid_std22"), "the reference has no images (arr_0)"),
+    }
+    whole = scores(detector, folder, "images.npz", precision_recall=False, kid=False)
+    assert whole.values["fid22"] == pytest.approx(found.values["fid22"], rel=1e-6)
+    assert not whole.left_out
+
+
+def test_a_reference_that_is_made_scores_like_its_images(detector, folder):
+    images = open_images(folder / "images.npz")
+    record = make_reference(detector, images, folder / "new" / "made.npz", 8, Processes())
+    assert (record["num_images"], record["num_kept"], record["shape"]) == (17, 17, [24, 24, 3])
+    with np.load(folder / "new" / "made.npz") as made:
+        assert {name: made[name].shape for name in made} == {
+            "mu": (2048,),
+            "sigma": (2048, 2048),
+            "mu_s": (2023,),
+            "sigma_s": (2023, 2023),
+            "arr_0": REFERENCE.shape,
+        }
+    direct = scores(detector, folder, "images.npz")
+    assert scores(detector, folder, "new/made.npz").values == pytest.approx(direct.values, rel=1e-9)
+
+
+def test_a_reference_keeps_images_evenly_spaced(detector, folder, monkeypatch):
+    monkeypatch.setattr("evaluation.reference.NUM_KEPT", 4)
+    make_reference(detector, open_images(folder / "images.npz"), folder / "made.npz", 3, Processes())
+    with np.load(folder / "made.npz") as made:
+        assert (made["arr_0"] == REFERENCE[[0, 4, 8, 12]]).all()
+
+
+def test_batches_and_order_matter_only_for_splits(detector, folder):
+    def statistics(images, batch_size):
+        np.savez(folder / "x.npz", images)
+        opened = open_images(folder / "x.npz")
+        return extract(detector, opened.batches(batch_size), opened.count, keep_features=True, processes=Processes())
+
+    one, other = statistics(SAMPLES, 8), statistics(SAMPLES[::-1], 5)
+    torch.testing.assert_close(one.pool.mean, other.pool.mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(one.spatial.covariance, other.spatial.covariance, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(one.features, other.features[::-1], rtol=1e-3, atol=1e-4)
+
+
+def test_lost_images_are_noticed(detector, folder):
+    images = open_images(folder / "images.npz")
+    with pytest.raises(ValueError, match="8 images came instead of 17"):
+        extract(detector, images.batches(8, 1, 2), images.count, keep_features=False, processes=Processes())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"mu": np.zeros(2048)}, "must hold both of mu and sigma, or neither"),
+        ({"mu": np.zeros(64), "sigma": np.zeros((64, 64))}, "mu is (64,), must be (2048,): of another network"),
+        ({"mu": np.zeros(2048), "sigma": np.full((2048, 2048), np.nan)}, "sigma must be finite"),
+        ({"images": np.zeros(3)}, "must hold mu and sigma, or images (arr_0)"),
+        ({"mu_s": np.zeros(2048), "sigma_s": np.zeros((2048, 2048))}, "mu_s is (2048,), must be (2023,)"),
+        ({"mu": np.array([{}], dtype=object), "sigma": np.zeros(1)}, "can not be read as an .npz"),
+        ({"arr_0": np.zeros((5, 8, 8, 3))}, "arr_0 is float64"),
+    ],
+)
+def test_references_that_are_none_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "reference.npz", **arrays)
+    with pytest.raises(ValueError) as found:
+        open_reference(tmp_path / "reference.npz", open_images)
+    assert message in str(found.value)
+    assert "reference.npz" in str(found.value)
+
+
+def test_damaged_and_missing_references_are_refused(tmp_path):
+    np.savez(tmp_path / "whole.npz", mu=np.zeros(2048), sigma=np.zeros((2048, 2048)))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:100_000])
+    with pytest.raises(ValueError, match=r"cut.npz can not be read as an .npz"):
+        open_reference(tmp_path / "cut.npz", open_images)
+    with pytest.raises(FileNotFoundError, match=r"reference=.*nowhere.npz not found; `python -m evaluation.fetch"):
+        open_reference(tmp_path / "nowhere.npz", open_images)
+
+
+@pytest.mark.parametrize(
+    ("num_images", "shape", "options", "message"),
+    [
+        (1, (8, 8, 3), {"precision_recall": False}, r"1 image\(s\) are too few: at least 2 are needed"),
+        (3, (8, 8, 3), {}, r"3 image\(s\) are too few: at least 4 are needed; precision_recall=false needs 2"),
+        (9, (8, 8, 1), {}, r"images are \(8, 8, 1\), must be \(H, W, 3\)"),
+    ],
+)
+def test_images_that_can_not_be_scored_are_refused(detector, num_images, shape, options, message):
+    suite = AdmSuite(detector, {"mu": np.zeros(2048), "sigma": np.eye(2048)}, None, **{**OPTIONS, **options})
+    with pytest.raises(ValueError, match=message):
+        suite.check(num_images, shape)
+
+
+def test_few_samples_and_unpublished_weights_are_said(detector, folder):
+    warnings = " ".join(scores(detector, folder, "images.npz", precision_recall=False, kid=False).warnings)
+    for part in ("published scores are of 50,000 samples", "the covariance is singular", "checked by names and shapes alone"):
+        assert part in warnings
+
+
+def test_names_carry_the_count():
+    assert [with_count("fid", n) for n in (50_000, 5000, 512, 1500)] == ["fid50k", "fid5k", "fid512", "fid1500"]
+
+
+GOLDEN = ("ADM_WEIGHTS", "ADM_REFERENCE", "ADM_SAMPLES")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(os.environ.get(name) for name in GOLDEN),
+    reason=f"needs {', '.join(GOLDEN)}: paths of `python -m evaluation.fetch inception imagenet256 golden256`",
+)
+def test_published_scores_of_adm(tmp_path):
+    """Scores that the original gives for the samples of ADM-G and ADM-U, ImageNet 256x256. [ADM]"""
+    weights, reference, samples = (os.environ[name] for name in GOLDEN)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    images = open_images(samples)
+    options = {**OPTIONS, "batch_size": 64, "kid": False}
+    suite = AdmSuite(InceptionDetector(weights, device), *open_reference(reference, open_images), **options)
+    values = suite.score(images.batches(64), images.count).values
+    expected = {"is": (215.837, 0.3), "fid": (3.94256, 0.005), "sfid": (6.14043, 0.02), "precision": (0.8265, 0.005)}
+    expected["recall"] = (0.5309, 0.005)
+    for metric, (value, tolerance) in expected.items():
+        assert values[f"{metric}50k"] == pytest.approx(value, abs=tolerance), metric

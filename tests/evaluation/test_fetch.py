@@ -1,0 +1,119 @@
+"""Downloads, from a server in this process that can be told to misbehave."""
+
+import base64
+import hashlib
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from evaluation.fetch import fetch
+from evaluation.files import PUBLISHED, PublishedFile
+from tests.runs import ROOT
+
+CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if "Range" in self.headers else 0
+        server.starts.append(start)
+        start = start if server.ranges else 0
+        if start >= len(CONTENT):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(CONTENT)}")
+            self.end_headers()
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(CONTENT) - start))
+        if server.md5:
+            self.send_header("Content-MD5", base64.b64encode(server.md5).decode())
+        self.end_headers()
+        self.wfile.write(CONTENT[start : server.break_at])
+
+    def log_message(self, format, *arguments):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.starts, server.ranges, server.md5, server.break_at = [], True, None, None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def published(server, content=CONTENT):
+    sha256 = None if content is None else hashlib.sha256(content).hexdigest()
+    return PublishedFile(f"http://127.0.0.1:{server.server_address[1]}/folder/weights.pth", "a file", sha256)
+
+
+def test_a_file_is_downloaded_once(server, tmp_path):
+    file = fetch(published(server), tmp_path / "new")
+    assert file == tmp_path / "new" / "weights.pth"
+    assert file.read_bytes() == CONTENT
+    assert fetch(published(server), tmp_path / "new") == file
+    assert server.starts == [0]
+    assert [f.name for f in file.parent.iterdir()] == ["weights.pth"]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_broken_download_goes_on_where_it_stopped(server, tmp_path, ranges):
+    server.break_at, server.ranges = 2 * 2**20, ranges
+    with pytest.raises(OSError, match="broke after 2097152 of 3145745 bytes"):
+        fetch(published(server), tmp_path)
+    have = (tmp_path / "weights.pth.partial").stat().st_size
+    assert not (tmp_path / "weights.pth").exists()
+    server.break_at = None
+    assert fetch(published(server), tmp_path).read_bytes() == CONTENT
+    assert server.starts == [0, have]
+    assert have == 2 * 2**20
+
+
+def test_a_download_that_was_whole_but_not_moved_is_taken(server, tmp_path):
+    (tmp_path / "weights.pth.partial").write_bytes(CONTENT)
+    assert fetch(published(server), tmp_path).read_bytes() == CONTENT
+    (tmp_path / "weights.pth").unlink()
+    (tmp_path / "weights.pth.partial").write_bytes(CONTENT + b"more")
+    with pytest.raises(OSError, match="removed, start again"):
+        fetch(published(server), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_file_than_the_published_one_is_refused(server, tmp_path):
+    with pytest.raises(ValueError, match="not the file that was published"):
+        fetch(published(server, b"other"), tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "weights.pth").write_bytes(b"mine")
+    with pytest.raises(ValueError, match="not the file that was published"):
+        fetch(published(server), tmp_path)
+    assert (tmp_path / "weights.pth").read_bytes() == b"mine"
+
+
+def test_where_no_hash_is_published_the_servers_is_checked(server, tmp_path):
+    server.md5 = hashlib.md5(CONTENT).digest()
+    assert fetch(published(server, None), tmp_path).read_bytes() == CONTENT
+    (tmp_path / "weights.pth").unlink()
+    server.md5 = hashlib.md5(b"other").digest()
+    with pytest.raises(ValueError, match="damaged on the way"):
+        fetch(published(server, None), tmp_path)
+
+
+def test_the_program_lists_and_refuses():
+    def start(*arguments):
+        command = [sys.executable, "-m", "evaluation.fetch", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    listing = start()
+    assert listing.returncode == 0
+    assert all(file.url in listing.stdout for file in PUBLISHED.values())
+    assert "Warning" not in listing.stderr
+    unknown = start("cifar")
+    assert unknown.returncode == 1
+    assert unknown.stderr == f"error: cifar is not known: {', '.join(PUBLISHED)}\n"

@@ -1,0 +1,213 @@
+import numpy as np
+import pytest
+import torch
+from torchvision.models import inception_v3
+
+from evaluation.inception import InceptionDetector, graph_names, read_weights
+from tests.inception import random_state, write_random_weights
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (3, 40, 56, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return write_random_weights(tmp_path_factory.mktemp("weights") / "random.pth")
+
+
+@pytest.fixture(scope="module")
+def detector(weights):
+    return InceptionDetector(weights, allow_unpublished=True)
+
+
+def test_features_have_the_shapes_of_the_suite(detector):
+    features = detector(IMAGES)
+    assert [tuple(f.shape) for f in features] == [(3, 2048), (3, 2023), (3, 1008)]
+    assert all(f.dtype == torch.float32 and f.std() > 0.01 for f in features)
+
+
+def test_logits_have_no_bias(detector):
+    features, state = detector(IMAGES), random_state()
+    torch.testing.assert_close(features.logits, features.pool @ state["fc.weight"].T, rtol=1e-4, atol=1e-4)
+    assert (state["fc.bias"].abs() > 0.01).any()
+
+
+def test_spatial_features_are_the_first_seven_channels_row_by_row(detector):
+    seen = []
+    branch = detector._network.Mixed_6d.branch1x1
+    hook = branch.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    spatial = detector(IMAGES).spatial
+    hook.remove()
+    (output,) = seen
+    assert output.shape == (3, 192, 17, 17)
+    for row, column, channel in ((0, 0, 0), (0, 0, 6), (0, 1, 0), (3, 5, 2), (16, 16, 6)):
+        assert torch.equal(spatial[:, (row * 17 + column) * 7 + channel], output[:, channel, row, column])
+    channels_first = output[:, :7].flatten(1)
+    assert not torch.allclose(spatial, channels_first)
+
+
+def tf1_resize(image, size):
+    """TensorFlow 1's bilinear rule in plain numpy: source = target * (old / new), no half-pixel centres, no antialiasing."""
+
+    def weights(old):
+        position = np.arange(size) * np.float32(old / size)
+        low = np.floor(position).astype(int)
+        return low, np.minimum(low + 1, old - 1), (position - low)[:, None].astype(np.float32)
+
+    top, bottom, down = weights(image.shape[0])
+    left, right, along = weights(image.shape[1])
+    rows = lambda i: image[i][:, left] + (image[i][:, right] - image[i][:, left]) * along[None]  # noqa: E731
+    return rows(top) + (rows(bottom) - rows(top)) * down[:, :, None]
+
+
+@pytest.mark.parametrize("size", [(40, 56), (299, 299), (320, 500)])
+def test_images_are_resized_by_the_rule_of_the_graph(detector, size):
+    images = RNG.integers(0, 256, (1, *size, 3), dtype=np.uint8)
+    seen = []
+    hook = detector._network.Conv2d_1a_3x3.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    detector(images)
+    hook.remove()
+    expected = (tf1_resize(images[0].astype(np.float32), 299) - 128) / 128
+    np.testing.assert_allclose(seen[0][0].permute(1, 2, 0).numpy(), expected, atol=2e-4)
+
+
+def test_the_network_is_not_that_of_torchvision(detector):
+    """The graph leaves padding out of its averages, and takes a maximum in its last block."""
+    network = inception_v3(weights=None, num_classes=1008, aux_logits=False, init_weights=False).eval()
+    network.load_state_dict(random_state())
+    network.fc = torch.nn.Identity()
+    image = RNG.integers(0, 256, (1, 299, 299, 3), dtype=np.uint8)
+    with torch.inference_mode():
+        theirs = network((torch.from_numpy(image).permute(0, 3, 1, 2).float() - 128) / 128)
+    assert not torch.allclose(theirs, detector(image).pool, rtol=0.05)
+
+
+def test_features_do_not_depend_on_the_rest_of_the_batch(detector):
+    for alone, together in zip(detector(IMAGES[1:2]), detector(IMAGES), strict=True):
+        torch.testing.assert_close(alone, together[1:2], rtol=1e-4, atol=1e-5)
+
+
+def test_features_are_fp32_inside_autocast(detector):
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = detector(IMAGES)
+    assert torch.equal(inside.pool, detector(IMAGES).pool)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [np.zeros((2, 8, 8, 3)), np.zeros((2, 8, 8, 1), np.uint8), np.zeros((2, 3, 8, 8), np.uint8), np.zeros((8, 8, 3), np.uint8)],
+)
+def test_images_of_another_kind_are_refused(detector, images):
+    with pytest.raises(ValueError, match=r"must be uint8 \(N, H, W, 3\)"):
+        detector(images)
+
+
+def test_weights_that_are_not_finite_are_found(tmp_path):
+    state = random_state()
+    state["Mixed_7c.branch_pool.conv.weight"][0, 0] = float("nan")
+    torch.save(state, tmp_path / "nan.pth")
+    with pytest.raises(ValueError, match="not finite"):
+        InceptionDetector(tmp_path / "nan.pth", allow_unpublished=True)(IMAGES)
+
+
+def write_graph(file, state, leave_out=None):
+    """Write a TensorFlow graph that holds a state dict as constants, among other nodes."""
+    from tensorboard.compat.proto.graph_pb2 import GraphDef
+    from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+
+    graph = GraphDef()
+    graph.node.add(name="ExpandDims", op="ExpandDims")
+
+    def add(name, array):
+        if name != leave_out:
+            tensor = graph.node.add(name=name, op="Const").attr["value"].tensor
+            tensor.dtype, tensor.tensor_content = DT_FLOAT, np.ascontiguousarray(array, np.float32).tobytes()
+            for length in array.shape:
+                tensor.tensor_shape.dim.add(size=length)
+
+    for module, name in graph_names().items():
+        add(f"{name}/conv2d_params", state[f"{module}.conv.weight"].permute(2, 3, 1, 0).numpy())
+        add(f"{name}/batchnorm/gamma", state[f"{module}.bn.weight"].numpy())
+        add(f"{name}/batchnorm/beta", state[f"{module}.bn.bias"].numpy())
+        add(f"{name}/batchnorm/moving_mean", state[f"{module}.bn.running_mean"].numpy())
+        add(f"{name}/batchnorm/moving_variance", state[f"{module}.bn.running_var"].numpy())
+    add("softmax/weights", state["fc.weight"].T.numpy())
+    add("softmax/biases", state["fc.bias"].numpy())
+    file.write_bytes(graph.SerializeToString())
+    return file
+
+
+def test_the_original_graph_gives_the_same_features(detector, tmp_path):
+    file = write_graph(tmp_path / "classify_image_graph_def.pb", random_state())
+    from_graph = InceptionDetector(file)
+    assert from_graph.record["checked"] == "names and shapes"
+    for ours, theirs in zip(from_graph(IMAGES), detector(IMAGES), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_graph_names_cover_the_network():
+    names = graph_names()
+    convolutions = {name.removesuffix(".conv.weight") for name in random_state() if name.endswith("conv.weight")}
+    assert names.keys() == convolutions
+    assert len(set(names.values())) == len(names) == 94
+    # Some that are known, of each kind of block.
+    for module, name in {
+        "Conv2d_4a_3x3": "conv_4",
+        "Mixed_5b.branch1x1": "mixed/conv",
+        "Mixed_5c.branch5x5_2": "mixed_1/tower/conv_1",
+        "Mixed_5d.branch_pool": "mixed_2/tower_2/conv",
+        "Mixed_6a.branch3x3": "mixed_3/conv",
+        "Mixed_6a.branch3x3dbl_3": "mixed_3/tower/conv_2",
+        "Mixed_6d.branch1x1": "mixed_6/conv",
+        "Mixed_6e.branch7x7dbl_5": "mixed_7/tower_1/conv_4",
+        "Mixed_7a.branch3x3_2": "mixed_8/tower/conv_1",
+        "Mixed_7a.branch7x7x3_4": "mixed_8/tower_1/conv_3",
+        "Mixed_7b.branch3x3_2b": "mixed_9/tower/mixed/conv_1",
+        "Mixed_7c.branch3x3dbl_3a": "mixed_10/tower_1/mixed/conv",
+    }.items():
+        assert names[module] == name
+
+
+def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
+    def refused(file, *words, **options):
+        with pytest.raises((ValueError, FileNotFoundError)) as found:
+            InceptionDetector(file, **options)
+        for word in (str(file), "python -m evaluation.fetch inception", *words):
+            assert word in str(found.value)
+        assert "\n" not in str(found.value)
+
+    published = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+    refused(tmp_path / "nowhere.pth", "not found", published)
+    refused(weights, "not the published one", published)
+    cut = tmp_path / "cut.pth"
+    cut.write_bytes(weights.read_bytes()[: 20 * 2**20])
+    refused(cut, "can not be read as a state dict", allow_unpublished=True)
+    short = tmp_path / "short.pth"
+    short.write_bytes(b"x" * 1000)
+    refused(short, "1000 bytes", allow_unpublished=True)
+    big = torch.zeros(4 * 2**20)
+    torch.save({"other": big}, tmp_path / "other.pth")
+    refused(tmp_path / "other.pth", "do not fit the network", allow_unpublished=True)
+    torch.save([big], tmp_path / "list.pth")
+    refused(tmp_path / "list.pth", "must be a state dict", allow_unpublished=True)
+    noise = tmp_path / "noise.pb"
+    noise.write_bytes(np.random.default_rng(0).bytes(11 * 2**20))
+    refused(noise, "no TensorFlow graph")
+    refused(
+        write_graph(tmp_path / "part.pb", random_state(), leave_out="mixed_6/conv/conv2d_params"), "mixed_6/conv/conv2d_params"
+    )
+    swapped = random_state()
+    swapped["fc.weight"] = swapped["fc.weight"][:1000]
+    refused(write_graph(tmp_path / "classes.pb", swapped), "do not fit the network", "fc.weight")
+
+
+class Trap:
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path, capsys):
+    torch.save({"trap": Trap(), "big": torch.zeros(4 * 2**20)}, tmp_path / "trap.pth")
+    with pytest.raises(ValueError, match="can not be read as a state dict"):
+        read_weights(tmp_path / "trap.pth", allow_unpublished=True)
+    assert "ran" not in capsys.readouterr().out

@@ -1,0 +1,107 @@
+"""A run to draw samples from: what `sample.py` and `fid.py` are asked, checked, and completed by what the run says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from training import config as configuration
+from training.checkpoint import latest_checkpoint, load_weights
+from training.provenance import RunFolder
+from training.rules import NUM_SEEDS, check_choice, check_positive, check_sampling
+
+LABELS = ("balanced", "random")
+RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
+
+
+@dataclass
+class OpenedRun:
+    """A run that is ready to be sampled from.
+
+    Args:
+        precond: the averaged weights in their preconditioning, in eval mode.
+        sampler: as the run and the request say.
+        drawing: the arguments of an ImageSource that say what is drawn.
+        name: tells sets of samples of one run apart.
+        weights: the file of the averaged weights.
+        data: what the run trained on.
+        protocol: everything that moves a number, to be kept beside what is made from the samples.
+    """
+
+    precond: nn.Module
+    sampler: Callable[..., Any]
+    drawing: dict[str, Any]
+    name: str
+    weights: Path
+    data: dict[str, Any]
+    protocol: dict[str, Any]
+
+
+def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
+    """Load the averaged weights of a run.
+
+    Args:
+        request: `run`, and the keys of SamplingConfig.
+
+    Raises:
+        FileNotFoundError: there is no such run, or it has no checkpoint yet.
+        ValueError: with the key, the value and the rule.
+    """
+    run = RunFolder(request["run"])
+    config, details = run.read()
+    settings = _settings(request, config)
+    # The first process chooses: a run that still trains may save between the looks of two.
+    (checkpoint,) = broadcast_object_list([request["checkpoint"] or latest_checkpoint(run.path)])
+    if checkpoint is None:
+        raise FileNotFoundError(f"run={run.path} has no checkpoint yet")
+    weights = Path(checkpoint) / "ema.safetensors"
+    net = configuration.build_net(config).to(state.device).eval()
+    load_weights(net, weights)
+    drawing = {key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")}
+    return OpenedRun(
+        precond=configuration.build_precond(config, net).eval(),
+        sampler=configuration.build(settings["sampler"]),
+        drawing={**drawing, "bf16": settings["mixed_precision"] == "bf16"},
+        name=_name(Path(checkpoint), settings),
+        weights=weights,
+        data=details["data"],
+        protocol={
+            **settings,
+            "run": str(run.path),
+            "checkpoint": str(checkpoint),
+            "ema": config["ema"],
+            "data": details["data"],
+        },
+    )
+
+
+def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    for key in ("num_samples", "batch_size"):
+        check_positive(key, request[key])
+    if not 0 <= request["first_seed"] <= NUM_SEEDS - request["num_samples"]:
+        raise ValueError(f"first_seed={request['first_seed']} must not be negative, and the last seed less than {NUM_SEEDS}")
+    check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
+    check_choice("labels", request["labels"], LABELS)
+    num_classes, label = config["model"]["num_classes"], request["class_label"]
+    if label is not None and not 0 <= label < num_classes:
+        raise ValueError(f"class_label={label} must be in [0, {num_classes - 1}]")
+    scale = config["guidance"]["guidance_scale"] if request["guidance_scale"] is None else request["guidance_scale"]
+    sampler = {**config["sampler"], **({} if request["num_steps"] is None else {"num_steps": request["num_steps"]})}
+    check_sampling(sampler, scale, num_classes)
+    return {**{key: request[key] for key in RECORDED}, "guidance_scale": scale, "sampler": sampler}
+
+
+def _name(checkpoint: Path, settings: dict[str, Any]) -> str:
+    parts = [checkpoint.name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
+    if settings["class_label"] is not None:
+        parts += [f"class{settings['class_label']}"]
+    elif settings["labels"] == "random":
+        parts += ["randomlabels"]
+    parts += [f"guidance{settings['guidance_scale']:g}"] if settings["guidance_scale"] != 1 else []
+    parts += [f"{settings['sampler']['num_steps']}steps"]
+    parts += ["bf16"] if settings["mixed_precision"] == "bf16" else []
+    return "_".join(parts)
