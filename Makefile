@@ -12,7 +12,7 @@ demo: setup ## digits from nothing: train, sample, score
 	@$(BIN)/python -m benchmarks.demo_time
 	$(LAUNCH) train.py model=tread run_name=demo
 	$(LAUNCH) sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz
-	$(LAUNCH) fid.py evaluation=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits
+	$(LAUNCH) fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits
 	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."
 
 setup: $(VENV)/.complete

@@ -3,7 +3,7 @@
     accelerate launch fid.py samples=FILE.npz reference=REFERENCE.npz
     accelerate launch fid.py run=runs/NAME num_samples=50000 reference=REFERENCE.npz
     accelerate launch fid.py mode=reference images=FOLDER resolution=256 out=REFERENCE.npz
-    accelerate launch fid.py evaluation=digits samples=FILE.npz reference=latents/digits
+    accelerate launch fid.py suite=digits samples=FILE.npz reference=latents/digits
 
 What was scored, against what and how is kept with the scores as JSON.
 """
@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> None:
     state = start_process()
     if request["mode"] == "reference":
         write_reference(request, state)
-    elif request["evaluation"] == "adm":
+    elif request["suite"] == "adm":
         score(request, state)
     elif state.is_main_process:  # these scores take a second; one process computes them
         score_digits(request)
@@ -59,7 +59,7 @@ def check_request(request: dict[str, Any]) -> None:
         ValueError: with the key and the rule.
     """
     check_choice("mode", request["mode"], ("score", "reference"))
-    check_choice("evaluation", request["evaluation"], ("adm", "digits"))
+    check_choice("suite", request["suite"], ("adm", "digits"))
     check_positive("detector_batch_size", request["detector_batch_size"])
     needed, idle = {
         "reference": (("images", "out"), ("samples", "run", "reference")),
@@ -79,8 +79,8 @@ def check_request(request: dict[str, Any]) -> None:
         return
     if (request["samples"] is None) == (request["run"] is None):
         raise ValueError("one of samples (an .npz, a folder or a zip) and run (a run to draw from) must be given")
-    if request["evaluation"] == "digits" and request["run"]:
-        raise ValueError("evaluation=digits scores samples=FILE.npz; sample.py draws them from a run")
+    if request["suite"] == "digits" and request["run"]:
+        raise ValueError("suite=digits scores samples=FILE.npz; sample.py draws them from a run")
     if request["samples"]:
         for field in fields(configuration.SamplingConfig):
             if field.name != "num_samples" and request[field.name] != field.default:
@@ -109,7 +109,7 @@ def score(request: dict[str, Any], state: PartialState) -> None:
         )
         suite.check(samples["num_samples"], samples["shape"])
         out = Path(request["out"] or out)
-    scores = suite.score(batches, samples["num_samples"])
+        scores = suite.score(batches, samples["num_samples"])
     if not state.is_main_process:
         return
     for metric, value in scores.values.items():
@@ -152,7 +152,7 @@ def kept_samples(request: dict[str, Any], state: PartialState) -> tuple[dict[str
 
 def drawn_samples(request: dict[str, Any], state: PartialState) -> tuple[dict[str, Any], Path, Iterable]:
     """Return a record of samples to be drawn from a run, where their scores go, and this process's batches."""
-    run = open_run({**request, "num_samples": request["num_samples"] or NUM_SAMPLES}, state)
+    run = open_run({**request, "num_samples": NUM_SAMPLES if request["num_samples"] is None else request["num_samples"]}, state)
     source = ImageSource(
         run.precond,
         run.sampler,
@@ -178,8 +178,8 @@ def write_reference(request: dict[str, Any], state: PartialState) -> None:
             raise ValueError(
                 f"images={request['images']} holds {images.count} of {images.shape}: at least 2 of (H, W, 3) are needed"
             )
-    file = Path(request["out"])
-    found = make_reference(detector, images, file, request["detector_batch_size"], share_work(state))
+        file = Path(request["out"])
+        found = make_reference(detector, images, file, request["detector_batch_size"], share_work(state))
     if state.is_main_process:
         record = {**found, "images": request["images"], "resolution": request["resolution"], "detector": detector.record}
         keep({**record, "environment": environment(str(state.device))}, file.with_suffix(".json"))

@@ -62,6 +62,7 @@ class InceptionDetector:
         layout = torch.channels_last if self.device.type == "cpu" else torch.contiguous_format
         self._network = network.to(self.device, memory_format=layout)
         self._network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
+        self(np.zeros((1, 8, 8, 3), np.uint8))  # damaged weights show here, not after the first batch of samples
 
     def _keep_spatial(self, module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         self._spatial = output  # (N, 192, 17, 17), after normalisation and ReLU

@@ -8,6 +8,7 @@ import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+import fid
 from data import LatentManifest, LatentWriter
 from models import DiT
 from routing import RoutePlan
@@ -48,6 +49,7 @@ def needs_path(option):
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_builds(group, option, latents):
     extra = [f"data.path={latents}"] if needs_path(option) else []
+    extra += ["evaluation.reference=REFERENCE.npz"] if option == "adm_5k" else []
     config, _ = built(f"{group}={option}", *extra)
     assert config["run_name"] == "test"
 
@@ -230,7 +232,7 @@ def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
 @pytest.mark.parametrize("name", ["sample", "fid"])
 def test_requests_of_the_other_entry_points_are_checked(name):
     with pytest.raises(ValueError, match="must be given"):
-        configuration.resolve(composed(config_name=name))
+        fid.check_request(configuration.resolve(composed(config_name=name)))
     with pytest.raises(HydraException):
         composed("num_sampels=3", config_name=name)
 

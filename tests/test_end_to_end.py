@@ -43,7 +43,7 @@ def start(launcher, *arguments, folder, check=True):
     return result
 
 
-DIGIT_SCORES = ("evaluation=digits", "reference=latents/digits")
+DIGIT_SCORES = ("suite=digits", "reference=latents/digits")
 ONE = (sys.executable,)
 TWO = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
 ACCELERATE = (str(BIN / "accelerate"), "launch")

@@ -5,10 +5,12 @@ import shlex
 
 import pytest
 
+import fid
+from evaluation.files import PUBLISHED
 from tests.runs import ROOT, composed
 from training import config as configuration
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "data" / "README.md", ROOT / "routing" / "README.md"]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("data", "routing", "evaluation"))]
 TEXT = "\n".join(document.read_text() for document in DOCUMENTS)
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
 COMMANDS = [
@@ -33,9 +35,14 @@ def overrides_of(command):
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("make ")])
 def test_commands_compose_and_validate(command):
+    if command.startswith("python -m evaluation.fetch "):
+        assert set(shlex.split(command)[3:]) <= PUBLISHED.keys()
+        return
     program, overrides = overrides_of(command)
     if program != "train.py":
-        configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
+        request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
+        if program == "fid.py":
+            fid.check_request(request)
         return
     if "data=latents" in overrides:  # its sizes come from the manifest of a folder that is there
         overrides = [*overrides, "data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]

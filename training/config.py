@@ -153,7 +153,7 @@ class ScoreConfig(SamplingConfig):
     """What `fid.py` is asked."""
 
     mode: str = "score"  # or reference: make one from images
-    evaluation: str = "adm"  # or digits
+    suite: str = "adm"  # or digits
     samples: str | None = None  # an .npz, a folder or a zip
     run: str | None = None  # draw samples and score them without files
     reference: str | None = None

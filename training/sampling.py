@@ -89,6 +89,8 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     num_classes, label = config["model"]["num_classes"], request["class_label"]
     if label is not None and not 0 <= label < num_classes:
         raise ValueError(f"class_label={label} must be in [0, {num_classes - 1}]")
+    if label is not None and request["labels"] == "random":
+        raise ValueError(f"class_label={label} leaves nothing to draw: labels={request['labels']} must not be given with it")
     scale = config["guidance"]["guidance_scale"] if request["guidance_scale"] is None else request["guidance_scale"]
     sampler = {**config["sampler"], **({} if request["num_steps"] is None else {"num_steps": request["num_steps"]})}
     check_sampling(sampler, scale, num_classes)

@@ -1,9 +1,10 @@
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
-from diffusion import EDMPrecond, ImageSource, balanced_labels, edm_sampler, generate, guided_denoiser
+from diffusion import EDMPrecond, ImageSource, balanced_labels, edm_sampler, generate, guided_denoiser, random_labels
 from tests.networks import PAPER, small_batch, small_dit
 
 PRECOND = EDMPrecond(small_dit([PAPER])).eval()
@@ -91,3 +92,41 @@ def test_image_source_puts_processes_together_in_order():
         together, _ = ImageSource(PRECOND, sampler, decode, **arguments, process_index=rank, num_processes=2, gather=gather)(7)
     assert labels.tolist() == list(range(7))
     assert (together == alone).all()
+
+
+def source(**options):
+    arguments = {"batch_size": 3, "device": CPU, "guidance_scale": 1.0, "process_index": 0, "num_processes": 1}
+    sampler, decode = partial(edm_sampler, num_steps=2), lambda x: x.permute(0, 2, 3, 1).numpy()
+    return ImageSource(PRECOND, sampler, decode, gather=lambda parts: parts, **arguments, **options)
+
+
+def test_random_labels_depend_on_their_seed_alone():
+    many = random_labels(range(3000), 10)
+    assert torch.equal(random_labels(range(1000, 1010), 10), many[1000:1010])
+    counts = many.bincount(minlength=10)
+    assert len(counts) == 10
+    assert (counts - 300).abs().max() < 100
+    assert random_labels(range(5), 0) is None
+
+
+def test_a_set_of_seeds_goes_on_where_another_ends():
+    whole, _ = source(labels="random")(8)
+    rest, labels = source(labels="random", first_seed=5)(3)
+    np.testing.assert_allclose(rest, whole[5:], atol=1e-5)
+    assert labels.tolist() == random_labels(range(5, 8), PRECOND.net.num_classes).tolist()
+
+
+def test_one_class_takes_the_place_of_labels():
+    assert source(class_label=4).labels(3).tolist() == [4, 4, 4]
+    assert source(class_label=0, labels="random").labels(2).tolist() == [0, 0]
+
+
+def test_samples_in_bf16_are_near_those_in_fp32():
+    one, _ = source()(3)
+    other, _ = source(bf16=True)(3)
+    assert one.dtype == other.dtype == np.float32
+    assert 0 < np.abs(one - other).max() < 0.2
+
+
+def test_a_source_knows_the_shape_of_its_images():
+    assert source().image_shape == source()(1)[0].shape[1:]

@@ -107,7 +107,7 @@ def test_weights_that_are_not_finite_are_found(tmp_path):
     state["Mixed_7c.branch_pool.conv.weight"][0, 0] = float("nan")
     torch.save(state, tmp_path / "nan.pth")
     with pytest.raises(ValueError, match="not finite"):
-        InceptionDetector(tmp_path / "nan.pth", allow_unpublished=True)(IMAGES)
+        InceptionDetector(tmp_path / "nan.pth", allow_unpublished=True)
 
 
 def write_graph(file, state, leave_out=None):

@@ -1,0 +1,196 @@
+"""fid.py and the evaluation of a training by the ADM suite, started as a user would, with random Inception weights."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import train
+from evaluation import AdmSuite
+from tests.evaluation.test_adm import REFERENCE, SAMPLES
+from tests.inception import write_random_weights
+from tests.runs import metrics, tiny_run, tiny_trainer
+from tests.test_end_to_end import ONE, TWO, start
+from training.checkpoint import latest_checkpoint
+
+RGB = ("data.in_channels=3", "sampler.num_steps=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scoring")
+    write_random_weights(folder / "weights.pth")
+    np.savez(folder / "samples.npz", SAMPLES)
+    np.savez(folder / "reference.npz", REFERENCE)
+    whole = (folder / "samples.npz").read_bytes()
+    (folder / "damaged.npz").write_bytes(whole[:20_000] + bytes([whole[20_000] ^ 1]) + whole[20_001:])
+    tiny_run(folder / "run", *RGB)
+    return folder
+
+
+def fid(folder, *overrides, launcher=ONE, check=True):
+    weights = ("weights=weights.pth", "allow_unpublished_weights=true")
+    return start(launcher, "fid.py", *weights, *overrides, folder=folder, check=check)
+
+
+def values(file):
+    return json.loads(file.read_text())["values"]
+
+
+def test_any_number_of_processes_gives_the_same_scores(folder):
+    """22 samples in batches of 4 leave one process with more than the other, and a short last batch."""
+    files = {}
+    for name, launcher in (("one", ONE), ("two", TWO)):
+        result = fid(
+            folder,
+            "samples=samples.npz",
+            "reference=reference.npz",
+            "detector_batch_size=4",
+            "kid=true",
+            f"out={name}.json",
+            launcher=launcher,
+        )
+        for word in ("fid22", "sfid22", "precision22", "kid_std22", "published scores are of 50,000", f"record {name}.json"):
+            assert word in result.stdout
+        files[name] = values(folder / f"{name}.json")
+    assert files["two"] == pytest.approx(files["one"], rel=1e-6)
+    made = {}
+    for name, launcher in (("one", ONE), ("two", TWO)):
+        fid(folder, "mode=reference", "images=samples.npz", f"out={name}.npz", "detector_batch_size=4", launcher=launcher)
+        with np.load(folder / f"{name}.npz") as arrays:
+            made[name] = dict(arrays)
+    for key, array in made["one"].items():
+        np.testing.assert_allclose(made["two"][key], array, rtol=1e-5, atol=1e-6)
+    assert json.loads((folder / "one.json").read_text())["num_kept"] == 22
+
+
+def test_a_run_is_scored_without_files_like_its_samples(folder):
+    from_run = fid(
+        folder, "run=run", "num_samples=12", "batch_size=5", "reference=reference.npz", "out=direct.json", launcher=TWO
+    )
+    assert "fid12" in from_run.stdout
+    start(ONE, "sample.py", "run=run", "num_samples=12", "batch_size=5", "output=drawn.npz", folder=folder)
+    fid(folder, "samples=drawn.npz", "reference=reference.npz")
+    direct, kept = (json.loads((folder / name).read_text()) for name in ("direct.json", "drawn.scores.json"))
+    assert direct["values"] == pytest.approx(kept["values"], rel=2e-3)  # a byte may round the other way in another batch
+    for record in (direct, kept):
+        drawn = record["samples"]["drawn"]
+        assert (drawn["num_samples"], drawn["first_seed"], drawn["labels"], drawn["guidance_scale"]) == (12, 0, "balanced", 1.0)
+        assert drawn["sampler"]["num_steps"] == 2
+        assert drawn["data"]["manifest"]["encoder"] == "identity"
+        assert len(drawn["weights_sha256"]) == 64
+        assert record["reference"]["sha256"] == kept["reference"]["sha256"]
+        assert record["protocol"]["precision_recall"] == {"k": 3, "distances": "fp16"}
+        assert record["environment"]["versions"]["torch-fidelity"]
+    assert kept["samples"]["sha256"] == kept["samples"]["drawn"]["samples_sha256"]
+
+
+def test_files_are_scored_like_an_array_and_stale_ones_are_noticed(folder):
+    (folder / "pictures").mkdir()
+    for i, image in enumerate(SAMPLES):
+        Image.fromarray(image).save(folder / "pictures" / f"{i:06}.png")
+    shutil.make_archive(str(folder / "archive"), "zip", folder / "pictures")
+    only = ("precision_recall=false", "reference=reference.npz")
+    fid(folder, "samples=samples.npz", *only)
+    fid(folder, "samples=archive.zip", *only)
+    fid(folder, "samples=pictures", "num_samples=22", *only)
+    expected = values(folder / "samples.scores.json")
+    assert values(folder / "archive.scores.json") == values(folder / "pictures.scores.json") == expected
+    Image.fromarray(SAMPLES[0]).save(folder / "pictures" / "000099.png")
+    stale = fid(folder, "samples=pictures", "num_samples=22", *only, check=False)
+    assert "samples=pictures holds 23 images, num_samples=22 must agree" in stale.stderr
+
+
+def test_a_record_of_other_samples_is_noticed(folder):
+    np.savez(folder / "changed.npz", SAMPLES)
+    (folder / "changed.json").write_text(json.dumps({"samples_sha256": "of others"}))
+    result = fid(folder, "samples=changed.npz", "reference=reference.npz", check=False)
+    assert "samples=changed.npz is not what changed.json tells about" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["samples=samples.npz"], "reference must be given for mode=score"),
+        (["reference=reference.npz"], "one of samples (an .npz, a folder or a zip) and run"),
+        (["samples=samples.npz", "run=run", "reference=reference.npz"], "one of samples"),
+        (["samples=.", "reference=reference.npz"], "say with num_samples=N how many there must be"),
+        (["samples=samples.npz", "reference=reference.npz", "num_steps=9"], "num_steps=9 is about samples yet to be drawn"),
+        (["samples=samples.npz", "reference=reference.npz", "images=x"], "images=x has no meaning for mode=score"),
+        (["mode=reference", "images=samples.npz"], "out must be given for mode=reference"),
+        (["mode=reference", "images=samples.npz", "out=x.npy"], "out=x.npy must end in .npz"),
+        (["mode=scores", "samples=samples.npz"], "mode=scores must be one of score, reference"),
+        (["run=run", "num_samples=3", "reference=reference.npz"], "3 image(s) are too few: at least 4"),
+        (["run=run", "labels=alphabetical", "reference=reference.npz"], "labels=alphabetical must be one of balanced, random"),
+        (["run=run", "labels=random", "class_label=3", "reference=reference.npz"], "class_label=3 leaves nothing to draw"),
+        (["samples=damaged.npz", "reference=reference.npz"], "damaged.npz is damaged: Bad CRC-32"),
+        (["run=run", "num_samples=0", "reference=reference.npz"], "num_samples=0 must be greater than 0"),
+        (["samples=samples.npz", "reference=nowhere.npz"], "reference=nowhere.npz not found"),
+        (["samples=samples.npz", "reference=reference.npz", "weights=none.pth"], "weights=none.pth not found. Expected"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_in_one_line(folder, overrides, message):
+    before = sorted(folder.rglob("*"))
+    result = fid(folder, *overrides, check=False)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted(folder.rglob("*")) == before
+
+
+def adm(folder):
+    return (
+        *RGB,
+        "evaluation=adm_5k",
+        "evaluation.num_samples=6",
+        f"evaluation.reference={folder}/reference.npz",
+        f"evaluation.weights={folder}/weights.pth",
+        "evaluation.allow_unpublished_weights=true",
+        "train.eval_every=4",
+        "optimizer.lr=0.01",
+        "ema.decay=0",
+    )
+
+
+def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
+    tiny_run(tmp_path / "run", *adm(folder))
+    lines = [line for line in metrics(tmp_path / "run") if "fid6" in line]
+    assert [line["step"] for line in lines] == [4, 6]
+    for line in lines:
+        assert {"fid6", "sfid6", "is6", "precision6", "recall6"} <= line.keys()
+    assert lines[0]["fid6"] != lines[1]["fid6"]
+    scored = fid(
+        folder, f"run={tmp_path}/run", "num_samples=6", "batch_size=64", "reference=reference.npz", f"out={tmp_path}/s.json"
+    )
+    assert "fid6" in scored.stdout
+    assert values(tmp_path / "s.json")["fid6"] == pytest.approx(lines[1]["fid6"], rel=2e-3)
+
+
+def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypatch):
+    def fail(suite, batches, num_images):
+        raise RuntimeError("out of luck")
+
+    trainer, run = tiny_trainer(tmp_path / "run", *adm(folder))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+        patch.setattr(AdmSuite, "score", fail)
+        train.run_training(trainer, run)
+    assert run.manifest()["status"] == "failed"
+    assert latest_checkpoint(tmp_path / "run").name == "step_00000004"
+    tiny_run(tmp_path / "run", *adm(folder))
+    tiny_run(tmp_path / "whole", *adm(folder))
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+def test_what_can_not_be_scored_is_refused_before_training(folder, tmp_path):
+    for override, message in (
+        ("train.save_every=3", r"train.eval_every=4 must be a multiple of train.save_every=3"),
+        ("evaluation.reference=nowhere.npz", r"reference=nowhere.npz not found"),
+        ("evaluation.weights=nowhere.pth", r"weights=nowhere.pth not found"),
+        ("evaluation.num_samples=3", r"3 image\(s\) are too few"),
+        ("data.in_channels=4", r"images are \(8, 8, 4\), must be \(H, W, 3\)"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            tiny_trainer(tmp_path / "run", *adm(folder), override)
+    assert not (tmp_path / "run").exists()
