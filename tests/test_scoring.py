@@ -39,6 +39,7 @@ def values(file):
     return json.loads(file.read_text())["values"]
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_gives_the_same_scores(folder):
     """22 samples in batches of 4 leave one process with more than the other, and a short last batch."""
     files = {}
@@ -66,6 +67,7 @@ def test_any_number_of_processes_gives_the_same_scores(folder):
     assert json.loads((folder / "one.json").read_text())["num_kept"] == 22
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_without_files_like_its_samples(folder):
     from_run = fid(
         folder, "run=run", "num_samples=12", "batch_size=5", "reference=reference.npz", "out=direct.json", launcher=TWO
@@ -87,6 +89,7 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
     assert kept["samples"]["sha256"] == kept["samples"]["drawn"]["samples_sha256"]
 
 
+@pytest.mark.slow
 def test_files_are_scored_like_an_array_and_stale_ones_are_noticed(folder):
     (folder / "pictures").mkdir()
     for i, image in enumerate(SAMPLES):
