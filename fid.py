@@ -8,24 +8,23 @@
 What was scored, against what and how is kept with the scores as JSON.
 """
 
-import hashlib
 import json
-from collections.abc import Iterable
+import zipfile
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
+import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object, reduce
+from accelerate.utils import gather_object
 from omegaconf import DictConfig
 
 from data import image_decoder, manifest_from, open_images, open_latents, read_manifest, real_images
 from diffusion import ImageSource
 from evaluation import AdmSuite, DigitsEvaluator, InceptionDetector, Processes, make_reference, open_reference
-from evaluation.files import sha256
+from evaluation.files import fingerprint, sha256
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment
@@ -33,6 +32,15 @@ from training.rules import check_choice, check_positive
 from training.sampling import open_run
 
 NUM_SAMPLES = 50_000  # of a run, unless told
+SAMPLING_KEYS = {field.name for field in fields(configuration.SamplingConfig)} - {"num_samples"}
+DETECTOR_KEYS = {"weights", "allow_unpublished_weights", "detector_batch_size"}
+SUITE_KEYS = {"precision_recall", "exact_distances", "kid"}
+# What can be asked, and the keys that then mean something; `mode` and `suite` choose, `out` always does.
+SCORE_FILES = {"reference", "samples", "num_samples"} | DETECTOR_KEYS | SUITE_KEYS
+SCORE_RUN = {"reference", "run", "num_samples"} | SAMPLING_KEYS | DETECTOR_KEYS | SUITE_KEYS
+SCORE_DIGITS = {"reference", "samples"}
+MAKE_REFERENCE = {"images", "resolution"} | DETECTOR_KEYS
+NEEDED = ("reference", "samples", "images")
 
 configuration.register()
 
@@ -43,13 +51,13 @@ def main(cfg: DictConfig) -> None:
     with configuration.user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
-    state = start_process()
-    if request["mode"] == "reference":
-        write_reference(request, state)
-    elif request["suite"] == "adm":
-        score(request, state)
-    elif state.is_main_process:  # these scores take a second; one process computes them
-        score_digits(request)
+        state = start_process()
+        if request["mode"] == "reference":
+            write_reference(request, state)
+        elif request["suite"] == "adm":
+            score(request, state)
+        elif state.is_main_process:  # these scores take a second; one process computes them
+            score_digits(request)
 
 
 def check_request(request: dict[str, Any]) -> None:
@@ -61,149 +69,163 @@ def check_request(request: dict[str, Any]) -> None:
     check_choice("mode", request["mode"], ("score", "reference"))
     check_choice("suite", request["suite"], ("adm", "digits"))
     check_positive("detector_batch_size", request["detector_batch_size"])
-    needed, idle = {
-        "reference": (("images", "out"), ("samples", "run", "reference")),
-        "score": (("reference",), ("images", "resolution")),
-    }[request["mode"]]
-    for key in needed:
-        if request[key] is None:
-            raise ValueError(f"{key} must be given for mode={request['mode']}")
-    for key in idle:
-        if request[key] is not None:
-            raise ValueError(f"{key}={request[key]} has no meaning for mode={request['mode']}")
     if request["mode"] == "reference":
-        if not request["out"].endswith(".npz"):
-            raise ValueError(f"out={request['out']} must end in .npz")
-        if request["resolution"] is not None:
-            check_positive("resolution", request["resolution"])
+        what, keys = "mode=reference", MAKE_REFERENCE
+    elif request["suite"] == "digits":
+        what, keys = "suite=digits", SCORE_DIGITS | {"suite"}
+    elif request["run"] is not None:
+        what, keys = "scoring a run", SCORE_RUN
+    else:
+        what, keys = "scoring samples in files", SCORE_FILES
+    for field in fields(configuration.ScoreConfig):
+        if field.name not in {*keys, "mode", "out"} and request[field.name] != field.default:
+            raise ValueError(f"{field.name}={request[field.name]} has no meaning for {what}")
+    for key in NEEDED:
+        if key in keys and request[key] is None:
+            hint = " (an .npz, a folder or a zip; or run=NAME to draw from a run)" if key == "samples" else ""
+            raise ValueError(f"{key} must be given for {what}{hint}")
+    if request["resolution"] is not None:
+        check_positive("resolution", request["resolution"])
+    check_out(request)
+    if request["samples"] and Path(request["samples"]).is_dir() and request["num_samples"] is None:
+        raise ValueError(
+            f"samples={request['samples']} is a folder, which may hold images of an earlier time: "
+            "say with num_samples=N how many there must be"
+        )
+
+
+def check_out(request: dict[str, Any]) -> None:
+    """Check where the result goes: nothing that took long to make is overwritten."""
+    suffix = ".npz" if request["mode"] == "reference" else ".json"
+    if request["mode"] == "reference" and request["out"] is None:
+        raise ValueError("out must be given for mode=reference")
+    if request["out"] is None:
         return
-    if (request["samples"] is None) == (request["run"] is None):
-        raise ValueError("one of samples (an .npz, a folder or a zip) and run (a run to draw from) must be given")
-    if request["suite"] == "digits" and request["run"]:
-        raise ValueError("suite=digits scores samples=FILE.npz; sample.py draws them from a run")
-    if request["samples"]:
-        for field in fields(configuration.SamplingConfig):
-            if field.name != "num_samples" and request[field.name] != field.default:
-                raise ValueError(f"{field.name}={request[field.name]} is about samples yet to be drawn: it needs run=NAME")
-        if Path(request["samples"]).is_dir() and request["num_samples"] is None:
-            raise ValueError(
-                f"samples={request['samples']} is a folder, which may hold images of an earlier time: "
-                "say with num_samples=N how many there must be"
-            )
+    out = Path(request["out"])
+    if out.suffix != suffix:
+        raise ValueError(f"out={out} must end in {suffix}")
+    if request["mode"] == "reference" and (out.exists() or out.with_suffix(".json").exists()):
+        raise ValueError(f"out={out} is there already, or its record: remove them, or choose another name")
 
 
 def score(request: dict[str, Any], state: PartialState) -> None:
     """Score samples by the ADM suite."""
-    processes = share_work(state)
-    with configuration.user_mistakes():
-        samples, out, batches = (drawn_samples if request["run"] else kept_samples)(request, state)
-        statistics, images = open_reference(Path(request["reference"]), open_images)
-        options = {key: request[key] for key in ("precision_recall", "exact_distances", "kid")}
-        suite = AdmSuite(
-            InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"]),
-            statistics,
-            images,
-            processes=processes,
-            batch_size=request["detector_batch_size"],
-            **options,
-        )
-        suite.check(samples["num_samples"], samples["shape"])
-        out = Path(request["out"] or out)
-        scores = suite.score(batches, samples["num_samples"])
+    samples = KeptSamples(request, state) if request["run"] is None else DrawnSamples(request, state)
+    reference = Path(request["reference"])
+    suite = AdmSuite(
+        InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"]),
+        *open_reference(reference, open_images),
+        processes=Processes(state.process_index, state.num_processes),
+        batch_size=request["detector_batch_size"],
+        **{key: request[key] for key in SUITE_KEYS},
+    )
+    suite.check(samples.count, samples.shape)
+    out = Path(request["out"] or samples.out)
+    if state.is_main_process:
+        record = {"samples": samples.record(), "reference": {"path": str(reference), "sha256": fingerprint(reference)}}
+        record["protocol"] = suite.protocol
+        check_record(out, record)
+    scores = suite.score(samples.batches, samples.count)
     if not state.is_main_process:
         return
+    if suite.images is not None and suite.images.shape != samples.shape:
+        scores.warnings.append(
+            f"samples are {samples.shape}, images of the reference {suite.images.shape}: sizes move the scores"
+        )
     for metric, value in scores.values.items():
         print(f"{metric:14} {value:10.4f}")
     for metric, reason in scores.left_out.items():
         print(f"{metric:14}   left out: {reason}")
-    if images is not None and images.shape != samples["shape"]:
-        scores.warnings.append(f"samples are {samples['shape']}, images of the reference {images.shape}: sizes move the scores")
     for warning in scores.warnings:
         print(f"note: {warning}")
-    result = {
-        **asdict(scores),
-        "samples": samples,
-        "reference": {"path": request["reference"], "sha256": fingerprint(Path(request["reference"]))},
-        "detector": suite.detector.record,
-        "protocol": suite.protocol,
-        "num_processes": state.num_processes,
-        "environment": environment(str(state.device)),
-    }
-    keep(result, out)
+    keep({**asdict(scores), **record, "num_processes": state.num_processes, "environment": environment(state.device)}, out)
 
 
-def kept_samples(request: dict[str, Any], state: PartialState) -> tuple[dict[str, Any], Path, Iterable]:
-    """Return a record of samples in files, where their scores go, and this process's batches."""
-    path = Path(request["samples"])
-    if not path.exists():
-        raise FileNotFoundError(f"samples={path} not found: sample.py writes one")
-    images = open_images(path)
-    if request["num_samples"] not in (None, images.count):
-        raise ValueError(f"samples={path} holds {images.count} images, num_samples={request['num_samples']} must agree")
-    record = {"path": str(path), "sha256": fingerprint(path), "num_samples": images.count, "shape": images.shape}
-    drawn = path.with_suffix(".json")
-    if path.suffix == ".npz" and drawn.is_file():
-        record["drawn"] = json.loads(drawn.read_text())
-        if record["drawn"].get("samples_sha256") != record["sha256"]:
-            raise ValueError(f"samples={path} is not what {drawn} tells about: draw it again, or remove {drawn.name}")
-    batches = images.batches(request["detector_batch_size"], state.process_index, state.num_processes)
-    return record, path.with_suffix(".scores.json"), batches
+class KeptSamples:
+    """Samples in files: their number, shape and batches, where their scores go, and a record of them."""
+
+    def __init__(self, request: dict[str, Any], state: PartialState):
+        self.path = Path(request["samples"])
+        if not self.path.exists():
+            raise FileNotFoundError(f"samples={self.path} not found: sample.py writes one")
+        images = open_images(self.path)
+        if request["num_samples"] not in (None, images.count):
+            raise ValueError(
+                f"samples={self.path} holds {images.count} images, num_samples={request['num_samples']} must agree"
+            )
+        self.count, self.shape = images.count, images.shape
+        name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
+        self.out = self.path.parent / f"{name}.scores.json"
+        self.batches = images.batches(request["detector_batch_size"], state.process_index, state.num_processes)
+
+    def record(self) -> dict[str, Any]:
+        """Return what the samples are, with what `sample.py` says of them."""
+        record = {"path": str(self.path), "sha256": fingerprint(self.path), "num_samples": self.count, "shape": self.shape}
+        beside = self.path.with_suffix(".json")
+        drawn = read_json(beside) if self.path.suffix == ".npz" and beside.is_file() else None
+        if not isinstance(drawn, dict) or "samples_sha256" not in drawn:
+            return record
+        if drawn["samples_sha256"] != record["sha256"]:
+            raise ValueError(f"samples={self.path} is not what {beside} tells about: draw it again, or remove {beside.name}")
+        return {**record, "drawn": drawn}
 
 
-def drawn_samples(request: dict[str, Any], state: PartialState) -> tuple[dict[str, Any], Path, Iterable]:
-    """Return a record of samples to be drawn from a run, where their scores go, and this process's batches."""
-    run = open_run({**request, "num_samples": NUM_SAMPLES if request["num_samples"] is None else request["num_samples"]}, state)
-    source = ImageSource(
-        run.precond,
-        run.sampler,
-        image_decoder(manifest_from(run.data["manifest"])),
-        **run.drawing,
-        device=state.device,
-        process_index=state.process_index,
-        num_processes=state.num_processes,
-        gather=gather_object,
-    )
-    num_samples = run.protocol["num_samples"]
-    drawn = {**run.protocol, "weights_sha256": sha256(run.weights)}
-    record = {"num_samples": num_samples, "shape": source.image_shape, "drawn": drawn}
-    return record, Path(request["run"]) / "scores" / f"{run.name}.json", source.batches(num_samples)
+class DrawnSamples:
+    """Samples drawn from a run while they are scored: the same as of samples in files."""
+
+    def __init__(self, request: dict[str, Any], state: PartialState):
+        num_samples = NUM_SAMPLES if request["num_samples"] is None else request["num_samples"]
+        self.run = open_run({**request, "num_samples": num_samples}, state)
+        self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
+        decode = image_decoder(manifest_from(self.run.data["manifest"]))
+        source = ImageSource(self.run.precond, self.run.sampler, decode, **self.run.drawing, state=state, gather=gather_object)
+        self.count, self.shape, self.batches = num_samples, source.image_shape, source.batches(num_samples)
+        self.out = Path(request["run"]) / "scores" / f"{self.run.name}.json"
+
+    def record(self) -> dict[str, Any]:
+        """Return what the samples are."""
+        drawn = {**self.run.protocol, "weights_sha256": self.weights_sha256}
+        return {"num_samples": self.count, "shape": self.shape, "drawn": drawn}
+
+
+def check_record(file: Path, record: dict[str, Any]) -> None:
+    """Raise a ValueError where a file holds scores of other samples, or by other rules."""
+    if not file.exists():
+        return
+    old, new = read_json(file), json.loads(json.dumps(record))
+    if not isinstance(old, dict) or any(old.get(key) != new[key] for key in new):
+        raise ValueError(f"{file} holds other scores (of other samples, another reference, other options): give out=FILE.json")
 
 
 def write_reference(request: dict[str, Any], state: PartialState) -> None:
     """Write a reference from images, with a record beside it."""
-    with configuration.user_mistakes():
-        detector = InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"])
-        images = open_images(request["images"], request["resolution"])
-        if images.count < 2 or images.shape[-1] != 3:
-            raise ValueError(
-                f"images={request['images']} holds {images.count} of {images.shape}: at least 2 of (H, W, 3) are needed"
-            )
-        file = Path(request["out"])
-        found = make_reference(detector, images, file, request["detector_batch_size"], share_work(state))
+    source, file = Path(request["images"]), Path(request["out"])
+    images = open_images(source, request["resolution"])
+    if images.count < 2 or images.shape[-1] != 3:
+        raise ValueError(f"images={source} holds {images.count} of {images.shape}: at least 2 of (H, W, 3) are needed")
+    detector = InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"])
+    processes = Processes(state.process_index, state.num_processes)
+    found = make_reference(detector, images, file, request["detector_batch_size"], processes)
     if state.is_main_process:
-        record = {**found, "images": request["images"], "resolution": request["resolution"], "detector": detector.record}
-        keep({**record, "environment": environment(str(state.device))}, file.with_suffix(".json"))
+        origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
+        record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
+        record |= {"num_processes": state.num_processes, "environment": environment(state.device)}
         print(f"reference {file}")
-
-
-def share_work(state: PartialState) -> Processes:
-    """Tell the suite about the processes of the launch."""
-    return Processes(state.process_index, state.num_processes, partial(reduce, reduction="sum"), gather_object)
+        keep(record, file.with_suffix(".json"))
 
 
 def score_digits(request: dict[str, Any]) -> None:
     """Score digits in pixels, with real held-out digits and the means of the classes for comparison."""
-    with configuration.user_mistakes():
-        file = Path(request["samples"])
-        samples, labels = read_labelled(file)
-        manifest = read_manifest(request["reference"])
-        dataset = open_latents(request["reference"], manifest.input_size, manifest.in_channels, manifest.num_classes)
-        reference, reference_labels = real_images(dataset, dataset.train_ids)
-        if reference_labels is None:
-            raise ValueError(f"reference={request['reference']} must have labels")
-        if samples.shape[1:] != reference.shape[1:]:
-            raise ValueError(f"samples={file} are {samples.shape[1:]}, the reference is {reference.shape[1:]}")
-        evaluator = DigitsEvaluator((reference, reference_labels), source=None, num_samples=len(samples))
+    file = Path(request["samples"])
+    samples, labels = read_labelled(file)
+    manifest = read_manifest(request["reference"])
+    dataset = open_latents(request["reference"], manifest.input_size, manifest.in_channels, manifest.num_classes)
+    reference, reference_labels = real_images(dataset, dataset.train_ids)
+    if reference_labels is None:
+        raise ValueError(f"reference={request['reference']} must have labels")
+    if samples.shape[1:] != reference.shape[1:]:
+        raise ValueError(f"samples={file} are {samples.shape[1:]}, the reference is {reference.shape[1:]}")
+    evaluator = DigitsEvaluator((reference, reference_labels), source=None, num_samples=len(samples))
     held_out = real_images(dataset, dataset.held_out_ids) if len(dataset.held_out_ids) > 1 else None
     scores = evaluator.compare(samples, labels, held_out)
     print(table(scores))
@@ -213,7 +235,7 @@ def score_digits(request: dict[str, Any]) -> None:
         "samples": {"path": str(file), "sha256": sha256(file)},
         "reference": request["reference"],
         "data": dataset.describe(),
-        "environment": environment("cpu"),
+        "environment": environment(torch.device("cpu")),
     }
     keep(result, Path(request["out"] or file.with_suffix(".scores.json")))
 
@@ -223,19 +245,22 @@ def read_labelled(file: Path) -> tuple[np.ndarray, np.ndarray]:
     if not file.is_file():
         raise FileNotFoundError(f"samples={file} not found: sample.py writes one")
     images = open_images(file)
-    with np.load(file, allow_pickle=False) as arrays:
-        labels = arrays.get("arr_1")
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            labels = arrays.get("arr_1")
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"samples={file}: arr_1 can not be read: {error}") from error
     if images.count < 2 or labels is None or labels.shape != (images.count,):
         raise ValueError(f"samples={file} must hold 2 or more images (arr_0) and a label for each (arr_1)")
     return np.concatenate([batch for _, batch in images.batches(images.count)]), labels
 
 
-def fingerprint(path: Path) -> str:
-    """Return the hash of a file, or of the names and sizes of the files in a folder."""
-    if path.is_file():
-        return sha256(path)
-    listing = [f"{file.relative_to(path)} {file.stat().st_size}" for file in sorted(path.rglob("*")) if file.is_file()]
-    return hashlib.sha256("\n".join(listing).encode()).hexdigest()
+def read_json(file: Path) -> Any:
+    """Read a JSON file; a damaged one is named."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
 
 
 def keep(result: dict[str, Any], file: Path) -> None:

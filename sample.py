@@ -41,21 +41,14 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(f"output={request['output']} must end in .npz; the picture and the protocol take its name")
         state = start_process()
         run = open_run(request, state)
-        source = ImageSource(
-            run.precond,
-            run.sampler,
-            image_decoder(manifest_from(run.data["manifest"])),
-            **run.drawing,
-            device=state.device,
-            process_index=state.process_index,
-            num_processes=state.num_processes,
-            gather=gather_object,
-        )
+        weights_sha256 = sha256(run.weights)  # now: a run that still trains removes old checkpoints
+        decode = image_decoder(manifest_from(run.data["manifest"]))
+        source = ImageSource(run.precond, run.sampler, decode, **run.drawing, state=state, gather=gather_object)
     output = Path(request["output"] or Path(request["run"]) / "samples" / f"{run.name}.npz")
     sample(source, request["num_samples"], request["grid_columns"], output, state)
     if state.is_main_process:
-        record = {**run.protocol, "weights_sha256": sha256(run.weights), "samples_sha256": sha256(output)}
-        record["environment"] = environment(str(state.device))
+        record = {**run.protocol, "weights_sha256": weights_sha256, "samples_sha256": sha256(output)}
+        record["environment"] = environment(state.device)
         output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
         state.print(f"samples {output}\npicture {output.with_suffix('.png')}")
 

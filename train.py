@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from data import LatentDataset, count_forced, held_out_batches, image_decoder, mask_coverage, open_images, real_images, stream
 from diffusion import ImageSource
-from evaluation import DenseLoss, Processes, SampleGrid
+from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
 from models import cost_of, token_mask
 from routing import RoutePlan
 from training import config as configuration
@@ -104,8 +104,9 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
 
     metrics_file = tracker = None
     if accelerator.is_main_process:
-        details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(str(device))}
+        details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(device)}
         details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe(), "data": dataset.describe()}
+        details["scores"] = [evaluator.describe() for _, evaluator in evaluators if isinstance(evaluator, AdmEvaluator)]
         metrics_file, tracker = _begin(run, config, details, net, state)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
@@ -222,10 +223,9 @@ def _evaluators(
             configuration.build(config["sampler"]),
             image_decoder(dataset.manifest),
             batch_size=EVALUATION_BATCH,
-            device=device,
             guidance_scale=config["guidance"]["guidance_scale"],
+            state=accelerator,
             gather=gather_object,
-            **share,
         )
     if settings["sample_every"]:
         grid = SampleGrid(source, run.path / "samples", GRID_SAMPLES, GRID_COLUMNS, write=accelerator.is_main_process)
@@ -241,8 +241,7 @@ def _evaluators(
         if config["evaluation"]["_target_"] == DIGITS_EVALUATOR:
             evaluator = build(reference=real_images(dataset, dataset.train_ids), source=source)
         else:
-            total = partial(accelerator.reduce, reduction="sum")
-            processes = Processes(accelerator.process_index, accelerator.num_processes, total, gather_object)
+            processes = Processes(accelerator.process_index, accelerator.num_processes)
             evaluator = build(source=source, open_images=open_images, device=device, processes=processes)
         evaluators.append((settings["eval_every"], evaluator))
     return evaluators

@@ -100,7 +100,7 @@ def main(cfg: DictConfig) -> None:
         "candidates": [asdict(candidate) for candidate in candidates],
         "recommended": asdict(best) if best else None,
         "similarity": alike.tolist(),
-        "environment": environment(str(device)),
+        "environment": environment(device),
     }
     (folder / "advice.json").write_text(json.dumps(figures, indent=2) + "\n")
     draw(alike, candidates, best, folder / "advice.png")

@@ -77,9 +77,8 @@ def main() -> None:
     record = {"frechet_distance": time_distances(device), "precision_recall": time_precision_recall(device)}
     record["detector"] = time_detector(device)
     RESULTS.mkdir(exist_ok=True)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     file = RESULTS / f"evaluation_speed_{device.type}.json"
-    file.write_text(json.dumps({**record, "environment": environment(name)}, indent=2) + "\n")
+    file.write_text(json.dumps({**record, "environment": environment(device)}, indent=2) + "\n")
     print(f"record {file}")
 
 

@@ -120,7 +120,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     record = {"milliseconds": milliseconds, "share_of_step": share, "resolved": resolved, "repeats": [REPEATS, STEP_REPEATS]}
     file = RESULTS / f"routing_overhead_{device.type}.json"
-    file.write_text(json.dumps({**record, "environment": environment(_name(device))}, indent=2) + "\n")
+    file.write_text(json.dumps({**record, "environment": environment(device)}, indent=2) + "\n")
 
 
 def with_backward(
@@ -154,10 +154,6 @@ def training_step(device: torch.device, resolved: dict[str, Any]) -> Callable[[]
         ema.update(net, skipped)
 
     return run
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 if __name__ == "__main__":

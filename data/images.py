@@ -12,6 +12,9 @@ from PIL import Image
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
+# What a damaged, encrypted or exotic zip raises.
+ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
+SKIPPED_AT_ONCE = 2**20
 Batches = Iterator[tuple[int, np.ndarray]]
 
 
@@ -31,7 +34,7 @@ class NpzImages:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
                 shape, fortran_order, dtype = _read_header(member)
                 size = archive.getinfo("arr_0.npy").file_size - member.tell()
-        except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+        except (KeyError, *ZIP_ERRORS) as error:
             raise ValueError(f"{self.path} can not be read as an .npz with arr_0: {error}") from error
         if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
             raise ValueError(f"{self.path}: arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C)")
@@ -47,11 +50,11 @@ class NpzImages:
                 _read_header(member)
                 position = 0
                 for start in range(process_index * batch_size, self.count, num_processes * batch_size):
-                    member.seek((start - position) * image_size, 1)
+                    _skip(member, (start - position) * image_size)
                     position = min(start + batch_size, self.count)
                     data = member.read((position - start) * image_size)
                     yield start, np.frombuffer(bytearray(data), np.uint8).reshape(position - start, *self.shape)
-        except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
 
@@ -71,7 +74,7 @@ class ImageFiles:
         self.path, self.resolution = Path(path), resolution
         try:
             self._names, self._open = _list_folder(self.path) if self.path.is_dir() else _list_zip(self.path)
-        except zipfile.BadZipFile as error:
+        except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} is neither a folder nor a zip: {error}") from error
         lossy = [name for name in self._names if name.lower().endswith(LOSSY)]
         if lossy and not resolution:
@@ -107,7 +110,7 @@ class ImageFiles:
             with self._open(name) as file, Image.open(file) as image:
                 if self.resolution:
                     image = centre_crop(image.convert("RGB"), self.resolution)
-                elif image.mode != "RGB":
+                elif image.mode != "RGB" or ";16" in str(image.tile):  # PIL cuts 16 bits to 8 without a word
                     raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
                 return np.asarray(image)
         except (
@@ -131,7 +134,11 @@ def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | 
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} not found")
-    return NpzImages(path) if Path(path).suffix == ".npz" else ImageFiles(path, resolution)
+    if Path(path).suffix != ".npz":
+        return ImageFiles(path, resolution)
+    if resolution:
+        raise ValueError(f"resolution={resolution} crops image files, and has no meaning for {path}")
+    return NpzImages(path)
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
@@ -151,6 +158,12 @@ def _read_header(member: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = np.lib.format.read_magic(member)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     return read(member)
+
+
+def _skip(member: BinaryIO, num_bytes: int) -> None:
+    # Not by `seek`, which in newer versions of Python gives up the check of the whole.
+    while num_bytes and (chunk := member.read(min(num_bytes, SKIPPED_AT_ONCE))):
+        num_bytes -= len(chunk)
 
 
 def _list_folder(folder: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:

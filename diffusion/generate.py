@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,11 +61,20 @@ def generate(
         yield start, latents
 
 
+class ProcessState(Protocol):
+    """What is asked of the description of a process."""
+
+    device: torch.device
+    process_index: int
+    num_processes: int
+
+
 class ImageSource:
     """Generate images on all processes, from the seeds first_seed, first_seed + 1, ...
 
     Args:
         decode: turns latents into images (n, H, W, channels) uint8.
+        state: the process, as accelerate's PartialState and Accelerator describe it.
         gather: puts lists from all processes together.
         labels: `balanced`: the classes in turn; `random`: drawn from the seeds.
         class_label: this class alone, in place of `labels`.
@@ -78,10 +88,8 @@ class ImageSource:
         decode: Callable[[torch.Tensor], np.ndarray],
         *,
         batch_size: int,
-        device: torch.device,
         guidance_scale: float,
-        process_index: int,
-        num_processes: int,
+        state: ProcessState,
         gather: Callable[[list], list],
         labels: str = "balanced",
         class_label: int | None = None,
@@ -89,8 +97,7 @@ class ImageSource:
         bf16: bool = False,
     ):
         self.precond, self.sampler, self.decode, self.gather = precond.eval(), sampler, decode, gather
-        self.batch_size, self.device, self.guidance_scale = batch_size, device, guidance_scale
-        self.process_index, self.num_processes = process_index, num_processes
+        self.batch_size, self.guidance_scale, self.state = batch_size, guidance_scale, state
         self.first_seed, self.bf16 = first_seed, bf16
         self._labels, self._class_label = labels, class_label
 
@@ -98,7 +105,7 @@ class ImageSource:
     def image_shape(self) -> tuple[int, ...]:
         """(H, W, channels) of an image."""
         net = self.precond.net
-        return self.decode(torch.zeros(1, net.in_channels, net.input_size, net.input_size, device=self.device)).shape[1:]
+        return self.decode(torch.zeros(1, net.in_channels, net.input_size, net.input_size, device=self.state.device)).shape[1:]
 
     def seeds(self, num_samples: int) -> range:
         """Return the seed of each sample."""
@@ -122,10 +129,10 @@ class ImageSource:
             seeds=self.seeds(num_samples),
             class_labels=self.labels(num_samples),
             batch_size=self.batch_size,
-            device=self.device,
+            device=self.state.device,
             guidance_scale=self.guidance_scale,
-            process_index=self.process_index,
-            num_processes=self.num_processes,
+            process_index=self.state.process_index,
+            num_processes=self.state.num_processes,
             bf16=self.bf16,
         )
         for start, latents in batches:

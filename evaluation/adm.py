@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from evaluation.extraction import SPLIT_SIZE, Batches, Images, ImageSetStatistics, Processes, extract
+from evaluation.extraction import SPLIT_SIZE, Batches, Images, ImageSetStatistics, Processes, evenly_spaced, extract
+from evaluation.files import fingerprint
 from evaluation.inception import NUM_POOL_FEATURES, InceptionDetector
 from evaluation.metrics import frechet_distance, kernel_distance, precision_recall
-from evaluation.reference import STATISTICS, open_reference
+from evaluation.reference import NUM_KEPT, STATISTICS, open_reference
 from evaluation.statistics import FeatureStatistics
 
 NEIGHBOURS = 3
@@ -81,6 +82,8 @@ class AdmSuite:
         self.processes, self.batch_size = processes, batch_size
         self.precision_recall, self.exact_distances, self.kid = precision_recall, exact_distances, kid
         self._reference = None
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} of the detector must be at least 1")
         if images is not None:
             self.check(images.count, images.shape, "reference ")
 
@@ -96,30 +99,42 @@ class AdmSuite:
     @property
     def protocol(self) -> dict[str, Any]:
         """Everything about the suite that moves a number."""
+        precision_recall = {"k": NEIGHBOURS, "distances": "fp32" if self.exact_distances else "fp16"}
+        kid = {"subset_size": KID_SUBSET_SIZE, "num_subsets": KID_NUM_SUBSETS, "seed": KID_SEED}
+        kid["where there are fewer"] = "subsets of half of the smaller set"
         return {
             "network": "Inception of 2015-12-05 in fp32 without TF32, its own bilinear resizing to 299x299",
+            "weights": self.detector.record,
             "moments": "fp64",
             "inception_score": f"contiguous splits of {SPLIT_SIZE} in the order of the samples",
-            "precision_recall": self.precision_recall
-            and {"k": NEIGHBOURS, "distances": "fp32" if self.exact_distances else "fp16"},
-            "kid": self.kid and {"subset_size": KID_SUBSET_SIZE, "num_subsets": KID_NUM_SUBSETS, "seed": KID_SEED},
+            "precision_recall": precision_recall if self.precision_recall else None,
+            "kid": kid if self.kid else None,
             "batch_size": self.batch_size,
+            "reference_moments": "its statistics" if self.statistics else "all of its images",
+            "reference_images": self.images and {"count": self.images.count, "shape": self.images.shape},
+            "reference_features": len(self._keep_of_reference()),
         }
 
     def score(self, batches: Batches, num_images: int) -> Scores:
         """Return the scores on the first process; the others take part and return none."""
-        keep_features = self.precision_recall or self.kid
-        samples = extract(self.detector, batches, num_images, keep_features, self.processes, "features of samples")
-        if self._reference is None:
-            self._reference = self._look_at_reference(keep_features)
+        if self._reference is None:  # first, so that an image that can not be used shows before any sample is drawn
+            self._reference = self._look_at_reference()
+        keep = np.arange(num_images) if self._needs_features else None
+        samples = self._extract(batches, num_images, keep, "features of samples")
         return self._compare(samples, self._reference, num_images) if self.processes.index == 0 else Scores()
 
-    def _look_at_reference(self, keep_features: bool) -> Reference:
-        found = None
-        if self.images is not None and (keep_features or not self.statistics):
+    @property
+    def _needs_features(self) -> bool:
+        return self.precision_recall or self.kid
+
+    def _keep_of_reference(self) -> np.ndarray:
+        return evenly_spaced(self.images.count, NUM_KEPT) if self._needs_features and self.images else np.arange(0)
+
+    def _look_at_reference(self) -> Reference:
+        keep, found = self._keep_of_reference(), None
+        if len(keep) or not self.statistics:
             batches = self.images.batches(self.batch_size, self.processes.index, self.processes.count)
-            num_images = self.images.count
-            found = extract(self.detector, batches, num_images, keep_features, self.processes, "features of reference")
+            found = self._extract(batches, self.images.count, keep if len(keep) else None, "features of reference")
         features = found.features if found else None
         if not self.statistics:
             pool, spatial = (Gaussian(part.mean, part.covariance) for part in (found.pool, found.spatial))
@@ -129,6 +144,10 @@ class AdmSuite:
             for mu in STATISTICS
         )
         return Reference(pool, spatial, features)
+
+    def _extract(self, batches: Batches, num_images: int, keep: np.ndarray | None, description: str) -> ImageSetStatistics:
+        options = {"batch_size": self.batch_size, "keep": keep, "processes": self.processes, "description": description}
+        return extract(self.detector, batches, num_images, **options)
 
     def _compare(self, samples: ImageSetStatistics, reference: Reference, num_images: int) -> Scores:
         values, left_out = {"fid": _distance(samples.pool, reference.pool)}, {}
@@ -142,9 +161,10 @@ class AdmSuite:
             options = {"k": NEIGHBOURS, "exact": self.exact_distances, "device": self.detector.device}
             measures["precision", "recall"] = partial(precision_recall, **options)
         if self.kid:
-            measures["kid", "kid_std"] = partial(
-                kernel_distance, subset_size=KID_SUBSET_SIZE, num_subsets=KID_NUM_SUBSETS, seed=KID_SEED
-            )
+            smaller = min(num_images, 0 if reference.features is None else len(reference.features))
+            subset_size = max(2, min(KID_SUBSET_SIZE, smaller // 2))
+            options = {"subset_size": subset_size, "num_subsets": KID_NUM_SUBSETS, "seed": KID_SEED}
+            measures["kid", "kid_std"] = partial(kernel_distance, **options)
         for metrics, measure in measures.items():
             if reference.features is None:
                 left_out |= dict.fromkeys(metrics, "the reference has no images (arr_0)")
@@ -204,7 +224,7 @@ class AdmEvaluator:
         device: torch.device,
         processes: Processes,
     ):
-        self.num_samples, self.source = num_samples, source
+        self.num_samples, self.source, self._told = num_samples, source, False
         statistics, images = open_reference(Path(reference), open_images)
         self._suite = AdmSuite(
             InceptionDetector(weights, device, allow_unpublished_weights),
@@ -217,10 +237,19 @@ class AdmEvaluator:
             kid=kid,
         )
         self._suite.check(num_samples, source.image_shape)
+        self._reference = {"path": reference, "sha256": fingerprint(Path(reference))}
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything about the scores that moves a number."""
+        return {**self._suite.protocol, "num_samples": self.num_samples, "reference": self._reference}
 
     def run(self, step: int) -> Iterator[tuple[str, float]]:
-        """Draw, score, and yield the scores on the first process."""
+        """Draw, score, and yield the scores on the first process; the first time, say what to keep in mind."""
         scores = self._suite.score(self.source.batches(self.num_samples), self.num_samples)
-        for metric, reason in scores.left_out.items():
-            tqdm.write(f"step {step}: {metric} left out: {reason}")
+        if not self._told:
+            for metric, reason in scores.left_out.items():
+                tqdm.write(f"{metric} is left out: {reason}")
+            for warning in scores.warnings:
+                tqdm.write(f"note: {warning}")
+        self._told = True
         yield from scores.values.items()

@@ -3,15 +3,17 @@
 Batches are (position of the first, images (n, H, W, 3) uint8).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
+import torch.distributed as distributed
 from tqdm import tqdm
 
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
-from evaluation.statistics import FeatureStatistics, SplitScores, Total
+from evaluation.statistics import FeatureStatistics, SplitScores
 
 SPLIT_SIZE = 5000  # images over which one inception score is taken
 
@@ -29,22 +31,30 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that share the work.
-
-    Args:
-        total: sums a tensor over all processes.
-        gather: puts lists from all processes together.
-    """
+    """The processes of the launch, which share the work."""
 
     index: int = 0
     count: int = 1
-    total: Total = lambda tensor: tensor
-    gather: Callable[[list], list] = lambda items: items
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all processes."""
+        if self.count > 1:
+            tensor = tensor.clone()
+            distributed.all_reduce(tensor)
+        return tensor
+
+    def gather(self, items: list) -> list:
+        """Put lists from all processes together on the first; the others get nothing."""
+        if self.count == 1:
+            return items
+        lists = [None] * self.count if self.index == 0 else None
+        distributed.gather_object(items, lists)
+        return [item for part in lists or () for item in part]
 
 
 @dataclass
 class ImageSetStatistics:
-    """What the suite needs to know of a set of images: `features` (N, 2048) on the first process, where they were asked for."""
+    """What the suite needs to know of a set of images; `features` (K, 2048) of those to be kept, on the first process."""
 
     pool: FeatureStatistics
     spatial: FeatureStatistics
@@ -52,17 +62,29 @@ class ImageSetStatistics:
     features: np.ndarray | None
 
 
+def evenly_spaced(num_images: int, num_kept: int) -> np.ndarray:
+    """Return the positions of at most `num_kept` images, evenly spaced, so that classes kept in a row all take part."""
+    num_kept = min(num_images, num_kept)
+    return np.arange(num_kept) * num_images // max(1, num_kept)
+
+
 def extract(
     detector: InceptionDetector,
     batches: Batches,
     num_images: int,
-    keep_features: bool,
+    *,
+    batch_size: int,
+    keep: np.ndarray | None,
     processes: Processes,
-    description: str = "features",
+    description: str,
 ) -> ImageSetStatistics:
     """Run the images of all processes through the detector.
 
-    Memory grows with the number of images by 8 KiB each where features are kept, else not at all.
+    Memory grows with the number of images by 8 KiB for each whose features are kept, and not at all for the others.
+
+    Args:
+        batch_size: the most images that the detector takes at a time.
+        keep: positions, ascending, of the images whose features are kept; None keeps none.
     """
     found = ImageSetStatistics(
         FeatureStatistics(NUM_POOL_FEATURES, detector.device),
@@ -73,19 +95,36 @@ def extract(
     kept = []
     bar = {"total": num_images, "desc": description, "unit": "image", "disable": processes.index != 0}
     with tqdm(**bar) as progress:
-        for start, images in batches:
+        for start, images in split(batches, batch_size):
             features = detector(images)
             found.pool.update(features.pool)
             found.spatial.update(features.spatial)
             found.split_scores.update(start, features.logits.softmax(dim=1))
-            if keep_features:
-                kept.append((start, features.pool.cpu().numpy()))
+            if keep is not None:
+                kept.append((start, select(features.pool.cpu().numpy(), start, keep)))
             progress.update(min(len(images) * processes.count, num_images - progress.n))
     for part in (found.pool, found.spatial, found.split_scores):
         part.merge(processes.total)
     if found.pool.count != num_images:
         raise ValueError(f"{found.pool.count} images came instead of {num_images}")
-    if keep_features:
-        parts = sorted(processes.gather(kept), key=lambda part: part[0])
-        found.features = np.concatenate([part for _, part in parts])
+    if keep is not None:
+        parts = in_order(processes.gather(kept))
+        found.features = np.concatenate(parts) if parts else None
     return found
+
+
+def split(batches: Batches, batch_size: int) -> Batches:
+    """Yield batches of at most `batch_size`, whatever the size they come in."""
+    for start, images in batches:
+        for offset in range(0, len(images), batch_size):
+            yield start + offset, images[offset : offset + batch_size]
+
+
+def select(items: np.ndarray, start: int, keep: np.ndarray) -> np.ndarray:
+    """Return those of the items, which begin at position `start`, whose positions are to be kept."""
+    return items[keep[(keep >= start) & (keep < start + len(items))] - start]
+
+
+def in_order(parts: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
+    """Return (position, array) as arrays, by position."""
+    return [part for _, part in sorted(parts, key=lambda part: part[0])]

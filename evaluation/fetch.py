@@ -3,16 +3,16 @@
     python -m evaluation.fetch                             lists them
     python -m evaluation.fetch inception imagenet256       downloads them into evaluation_files/
 
-A download that was broken off goes on where it stopped. A file is moved to its place when it is whole and its hash agrees.
+A download that was broken off goes on where it stopped. A file is moved to its place when it has the length that the server
+tells, and the published sha256, or the MD5 that the server tells; what could not be checked is said.
 """
 
 import argparse
 import base64
 import hashlib
+import http.client
 import sys
-import urllib.error
 import urllib.request
-from email.message import Message
 from pathlib import Path
 
 from tqdm import tqdm
@@ -32,56 +32,68 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
     """
     file = folder / published.name
     if file.exists():
-        _check(file, published, md5=None)
+        _check_sha256(file, published)
         return file
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.partial")
-    md5 = _download(published.url, partial)
     try:
-        _check(partial, published, md5)
+        length, md5 = _download(published.url, partial)
+    except http.client.HTTPException as error:
+        raise OSError(f"{published.url}: {error!r}: start again to go on") from error
+    try:
+        _check_sha256(partial, published)
+        _check_whole(partial, length, md5)
     except ValueError:
         partial.unlink()
         raise
     partial.replace(file)
+    _tag_of(partial).unlink(missing_ok=True)
     return file
 
 
-def _download(url: str, partial: Path) -> bytes | None:
-    """Get what is missing of `partial`; return the MD5 of the whole where the server tells it."""
+def _download(url: str, partial: Path) -> tuple[int | None, bytes | None]:
+    """Get what is missing of `partial`; return length and MD5 of the whole, where the server tells them."""
+    # Asked for by itself, since an answer to a part tells the MD5 of the part, if any.
+    with _open(url, {}, method="HEAD") as response:
+        about = response.headers
+    length = int(about["Content-Length"]) if "Content-Length" in about else None
+    md5 = base64.b64decode(about["Content-MD5"]) if "Content-MD5" in about else None
+    tag, tag_file = about.get("ETag", ""), _tag_of(partial)
+    if partial.exists() and tag_file.exists() and tag_file.read_text() != tag:
+        partial.unlink()  # the beginning of another version
+    tag_file.write_text(tag)
     have = partial.stat().st_size if partial.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT_SEC)
-    except urllib.error.HTTPError as error:
-        if error.code != 416:
-            raise
-        # There is nothing after what is here: it is whole, or too much.
-        whole = error.headers.get("Content-Range", "").rpartition("/")[2]
-        if whole != str(have):
-            partial.unlink()
-            raise OSError(f"{partial} held {have} bytes of {whole}: removed, start again") from error
-        return _declared_md5(error.headers)
-    with response:
-        resumed = response.status == 206  # otherwise the server sends the whole file again
-        length = int(response.headers["Content-Length"]) if "Content-Length" in response.headers else None
+    if length is not None and have >= length:
+        return length, md5
+    with _open(url, {"Range": f"bytes={have}-"} if have else {}) as response:
+        have = have if response.status == 206 else 0  # otherwise the server sends the whole file again
         bar = {"desc": partial.name.removesuffix(".partial"), "unit": "B", "unit_scale": True, "unit_divisor": 1024}
-        bar |= {"initial": have if resumed else 0, "total": length and length + (have if resumed else 0)}
-        with partial.open("ab" if resumed else "wb") as out, tqdm(**bar) as progress:
+        with partial.open("ab" if have else "wb") as out, tqdm(**bar, initial=have, total=length) as progress:
             while chunk := response.read(CHUNK):
                 out.write(chunk)
+                have += len(chunk)
                 progress.update(len(chunk))
-        if length is not None and progress.n != progress.total:
-            raise OSError(f"the connection broke after {progress.n} of {progress.total} bytes: start again to go on")
-        return _declared_md5(response.headers)
+    if length is not None and have < length:
+        raise OSError(f"the connection broke after {have} of {length} bytes: start again to go on")
+    return length, md5
 
 
-def _declared_md5(headers: Message) -> bytes | None:
-    return base64.b64decode(headers["Content-MD5"]) if "Content-MD5" in headers else None
+def _open(url: str, headers: dict[str, str], method: str = "GET") -> http.client.HTTPResponse:
+    return urllib.request.urlopen(urllib.request.Request(url, headers=headers, method=method), timeout=TIMEOUT_SEC)
 
 
-def _check(file: Path, published: PublishedFile, md5: bytes | None) -> None:
+def _tag_of(partial: Path) -> Path:
+    return partial.with_name(f"{partial.name}.etag")
+
+
+def _check_sha256(file: Path, published: PublishedFile) -> None:
     if published.sha256 and sha256(file) != published.sha256:
         raise ValueError(f"{file} has sha256 {sha256(file)}, expected {published.sha256}: not the file that was published")
+
+
+def _check_whole(file: Path, length: int | None, md5: bytes | None) -> None:
+    if length is not None and file.stat().st_size != length:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes, the server says {length}")
     if md5:
         with file.open("rb") as f:
             found = hashlib.file_digest(f, "md5").digest()
@@ -111,7 +123,8 @@ def main() -> None:
             file = fetch(PUBLISHED[name], arguments.folder)
         except (OSError, ValueError) as error:
             sys.exit(f"error: {name}: {error}")
-        print(f"{file}  sha256 {sha256(file)}")
+        unchecked = "" if PUBLISHED[name].sha256 else "  (none is published: compare it with that of others who use the file)"
+        print(f"{file}  sha256 {sha256(file)}{unchecked}")
 
 
 if __name__ == "__main__":

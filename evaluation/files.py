@@ -45,6 +45,15 @@ PUBLISHED = {
 }
 
 
+def fingerprint(path: Path) -> str:
+    """Return the hash of a file, or of the names and contents of all files in a folder."""
+    if path.is_file():
+        return sha256(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    listing = [f"{file.relative_to(path).as_posix()} {sha256(file)}" for file in files]
+    return hashlib.sha256("\n".join(listing).encode()).hexdigest()
+
+
 def sha256(file: Path) -> str:
     """Return the hash of a file."""
     with file.open("rb") as f:

@@ -52,9 +52,8 @@ class InceptionDetector:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         buffer.seek(0)
-        outputs = ["2048", "logits_unbiased"]
         try:
-            network = FeatureExtractorInceptionV3("inception", outputs, feature_extractor_weights_path=buffer)
+            network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=buffer)
         except RuntimeError as error:  # names or shapes that do not fit
             raise ValueError(f"weights={file} do not fit the network: {_first_lines(error)}. {_where_found()}") from error
         self.device = torch.device(device)
@@ -79,10 +78,12 @@ class InceptionDetector:
         x = torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2)  # (N, 3, H, W)
         full_precision = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
         with full_precision, torch.autocast(self.device.type, enabled=False):
-            pool, logits = self._network(x)
+            (pool,) = self._network(x)
         # PARITY: the first 7 channels, flattened as the graph lays them out: rows, columns, channels.
         spatial = self._spatial[:, :NUM_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)  # (N, 17 * 17 * 7)
-        if not pool.isfinite().all():
+        # PARITY: no bias. In fp64, which no setting of the matrix products of fp32 touches.
+        logits = (pool.double() @ self._network.fc.weight.double().T).float()
+        if not (pool.isfinite().all() and logits.isfinite().all()):
             raise ValueError("the Inception network gives features that are not finite: its weights must be damaged")
         return InceptionFeatures(pool, spatial, logits)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.extraction import Images, Processes, extract
-from evaluation.files import sha256
+from evaluation.extraction import Images, Processes, evenly_spaced, extract, in_order, select
 from evaluation.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
 
 NUM_KEPT = 10_000  # images of the data set, for precision and recall
@@ -62,24 +61,20 @@ def make_reference(
 ) -> dict[str, Any]:
     """Write a reference in the layout of [ADM]: mu, sigma, mu_s, sigma_s of all images, and up to 10,000 of them as arr_0.
 
-    The images kept are evenly spaced in the order of their names, so that classes kept in folders all take part.
-
     Returns:
-        What was written.
+        What was written; nothing on all processes but the first.
     """
-    batches = images.batches(batch_size, processes.index, processes.count)
-    num_kept = min(images.count, NUM_KEPT)
-    kept_ids = np.arange(num_kept) * images.count // num_kept
+    keep = evenly_spaced(images.count, NUM_KEPT)
     kept = []
 
     def passing() -> Iterator[tuple[int, np.ndarray]]:
-        for start, batch in batches:
-            here = kept_ids[(kept_ids >= start) & (kept_ids < start + len(batch))]
-            kept.append((start, batch[here - start]))
+        for start, batch in images.batches(batch_size, processes.index, processes.count):
+            kept.append((start, select(batch, start, keep)))
             yield start, batch
 
-    found = extract(detector, passing(), images.count, keep_features=False, processes=processes)
-    parts = sorted(processes.gather(kept), key=lambda part: part[0])
+    options = {"batch_size": batch_size, "keep": None, "processes": processes, "description": "features of reference"}
+    found = extract(detector, passing(), images.count, **options)
+    parts = in_order(processes.gather(kept))
     if processes.index != 0:
         return {}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +85,7 @@ def make_reference(
         sigma=found.pool.covariance.cpu().numpy(),
         mu_s=found.spatial.mean.cpu().numpy(),
         sigma_s=found.spatial.covariance.cpu().numpy(),
-        arr_0=np.concatenate([part for _, part in parts]),
+        arr_0=np.concatenate(parts),
     )
     unfinished.replace(file)
-    return {"num_images": images.count, "num_kept": num_kept, "shape": list(images.shape), "sha256": sha256(file)}
+    return {"num_images": images.count, "num_kept": len(keep), "shape": images.shape, "batch_size": batch_size}

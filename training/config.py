@@ -143,7 +143,7 @@ class SampleConfig(SamplingConfig):
     """What `sample.py` is asked."""
 
     run: str = MISSING
-    num_samples: int | None = 100
+    num_samples: int = 100
     output: str | None = None  # None: inside the run
     grid_columns: int = 10
 

@@ -9,12 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn as nn
 import yaml
 from joblib import cpu_count
 
 PROJECT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity")
+PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
 # What a resumed run may change: none of it changes the weights that a step gives.
 FREE_KEYS = (
@@ -34,6 +35,10 @@ FREE_KEYS = (
     "train.milestone_every",
     "train.num_workers",
 )
+
+
+# What a resumed run must not change either, where it scores its samples: scores of one name must mean the same.
+SCORING_KEYS = ("evaluation", "guidance", "sampler")
 
 
 class RunFolder:
@@ -77,7 +82,11 @@ class RunFolder:
         if not self.has_results():
             return
         old, new = _flatten(yaml.safe_load(self.config_file.read_text())), _flatten(config)
-        free_keys = [key for key in FREE_KEYS if key != "train.total_steps" or not follows_the_total(config)]
+        free_keys = set(FREE_KEYS)
+        if follows_the_total(config):
+            free_keys.remove("train.total_steps")
+        if config["evaluation"] and any(key.startswith("evaluation.") for key in old):
+            free_keys.difference_update(SCORING_KEYS)
         changes = [
             f"{key}: {old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())
@@ -107,7 +116,7 @@ def follows_the_total(config: dict[str, Any]) -> bool:
     return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
 
 
-def environment(device: str) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """Return commit, versions, device, processor and command of this process."""
     return {
         "command": " ".join([os.path.relpath(sys.argv[0], PROJECT), *sys.argv[1:]]),
@@ -115,7 +124,7 @@ def environment(device: str) -> dict[str, Any]:
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
-        "device": device,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processor": _processor(),
     }
 

@@ -1,5 +1,7 @@
+import struct
 import tracemalloc
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -103,6 +105,14 @@ def test_damaged_arrays_are_refused(tmp_path):
     (tmp_path / "flipped.npz").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     with pytest.raises(ValueError, match=r"flipped.npz is damaged"):
         read(open_images(tmp_path / "flipped.npz"))
+    with pytest.raises(ValueError, match=r"flipped.npz is damaged"):
+        for process in range(2):
+            list(open_images(tmp_path / "flipped.npz").batches(20, process, 2))
+    np.savez_compressed(tmp_path / "packed.npz", images)
+    packed = (tmp_path / "packed.npz").read_bytes()
+    (tmp_path / "start.npz").write_bytes(packed[:60] + bytes(8) + packed[68:])
+    with pytest.raises(ValueError, match=r"start.npz"):
+        read(open_images(tmp_path / "start.npz"))
     with zipfile.ZipFile(tmp_path / "short.npz", "w") as archive, zipfile.ZipFile(tmp_path / "x.npz") as source:
         archive.writestr("arr_0.npy", source.read("arr_0.npy")[:-100])
     with pytest.raises(ValueError, match=r"arr_0 holds 38300 bytes, its shape \(50, 16, 16, 3\) needs 38400"):
@@ -127,6 +137,11 @@ def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
             folder / "a/03.png"
         )
         refused(folder, f"a/03.png can not be used: its mode is {mode}")
+    deep = np.concatenate([np.zeros((6, 1), np.uint8), np.zeros((6, 30), np.uint8)], axis=1).tobytes()
+    chunks = (b"IHDR" + struct.pack(">IIBBBBB", 5, 6, 16, 2, 0, 0, 0), b"IDAT" + zlib.compress(deep), b"IEND")
+    packed = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
+    (write_folder(tmp_path / "deep") / "a/03.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
+    refused(tmp_path / "deep", "a/03.png can not be used: its mode is RGB, must be RGB with 8 bits")
     Image.fromarray(IMAGES[0, :3]).save(write_folder(tmp_path / "sizes") / "b/05.png")
     refused(tmp_path / "sizes", "b/05.png is (3, 5, 3), a/00.png is (6, 5, 3)")
     broken = write_folder(tmp_path / "broken") / "b/07.png"
@@ -148,6 +163,12 @@ def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):
     # The middle of the gradient: 40 of 90 columns, from the 25th on.
     expected = np.interp(25 + (np.arange(16) + 0.5) * 2.5 - 0.5, np.arange(90), gradient[0])
     np.testing.assert_allclose(grey.mean(axis=(0, 2)), expected, atol=4)
+
+
+def test_a_resolution_has_no_meaning_for_an_array(tmp_path):
+    np.savez(tmp_path / "x.npz", IMAGES)
+    with pytest.raises(ValueError, match=r"resolution=16 crops image files, and has no meaning for .*x.npz"):
+        open_images(tmp_path / "x.npz", resolution=16)
 
 
 def test_centre_crop_halves_by_boxes_first():

@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,10 @@ from tests.networks import PAPER, small_batch, small_dit
 
 PRECOND = EDMPrecond(small_dit([PAPER])).eval()
 CPU = torch.device("cpu")
+
+
+def process(index, count):
+    return SimpleNamespace(device=CPU, process_index=index, num_processes=count)
 
 
 def latents(num_samples, batch_size, process_index=0, num_processes=1, **sampler):
@@ -77,11 +82,9 @@ def test_image_source_puts_processes_together_in_order():
     def decode(x):
         return x.numpy()
 
-    arguments = {"batch_size": 2, "device": CPU, "guidance_scale": 1.0}
+    arguments = {"batch_size": 2, "guidance_scale": 1.0}
     sampler = partial(edm_sampler, num_steps=2)
-    alone, labels = ImageSource(
-        PRECOND, sampler, decode, **arguments, process_index=0, num_processes=1, gather=lambda parts: parts
-    )(7)
+    alone, labels = ImageSource(PRECOND, sampler, decode, **arguments, state=process(0, 1), gather=lambda parts: parts)(7)
     parts = []
     for rank in (1, 0):
 
@@ -89,13 +92,13 @@ def test_image_source_puts_processes_together_in_order():
             parts.extend(mine)
             return parts
 
-        together, _ = ImageSource(PRECOND, sampler, decode, **arguments, process_index=rank, num_processes=2, gather=gather)(7)
+        together, _ = ImageSource(PRECOND, sampler, decode, **arguments, state=process(rank, 2), gather=gather)(7)
     assert labels.tolist() == list(range(7))
     assert (together == alone).all()
 
 
 def source(**options):
-    arguments = {"batch_size": 3, "device": CPU, "guidance_scale": 1.0, "process_index": 0, "num_processes": 1}
+    arguments = {"batch_size": 3, "guidance_scale": 1.0, "state": process(0, 1)}
     sampler, decode = partial(edm_sampler, num_steps=2), lambda x: x.permute(0, 2, 3, 1).numpy()
     return ImageSource(PRECOND, sampler, decode, gather=lambda parts: parts, **arguments, **options)
 

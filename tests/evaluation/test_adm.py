@@ -5,10 +5,11 @@ import os
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.linalg import sqrtm
 
 from data import open_images
-from evaluation import AdmSuite, InceptionDetector, Processes, kernel_distance, make_reference, open_reference
+from evaluation import AdmSuite, InceptionDetector, Processes, kernel_distance, make_reference, open_reference, precision_recall
 from evaluation.adm import with_count
 from evaluation.extraction import extract
 from tests.evaluation.test_metrics import plain_precision_recall
@@ -22,6 +23,7 @@ def pictures(count, seed):
     return (rng.random((count, 24, 24, 1)) * 100 + rng.integers(0, 150, (count, 1, 1, 3))).astype(np.uint8)
 
 
+EXTRACTION = {"batch_size": 4, "processes": Processes(), "description": "features"}
 SAMPLES, REFERENCE = pictures(22, 1), pictures(17, 2)
 
 
@@ -72,7 +74,7 @@ def test_scores_agree_with_the_definitions(detector, features, folder):
     assert values["is22"] == pytest.approx(np.exp(divergence), rel=1e-6)
     expected = plain_precision_recall(other.pool.numpy(), one.pool.numpy(), 3, 10_000)
     assert (values["precision22"], values["recall22"]) == pytest.approx(expected, abs=0.06)
-    expected = kernel_distance(other.pool, one.pool)
+    expected = kernel_distance(other.pool, one.pool, subset_size=8)  # half of the smaller set
     assert (values["kid22"], values["kid_std22"]) == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert values.keys() == {"fid22", "sfid22", "is22", "precision22", "recall22", "kid22", "kid_std22"}
 
@@ -102,7 +104,7 @@ def test_what_a_reference_does_not_hold_is_left_out_with_the_reason(detector, fe
 def test_a_reference_that_is_made_scores_like_its_images(detector, folder):
     images = open_images(folder / "images.npz")
     record = make_reference(detector, images, folder / "new" / "made.npz", 8, Processes())
-    assert (record["num_images"], record["num_kept"], record["shape"]) == (17, 17, [24, 24, 3])
+    assert record == {"num_images": 17, "num_kept": 17, "shape": (24, 24, 3), "batch_size": 8}
     with np.load(folder / "new" / "made.npz") as made:
         assert {name: made[name].shape for name in made} == {
             "mu": (2048,),
@@ -126,7 +128,7 @@ def test_batches_and_order_matter_only_for_splits(detector, folder):
     def statistics(images, batch_size):
         np.savez(folder / "x.npz", images)
         opened = open_images(folder / "x.npz")
-        return extract(detector, opened.batches(batch_size), opened.count, keep_features=True, processes=Processes())
+        return extract(detector, opened.batches(batch_size), opened.count, **EXTRACTION, keep=np.arange(22))
 
     one, other = statistics(SAMPLES, 8), statistics(SAMPLES[::-1], 5)
     torch.testing.assert_close(one.pool.mean, other.pool.mean, rtol=1e-5, atol=1e-6)
@@ -137,7 +139,7 @@ def test_batches_and_order_matter_only_for_splits(detector, folder):
 def test_lost_images_are_noticed(detector, folder):
     images = open_images(folder / "images.npz")
     with pytest.raises(ValueError, match="8 images came instead of 17"):
-        extract(detector, images.batches(8, 1, 2), images.count, keep_features=False, processes=Processes())
+        extract(detector, images.batches(8, 1, 2), images.count, **EXTRACTION, keep=None)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +183,47 @@ def test_images_that_can_not_be_scored_are_refused(detector, num_images, shape, 
     suite = AdmSuite(detector, {"mu": np.zeros(2048), "sigma": np.eye(2048)}, None, **{**OPTIONS, **options})
     with pytest.raises(ValueError, match=message):
         suite.check(num_images, shape)
+
+
+def test_half_precision_is_the_default_and_can_be_turned_off(detector, folder):
+    """Between images that hardly differ, distances are lost in the rounding of fp16."""
+    rng = np.random.default_rng(5)
+    images = (pictures(1, 0) // 2 + rng.integers(0, 4, (40, 24, 24, 3))).astype(np.uint8)
+    np.savez(folder / "samples.npz", images[:22])
+    np.savez(folder / "images.npz", images[22:])
+    half, exact = (scores(detector, folder, "images.npz", exact_distances=e, kid=False).values for e in (False, True))
+    parts = (np.split(images[22:], [8, 16]), np.split(images[:22], [8, 16]))
+    features = [torch.cat([detector(part).pool for part in some]) for some in parts]
+    assert (half["precision22"], half["recall22"]) != (exact["precision22"], exact["recall22"])
+    assert (exact["precision22"], exact["recall22"]) == precision_recall(*features, exact=True)
+
+
+def test_images_of_a_reference_are_thinned_out_for_precision_and_recall(detector, folder, monkeypatch):
+    monkeypatch.setattr("evaluation.adm.NUM_KEPT", 6)
+    suite = AdmSuite(detector, *open_reference(folder / "images.npz", open_images), **OPTIONS)
+    samples = open_images(folder / "samples.npz")
+    found = suite.score(samples.batches(8), samples.count).values
+    assert suite.protocol["reference_features"] == 6
+    assert suite.protocol["reference_images"] == {"count": 17, "shape": (24, 24, 3)}
+    whole = scores(detector, folder, "images.npz").values
+    assert found["fid22"] == whole["fid22"]  # of all 17
+    np.savez(folder / "few.npz", REFERENCE[[0, 2, 5, 8, 11, 14]])
+    few = scores(detector, folder, "few.npz").values
+    assert (found["precision22"], found["recall22"]) == (few["precision22"], few["recall22"])
+
+
+def test_a_reference_that_can_not_be_used_shows_before_samples_are_drawn(detector, tmp_path):
+    (tmp_path / "images").mkdir()
+    for i, mode in enumerate(("RGB", "RGB", "RGB", "RGB", "L")):
+        Image.fromarray(REFERENCE[i]).convert(mode).save(tmp_path / "images" / f"{i}.png")
+    suite = AdmSuite(detector, *open_reference(tmp_path / "images", open_images), **OPTIONS)
+
+    def drawn():
+        raise AssertionError("a sample was drawn")
+        yield
+
+    with pytest.raises(ValueError, match=r"4.png can not be used: its mode is L"):
+        suite.score(drawn(), 10)
 
 
 def test_few_samples_and_unpublished_weights_are_said(detector, folder):

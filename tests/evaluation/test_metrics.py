@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation import FeatureStatistics, frechet_distance, inception_score, kernel_distance, precision_recall
+from evaluation.metrics import _squared_distances
 from evaluation.statistics import SplitScores
 
 RNG = np.random.default_rng(0)
@@ -100,32 +101,45 @@ def half(x):
     return np.asarray(x, np.float16)
 
 
-def plain_precision_recall(reference, samples, k, block_size):
-    """The published definition in plain numpy, one pair of blocks at a time, every step rounded to fp16 by numpy itself."""
+def plain_distances(a, b):
+    """Squared distances in plain numpy, every step rounded to fp16 by numpy itself; in fp32 where one overflows."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = half(half(a).astype(np.float32) @ half(b).astype(np.float32).T)
+        norm_a, norm_b = (half((half(x).astype(np.float32) ** 2).sum(1)) for x in (a, b))
+        d = np.maximum(half(half(norm_a[:, None] - half(2 * product)) + norm_b[None]), np.float16(0))
+    if not np.isfinite(d).all():
+        d = np.maximum((a**2).sum(1)[:, None] - 2 * (a @ b.T) + (b**2).sum(1)[None], 0)
+    return d.astype(np.float32)
 
-    def distances(a, b):
-        with np.errstate(over="ignore", invalid="ignore"):
-            product = half(half(a).astype(np.float32) @ half(b).astype(np.float32).T)
-            norm_a, norm_b = (half((half(x).astype(np.float32) ** 2).sum(1)) for x in (a, b))
-            d = np.maximum(half(half(norm_a[:, None] - half(2 * product)) + norm_b[None]), np.float16(0))
-        if not np.isfinite(d).all():
-            d = (a**2).sum(1)[:, None] - 2 * (a @ b.T) + (b**2).sum(1)[None]
-        return np.maximum(d.astype(np.float32), 0)
+
+def plain_precision_recall(reference, samples, k, block_size):
+    """The published definition in plain numpy, one pair of blocks at a time."""
 
     def blocks(x):
         return range(0, len(x), block_size)
 
     def radii(x):
-        rows = [np.hstack([distances(x[i : i + block_size], x[j : j + block_size]) for j in blocks(x)]) for i in blocks(x)]
+        rows = [
+            np.hstack([plain_distances(x[i : i + block_size], x[j : j + block_size]) for j in blocks(x)]) for i in blocks(x)
+        ]
         return np.sort(np.vstack(rows), axis=1)[:, k]
 
     reference_radii, sample_radii = radii(reference), radii(samples)
     pairs = [
-        np.hstack([distances(reference[i : i + block_size], samples[j : j + block_size]) for j in blocks(samples)])
+        np.hstack([plain_distances(reference[i : i + block_size], samples[j : j + block_size]) for j in blocks(samples)])
         for i in blocks(reference)
     ]
     d = np.vstack(pairs)
     return (d <= reference_radii[:, None]).any(0).mean(), (d <= sample_radii[None]).any(1).mean()
+
+
+def test_half_precision_distances_round_at_every_step_in_the_order_of_the_original():
+    rng = np.random.default_rng(5)
+    a, b = (np.rint(np.abs(rng.standard_normal((40, 160)) * scale)).astype(np.float32) for scale in (3, 12))
+    got = _squared_distances(torch.from_numpy(a), torch.from_numpy(b), exact=False).numpy()
+    np.testing.assert_array_equal(got, plain_distances(a, b))
+    # Both orders occur: rows are reference images, columns samples.
+    assert (got != plain_distances(b, a).T).any()
 
 
 @pytest.mark.parametrize("block_size", [64, 1000])
@@ -174,7 +188,7 @@ def test_kernel_distance_agrees_with_the_library():
     k = [[((a @ b) / 64 + 1) ** 3 for b in np.vstack([x, y])] for a in np.vstack([x, y])]
     within = sum(k[i][j] + k[6 + i][6 + j] for i in range(6) for j in range(6) if i != j) / 30
     across = sum(k[i][6 + j] for i in range(6) for j in range(6)) / 36
-    assert kernel_distance(x, y, num_subsets=3) == pytest.approx((within - 2 * across, 0), abs=1e-12)
+    assert kernel_distance(x, y, subset_size=6, num_subsets=3) == pytest.approx((within - 2 * across, 0), abs=1e-12)
 
 
 def test_kernel_distance_of_one_distribution_is_about_zero():
