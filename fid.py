@@ -119,21 +119,18 @@ def score(request: dict[str, Any], state: PartialState) -> None:
         batch_size=request["detector_batch_size"],
         **{key: request[key] for key in SUITE_KEYS},
     )
-    suite.check(samples.count, samples.shape)
+    suite.check(samples.count, samples.shape, samples.name)
     out = Path(request["out"] or samples.out)
     if state.is_main_process:
         record = {"samples": samples.record(), "reference": {"path": str(reference), "sha256": fingerprint(reference)}}
         record["protocol"] = suite.protocol
         check_record(out, record)
-    scores = suite.score(samples.batches, samples.count)
+        make_room(out)
+    scores = suite.score(samples.batches, samples.count, samples.shape)
     if not state.is_main_process:
         return
-    if suite.images is not None and suite.images.shape != samples.shape:
-        scores.warnings.append(
-            f"samples are {samples.shape}, images of the reference {suite.images.shape}: sizes move the scores"
-        )
     for metric, value in scores.values.items():
-        print(f"{metric:14} {value:10.4f}")
+        print(f"{metric:14} {value:10.5g}")
     for metric, reason in scores.left_out.items():
         print(f"{metric:14}   left out: {reason}")
     for warning in scores.warnings:
@@ -145,7 +142,7 @@ class KeptSamples:
     """Samples in files: their number, shape and batches, where their scores go, and a record of them."""
 
     def __init__(self, request: dict[str, Any], state: PartialState):
-        self.path = Path(request["samples"])
+        self.path, self.name = Path(request["samples"]), f"samples={request['samples']}"
         if not self.path.exists():
             raise FileNotFoundError(f"samples={self.path} not found: sample.py writes one")
         images = open_images(self.path)
@@ -175,6 +172,7 @@ class DrawnSamples:
 
     def __init__(self, request: dict[str, Any], state: PartialState):
         num_samples = NUM_SAMPLES if request["num_samples"] is None else request["num_samples"]
+        self.name = f"run={request['run']}"
         self.run = open_run({**request, "num_samples": num_samples}, state)
         self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
         decode = image_decoder(manifest_from(self.run.data["manifest"]))
@@ -197,6 +195,18 @@ def check_record(file: Path, record: dict[str, Any]) -> None:
         raise ValueError(f"{file} holds other scores (of other samples, another reference, other options): give out=FILE.json")
 
 
+def make_room(file: Path) -> None:
+    """Make the folder that a result goes to, before the work whose result would be lost without it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.joinpath(f".{file.name}.partial").touch()
+        file.parent.joinpath(f".{file.name}.partial").unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={file} can not be written: {error}") from error
+    if file.is_dir():
+        raise ValueError(f"out={file} is a folder, must be a file")
+
+
 def write_reference(request: dict[str, Any], state: PartialState) -> None:
     """Write a reference from images, with a record beside it."""
     source, file = Path(request["images"]), Path(request["out"])
@@ -204,6 +214,7 @@ def write_reference(request: dict[str, Any], state: PartialState) -> None:
     if images.count < 2 or images.shape[-1] != 3:
         raise ValueError(f"images={source} holds {images.count} of {images.shape}: at least 2 of (H, W, 3) are needed")
     detector = InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"])
+    make_room(file)
     processes = Processes(state.process_index, state.num_processes)
     found = make_reference(detector, images, file, request["detector_batch_size"], processes)
     if state.is_main_process:
@@ -265,7 +276,6 @@ def read_json(file: Path) -> Any:
 
 def keep(result: dict[str, Any], file: Path) -> None:
     """Write a result as JSON and say where."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=2) + "\n")
     print(f"record {file}")
 

@@ -37,7 +37,7 @@ class NpzImages:
         except (KeyError, *ZIP_ERRORS) as error:
             raise ValueError(f"{self.path} can not be read as an .npz with arr_0: {error}") from error
         if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
-            raise ValueError(f"{self.path}: arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C)")
+            raise ValueError(f"{self.path}: arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255")
         if size != np.prod(shape, dtype=object):
             raise ValueError(f"{self.path}: arr_0 holds {size} bytes, its shape {shape} needs {np.prod(shape, dtype=object)}")
         self.count, self.shape = shape[0], shape[1:]
@@ -75,10 +75,11 @@ class ImageFiles:
         try:
             self._names, self._open = _list_folder(self.path) if self.path.is_dir() else _list_zip(self.path)
         except ZIP_ERRORS as error:
-            raise ValueError(f"{self.path} is neither a folder nor a zip: {error}") from error
+            raise ValueError(f"{self.path} is neither a folder, nor a zip, nor an .npz: {error}") from error
         lossy = [name for name in self._names if name.lower().endswith(LOSSY)]
         if lossy and not resolution:
-            raise ValueError(f"{self.path}/{lossy[0]} is of a lossy format: samples must be kept as {', '.join(LOSSLESS)}")
+            lossless = ", ".join(LOSSLESS)
+            raise ValueError(f"{self.path}/{lossy[0]} is of a lossy format: must be {lossless}, or be cropped (resolution=N)")
         if not self._names:
             raise ValueError(f"{self.path} holds no images ({', '.join(LOSSLESS)})")
         self.count, self.shape = len(self._names), self._read(0).shape

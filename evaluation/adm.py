@@ -60,7 +60,8 @@ class AdmSuite:
     """Scores images against a reference; the reference's own images are looked at once, when they are first needed.
 
     Args:
-        statistics: mu, sigma, and mu_s, sigma_s if known; empty where the images are to give them.
+        statistics: mu, sigma, and mu_s, sigma_s if known; empty where the images are to give them. `weights`, if there, is
+            the hash of the tensors that gave them.
         images: of the reference, for precision, recall and the kernel distance, or for its statistics; None if not there.
         precision_recall, kid: whether to give them; they need the features of all images.
         exact_distances: precision and recall with distances in fp32; the original's are fp16.
@@ -85,16 +86,21 @@ class AdmSuite:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} of the detector must be at least 1")
         if images is not None:
-            self.check(images.count, images.shape, "reference ")
+            self.check(images.count, images.shape, "reference images")
+        made_by = statistics.pop("weights", None)
+        if made_by is not None and made_by != detector.record["tensors_sha256"]:
+            raise ValueError(
+                f"the reference was made with other weights than {detector.record['path']}: its scores would mean nothing"
+            )
 
-    def check(self, num_images: int, shape: tuple[int, ...], of: str = "") -> None:
-        """Raise a ValueError where images can not be scored."""
+    def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
+        """Raise a ValueError where images, which errors call `name`, can not be scored."""
         if len(shape) != 3 or shape[-1] != 3:
-            raise ValueError(f"{of}images are {shape}, must be (H, W, 3)")
+            raise ValueError(f"{name}: images are {shape}, must be (H, W, 3), in colour")
         least = NEIGHBOURS + 1 if self.precision_recall else 2
         if num_images < least:
             hint = "; precision_recall=false needs 2" if self.precision_recall else ""
-            raise ValueError(f"{num_images} {of}image(s) are too few: at least {least} are needed{hint}")
+            raise ValueError(f"{name}: {num_images} image(s) are too few: at least {least} are needed{hint}")
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -115,13 +121,18 @@ class AdmSuite:
             "reference_features": len(self._keep_of_reference()),
         }
 
-    def score(self, batches: Batches, num_images: int) -> Scores:
-        """Return the scores on the first process; the others take part and return none."""
+    def score(self, batches: Batches, num_images: int, shape: tuple[int, ...]) -> Scores:
+        """Return the scores of images (num_images, *shape) on the first process; the others take part and return none."""
         if self._reference is None:  # first, so that an image that can not be used shows before any sample is drawn
             self._reference = self._look_at_reference()
         keep = np.arange(num_images) if self._needs_features else None
         samples = self._extract(batches, num_images, keep, "features of samples")
-        return self._compare(samples, self._reference, num_images) if self.processes.index == 0 else Scores()
+        if self.processes.index != 0:
+            return Scores()
+        scores = self._compare(samples, self._reference, num_images)
+        if self.images is not None and self.images.shape != shape:
+            scores.warnings.append(f"samples are {shape}, reference images {self.images.shape}: sizes move the scores")
+        return scores
 
     @property
     def _needs_features(self) -> bool:
@@ -236,7 +247,7 @@ class AdmEvaluator:
             exact_distances=exact_distances,
             kid=kid,
         )
-        self._suite.check(num_samples, source.image_shape)
+        self._suite.check(num_samples, source.image_shape, "evaluation")
         self._reference = {"path": reference, "sha256": fingerprint(Path(reference))}
 
     def describe(self) -> dict[str, Any]:
@@ -245,7 +256,7 @@ class AdmEvaluator:
 
     def run(self, step: int) -> Iterator[tuple[str, float]]:
         """Draw, score, and yield the scores on the first process; the first time, say what to keep in mind."""
-        scores = self._suite.score(self.source.batches(self.num_samples), self.num_samples)
+        scores = self._suite.score(self.source.batches(self.num_samples), self.num_samples, self.source.image_shape)
         if not self._told:
             for metric, reason in scores.left_out.items():
                 tqdm.write(f"{metric} is left out: {reason}")

@@ -122,7 +122,11 @@ def main() -> None:
         try:
             file = fetch(PUBLISHED[name], arguments.folder)
         except (OSError, ValueError) as error:
-            sys.exit(f"error: {name}: {error}")
+            at, known = arguments.folder / PUBLISHED[name].name, PUBLISHED[name].sha256
+            checked = f" with sha256 {known}" if known else ""
+            sys.exit(
+                f"error: {name}: {error}. Without a connection, bring {PUBLISHED[name].url}{checked} to {at} by other means"
+            )
         unchecked = "" if PUBLISHED[name].sha256 else "  (none is published: compare it with that of others who use the file)"
         print(f"{file}  sha256 {sha256(file)}{unchecked}")
 

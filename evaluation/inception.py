@@ -6,6 +6,7 @@ weights come from a state dict or from the graph itself; nothing in either file 
 Shapes: N images.
 """
 
+import hashlib
 import io
 import pickle
 from collections.abc import Mapping
@@ -48,6 +49,7 @@ class InceptionDetector:
 
         file = Path(weights)
         state, self.record = read_weights(file, allow_unpublished)
+        self.record["tensors_sha256"] = _tensors_sha256(state)
         # torch-fidelity would unpickle any file; what it is given here is our own copy of tensors already read.
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -110,11 +112,21 @@ def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str,
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
-        raise ValueError(f"weights={file} can not be read as a state dict: {_first_lines(error)}. {_where_found()}") from error
+        # What torch says here is long, and advises to execute the file.
+        raise ValueError(f"weights={file} can not be read as a state dict of plain tensors. {_where_found()}") from error
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"weights={file} must be a state dict: names and tensors. {_where_found()}")
     checked = "sha256" if record["sha256"] == WEIGHTS_SHA256 else "names and shapes"
     return dict(state), {**record, "checked": checked}
+
+
+def _tensors_sha256(state: dict[str, torch.Tensor]) -> str:
+    """Hash names and values: the same for a state dict and for the graph that it was made from."""
+    found = hashlib.sha256()
+    for name in sorted(name for name in state if not name.endswith("num_batches_tracked")):
+        found.update(name.encode())
+        found.update(state[name].float().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def _where_found() -> str:

@@ -31,17 +31,24 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[d
         )
     if path.suffix != ".npz":
         return {}, open_images(path)
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"reference={path} can not be read as an .npz: it is none, or truncated")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             has_images = "arr_0" in arrays
             names = [name for mu in STATISTICS for name in (mu, mu.replace("mu", "sigma"))]
             statistics = {name: arrays[name] for name in names if name in arrays}
+            made_by = str(arrays["weights"]) if "weights" in arrays else None
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"reference={path} can not be read as an .npz: {error}") from error
     _check_statistics(statistics, path)
     if "mu" not in statistics and not has_images:
         raise ValueError(f"reference={path} must hold mu and sigma, or images (arr_0)")
-    return statistics if "mu" in statistics else {}, open_images(path) if has_images else None
+    if "mu" not in statistics:
+        statistics = {}
+    elif made_by is not None:
+        statistics["weights"] = made_by
+    return statistics, open_images(path) if has_images else None
 
 
 def _check_statistics(statistics: dict[str, np.ndarray], path: Path) -> None:
@@ -61,6 +68,8 @@ def make_reference(
 ) -> dict[str, Any]:
     """Write a reference in the layout of [ADM]: mu, sigma, mu_s, sigma_s of all images, and up to 10,000 of them as arr_0.
 
+    Beside these, `weights` holds the hash of the network's tensors.
+
     Returns:
         What was written; nothing on all processes but the first.
     """
@@ -77,7 +86,6 @@ def make_reference(
     parts = in_order(processes.gather(kept))
     if processes.index != 0:
         return {}
-    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.stem}.partial.npz")
     np.savez(
         unfinished,
@@ -86,6 +94,7 @@ def make_reference(
         mu_s=found.spatial.mean.cpu().numpy(),
         sigma_s=found.spatial.covariance.cpu().numpy(),
         arr_0=np.concatenate(parts),
+        weights=np.array(detector.record["tensors_sha256"]),
     )
     unfinished.replace(file)
     return {"num_images": images.count, "num_kept": len(keep), "shape": images.shape, "batch_size": batch_size}

@@ -79,6 +79,8 @@ def test_every_train_key_and_group_option_is_in_the_readme():
     readme = DOCUMENTS[0].read_text()
     assert not [field.name for field in fields(configuration.TrainConfig) if f"`train.{field.name}`" not in readme]
     assert not [field.name for field in fields(configuration.RoutingConfig) if f"`routing.{field.name}`" not in readme]
+    scoring = (ROOT / "evaluation" / "README.md").read_text()
+    assert not [field.name for field in fields(configuration.ScoreConfig) if f"`{field.name}" not in scoring]
     for group in ("model", "model/routes", "model/block", "data", "diffusion", "sampler", "guidance", "evaluation", "tracker"):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
             assert f"`{file.stem}`" in readme, file

@@ -11,7 +11,7 @@ import train
 from evaluation import AdmSuite
 from tests.evaluation.test_adm import REFERENCE, SAMPLES
 from tests.inception import write_random_weights
-from tests.runs import metrics, tiny_run, tiny_trainer
+from tests.runs import TINY, metrics, tiny_run, tiny_trainer
 from tests.test_end_to_end import ONE, TWO, start
 from training.checkpoint import latest_checkpoint
 
@@ -106,6 +106,17 @@ def test_files_are_scored_like_an_array_and_stale_ones_are_noticed(folder):
     assert "samples=pictures holds 23 images, num_samples=22 must agree" in stale.stderr
 
 
+def test_scores_of_something_else_are_not_overwritten(folder):
+    only = ("samples=samples.npz", "precision_recall=false")
+    fid(folder, *only, "reference=reference.npz", "out=kept.json")
+    fid(folder, *only, "reference=reference.npz", "out=kept.json")
+    before = (folder / "kept.json").read_text()
+    for changed in ("reference=samples.npz", "reference=reference.npz kid=true"):
+        result = fid(folder, *only, *changed.split(), "out=kept.json", check=False)
+        assert "kept.json holds other scores" in result.stderr
+    assert (folder / "kept.json").read_text() == before
+
+
 def test_a_record_of_other_samples_is_noticed(folder):
     np.savez(folder / "changed.npz", SAMPLES)
     (folder / "changed.json").write_text(json.dumps({"samples_sha256": "of others"}))
@@ -116,17 +127,24 @@ def test_a_record_of_other_samples_is_noticed(folder):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["samples=samples.npz"], "reference must be given for mode=score"),
-        (["reference=reference.npz"], "one of samples (an .npz, a folder or a zip) and run"),
-        (["samples=samples.npz", "run=run", "reference=reference.npz"], "one of samples"),
+        (["samples=samples.npz"], "reference must be given for scoring samples in files"),
+        (["reference=reference.npz"], "samples must be given for scoring samples in files (an .npz, a folder or"),
+        (["samples=samples.npz", "run=run", "reference=reference.npz"], "samples=samples.npz has no meaning for scoring a run"),
         (["samples=.", "reference=reference.npz"], "say with num_samples=N how many there must be"),
-        (["samples=samples.npz", "reference=reference.npz", "num_steps=9"], "num_steps=9 is about samples yet to be drawn"),
-        (["samples=samples.npz", "reference=reference.npz", "images=x"], "images=x has no meaning for mode=score"),
+        (["samples=samples.npz", "reference=reference.npz", "num_steps=9"], "num_steps=9 has no meaning for scoring"),
+        (["samples=samples.npz", "reference=reference.npz", "images=x"], "images=x has no meaning for scoring"),
+        (["samples=samples.npz", "reference=reference.npz", "out=samples.npz"], "out=samples.npz must end in .json"),
         (["mode=reference", "images=samples.npz"], "out must be given for mode=reference"),
         (["mode=reference", "images=samples.npz", "out=x.npy"], "out=x.npy must end in .npz"),
+        (["mode=reference", "images=samples.npz", "out=samples.npz"], "out=samples.npz is there already"),
+        (["mode=reference", "images=samples.npz", "out=x.npz", "num_samples=5"], "num_samples=5 has no meaning for"),
+        (["mode=reference", "images=samples.npz", "out=x.npz", "resolution=8"], "resolution=8 crops image files"),
         (["mode=scores", "samples=samples.npz"], "mode=scores must be one of score, reference"),
+        (["suite=digits", "samples=samples.npz", "reference=x"], "weights=weights.pth has no meaning for suite=digits"),
         (["run=run", "num_samples=3", "reference=reference.npz"], "3 image(s) are too few: at least 4"),
         (["run=run", "labels=alphabetical", "reference=reference.npz"], "labels=alphabetical must be one of balanced, random"),
+        (["run=run", "checkpoint=5", "reference=reference.npz"], "checkpoint=5 not found: run=run has steps 4, 6"),
+        (["samples=samples.npz", "reference=reference.npz", "out=/proc/x/y.json"], "out=/proc/x/y.json can not be written"),
         (["run=run", "labels=random", "class_label=3", "reference=reference.npz"], "class_label=3 leaves nothing to draw"),
         (["samples=damaged.npz", "reference=reference.npz"], "damaged.npz is damaged: Bad CRC-32"),
         (["run=run", "num_samples=0", "reference=reference.npz"], "num_samples=0 must be greater than 0"),
@@ -164,6 +182,14 @@ def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
     for line in lines:
         assert {"fid6", "sfid6", "is6", "precision6", "recall6"} <= line.keys()
     assert lines[0]["fid6"] != lines[1]["fid6"]
+    (record,) = json.loads((tmp_path / "run/manifest.json").read_text())["scores"]
+    assert record["num_samples"] == 6
+    assert record["reference"]["path"] == f"{folder}/reference.npz"
+    assert record["weights"]["checked"] == "names and shapes"
+    with pytest.raises(ValueError, match=r"another configuration .evaluation.num_samples: 6 -> 7; sampler.num_steps: 2 -> 3"):
+        tiny_trainer(tmp_path / "run", *adm(folder), "evaluation.num_samples=7", "sampler.num_steps=3")
+    without = [override for override in adm(folder) if not override.startswith(("evaluation", "sampler"))]
+    tiny_trainer(tmp_path / "run", *without, "sampler.num_steps=3")
     scored = fid(
         folder, f"run={tmp_path}/run", "num_samples=6", "batch_size=64", "reference=reference.npz", f"out={tmp_path}/s.json"
     )
@@ -171,8 +197,19 @@ def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
     assert values(tmp_path / "s.json")["fid6"] == pytest.approx(lines[1]["fid6"], rel=2e-3)
 
 
+@pytest.mark.slow
+def test_two_processes_score_a_training_as_one_does(folder, tmp_path):
+    for name, launcher in (("one", ONE), ("two", TWO)):
+        start(launcher, "train.py", *TINY, *adm(folder), "train.micro_batch_size=4", f"output_dir={name}", folder=tmp_path)
+    for line, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert line.keys() == other.keys()
+        for key in ("fid6", "sfid6", "is6"):
+            if key in line:
+                assert other[key] == pytest.approx(line[key], rel=1e-2)  # a byte may round the other way
+
+
 def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypatch):
-    def fail(suite, batches, num_images):
+    def fail(suite, batches, num_images, shape):
         raise RuntimeError("out of luck")
 
     trainer, run = tiny_trainer(tmp_path / "run", *adm(folder))
@@ -191,8 +228,9 @@ def test_what_can_not_be_scored_is_refused_before_training(folder, tmp_path):
         ("train.save_every=3", r"train.eval_every=4 must be a multiple of train.save_every=3"),
         ("evaluation.reference=nowhere.npz", r"reference=nowhere.npz not found"),
         ("evaluation.weights=nowhere.pth", r"weights=nowhere.pth not found"),
+        ("evaluation.batch_size=0", r"batch_size=0 of the detector must be at least 1"),
         ("evaluation.num_samples=3", r"3 image\(s\) are too few"),
-        ("data.in_channels=4", r"images are \(8, 8, 4\), must be \(H, W, 3\)"),
+        ("data.in_channels=4", r"evaluation: images are \(8, 8, 4\), must be \(H, W, 3\)"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             tiny_trainer(tmp_path / "run", *adm(folder), override)

@@ -127,7 +127,7 @@ class Config:
 class SamplingConfig:
     """What is drawn from a run; None means: as in the run."""
 
-    checkpoint: str | None = None  # None: the newest
+    checkpoint: str | None = None  # a step, a name or a path; None: the newest
     num_samples: int | None = None
     batch_size: int = 100
     first_seed: int = 0

@@ -10,7 +10,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from training import config as configuration
-from training.checkpoint import latest_checkpoint, load_weights
+from training.checkpoint import latest_checkpoint, load_weights, steps_in
 from training.provenance import RunFolder
 from training.rules import NUM_SEEDS, check_choice, check_positive, check_sampling
 
@@ -55,10 +55,8 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
     config, details = run.read()
     settings = _settings(request, config)
     # The first process chooses: a run that still trains may save between the looks of two.
-    (checkpoint,) = broadcast_object_list([request["checkpoint"] or latest_checkpoint(run.path)])
-    if checkpoint is None:
-        raise FileNotFoundError(f"run={run.path} has no checkpoint yet")
-    weights = Path(checkpoint) / "ema.safetensors"
+    (checkpoint,) = broadcast_object_list([_checkpoint(run.path, request["checkpoint"])])
+    weights = checkpoint / "ema.safetensors"
     net = configuration.build_net(config).to(state.device).eval()
     load_weights(net, weights)
     drawing = {key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")}
@@ -66,7 +64,7 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
         precond=configuration.build_precond(config, net).eval(),
         sampler=configuration.build(settings["sampler"]),
         drawing={**drawing, "bf16": settings["mixed_precision"] == "bf16"},
-        name=_name(Path(checkpoint), settings),
+        name=_name(checkpoint, settings),
         weights=weights,
         data=details["data"],
         protocol={
@@ -77,6 +75,21 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
             "data": details["data"],
         },
     )
+
+
+def _checkpoint(run_folder: Path, asked: str | None) -> Path:
+    """Return the folder of a checkpoint: the newest, or the one that is asked for by path, name or step."""
+    if asked is None:
+        newest = latest_checkpoint(run_folder)
+        if newest is None:
+            raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
+        return newest
+    named = dict(steps_in(run_folder / "checkpoints")).get(int(asked)) if asked.isdigit() else None
+    for folder in (named, run_folder / "checkpoints" / asked, Path(asked)):
+        if folder and folder.is_dir():
+            return folder
+    known = ", ".join(str(step) for step, _ in steps_in(run_folder / "checkpoints"))
+    raise FileNotFoundError(f"checkpoint={asked} not found: run={run_folder} has steps {known or 'none yet'}")
 
 
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

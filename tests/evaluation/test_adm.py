@@ -13,7 +13,7 @@ from evaluation import AdmSuite, InceptionDetector, Processes, kernel_distance, 
 from evaluation.adm import with_count
 from evaluation.extraction import extract
 from tests.evaluation.test_metrics import plain_precision_recall
-from tests.inception import random_detector
+from tests.inception import random_detector, random_state
 
 OPTIONS = {"processes": Processes(), "batch_size": 8, "precision_recall": True, "exact_distances": False, "kid": True}
 
@@ -59,7 +59,7 @@ def plain_distance(one, other):
 def scores(detector, folder, reference, **options):
     samples = open_images(folder / "samples.npz")
     suite = AdmSuite(detector, *open_reference(folder / reference, open_images), **{**OPTIONS, **options})
-    return suite.score(samples.batches(8), samples.count)
+    return suite.score(samples.batches(8), samples.count, samples.shape)
 
 
 def test_scores_agree_with_the_definitions(detector, features, folder):
@@ -112,9 +112,19 @@ def test_a_reference_that_is_made_scores_like_its_images(detector, folder):
             "mu_s": (2023,),
             "sigma_s": (2023, 2023),
             "arr_0": REFERENCE.shape,
+            "weights": (),
         }
     direct = scores(detector, folder, "images.npz")
     assert scores(detector, folder, "new/made.npz").values == pytest.approx(direct.values, rel=1e-9)
+
+
+def test_a_reference_is_of_no_use_to_other_weights(detector, folder, tmp_path):
+    make_reference(detector, open_images(folder / "images.npz"), folder / "made.npz", 8, Processes())
+    state = random_state()
+    state["Mixed_7c.branch_pool.conv.weight"] *= 1.01
+    torch.save(state, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match=r"made with other weights than .*other.pth"):
+        scores(InceptionDetector(tmp_path / "other.pth", allow_unpublished=True), folder, "made.npz")
 
 
 def test_a_reference_keeps_images_evenly_spaced(detector, folder, monkeypatch):
@@ -182,7 +192,7 @@ def test_damaged_and_missing_references_are_refused(tmp_path):
 def test_images_that_can_not_be_scored_are_refused(detector, num_images, shape, options, message):
     suite = AdmSuite(detector, {"mu": np.zeros(2048), "sigma": np.eye(2048)}, None, **{**OPTIONS, **options})
     with pytest.raises(ValueError, match=message):
-        suite.check(num_images, shape)
+        suite.check(num_images, shape, "samples")
 
 
 def test_half_precision_is_the_default_and_can_be_turned_off(detector, folder):
@@ -202,7 +212,7 @@ def test_images_of_a_reference_are_thinned_out_for_precision_and_recall(detector
     monkeypatch.setattr("evaluation.adm.NUM_KEPT", 6)
     suite = AdmSuite(detector, *open_reference(folder / "images.npz", open_images), **OPTIONS)
     samples = open_images(folder / "samples.npz")
-    found = suite.score(samples.batches(8), samples.count).values
+    found = suite.score(samples.batches(8), samples.count, samples.shape).values
     assert suite.protocol["reference_features"] == 6
     assert suite.protocol["reference_images"] == {"count": 17, "shape": (24, 24, 3)}
     whole = scores(detector, folder, "images.npz").values
@@ -223,7 +233,7 @@ def test_a_reference_that_can_not_be_used_shows_before_samples_are_drawn(detecto
         yield
 
     with pytest.raises(ValueError, match=r"4.png can not be used: its mode is L"):
-        suite.score(drawn(), 10)
+        suite.score(drawn(), 10, (24, 24, 3))
 
 
 def test_few_samples_and_unpublished_weights_are_said(detector, folder):
@@ -251,7 +261,7 @@ def test_published_scores_of_adm(tmp_path):
     images = open_images(samples)
     options = {**OPTIONS, "batch_size": 64, "kid": False}
     suite = AdmSuite(InceptionDetector(weights, device), *open_reference(reference, open_images), **options)
-    values = suite.score(images.batches(64), images.count).values
+    values = suite.score(images.batches(64), images.count, images.shape).values
     expected = {"is": (215.837, 0.3), "fid": (3.94256, 0.005), "sfid": (6.14043, 0.02), "precision": (0.8265, 0.005)}
     expected["recall"] = (0.5309, 0.005)
     for metric, (value, tolerance) in expected.items():

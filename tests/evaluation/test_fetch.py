@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -121,6 +122,16 @@ def test_where_no_hash_is_published_the_servers_is_checked(server, tmp_path):
     server.md5 = hashlib.md5(b"other").digest()
     with pytest.raises(ValueError, match="damaged on the way"):
         fetch(published(server, None), tmp_path)
+
+
+def test_without_a_connection_the_way_by_hand_is_told(tmp_path):
+    environment = {**os.environ, "https_proxy": "http://127.0.0.1:9"}  # nobody listens there
+    command = [sys.executable, "-m", "evaluation.fetch", "inception", "--folder", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: inception: ")
+    for part in (PUBLISHED["inception"].url, PUBLISHED["inception"].sha256, f"{tmp_path}/{PUBLISHED['inception'].name}"):
+        assert part in result.stderr
 
 
 def test_the_program_lists_and_refuses():

@@ -103,11 +103,12 @@ def test_images_of_another_kind_are_refused(detector, images):
 
 
 def test_weights_that_are_not_finite_are_found(tmp_path):
-    state = random_state()
-    state["Mixed_7c.branch_pool.conv.weight"][0, 0] = float("nan")
-    torch.save(state, tmp_path / "nan.pth")
-    with pytest.raises(ValueError, match="not finite"):
-        InceptionDetector(tmp_path / "nan.pth", allow_unpublished=True)
+    for name in ("Mixed_7c.branch_pool.conv.weight", "fc.weight"):
+        state = random_state()
+        state[name][0, 0] = float("nan")
+        torch.save(state, tmp_path / "nan.pth")
+        with pytest.raises(ValueError, match="not finite"):
+            InceptionDetector(tmp_path / "nan.pth", allow_unpublished=True)
 
 
 def write_graph(file, state, leave_out=None):
@@ -141,6 +142,7 @@ def test_the_original_graph_gives_the_same_features(detector, tmp_path):
     file = write_graph(tmp_path / "classify_image_graph_def.pb", random_state())
     from_graph = InceptionDetector(file)
     assert from_graph.record["checked"] == "names and shapes"
+    assert from_graph.record["tensors_sha256"] == detector.record["tensors_sha256"]
     for ours, theirs in zip(from_graph(IMAGES), detector(IMAGES), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -211,3 +213,16 @@ def test_nothing_in_a_file_is_executed(tmp_path, capsys):
     with pytest.raises(ValueError, match="can not be read as a state dict"):
         read_weights(tmp_path / "trap.pth", allow_unpublished=True)
     assert "ran" not in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_a_gpu_sees_what_the_cpu_sees(weights, detector):
+    """In fp32 without TF32, whatever the defaults of the process are."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = True
+    on_gpu = InceptionDetector(weights, "cuda", allow_unpublished=True)(IMAGES)
+    torch.backends.cudnn.allow_tf32 = before
+    for ours, theirs in zip(on_gpu, detector(IMAGES), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)

@@ -267,3 +267,16 @@ def test_statistics_of_parts_are_those_of_the_whole(batches, processes, offset):
 def test_statistics_need_two_features():
     with pytest.raises(ValueError, match=r"covariance of 1 feature\(s\) is not defined"):
         _ = FeatureStatistics(3).update(np.zeros((1, 3))).covariance
+
+
+@pytest.mark.gpu
+def test_statistics_and_scores_on_a_gpu_are_those_on_the_cpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    rng = np.random.default_rng(6)
+    reference, samples = (np.rint(np.abs(rng.standard_normal((n, 160)) * 12)).astype(np.float32) for n in (200, 300))
+    assert precision_recall(reference, samples, device="cuda") == precision_recall(reference, samples)
+    on_gpu, on_cpu = (FeatureStatistics(160, device).update(torch.from_numpy(samples)) for device in ("cuda", "cpu"))
+    torch.testing.assert_close(on_gpu.covariance.cpu(), on_cpu.covariance)
+    probs = torch.from_numpy(rng.dirichlet(np.ones(6), 37))
+    assert inception_score(probs.cuda(), split_size=10) == pytest.approx(inception_score(probs, split_size=10))
