@@ -86,6 +86,7 @@ def make_reference(
     parts = in_order(processes.gather(kept))
     if processes.index != 0:
         return {}
+    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.stem}.partial.npz")
     np.savez(
         unfinished,
