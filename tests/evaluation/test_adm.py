@@ -11,7 +11,7 @@ from scipy.linalg import sqrtm
 from data import open_images
 from evaluation import AdmSuite, InceptionDetector, Processes, kernel_distance, make_reference, open_reference, precision_recall
 from evaluation.adm import with_count
-from evaluation.extraction import extract
+from evaluation.extraction import extract, split
 from tests.evaluation.test_metrics import plain_precision_recall
 from tests.inception import random_detector, random_state
 
@@ -144,6 +144,16 @@ def test_batches_and_order_matter_only_for_splits(detector, folder):
     torch.testing.assert_close(one.pool.mean, other.pool.mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(one.spatial.covariance, other.spatial.covariance, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(one.features, other.features[::-1], rtol=1e-3, atol=1e-4)
+
+
+def test_the_detector_sees_no_more_images_at_a_time_than_it_is_told():
+    parts = [(10, np.arange(5)), (15, np.arange(2)), (17, np.arange(0))]
+    assert [(start, images.tolist()) for start, images in split(parts, 2)] == [
+        (10, [0, 1]),
+        (12, [2, 3]),
+        (14, [4]),
+        (15, [0, 1]),
+    ]
 
 
 def test_lost_images_are_noticed(detector, folder):
