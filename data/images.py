@@ -12,8 +12,8 @@ from PIL import Image
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
-# What a damaged, encrypted or exotic zip raises.
-ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
+# What reading a zip raises where it is damaged, or (RuntimeError) encrypted or packed in a way that is not known.
+ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 SKIPPED_AT_ONCE = 2**20
 Batches = Iterator[tuple[int, np.ndarray]]
 
@@ -114,15 +114,7 @@ class ImageFiles:
                 elif image.mode != "RGB" or ";16" in str(image.tile):  # PIL cuts 16 bits to 8 without a word
                     raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
                 return np.asarray(image)
-        except (
-            ValueError,
-            SyntaxError,
-            OSError,
-            EOFError,
-            zlib.error,
-            zipfile.BadZipFile,
-            Image.DecompressionBombError,
-        ) as error:
+        except (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(f"{self.path}/{name} can not be used: {error}") from error
 
 

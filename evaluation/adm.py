@@ -87,7 +87,7 @@ class AdmSuite:
             raise ValueError(f"batch_size={batch_size} of the detector must be at least 1")
         if images is not None:
             self.check(images.count, images.shape, "reference images")
-        made_by = statistics.pop("weights", None)
+        made_by = statistics.get("weights")
         if made_by is not None and made_by != detector.record["tensors_sha256"]:
             raise ValueError(
                 f"the reference was made with other weights than {detector.record['path']}: its scores would mean nothing"
@@ -236,7 +236,8 @@ class AdmEvaluator:
         processes: Processes,
     ):
         self.num_samples, self.source, self._told = num_samples, source, False
-        statistics, images = open_reference(Path(reference), open_images)
+        self.reference = Path(reference)
+        statistics, images = open_reference(self.reference, open_images)
         self._suite = AdmSuite(
             InceptionDetector(weights, device, allow_unpublished_weights),
             statistics,
@@ -248,11 +249,11 @@ class AdmEvaluator:
             kid=kid,
         )
         self._suite.check(num_samples, source.image_shape, "evaluation")
-        self._reference = {"path": reference, "sha256": fingerprint(Path(reference))}
 
     def describe(self) -> dict[str, Any]:
         """Return everything about the scores that moves a number."""
-        return {**self._suite.protocol, "num_samples": self.num_samples, "reference": self._reference}
+        reference = {"path": str(self.reference), "sha256": fingerprint(self.reference)}
+        return {**self._suite.protocol, "num_samples": self.num_samples, "reference": reference}
 
     def run(self, step: int) -> Iterator[tuple[str, float]]:
         """Draw, score, and yield the scores on the first process; the first time, say what to keep in mind."""

@@ -62,6 +62,7 @@ class InceptionDetector:
         # Measured on a CPU: 1.5 times the images per second (RESULTS.md).
         layout = torch.channels_last if self.device.type == "cpu" else torch.contiguous_format
         self._network = network.to(self.device, memory_format=layout)
+        self._class_weights = self._network.fc.weight.double().T  # (2048, 1008)
         self._network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
         self(np.zeros((1, 8, 8, 3), np.uint8))  # damaged weights show here, not after the first batch of samples
 
@@ -84,7 +85,7 @@ class InceptionDetector:
         # PARITY: the first 7 channels, flattened as the graph lays them out: rows, columns, channels.
         spatial = self._spatial[:, :NUM_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)  # (N, 17 * 17 * 7)
         # PARITY: no bias. In fp64, which no setting of the matrix products of fp32 touches.
-        logits = (pool.double() @ self._network.fc.weight.double().T).float()
+        logits = (pool.double() @ self._class_weights).float()
         if not (pool.isfinite().all() and logits.isfinite().all()):
             raise ValueError("the Inception network gives features that are not finite: its weights must be damaged")
         return InceptionFeatures(pool, spatial, logits)

@@ -121,6 +121,20 @@ def test_damaged_arrays_are_refused(tmp_path):
         open_images(tmp_path / "nowhere")
 
 
+def test_encrypted_archives_are_refused(tmp_path):
+    np.savez(tmp_path / "x.npz", IMAGES)
+    folder = write_folder(tmp_path / "folder")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.write(folder / NAMES[0], "0.png")
+    for name, message in (("x.npz", "can not be read as an .npz"), ("x.zip", "0.png can not be used")):
+        data = bytearray((tmp_path / name).read_bytes())
+        data[6] |= 1  # the flag of encryption, before the file and in the directory at the end
+        data[data.index(b"PK\x01\x02") + 8] |= 1
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{message}.*encrypted"):
+            open_images(tmp_path / name)
+
+
 def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
     def refused(folder, message):
         with pytest.raises(ValueError) as found:

@@ -216,13 +216,10 @@ def test_nothing_in_a_file_is_executed(tmp_path, capsys):
 
 
 @pytest.mark.gpu
-def test_a_gpu_sees_what_the_cpu_sees(weights, detector):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_sees_what_the_cpu_sees(weights, detector, monkeypatch):
     """In fp32 without TF32, whatever the defaults of the process are."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = True
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     on_gpu = InceptionDetector(weights, "cuda", allow_unpublished=True)(IMAGES)
-    torch.backends.cudnn.allow_tf32 = before
     for ours, theirs in zip(on_gpu, detector(IMAGES), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)

@@ -270,9 +270,8 @@ def test_statistics_need_two_features():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_statistics_and_scores_on_a_gpu_are_those_on_the_cpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(6)
     reference, samples = (np.rint(np.abs(rng.standard_normal((n, 160)) * 12)).astype(np.float32) for n in (200, 300))
     assert precision_recall(reference, samples, device="cuda") == precision_recall(reference, samples)
