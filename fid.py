@@ -21,7 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from omegaconf import DictConfig
 
-from data import image_decoder, manifest_from, open_images, open_latents, read_manifest, real_images
+from data import encoder_for, image_decoder, manifest_from, open_images, open_latents, read_manifest, real_images
 from diffusion import ImageSource
 from evaluation import AdmSuite, DigitsEvaluator, InceptionDetector, Processes, make_reference, open_reference
 from evaluation.files import fingerprint, sha256
@@ -175,14 +175,16 @@ class DrawnSamples:
         self.name = f"run={request['run']}"
         self.run = open_run({**request, "num_samples": num_samples}, state)
         self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
-        decode = image_decoder(manifest_from(self.run.data["manifest"]))
+        manifest = manifest_from(self.run.data["manifest"])
+        self.encoder = encoder_for(manifest, state.device, **self.run.decoding)
+        decode = image_decoder(manifest, self.encoder)
         source = ImageSource(self.run.precond, self.run.sampler, decode, **self.run.drawing, state=state, gather=gather_object)
         self.count, self.shape, self.batches = num_samples, source.image_shape, source.batches(num_samples)
         self.out = Path(request["run"]) / "scores" / f"{self.run.name}.json"
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are."""
-        drawn = {**self.run.protocol, "weights_sha256": self.weights_sha256}
+        drawn = {**self.run.protocol, "encoder": self.encoder.describe(), "weights_sha256": self.weights_sha256}
         return {"num_samples": self.count, "shape": self.shape, "drawn": drawn}
 
 
@@ -231,13 +233,14 @@ def score_digits(request: dict[str, Any]) -> None:
     samples, labels = read_labelled(file)
     manifest = read_manifest(request["reference"])
     dataset = open_latents(request["reference"], manifest.input_size, manifest.in_channels, manifest.num_classes)
-    reference, reference_labels = real_images(dataset, dataset.train_ids)
+    encoder = encoder_for(manifest, torch.device("cpu"))
+    reference, reference_labels = real_images(dataset, dataset.train_ids, encoder)
     if reference_labels is None:
         raise ValueError(f"reference={request['reference']} must have labels")
     if samples.shape[1:] != reference.shape[1:]:
         raise ValueError(f"samples={file} are {samples.shape[1:]}, the reference is {reference.shape[1:]}")
     evaluator = DigitsEvaluator((reference, reference_labels), source=None, num_samples=len(samples))
-    held_out = real_images(dataset, dataset.held_out_ids) if len(dataset.held_out_ids) > 1 else None
+    held_out = real_images(dataset, dataset.held_out_ids, encoder) if len(dataset.held_out_ids) > 1 else None
     scores = evaluator.compare(samples, labels, held_out)
     print(table(scores))
     print("A distance also depends on n: it grows as n falls.")

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from data import image_decoder, manifest_from
+from data import encoder_for, image_decoder, manifest_from
 from diffusion import ImageSource
 from evaluation.files import sha256
 from evaluation.pictures import save_grid
@@ -42,12 +42,19 @@ def main(cfg: DictConfig) -> None:
         state = start_process()
         run = open_run(request, state)
         weights_sha256 = sha256(run.weights)  # now: a run that still trains removes old checkpoints
-        decode = image_decoder(manifest_from(run.data["manifest"]))
+        manifest = manifest_from(run.data["manifest"])
+        encoder = encoder_for(manifest, state.device, **run.decoding)
+        decode = image_decoder(manifest, encoder)
         source = ImageSource(run.precond, run.sampler, decode, **run.drawing, state=state, gather=gather_object)
     output = Path(request["output"] or Path(request["run"]) / "samples" / f"{run.name}.npz")
     sample(source, request["num_samples"], request["grid_columns"], output, state)
     if state.is_main_process:
-        record = {**run.protocol, "weights_sha256": weights_sha256, "samples_sha256": sha256(output)}
+        record = {
+            **run.protocol,
+            "encoder": encoder.describe(),
+            "weights_sha256": weights_sha256,
+            "samples_sha256": sha256(output),
+        }
         record["environment"] = environment(state.device)
         output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
         state.print(f"samples {output}\npicture {output.with_suffix('.png')}")

@@ -22,7 +22,19 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from data import LatentDataset, count_forced, held_out_batches, image_decoder, mask_coverage, open_images, real_images, stream
+from data import (
+    LatentDataset,
+    ShardDataset,
+    ShardStream,
+    count_forced,
+    encoder_for,
+    held_out_batches,
+    image_decoder,
+    mask_coverage,
+    open_images,
+    real_images,
+    stream,
+)
 from diffusion import ImageSource
 from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
 from models import cost_of, token_mask
@@ -69,7 +81,9 @@ def main(cfg: DictConfig) -> None:
     run_training(trainer, run)
 
 
-def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFolder, dataset: LatentDataset) -> Trainer:
+def build_trainer(
+    config: dict[str, Any], resolved: dict[str, Any], run: RunFolder, dataset: LatentDataset | ShardDataset
+) -> Trainer:
     """Build all that a run needs, load its newest checkpoint if it has one, and only then begin to write."""
     settings = config["train"]
     masks_to_tokens = partial(token_mask, patch_size=config["model"]["patch_size"]) if settings["masked_loss"] else None
@@ -110,7 +124,13 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
         metrics_file, tracker = _begin(run, config, details, net, state)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
-    loading = {"num_workers": settings["num_workers"], "pin_memory": device.type == "cuda"}
+    order = {"seed": config["seed"], **batch_sizes, **share, "pin_memory": device.type == "cuda"}
+    if isinstance(dataset, ShardDataset):
+        micro_batches = partial(ShardStream, dataset, **order)
+    else:
+        counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
+        masking = {"with_masks": settings["masked_loss"], "token_mask": counting}
+        micro_batches = partial(stream, dataset, **order, **masking, num_workers=settings["num_workers"])
     return Trainer(
         accelerator=accelerator,
         precond=precond,
@@ -120,17 +140,9 @@ def build_trainer(config: dict[str, Any], resolved: dict[str, Any], run: RunFold
         loss_fn=loss_fn,
         route_plan=plan,
         token_mask=masks_to_tokens,
-        micro_batches=partial(
-            stream,
-            dataset,
-            seed=config["seed"],
-            **batch_sizes,
-            **share,
-            **loading,
-            with_masks=settings["masked_loss"],
-            token_mask=masks_to_tokens if plan.force_keep_overflow == "grow" else None,
-        ),
+        micro_batches=micro_batches,
         to_latents=dataset.manifest.to_latents,
+        check_std=dataset.manifest.std_warning,
         evaluators=evaluators,
         after_first_window=SpeedCheck(
             micro_step(accelerator, precond, net, loss_fn, resolved["micro_batch_size"]),
@@ -190,7 +202,7 @@ def _start_accelerator(mixed_precision: str, num_lengths: int) -> Accelerator:
     return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[ddp])
 
 
-def _mask_coverage(plan: RoutePlan, dataset: LatentDataset, masks_to_tokens: Any, batch_size: int) -> float:
+def _mask_coverage(plan: RoutePlan, dataset: LatentDataset | ShardDataset, masks_to_tokens: Any, batch_size: int) -> float:
     """Return the fraction of tokens that masks hold in the windows, and refuse masks that the plan refuses."""
     if masks_to_tokens is None:
         return 0.0
@@ -205,7 +217,7 @@ def _mask_coverage(plan: RoutePlan, dataset: LatentDataset, masks_to_tokens: Any
 def _evaluators(
     config: dict[str, Any],
     run: RunFolder,
-    dataset: LatentDataset,
+    dataset: LatentDataset | ShardDataset,
     accelerator: Accelerator,
     net: nn.Module,
     ema_net: nn.Module,
@@ -218,10 +230,11 @@ def _evaluators(
     denoiser, ema_denoiser = (configuration.build_precond(config, n) for n in (net, ema_net))
     evaluators = []
     if settings["sample_every"] or config["evaluation"]:  # else the latents may be of an encoder that is not at hand
+        encoder = encoder_for(dataset.manifest, device, dataset.encoder)
         source = ImageSource(
             ema_denoiser,
             configuration.build(config["sampler"]),
-            image_decoder(dataset.manifest),
+            image_decoder(dataset.manifest, encoder),
             batch_size=EVALUATION_BATCH,
             guidance_scale=config["guidance"]["guidance_scale"],
             state=accelerator,
@@ -239,7 +252,7 @@ def _evaluators(
     if settings["eval_every"] and config["evaluation"]:
         build = configuration.build(config["evaluation"])
         if config["evaluation"]["_target_"] == DIGITS_EVALUATOR:
-            evaluator = build(reference=real_images(dataset, dataset.train_ids), source=source)
+            evaluator = build(reference=real_images(dataset, dataset.train_ids, encoder), source=source)
         else:
             processes = Processes(accelerator.process_index, accelerator.num_processes)
             evaluator = build(source=source, open_images=open_images, device=device, processes=processes)

@@ -1,20 +1,35 @@
 """Training data: folders of precomputed latents, and the data sets that make them."""
 
 from data.digits import digits
-from data.encoders import IdentityEncoder, encode_images, encoder_for, image_decoder, real_images, to_uint8
+from data.encoders import (
+    IdentityEncoder,
+    KLEncoder,
+    encode_images,
+    encoder_for,
+    image_decoder,
+    load_encoder,
+    real_images,
+    to_uint8,
+)
 from data.images import ImageFiles, NpzImages, centre_crop, open_images
-from data.latents import LatentDataset, LatentManifest, LatentWriter, manifest_from, open_latents, read_manifest
+from data.latents import LatentDataset, open_latents
+from data.manifest import LatentManifest, manifest_from, read_manifest
+from data.shards import ShardDataset, ShardStream, open_shards
 from data.stream import MicroBatch, StreamOrder, count_forced, held_out_batches, mask_coverage, stream
 from data.synthetic import synthetic
+from data.writer import LatentWriter
 
 __all__ = [
     "IdentityEncoder",
     "ImageFiles",
+    "KLEncoder",
     "LatentDataset",
     "LatentManifest",
     "LatentWriter",
     "MicroBatch",
     "NpzImages",
+    "ShardDataset",
+    "ShardStream",
     "StreamOrder",
     "centre_crop",
     "count_forced",
@@ -23,10 +38,12 @@ __all__ = [
     "encoder_for",
     "held_out_batches",
     "image_decoder",
+    "load_encoder",
     "manifest_from",
     "mask_coverage",
     "open_images",
     "open_latents",
+    "open_shards",
     "read_manifest",
     "real_images",
     "stream",

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from data.encoders import IdentityEncoder, encode_images
-from data.latents import LatentDataset, LatentManifest, open_latents
+from data.latents import LatentDataset, open_latents
+from data.manifest import LatentManifest
 
 
 def digits(path: str, input_size: int, in_channels: int, num_classes: int, foreground_masks: bool = False) -> LatentDataset:
@@ -37,6 +38,8 @@ def _write(path: str, foreground_masks: bool) -> None:
         # The network sees mean 0 and standard deviation 0.5, the sigma_data that EDM is set up for.
         shift=pixels.mean().item(),
         scale=0.5 / pixels.std().item(),
+        std=0.5,
+        resolution=images.shape[-1],
         num_held_out=297,
         conditioning_type="segmentation" if foreground_masks else None,
     )

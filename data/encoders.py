@@ -1,18 +1,57 @@
 """Between images and latents: encoders, and the one rule that turns pixels into bytes."""
 
+import hashlib
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from data.latents import LatentDataset, LatentManifest, LatentWriter
+from data.latents import LatentDataset
+from data.manifest import LatentManifest
+from data.writer import LatentWriter
+
+IDENTITY = "identity"
+# Short names of public autoencoders, as their owners call them.
+PUBLISHED = {
+    "sd-vae-ft-ema": "stabilityai/sd-vae-ft-ema",
+    "sd-vae-ft-mse": "stabilityai/sd-vae-ft-mse",
+    "sdxl": "stabilityai/sdxl-vae",
+}
+# An autoencoder works on so many pixels at once: 8 images of 256x256. A fixed number, so that no result depends on how much
+# memory happens to be free. benchmarks/encoding.py measures what it takes.
+PIXELS_AT_ONCE = 8 * 256 * 256
+
+
+class Encoder(Protocol):
+    """What turns images into stored latents and latents into images.
+
+    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are what a manifest says under the like keys; an image has
+    `factor` times the side of its latents.
+    """
+
+    name: str
+    weights_hash: str | None
+    kind: str
+    scale: float
+    shift: float
+    std: float | None
+    factor: int
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor: ...
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor: ...
+
+    def describe(self) -> dict[str, str | None]: ...
 
 
 class IdentityEncoder:
     """The pixels themselves, in [-1, 1]."""
 
-    name = "identity"
+    name, weights_hash, kind, factor = IDENTITY, None, "samples", 1
+    scale, shift, std = 1.0, 0.0, 0.5  # [EDM]: pixels of photographs in [-1, 1] have a standard deviation of about 0.5
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """images (N, C, H, W) uint8 -> latents (N, C, H, W) in [-1, 1]."""
@@ -22,19 +61,104 @@ class IdentityEncoder:
         """latents (N, C, H, W) -> images (N, C, H, W), nominally in [-1, 1]."""
         return latents
 
+    def describe(self) -> dict[str, str | None]:
+        """Return what a record of decoded images needs to tell."""
+        return {"name": self.name, "weights_hash": self.weights_hash}
 
-def encoder_for(manifest: LatentManifest) -> IdentityEncoder:
-    """Return the encoder that made the latents of a manifest.
+
+class KLEncoder:
+    """An autoencoder with a Gaussian posterior: AutoencoderKL of diffusers, in fp32 unless asked otherwise.
+
+    Args:
+        name: a folder as diffusers saves them, a short name (PUBLISHED), or OWNER/NAME on the hub; safetensors only.
+        bf16: work under bf16 autocast.
 
     Raises:
-        ValueError: no encoder of that name is known.
+        ValueError: there is no such autoencoder, or it can not be loaded; what was tried is said.
     """
-    if manifest.encoder != IdentityEncoder.name:
+
+    kind, std = "moments", 1.0  # the scale of these autoencoders is chosen to give unit variance
+
+    def __init__(self, name: str, device: torch.device, bf16: bool = False):
+        self.name, self.device, self.bf16 = PUBLISHED.get(name, name), device, bf16
+        self.net = _load_autoencoder(name, self.name).to(device, torch.float32).eval().requires_grad_(False)
+        self.weights_hash = tensors_hash(self.net.state_dict())
+        config = self.net.config
+        self.scale, self.shift = float(config.scaling_factor), float(config.shift_factor or 0.0)
+        self.factor = 2 ** (len(config.block_out_channels) - 1)
+
+    @torch.no_grad()
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """images (N, 3, H, W) uint8 -> mean, then log-variance (N, 2C, H/factor, W/factor) fp32, on the CPU."""
+        pixels = images.shape[-1] * images.shape[-2]
+        return torch.cat([self._encode(part) for part in _slices(images, pixels)])
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """latents (N, C, H, W) -> images (N, 3, factor * H, factor * W) fp32, nominally in [-1, 1], on the CPU."""
+        pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
+        return torch.cat([self._decode(part) for part in _slices(latents, pixels)])
+
+    def describe(self) -> dict[str, str | None]:
+        """Return what a record of decoded images needs to tell."""
+        return {"name": self.name, "weights_hash": self.weights_hash}
+
+    def _encode(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = images.to(self.device).float() / 127.5 - 1
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            posterior = self.net.encode(pixels).latent_dist
+        return torch.cat([posterior.mean, posterior.logvar], dim=1).float().cpu()
+
+    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.net.decode(latents.to(self.device)).sample.float().cpu()
+
+
+def load_encoder(name: str, device: torch.device, bf16: bool = False) -> Encoder:
+    """Load an encoder by its name, as a manifest or a user gives it.
+
+    Raises:
+        ValueError: there is none of that name, or it can not be loaded.
+    """
+    return IdentityEncoder() if name == IDENTITY else KLEncoder(name, device, bf16)
+
+
+def encoder_for(
+    manifest: LatentManifest, device: torch.device, encoder: str | None = None, allow_other: bool = False, bf16: bool = False
+) -> Encoder:
+    """Return the encoder that made the latents of a manifest.
+
+    Args:
+        encoder: where it is found; None: where the manifest says.
+        allow_other: take another one than the manifest's without complaint.
+
+    Raises:
+        ValueError: it can not be loaded, or it is another one.
+    """
+    name = encoder or manifest.encoder
+    try:
+        found = load_encoder(name, device, bf16)
+    except ValueError as error:
         raise ValueError(
-            f"encoder={manifest.encoder} of the latent manifest must be {IdentityEncoder.name} to draw pictures or scores; "
-            "training goes without them: train.sample_every=null evaluation=none"
+            f"{error}. It is needed to draw pictures or scores of these latents; training goes without: "
+            "train.sample_every=null evaluation=none"
+        ) from error
+    known = manifest.encoder_hash is not None or manifest.encoder == IDENTITY
+    same = found.weights_hash == manifest.encoder_hash if known else encoder is None
+    if not same and not allow_other:
+        raise ValueError(
+            f"encoder={name} has weights {found.weights_hash}, the latents are of {manifest.encoder} with weights "
+            f"{manifest.encoder_hash or 'that the manifest does not tell'}: they must be the same, or allow_other_encoder=true"
         )
-    return IdentityEncoder()
+    return found
+
+
+def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
+    """Return a hash of the values: the same weights have the same, in whatever file and under whatever names."""
+    arrays = (tensor.detach().cpu().float().contiguous().numpy() for tensor in tensors.values())
+    return hashlib.sha256(
+        "\n".join(sorted(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)).encode()
+    ).hexdigest()
 
 
 def to_uint8(images: torch.Tensor) -> torch.Tensor:
@@ -42,32 +166,76 @@ def to_uint8(images: torch.Tensor) -> torch.Tensor:
     return (127.5 * images + 128).clamp(0, 255).to(torch.uint8)
 
 
-def image_decoder(manifest: LatentManifest) -> Callable[[torch.Tensor], np.ndarray]:
+def image_decoder(manifest: LatentManifest, encoder: Encoder) -> Callable[[torch.Tensor], np.ndarray]:
     """Return a function from what the network gives, (N, C, H, W), to images (N, H, W, channels) uint8."""
-    encoder = encoder_for(manifest)
+    black, white = manifest.pixel_range
 
     def decode(latents: torch.Tensor) -> np.ndarray:
-        images = to_uint8(encoder.decode(manifest.to_encoder(latents)))
-        return images.permute(0, 2, 3, 1).cpu().numpy()
+        pixels = encoder.decode(manifest.to_encoder(latents.float()))
+        if manifest.pixel_range != (-1.0, 1.0):
+            pixels = (pixels - black) * (2 / (white - black)) - 1
+        return to_uint8(pixels).permute(0, 2, 3, 1).cpu().numpy()
 
     return decode
 
 
-def real_images(dataset: LatentDataset, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+def real_images(dataset: LatentDataset, ids: np.ndarray, encoder: Encoder) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the images (N, H, W, channels) uint8 that entries of a data set decode to, and their labels."""
     stored, labels = dataset.read(ids)
-    images = image_decoder(dataset.manifest)(dataset.manifest.to_latents(stored))
+    images = image_decoder(dataset.manifest, encoder)(dataset.manifest.to_means(stored))
     return images, None if labels is None else labels.numpy()
 
 
 def encode_images(
     path: str | Path,
     batches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
-    encoder: IdentityEncoder,
+    encoder: Encoder,
     manifest: LatentManifest,
 ) -> None:
     """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks of the latents or None."""
     with LatentWriter(path, manifest) as writer:
         for images, labels, masks in batches:
             latents = encoder.encode(torch.from_numpy(images))
-            writer.append(latents.numpy().astype(manifest.dtype), labels, masks)
+            writer.append(latents.numpy(), labels, masks)
+
+
+def _slices(batch: torch.Tensor, pixels: int) -> tuple[torch.Tensor, ...]:
+    return batch.split(max(1, PIXELS_AT_ONCE // pixels))
+
+
+def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
+    from diffusers import AutoencoderKL
+    from diffusers.utils import logging
+
+    on_the_hub = not Path(name).is_dir()
+    if on_the_hub and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        known = ", ".join([IDENTITY, *PUBLISHED])
+        raise ValueError(
+            f"encoder={asked} must be one of {known}, a folder with an autoencoder, or OWNER/NAME of one on the hub"
+        )
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # One that lacks tensors would be filled up at random, with no more than a warning.
+    options = {"use_safetensors": True, "output_loading_info": True}
+    try:
+        return _whole(asked, *AutoencoderKL.from_pretrained(name, **options, local_files_only=True))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if not on_the_hub:
+            raise ValueError(f"encoder={asked} can not be read as an AutoencoderKL: {_first_line(error)}") from error
+    try:
+        return _whole(asked, *AutoencoderKL.from_pretrained(name, **options))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"encoder={asked} is neither in the cache nor can {name} be downloaded ({_first_line(error)}): "
+            "bring it here by other means and give its folder, as encoder=FOLDER"
+        ) from error
+
+
+def _whole(asked: str, net: torch.nn.Module, info: dict[str, list[str]]) -> torch.nn.Module:
+    if info["missing_keys"]:
+        raise ValueError(f"encoder={asked} lacks {len(info['missing_keys'])} tensors, such as {min(info['missing_keys'])}")
+    return net
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,5 +1,6 @@
 """Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in order, never as a whole."""
 
+import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
 # What reading a zip raises where it is damaged, or (RuntimeError) encrypted or packed in a way that is not known.
 ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+# What PIL raises beside these where an image is damaged, or absurdly large.
+IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError)
 SKIPPED_AT_ONCE = 2**20
 Batches = Iterator[tuple[int, np.ndarray]]
 
@@ -73,9 +76,10 @@ class ImageFiles:
     def __init__(self, path: str | Path, resolution: int | None = None):
         self.path, self.resolution = Path(path), resolution
         try:
-            self._names, self._open = _list_folder(self.path) if self.path.is_dir() else _list_zip(self.path)
+            names, self._open = list_files(self.path)
         except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} is neither a folder, nor a zip, nor an .npz: {error}") from error
+        self._names = images_of(names)
         lossy = [name for name in self._names if name.lower().endswith(LOSSY)]
         if lossy and not resolution:
             lossless = ", ".join(LOSSLESS)
@@ -108,13 +112,9 @@ class ImageFiles:
     def _read(self, i: int) -> np.ndarray:
         name = self._names[i]
         try:
-            with self._open(name) as file, Image.open(file) as image:
-                if self.resolution:
-                    image = centre_crop(image.convert("RGB"), self.resolution)
-                elif image.mode != "RGB" or ";16" in str(image.tile):  # PIL cuts 16 bits to 8 without a word
-                    raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
-                return np.asarray(image)
-        except (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError) as error:
+            with self._open(name) as file:
+                return read_image(file, self.resolution)
+        except IMAGE_ERRORS as error:
             raise ValueError(f"{self.path}/{name} can not be used: {error}") from error
 
 
@@ -132,6 +132,24 @@ def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | 
     if resolution:
         raise ValueError(f"resolution={resolution} crops image files, and has no meaning for {path}")
     return NpzImages(path)
+
+
+def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
+    """Read an image as bytes (H, W, 3).
+
+    Args:
+        resolution: convert it to RGB, crop and shrink it to this size, after [ADM]; None: it is RGB and stays as it is.
+
+    Raises:
+        IMAGE_ERRORS: it is damaged, or not of 8 bits.
+    """
+    with Image.open(file) as image:
+        # PIL cuts 16 bits to 8 without a word.
+        if image.mode[0] in "IF" or ";16" in str(image.tile) or (not resolution and image.mode != "RGB"):
+            raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
+        if resolution:
+            image = centre_crop(image.convert("RGB"), resolution)
+        return np.asarray(image)
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
@@ -159,16 +177,22 @@ def _skip(member: BinaryIO, num_bytes: int) -> None:
         num_bytes -= len(chunk)
 
 
-def _list_folder(folder: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:
-    names = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-    return _images_of(names), lambda name: (folder / name).open("rb")
+def list_files(path: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:
+    """Return the names of all files in a folder or a zip, sorted, and what opens one of them; hidden ones are left out."""
+    if path.is_dir():
+        # Not Path.rglob, which takes minutes for a million files.
+        names = [f"{folder}/{file}" for folder, _, files in os.walk(path, followlinks=True) for file in files]
+        return _visible(name[len(str(path)) + 1 :].replace(os.sep, "/") for name in names), lambda name: (path / name).open(
+            "rb"
+        )
+    archive = zipfile.ZipFile(path)
+    return _visible(name for name in archive.namelist() if not name.endswith("/")), archive.open
 
 
-def _list_zip(file: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:
-    archive = zipfile.ZipFile(file)
-    return _images_of(archive.namelist()), archive.open
+def images_of(names: list[str]) -> list[str]:
+    """Return the names of images among the names of files."""
+    return [name for name in names if name.lower().endswith(LOSSLESS + LOSSY)]
 
 
-def _images_of(names: Iterator[str]) -> list[str]:
-    visible = (name for name in names if not any(part.startswith((".", "__MACOSX")) for part in name.split("/")))
-    return sorted(name for name in visible if name.lower().endswith(LOSSLESS + LOSSY))
+def _visible(names: Iterator[str]) -> list[str]:
+    return sorted(name for name in names if not any(part.startswith((".", "__MACOSX")) for part in name.split("/")))

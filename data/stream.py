@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from data.latents import LatentDataset
 
 HELD_OUT_DRAWS = 1_000_000_000
+MIRROR_DRAWS = 1_000_000_001  # no epoch
 COVERAGE_ENTRIES = 1024
 
 
@@ -27,11 +28,20 @@ class MicroBatch(NamedTuple):
     num_forced: int
 
 
+class Draw(NamedTuple):
+    """Entries of one micro-batch, which of them are mirrored (None without mirrors), and the entries of its whole step."""
+
+    ids: np.ndarray
+    mirrored: np.ndarray | None
+    step_ids: np.ndarray
+
+
 class StreamOrder:
-    """Yield the entries of each micro-batch of one process, and those of its whole step, from `start_step` on, for ever.
+    """Yield the entries of each micro-batch of one process from `start_step` on, for ever.
 
     Position p of the stream is entry p mod n of permutation p // n, where permutation e is drawn from (seed, e). Step s
-    takes positions s * batch_size and following; micro-batch m of a step belongs to process m mod num_processes.
+    takes positions s * batch_size and following; micro-batch m of a step belongs to process m mod num_processes. Whether a
+    position is mirrored is drawn from (seed, step).
     """
 
     def __init__(
@@ -44,18 +54,21 @@ class StreamOrder:
         start_step: int,
         process_index: int,
         num_processes: int,
+        mirrors: bool = False,
     ):
-        self.ids, self.seed = ids, seed
+        self.ids, self.seed, self.mirrors = ids, seed, mirrors
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.start_step, self.process_index, self.num_processes = start_step, process_index, num_processes
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def __iter__(self) -> Iterator[Draw]:
         step = self.start_step
         while True:
             batch = self.entries(step * self.batch_size + np.arange(self.batch_size))
+            mirrored = self._draw_mirrored(step) if self.mirrors else None
             for micro in range(self.process_index, self.batch_size // self.micro_batch_size, self.num_processes):
-                yield batch[micro * self.micro_batch_size : (micro + 1) * self.micro_batch_size], batch
+                here = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
+                yield Draw(batch[here], None if mirrored is None else mirrored[here], batch)
             step += 1
 
     def entries(self, positions: np.ndarray) -> np.ndarray:
@@ -67,6 +80,9 @@ class StreamOrder:
             entries[here] = self.ids[self._permutation(int(epoch))[offsets[here]]]
         return entries
 
+    def _draw_mirrored(self, step: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, step, MIRROR_DRAWS]).integers(2, size=self.batch_size)
+
     def _draw_permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.ids))
 
@@ -76,13 +92,13 @@ class _Reader(Dataset):
         self.dataset, self.with_masks, self.token_mask = dataset, with_masks, token_mask
         self.counted, self.num_forced = np.empty(0), 0
 
-    def __getitem__(self, item: tuple[np.ndarray, np.ndarray]) -> MicroBatch:
-        ids, batch = item
-        masks = self.dataset.read_masks(ids) if self.with_masks else None
-        # Every process counts over the whole step, and so they agree without asking each other.
-        if self.token_mask and not np.array_equal(batch, self.counted):
-            self.counted, self.num_forced = batch, int(count_forced(self.dataset, batch, self.token_mask).max())
-        return MicroBatch(*self.dataset.read(ids), masks, self.num_forced)
+    def __getitem__(self, draw: Draw) -> MicroBatch:
+        masks = self.dataset.read_masks(draw.ids, draw.mirrored) if self.with_masks else None
+        # Every process counts over the whole step, and so they agree without asking each other. A mirror image has as many.
+        if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
+            num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
+            self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
+        return MicroBatch(*self.dataset.read(draw.ids, draw.mirrored), masks, self.num_forced)
 
 
 def stream(
@@ -113,6 +129,7 @@ def stream(
         start_step=start_step,
         process_index=process_index,
         num_processes=num_processes,
+        mirrors=dataset.manifest.mirrors,
     )
     reader = _Reader(dataset, with_masks, token_mask)
     return DataLoader(reader, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory)

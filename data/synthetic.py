@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from data.latents import LatentDataset, LatentManifest
+from data.latents import LatentDataset
+from data.manifest import LatentManifest
 
 
 def synthetic(

@@ -43,7 +43,7 @@ def latents(tmp_path):
 
 
 def needs_path(option):
-    return option in ("latents", "imagenet256", "imagenet512")
+    return option in ("latents", "imagenet256", "imagenet512", "stream")
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

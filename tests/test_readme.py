@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 import fid
+from data import encode
 from evaluation.files import PUBLISHED
 from tests.runs import ROOT, composed
 from training import config as configuration
@@ -21,7 +22,15 @@ COMMANDS = [
     if line.strip()
 ]
 EXAMPLES = [block for language, block in BLOCKS if language == "python"]
-PROGRAMS = {"train.py": "config", "sample.py": "sample", "fid.py": "fid", "benchmarks.advise": "advise"}
+PROGRAMS = {
+    "train.py": "config",
+    "sample.py": "sample",
+    "fid.py": "fid",
+    "data.encode": "encode",
+    "data.convert": "convert",
+    "benchmarks.advise": "advise",
+}
+WITHOUT_CONFIG = {"data.verify": 1, "data.report": 1, "data.make_shards": 2}  # programs and how many paths they take
 
 
 def overrides_of(command):
@@ -38,13 +47,17 @@ def test_commands_compose_and_validate(command):
     if command.startswith("python -m evaluation.fetch "):
         assert set(shlex.split(command)[3:]) <= PUBLISHED.keys()
         return
+    words = shlex.split(command)
+    if words[:2] == ["python", "-m"] and words[2] in WITHOUT_CONFIG:
+        assert len(words[3:]) == WITHOUT_CONFIG[words[2]]
+        return
     program, overrides = overrides_of(command)
     if program != "train.py":
         request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
-        if program == "fid.py":
-            fid.check_request(request)
+        checks = {"fid.py": fid.check_request, "data.encode": encode.check_request}
+        checks.get(program, lambda request: None)(request)
         return
-    if "data=latents" in overrides:  # its sizes come from the manifest of a folder that is there
+    if {"data=latents", "data=stream"} & set(overrides):  # its sizes come from the manifest of a folder that is there
         overrides = [*overrides, "data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
     configuration.validate(composed(*overrides))
 
@@ -81,6 +94,11 @@ def test_every_train_key_and_group_option_is_in_the_readme():
     assert not [field.name for field in fields(configuration.RoutingConfig) if f"`routing.{field.name}`" not in readme]
     scoring = (ROOT / "evaluation" / "README.md").read_text()
     assert not [field.name for field in fields(configuration.ScoreConfig) if f"`{field.name}" not in scoring]
+    encoding = (ROOT / "data" / "README.md").read_text()
+    for schema in (configuration.EncodeConfig, configuration.ConvertConfig):
+        assert not [
+            field.name for field in fields(schema) if f"`{field.name}" not in encoding and f"{field.name}=" not in encoding
+        ]
     for group in ("model", "model/routes", "model/block", "data", "diffusion", "sampler", "guidance", "evaluation", "tracker"):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
             assert f"`{file.stem}`" in readme, file

@@ -135,7 +135,9 @@ class SamplingConfig:
     class_label: int | None = None  # this class alone, in place of labels
     guidance_scale: float | None = None
     num_steps: int | None = None
-    mixed_precision: str = "no"
+    mixed_precision: str = "no"  # of the network and of the encoder that decodes
+    encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
+    allow_other_encoder: bool = False
 
 
 @dataclass
@@ -169,6 +171,38 @@ class ScoreConfig(SamplingConfig):
 
 
 @dataclass
+class EncodeConfig:
+    """What `data.encode` is asked."""
+
+    source: str = MISSING  # a folder of class folders, a zip of one, or a list
+    out: str = MISSING
+    encoder: str = "sd-vae-ft-ema"  # or sd-vae-ft-mse, sdxl, identity, a folder, OWNER/NAME on the hub
+    resolution: int = 256
+    mirrors: bool = True
+    masks: str | None = None
+    conditioning_type: str = "mask"  # or segmentation; of the masks
+    num_held_out: int | None = None  # None: one image in a hundred, at most 5,000
+    mixed_precision: str = "no"
+    skip_corrupt: bool = False
+
+
+@dataclass
+class ConvertConfig:
+    """What `data.convert` is asked; None means: as the format is assumed to be."""
+
+    format: str = MISSING
+    source: str = MISSING
+    out: str = MISSING
+    num_classes: int | None = None  # None: the largest label + 1
+    num_held_out: int = 0
+    stored_as: str | None = None  # samples, mean_logvar or mean_std
+    scaled: bool | None = None
+    mirrored: bool | None = None
+    encoder: str | None = None
+    scale: float | None = None
+
+
+@dataclass
 class AdviceConfig:
     """What `benchmarks.advise` is asked; None means: as in the run."""
 
@@ -184,11 +218,19 @@ class AdviceConfig:
 def register() -> None:
     """Make the schemas and resolvers known to Hydra; entry points call this before they compose."""
     store = ConfigStore.instance()
-    schemas = {"train": Config, "sample": SampleConfig, "fid": ScoreConfig, "advise": AdviceConfig}
+    schemas = {
+        "train": Config,
+        "sample": SampleConfig,
+        "fid": ScoreConfig,
+        "encode": EncodeConfig,
+        "convert": ConvertConfig,
+        "advise": AdviceConfig,
+    }
     for name, schema in schemas.items():
         store.store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver("default_run_name", _default_run_name, replace=True)
-    OmegaConf.register_new_resolver("latent_manifest", _latent_manifest, replace=True)
+    OmegaConf.register_new_resolver("latent_manifest", partial(_manifest_key, "data.read_manifest"), replace=True)
+    OmegaConf.register_new_resolver("shard_manifest", partial(_manifest_key, "data.shards.read_shard_manifest"), replace=True)
 
 
 def _default_run_name(seed: int) -> str:
@@ -205,8 +247,8 @@ def _default_run_name(seed: int) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def _latent_manifest(path: str, key: str) -> Any:
-    return getattr(get_object("data.latents.read_manifest")(path), key)
+def _manifest_key(reader: str, path: str, key: str) -> Any:
+    return getattr(get_object(reader)(path), key)
 
 
 class UserMistake(Exception):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sysconfig
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from joblib import cpu_count
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
-def start_process() -> PartialState:
-    """Join the other processes of the launch, if there are any, on CUDA or else on a fair share of the CPU's cores."""
+def start_process(timeout: timedelta | None = None) -> PartialState:
+    """Join the other processes of the launch, if there are any, on CUDA or else on a fair share of the CPU's cores.
+
+    Args:
+        timeout: how long a process waits for the others; None: as long as torch chooses.
+    """
     # TF32 is off: sampling and scores are fp32, training is fp32 or bf16.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    state = PartialState(cpu=on_cpu, **({"timeout": timeout} if timeout else {}))
     # The launchers set one thread where nobody chose, which is right beside a GPU and half the speed on two cores.
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

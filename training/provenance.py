@@ -21,6 +21,7 @@ PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy",
 FREE_KEYS = (
     "run_name",
     "output_dir",
+    "data.encoder",
     "evaluation",
     "guidance",
     "sampler",
@@ -143,6 +144,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         f"{details['num_processes']} process(es) on {details['device']}",
         f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
         f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks",
+        *([f"data       {details['data']['note']}"] if "note" in details["data"] else []),
         f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}",
     ]
     if resolved["compile"]:

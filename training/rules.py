@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 DIGITS_EVALUATOR = "evaluation.DigitsEvaluator"
+STREAMED_DATA = "data.open_shards"
 METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
 COMPILE = ("auto", "true", "false")
@@ -68,6 +69,8 @@ def check_groups(config: dict[str, Any]) -> None:
             f"train.eval_every={train['eval_every']} must be a multiple of train.save_every={train['save_every']} where "
             "samples are scored: what is scored must have been saved, so that a failure loses nothing"
         )
+    if config["data"]["_target_"] == STREAMED_DATA and train["num_workers"]:
+        raise ValueError(f"train.num_workers={train['num_workers']} must be 0 for data=stream, which reads ahead by itself")
     if evaluation.get("_target_") == DIGITS_EVALUATOR and config["data"]["_target_"] != "data.digits":
         raise ValueError(f"evaluation._target_={evaluation['_target_']} scores digits: it needs data=digits")
 

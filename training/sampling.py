@@ -26,6 +26,7 @@ class OpenedRun:
         precond: the averaged weights in their preconditioning, in eval mode.
         sampler: as the run and the request say.
         drawing: the arguments of an ImageSource that say what is drawn.
+        decoding: the arguments of data.encoder_for that say what decodes it.
         name: tells sets of samples of one run apart.
         weights: the file of the averaged weights.
         data: what the run trained on.
@@ -35,6 +36,7 @@ class OpenedRun:
     precond: nn.Module
     sampler: Callable[..., Any]
     drawing: dict[str, Any]
+    decoding: dict[str, Any]
     name: str
     weights: Path
     data: dict[str, Any]
@@ -60,10 +62,16 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
     net = configuration.build_net(config).to(state.device).eval()
     load_weights(net, weights)
     drawing = {key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")}
+    bf16 = settings["mixed_precision"] == "bf16"
     return OpenedRun(
         precond=configuration.build_precond(config, net).eval(),
         sampler=configuration.build(settings["sampler"]),
-        drawing={**drawing, "bf16": settings["mixed_precision"] == "bf16"},
+        drawing={**drawing, "bf16": bf16},
+        decoding={
+            "encoder": request["encoder"] or config["data"].get("encoder"),
+            "allow_other": request["allow_other_encoder"],
+            "bf16": bf16,
+        },
         name=_name(checkpoint, settings),
         weights=weights,
         data=details["data"],

@@ -52,6 +52,7 @@ class Trainer:
         token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay; None where masks are not used.
         micro_batches: gives this process's micro-batches (stored entries, labels, masks, num_forced) from a step on.
         to_latents: turns stored entries into what the network sees, with a generator for what it draws.
+        check_std: says what is wrong with the standard deviation of the first batch of a run, if anything.
         evaluators: (every how many steps, evaluator).
         after_first_window: called with the last step's ratios at the first log point where tokens bypass, when everything
             is compiled.
@@ -73,6 +74,7 @@ class Trainer:
         token_mask: Callable[[torch.Tensor], torch.Tensor] | None,
         micro_batches: Callable[[int], Iterable[MicroBatch]],
         to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
+        check_std: Callable[[torch.Tensor], str | None],
         evaluators: Sequence[tuple[int, Evaluator]],
         after_first_window: Callable[[tuple[float, ...]], None] | None,
         checkpoints: CheckpointFolder,
@@ -90,7 +92,7 @@ class Trainer:
         self.accelerator, self.device = accelerator, accelerator.device
         self.precond, self.net, self.ema, self.optimizer, self.loss_fn = precond, net, ema, optimizer, loss_fn
         self.route_plan, self.token_mask = route_plan, token_mask
-        self.micro_batches, self.to_latents = micro_batches, to_latents
+        self.micro_batches, self.to_latents, self.check_std = micro_batches, to_latents, check_std
         self.evaluators, self.checkpoints = evaluators, checkpoints
         self.after_first_window = after_first_window
         self.metrics_file, self.tracker = metrics_file, tracker
@@ -142,6 +144,8 @@ class Trainer:
             generator = self._generator(index)
             routing = {"selection_ratio": self.ratios, "force_keep": None if masks is None else self.token_mask(masks)}
             x = self.to_latents(stored, generator)
+            if self.step == 0 and index == 0 and (warning := self.check_std(x.std())):  # SYNC: once in a run
+                self.show(warning)
             last = index == indices[-1]
             with nullcontext() if last else self.accelerator.no_sync(self.precond):
                 losses = self.loss_fn(self.precond, x, labels, generator=generator, **routing, loss_mask=masks)

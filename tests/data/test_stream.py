@@ -20,7 +20,7 @@ def order(ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, process_i
 
 
 def first(iterable, count):
-    return [entries.tolist() for entries, _ in itertools.islice(iterable, count)]
+    return [draw.ids.tolist() for draw in itertools.islice(iterable, count)]
 
 
 def test_each_permutation_holds_every_entry_once_and_they_differ():

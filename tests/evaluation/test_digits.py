@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import digits, real_images
+from data import IdentityEncoder, digits, real_images
 from evaluation import DigitsEvaluator
 from evaluation.pictures import save_grid, text_picture
 
@@ -13,8 +13,8 @@ def dataset(tmp_path_factory):
 
 
 def test_scores_tell_good_from_bad(dataset):
-    evaluator = DigitsEvaluator(real_images(dataset, dataset.train_ids), source=None, num_samples=100)
-    images, labels = real_images(dataset, dataset.held_out_ids)
+    evaluator = DigitsEvaluator(real_images(dataset, dataset.train_ids, IdentityEncoder()), source=None, num_samples=100)
+    images, labels = real_images(dataset, dataset.held_out_ids, IdentityEncoder())
     real = evaluator.score(images, labels)
     assert real["label_accuracy"] > 0.98
     assert real["fd_pixel"] < 0.2
@@ -25,13 +25,13 @@ def test_scores_tell_good_from_bad(dataset):
 
 
 def test_run_scores_what_the_source_gives(dataset):
-    reference = real_images(dataset, dataset.train_ids)
+    reference = real_images(dataset, dataset.train_ids, IdentityEncoder())
     evaluator = DigitsEvaluator(reference, lambda n: (reference[0][:n], reference[1][:n]), num_samples=200)
     assert dict(evaluator.run(step=1)) == evaluator.score(reference[0][:200], reference[1][:200])
 
 
 def test_pictures(tmp_path, dataset):
-    images, _ = real_images(dataset, np.arange(12))
+    images, _ = real_images(dataset, np.arange(12), IdentityEncoder())
     save_grid(images, tmp_path / "new" / "grid.png", columns=10)
     picture = np.asarray(Image.open(tmp_path / "new" / "grid.png"))
     assert picture.shape == (2 * 36, 10 * 36)

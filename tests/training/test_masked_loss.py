@@ -118,6 +118,7 @@ def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, 
     trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options, f"routing.force_keep_overflow={overflow}")
     loader = iter(trainer.micro_batches(0))
     micro_batches = [next(loader), next(loader)]
+    trainer.step = 1  # step 0 looks at its batch, on purpose
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainer._train_step(iter(micro_batches))
         with pytest.raises(DataDependentOutputException):

@@ -1,0 +1,155 @@
+"""Convert latents of other codebases into a latent folder.
+
+    python -m data.convert format=maskdit_lmdb source=imagenet256_latent_lmdb/train out=latents/NAME
+    python -m data.convert format=repa source=vae-sd.zip out=latents/NAME
+
+What the format does not say is assumed, printed, and held against the numbers of a sample before anything is written.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from data.importers import FORMATS, STORED_AS, Format, Source, contradictions, mirror_contradiction
+from data.latents import check_labels
+from data.manifest import LatentManifest
+from data.writer import LatentWriter
+from training import config as configuration
+from training.rules import check_choice, check_positive
+
+SAMPLED = 512
+ENTRIES_AT_ONCE = 256
+ASSUMED = ("stored_as", "scaled", "mirrored", "encoder", "scale")
+
+configuration.register()
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="convert")
+def main(cfg: DictConfig) -> None:
+    """Check what is asked and what is there, then convert."""
+    with configuration.user_mistakes():
+        request = configuration.resolve(cfg)
+        chosen, path = check_request(request), Path(request["source"])
+        print(
+            "\n".join(
+                [f"format={request['format']}: {chosen.about}. Assumed:", *(f"  {line}" for line in chosen.assumptions())]
+            )
+        )
+        source = chosen.open(path)
+        sampled = check_numbers(chosen, source, path)
+        manifest = describe(request, chosen, source, sampled)
+        with LatentWriter(request["out"], manifest) as writer:
+            for start, stored in tqdm(
+                pieces(chosen, source), total=-(-manifest.count // ENTRIES_AT_ONCE), desc="convert", unit="piece"
+            ):
+                labels = None if source.labels is None else source.labels[start : start + len(stored)]
+                writer.append(stored, labels)
+    out = request["out"]
+    print(f"{out}: {manifest.count} entries of {manifest.num_classes} classes")
+    print(f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents data.path={out}")
+
+
+def check_request(request: dict[str, Any]) -> Format:
+    """Check what can be checked before anything is read, and return the format with what was chosen in place of assumptions.
+
+    Raises:
+        FileNotFoundError: the source is not there.
+        FileExistsError: there is something at `out` already.
+        ValueError: with the key, the value and the rule.
+    """
+    check_choice("format", request["format"], list(FORMATS))
+    if request["stored_as"] is not None:
+        check_choice("stored_as", request["stored_as"], STORED_AS)
+    for key in ("scale", "num_classes"):
+        if request[key] is not None:
+            check_positive(key, request[key])
+    if not Path(request["source"]).exists():
+        raise FileNotFoundError(f"source={request['source']} not found")
+    if Path(request["out"]).exists():
+        raise FileExistsError(f"out={request['out']} exists: move it away to write it anew, or choose another name")
+    return replace(FORMATS[request["format"]], **{key: request[key] for key in ASSUMED if request[key] is not None})
+
+
+def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
+    """Hold the assumptions against a sample of entries, which is returned (N, C', H, W).
+
+    Raises:
+        ValueError: the numbers contradict an assumption.
+    """
+    if source.count == 0:
+        raise ValueError(f"source={path} holds no entries")
+    if chosen.mirrored and source.at is None:
+        raise ValueError("mirrored=true needs a format whose entries can be read in any order: maskdit_lmdb, repa, edm2")
+    half = source.count // 2 if chosen.mirrored else source.count
+    if source.at is None:
+        sampled = list(islice(source.entries(), SAMPLED))
+    else:
+        ids = np.unique(np.linspace(0, half - 1, min(SAMPLED, half)).astype(int))
+        sampled = [source.at(i) for i in ids]
+    entries = _stack(sampled)
+    found = contradictions(chosen, entries)
+    if chosen.mirrored and not found:
+        if source.count % 2 or not np.array_equal(source.labels[:half], source.labels[half:]):
+            found = ["the classes of the second half are not those of the first: mirrored=false"]
+        else:
+            others = _stack([source.at(half + i) for i in ids])
+            contradiction = mirror_contradiction(chosen.means(entries), chosen.means(others))
+            found = [contradiction] if contradiction else []
+    if found:
+        raise ValueError(f"source={path}: {len(entries)} entries contradict what is assumed of them: {'; '.join(found)}")
+    return entries
+
+
+def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: np.ndarray) -> LatentManifest:
+    """Return the manifest of the folder to write."""
+    num_classes = request["num_classes"] or (0 if source.labels is None else int(source.labels.max()) + 1)
+    if source.labels is not None:
+        check_labels(source.labels, num_classes, Path(request["source"]))
+    return LatentManifest(
+        count=source.count // 2 if chosen.mirrored else source.count,
+        shape=sampled.shape[1:],
+        dtype="float16",
+        kind="samples" if chosen.stored_as == "samples" else "moments",
+        num_classes=num_classes,
+        mirrors=chosen.mirrored,
+        num_held_out=request["num_held_out"],
+        origin={key: request[key] for key in ("format", "source")}
+        | {"assumed": {k: v for k, v in asdict(chosen).items() if k in ASSUMED}},
+        **{key: getattr(chosen, key) for key in ("encoder", "scale", "shift", "std", "pixel_range")},
+    )
+
+
+def pieces(chosen: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (number of the first, stored latents) of a few entries at a time; mirror images stand beside their images."""
+    half = source.count // 2
+
+    def read() -> Iterator[np.ndarray]:
+        if not chosen.mirrored:
+            yield from source.entries()
+        else:
+            yield from (np.stack([source.at(i), source.at(half + i)]) for i in range(half))
+
+    remaining, start = read(), 0
+    while taken := list(islice(remaining, ENTRIES_AT_ONCE)):
+        entries = _stack(taken)
+        stored = chosen.to_stored(entries.reshape(-1, *entries.shape[-3:])).reshape(entries.shape)
+        yield start, stored
+        start += len(taken)
+
+
+def _stack(entries: list[np.ndarray]) -> np.ndarray:
+    shapes = {entry.shape for entry in entries}
+    if len(shapes) > 1 or len(entries[0].shape) < 3:
+        raise ValueError(f"entries must all be of one shape (C, H, W), found {', '.join(map(str, sorted(shapes)))}")
+    return np.stack(entries)
+
+
+if __name__ == "__main__":
+    configuration.run(main)

@@ -1,0 +1,388 @@
+"""Latents as other codebases keep them: what each format holds, what has to be assumed about it, and what contradicts that.
+
+Nothing in these files says how they were scaled, whether the second half of eight channels is a log-variance or a standard
+deviation, or whether mirror images are among them. So each format comes with assumptions, which are printed, and the numbers
+of a sample are held against them.
+
+Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
+"""
+
+import io
+import math
+import pickle
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from data.images import ZIP_ERRORS, list_files
+from data.listing import LABELS_FILE, read_labels
+from data.manifest import FAR_STD
+
+STORED_AS = ("samples", "mean_logvar", "mean_std")
+LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
+FAR_MEAN = 0.75  # of the promised standard deviation: what an offset of a channel may be at most
+MOSTLY = 0.95
+SD_VAE = "stabilityai/sd-vae-ft-ema"
+# What damaged bytes may raise is written down nowhere; pickle's documentation names the first and "others".
+PICKLE_ERRORS = (
+    pickle.UnpicklingError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    EOFError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened set of foreign latents.
+
+    Args:
+        count: how many entries there are.
+        labels: (count,) int64, or None.
+        entries: yields each entry (C', H, W) in order.
+        at: returns one entry; None where they can only be read in order.
+    """
+
+    count: int
+    labels: np.ndarray | None
+    entries: Callable[[], Iterator[np.ndarray]]
+    at: Callable[[int], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a foreign format is read, and what is assumed about what it does not say.
+
+    Args:
+        stored_as: samples of the posterior, its mean and log-variance, or its mean and standard deviation.
+        scaled: whether scale and shift were applied before storing.
+        mirrored: whether entry count/2 + i is the mirror image of entry i.
+        The others are those of the manifest.
+    """
+
+    about: str
+    open: Callable[[Path], Source]
+    stored_as: str
+    scaled: bool
+    mirrored: bool = False
+    encoder: str = SD_VAE
+    scale: float | tuple[float, ...] = 0.18215
+    shift: float | tuple[float, ...] = 0.0
+    std: float = 1.0
+    pixel_range: tuple[float, float] = (-1.0, 1.0)
+
+    def to_stored(self, entries: np.ndarray) -> np.ndarray:
+        """Turn entries (N, C', H, W) into what a latent folder stores, in fp32: without scale, log-variances."""
+        entries = entries.astype(np.float32)
+        if self.stored_as == "samples":
+            return entries / _column(self.scale) + _column(self.shift) if self.scaled else entries
+        mean, spread = np.split(entries, 2, axis=1)
+        with np.errstate(divide="ignore"):
+            logvar = spread if self.stored_as == "mean_logvar" else 2 * np.log(spread)
+        if self.scaled:
+            mean = mean / _column(self.scale) + _column(self.shift)
+            logvar = logvar - 2 * np.log(np.abs(_column(self.scale)))
+        return np.concatenate([mean, logvar.clip(*LOGVAR_RANGE)], axis=1)
+
+    def means(self, entries: np.ndarray) -> np.ndarray:
+        """Return the samples, or the means of the moments, of entries (N, C', H, W) as the encoder gave them."""
+        stored = self.to_stored(entries)
+        return stored if self.stored_as == "samples" else np.split(stored, 2, axis=1)[0]
+
+    def assumptions(self) -> list[str]:
+        """Say what is assumed."""
+        entry = {
+            "samples": "a sample of the posterior",
+            "mean_logvar": "mean, then log-variance of the posterior",
+            "mean_std": "mean, then standard deviation of the posterior",
+        }[self.stored_as]
+        halves = "entry count/2 + i is the mirror image of entry i" if self.mirrored else "each entry is an image of its own"
+        return [
+            f"an entry is {entry} (stored_as={self.stored_as})",
+            f"scale and shift {'were' if self.scaled else 'were not'} applied to it (scaled={str(self.scaled).lower()})",
+            f"{halves} (mirrored={str(self.mirrored).lower()})",
+            f"made by encoder={self.encoder} from pixels in {list(self.pixel_range)}; scale={self.scale}, shift={self.shift}",
+        ]
+
+
+def contradictions(chosen: Format, entries: np.ndarray) -> list[str]:
+    """Say what in a sample of entries (N, C', H, W) contradicts the assumptions."""
+    if not np.isfinite(entries).all():
+        return ["there are values that are not finite"]
+    is_sample = chosen.stored_as == "samples"
+    found = _looks_like_moments(entries) if is_sample else _wrong_spread(chosen.stored_as, entries)
+    if found:
+        return found
+    seen = (chosen.means(entries) - _column(chosen.shift)) * _column(chosen.scale)  # by the network
+    std, means = float(seen.std()), seen.mean(axis=(0, 2, 3))
+    if not chosen.std / FAR_STD < std < chosen.std * FAR_STD:
+        other = f"scaled={str(not chosen.scaled).lower()}"
+        found.append(f"the network would see a standard deviation of {std:.3g}, not {chosen.std:g}: {other}, or another scale?")
+    far = np.flatnonzero(np.abs(means) > FAR_MEAN * chosen.std)
+    if len(far) and not found:
+        found.append(
+            f"the network would see a mean of {means[far[0]]:.3g} in channel {far[0]}, of standard deviation {std:.3g}: "
+            "another encoder, or another range of pixels?"
+        )
+    return found
+
+
+def mirror_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
+    """Say what contradicts that `second` (N, C, H, W) are the mirror images of `first`; both are samples or means."""
+    mirrored, plain = _correlation(first[..., ::-1], second), _correlation(first, second)
+    unrelated = _correlation(np.roll(first, 1, axis=0)[..., ::-1], second)
+    if mirrored > max(plain, unrelated):
+        return None
+    return (
+        f"the second half is not that of mirror images (correlation {mirrored:.2f} with mirrored latents of the first, "
+        f"{plain:.2f} with the latents as they are, {unrelated:.2f} with others): mirrored=false"
+    )
+
+
+def _looks_like_moments(entries: np.ndarray) -> list[str]:
+    if entries.shape[1] % 2:
+        return []
+    spread = np.split(entries, 2, axis=1)[1]
+    if (spread >= 0).all():
+        return ["the second half of the channels is never negative: stored_as=mean_std"]
+    if (spread < 0).mean() >= MOSTLY:
+        return ["nearly all of the second half of the channels is negative: stored_as=mean_logvar"]
+    return []
+
+
+def _wrong_spread(stored_as: str, entries: np.ndarray) -> list[str]:
+    if entries.shape[1] % 2:
+        return [f"{entries.shape[1]} channels are no two halves: stored_as=samples"]
+    spread = np.split(entries, 2, axis=1)[1]
+    if stored_as == "mean_std" and (spread < 0).any():
+        return ["the second half of the channels is negative in places, so no standard deviation: stored_as=mean_logvar"]
+    if stored_as == "mean_logvar" and (spread >= 0).all():
+        return ["the second half of the channels is never negative, so hardly a log-variance: stored_as=mean_std"]
+    return []
+
+
+class _NumberType:
+    """What a pickled numpy dtype becomes: a type of plain numbers."""
+
+    def __init__(self, name: str, *flags: Any):
+        if not re.fullmatch(r"[<>=|]?[fiu][1248]", name):
+            raise pickle.UnpicklingError(f"{name} is no type of numbers")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: tuple) -> None:
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _PickledArray:
+    """What a pickled numpy array becomes: bytes and how to read them, never an object that the file chose."""
+
+    def __init__(self, *_: Any):
+        self.array: np.ndarray | None = None
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, number_type, fortran_order, data = state
+        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order="F" if fortran_order else "C")
+
+
+class _BufferedArray:
+    """The same of pickle protocol 5."""
+
+    def __init__(self, data: bytes, number_type: _NumberType, shape: tuple[int, ...], order: str):
+        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order=order)
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Reads pickled numpy arrays of numbers and can make nothing else: no function of the file's choice is ever called."""
+
+    MODULES = re.compile(r"numpy(\._?core\.(multiarray|numeric))?")
+    NAMES: ClassVar = {"_reconstruct": _PickledArray, "_frombuffer": _BufferedArray, "dtype": _NumberType, "ndarray": None}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name in the file."""
+        if (module, name) == ("_codecs", "encode"):  # how protocol 2 writes bytes
+            return _encode_latin1
+        if not self.MODULES.fullmatch(module) or name not in self.NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of an array of numbers")
+        return self.NAMES[name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Refuse what lies outside the file."""
+        raise pickle.UnpicklingError("it refers to something outside the file")
+
+
+def unpickle_array(data: bytes) -> np.ndarray:
+    """Read a pickled array of numbers.
+
+    Raises:
+        ValueError: it holds anything else.
+    """
+    try:
+        found = ArrayUnpickler(io.BytesIO(data)).load()
+    except PICKLE_ERRORS as error:
+        raise ValueError(f"not a pickled array of numbers: {error}") from error
+    array = getattr(found, "array", None)
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"not a pickled array of numbers, but of type {type(found).__name__}")
+    return array
+
+
+def _encode_latin1(text: str, encoding: str) -> bytes:
+    return text.encode("latin1")
+
+
+def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) -> Source:
+    """Open WebDataset shards whose samples are KEY.SUFFIX, a latent, and KEY.cls, its class in decimal."""
+    tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
+    if not tars:
+        raise ValueError(f"source={path} holds no .tar files")
+    classes = [(key, _class_of(tar, key, data)) for tar in tars for key, data in _members(tar, "cls", suffix)]
+    keys, labels = [key for key, _ in classes], np.array([label for _, label in classes], dtype=np.int64)
+
+    def entries() -> Iterator[np.ndarray]:
+        latents = ((tar, key, data) for tar in tars for key, data in _members(tar, suffix, "cls"))
+        for (tar, key, data), expected in zip(latents, keys, strict=True):
+            if key != expected:
+                raise ValueError(f"{tar}: {key}.{suffix} stands where {expected}.{suffix} must be, in the order of the classes")
+            try:
+                yield decode(data)
+            except (ValueError, EOFError) as error:
+                raise ValueError(f"{tar}: {key}.{suffix} can not be read: {error}") from error
+
+    return Source(len(labels), labels, entries)
+
+
+def open_lmdb(path: Path) -> Source:
+    """Open the LMDB of MaskDiT: z-I are the 8 channels of float32 of entry I, y-I its class in decimal, length their number."""
+    import lmdb
+
+    try:
+        transaction = lmdb.open(str(path), readonly=True, lock=False, readahead=False, subdir=path.is_dir()).begin()
+        count = int(_value(transaction, "length", path))
+    except lmdb.Error as error:
+        inner = [folder.name for folder in sorted(path.glob("*")) if (folder / "data.mdb").is_file()]
+        hint = f"; there is one in {path / inner[0]}" if inner else ""
+        raise ValueError(f"source={path} is no LMDB: {error}{hint}") from error
+    labels = np.array([int(_value(transaction, f"y-{i}", path)) for i in range(count)], dtype=np.int64)
+
+    def at(i: int) -> np.ndarray:
+        numbers = np.frombuffer(_value(transaction, f"z-{i}", path), dtype=np.float32)
+        side = math.isqrt(len(numbers) // 8)
+        if not side or len(numbers) != 8 * side * side:
+            raise ValueError(f"source={path}: z-{i} has {len(numbers)} numbers, must be 8 channels of a square")
+        return numbers.reshape(8, side, side)
+
+    return Source(count, labels, lambda: map(at, range(count)), at)
+
+
+def open_npy_zip(path: Path) -> Source:
+    """Open a zip, or a folder, of .npy files with their labels in dataset.json, as the tools of EDM2 and REPA write them."""
+    files, opener = list_files(path)
+    names = [name for name in files if name.endswith(".npy")]
+    if not names:
+        raise ValueError(f"source={path} holds no .npy files")
+    if LABELS_FILE not in files:
+        raise ValueError(f"source={path} has no {LABELS_FILE}, which tells the labels")
+
+    def at(i: int) -> np.ndarray:
+        try:
+            with opener(names[i]) as file:
+                return _load_npy(file.read())
+        except ZIP_ERRORS as error:
+            raise ValueError(f"source={path}: {names[i]} can not be read: {error}") from error
+
+    return Source(len(names), read_labels(opener, names, path), lambda: map(at, range(len(names))), at)
+
+
+def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]]:
+    """Yield (key, content of KEY.WANTED) of each sample of a tar; each must have KEY.PARTNER as well."""
+    wanted_keys, partner_keys = set(), set()
+    try:
+        with tarfile.open(tar, "r:") as archive:
+            for member in archive:
+                key, _, suffix = member.name.rpartition("/")[2].partition(".")
+                if suffix == wanted and member.isreg():
+                    wanted_keys.add(key)
+                    yield key, archive.extractfile(member).read()
+                elif suffix == partner:
+                    partner_keys.add(key)
+                archive.members = []  # or they pile up
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise ValueError(f"{tar} is damaged: {error}") from error
+    lonely = sorted(wanted_keys ^ partner_keys)
+    if lonely or not wanted_keys:
+        key = lonely[0] if lonely else "it"
+        raise ValueError(f"{tar}: {key} must hold both .{wanted} and .{partner}")
+
+
+def _class_of(tar: Path, key: str, data: bytes) -> int:
+    if not data.strip().isdigit():
+        raise ValueError(f"{tar}: {key}.cls is {data[:20]!r}, must be a class 0, 1, ...")
+    return int(data)
+
+
+def _value(transaction: Any, key: str, path: Path) -> bytes:
+    value = transaction.get(key.encode())
+    if value is None:
+        raise ValueError(f"source={path} has no entry {key}")
+    return value
+
+
+def _load_npy(data: bytes) -> np.ndarray:
+    return np.load(io.BytesIO(data), allow_pickle=False)
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.mean([np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in zip(one, other, strict=True)]))
+
+
+def _column(value: float | tuple[float, ...]) -> np.ndarray:
+    return np.asarray(value, dtype=np.float32).reshape(-1, 1, 1)
+
+
+FORMATS = {
+    "tread_wds": Format(
+        "WebDataset of the official TREAD code: KEY.latent.npy and KEY.cls",
+        lambda path: open_tars(path, "latent.npy", _load_npy),
+        stored_as="samples",
+        scaled=True,
+    ),
+    "maskdit_lmdb": Format(
+        "LMDB of MaskDiT, the folder with data.mdb", open_lmdb, stored_as="mean_logvar", scaled=False, mirrored=True
+    ),
+    "maskdit_wds": Format(
+        "WebDataset of MaskDiT's lmdb2wds.py: KEY.latent, a pickled array, and KEY.cls",
+        lambda path: open_tars(path, "latent", unpickle_array),
+        stored_as="mean_logvar",
+        scaled=False,
+    ),
+    "repa": Format(
+        "zip or folder of REPA's preprocessing (vae-sd): .npy files and dataset.json",
+        open_npy_zip,
+        stored_as="mean_std",
+        scaled=False,
+        encoder="stabilityai/sd-vae-ft-mse",
+    ),
+    "edm2": Format(
+        "zip or folder of EDM2's dataset_tool encode: .npy files and dataset.json",
+        open_npy_zip,
+        stored_as="mean_std",
+        scaled=False,
+        encoder="stabilityai/sd-vae-ft-mse",
+        # [EDM2]: each channel is brought to mean 0 and standard deviation 0.5.
+        scale=tuple(0.5 / std for std in (4.17, 4.62, 3.71, 3.28)),
+        shift=(5.81, 3.25, 0.12, -2.15),
+        std=0.5,
+        pixel_range=(0.0, 1.0),
+    ),
+}

@@ -1,0 +1,157 @@
+"""Images and their classes: a folder of class folders, a zip of one, or a text file that lists images."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from data.images import LOSSLESS, ZIP_ERRORS, images_of, list_files
+
+LIST_SUFFIXES = (".txt", ".tsv", ".lst")
+LABELS_FILE = "dataset.json"
+
+
+@dataclass(frozen=True)
+class ImageList:
+    """Names of images, what opens one, and their classes.
+
+    Args:
+        labels: (count,) int64; None for images without classes.
+        class_names: None where the classes have numbers only.
+    """
+
+    names: list[str]
+    open: Callable[[str], BinaryIO]
+    labels: np.ndarray | None
+    num_classes: int
+    class_names: tuple[str, ...] | None
+
+
+def list_images(path: str | Path) -> ImageList:
+    """List images by what the path is.
+
+    A folder or a zip: each top folder is a class, in alphabetical order, as in torchvision's ImageFolder; folders around all
+    of them do not count; images that lie in no folder have no classes. A file dataset.json, as the EDM family of codebases
+    writes it, tells the labels instead. A text file: a path, relative to it, and a class on each line.
+
+    Raises:
+        FileNotFoundError: the path is not there.
+        ValueError: there are no images, or it can not be told which class one has.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"source={path} not found")
+    if path.is_file() and path.suffix.lower() in LIST_SUFFIXES:
+        return _from_list(path)
+    try:
+        files, opener = list_files(path)
+    except ZIP_ERRORS as error:
+        raise ValueError(
+            f"source={path} is neither a folder, nor a zip, nor a list ({', '.join(LIST_SUFFIXES)}): {error}"
+        ) from error
+    names = images_of(files)
+    if not names:
+        raise ValueError(f"source={path} holds no images")
+    if LABELS_FILE in files:
+        labels = read_labels(opener, names, path)
+        return ImageList(names, opener, labels, 0 if labels is None else int(labels.max()) + 1, None)
+    classes = _class_folders(names, path)
+    return ImageList(names, opener, *(_numbered(classes) if classes else (None, 0, None)))
+
+
+def read_labels(opener: Callable[[str], BinaryIO], names: Sequence[str], path: Path) -> np.ndarray | None:
+    """Return the labels (count,) of files as dataset.json tells them: {"labels": [[name, label], ...]}; None where it has none.
+
+    Raises:
+        ValueError: it is damaged, or has no label for one of the files.
+    """
+    try:
+        with opener(LABELS_FILE) as file:
+            entries = json.load(file)["labels"]
+        known = None if entries is None else dict(entries)
+    except (*ZIP_ERRORS, KeyError, TypeError) as error:
+        raise ValueError(f"{path}/{LABELS_FILE} is not of the form {{'labels': [[name, label], ...]}}: {error!r}") from error
+    if known is None:
+        return None
+    missing = [name for name in names if not _is_label(known.get(name))]
+    if missing:
+        raise ValueError(
+            f"{path}/{LABELS_FILE} has no label 0, 1, ... for {missing[0]} ({len(missing)} of {len(names)} files are without)"
+        )
+    return np.array([known[name] for name in names], dtype=np.int64)
+
+
+class MaskFiles:
+    """Masks of images, named as the images are, in a folder or zip of the same order.
+
+    Raises:
+        FileNotFoundError: the path is not there.
+        ValueError: an image has no mask; the first one is named.
+    """
+
+    def __init__(self, path: str | Path, names: Sequence[str]):
+        self.path = Path(path)
+        if not self.path.exists():
+            raise FileNotFoundError(f"masks={path} not found")
+        try:
+            files, self._open = list_files(self.path)
+        except ZIP_ERRORS as error:
+            raise ValueError(f"masks={path} is neither a folder nor a zip: {error}") from error
+        self._files = {_stem(name): name for name in files if name.lower().endswith(LOSSLESS)}
+        missing = [name for name in names if _stem(name) not in self._files]
+        if missing:
+            raise ValueError(
+                f"masks={path} has no mask for {missing[0]}: {_stem(missing[0])}{LOSSLESS[0]} must be there, or the like "
+                f"({len(missing)} of {len(names)} images have none)"
+            )
+
+    def open(self, name: str) -> BinaryIO:
+        """Open the mask of an image."""
+        return self._open(self._files[_stem(name)])
+
+
+def _from_list(path: Path) -> ImageList:
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    pairs = [line.rsplit("\t" if "\t" in line else None, 1) for line in lines]
+    for number, pair in enumerate(pairs, 1):
+        if len(pair) != 2:
+            raise ValueError(f"source={path}: line {number} must hold a path and a class, got {lines[number - 1]!r}")
+    if not pairs:
+        raise ValueError(f"source={path} lists no images")
+    names, classes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"source={path}: {missing[0]} not found ({len(missing)} of {len(names)} images are not there)")
+    numbers = np.array(classes, dtype=np.int64) if all(c.isdecimal() for c in classes) else None
+    grouped = _numbered(classes) if numbers is None else (numbers, int(numbers.max()) + 1, None)
+    return ImageList(names, lambda name: (path.parent / name).open("rb"), *grouped)
+
+
+def _class_folders(names: list[str], path: Path) -> list[str] | None:
+    """Return the class folder of each name; None where there are none."""
+    folders = [name.split("/")[:-1] for name in names]
+    while all(len(parts) > 1 and parts[0] == folders[0][0] for parts in folders):
+        folders = [parts[1:] for parts in folders]
+    outside = [name for name, parts in zip(names, folders, strict=True) if not parts]
+    if len(outside) == len(names):
+        return None
+    if outside:
+        raise ValueError(f"source={path}: {outside[0]} lies in no class folder, other images do")
+    return [parts[0] for parts in folders]
+
+
+def _numbered(classes: Sequence[str]) -> tuple[np.ndarray, int, tuple[str, ...]]:
+    class_names = tuple(sorted(set(classes)))
+    numbers = {name: number for number, name in enumerate(class_names)}
+    return np.array([numbers[name] for name in classes], dtype=np.int64), len(class_names), class_names
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]

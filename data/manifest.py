@@ -1,0 +1,189 @@
+"""What a latent folder holds and what it means: one file that explains the arrays beside it. data/README.md has the table."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT_VERSION = 1
+KINDS = ("samples", "moments")
+DTYPES = ("float16", "float32")
+CONDITIONING_TYPES = (None, "mask", "segmentation")
+BLOCK_BYTES = 2**26
+FAR_STD = 1.8  # data sets differ by less, a scale that was forgotten or applied twice by much more
+FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
+
+Numbers = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LatentManifest:
+    """What a latent folder holds.
+
+    Args:
+        shape: (C, H, W) of the latents of one image as they are stored; C is twice the latent's channels for `moments`.
+        kind: `samples`, or `moments`: mean, then log-variance, along the channels.
+        num_classes: 0 for data without classes.
+        encoder: which encoder made the latents: `identity`, a folder, or OWNER/NAME of a public autoencoder.
+        encoder_hash: hash of its weights; None for an encoder without weights, or where it is not known.
+        pixel_range: what black and white were for the encoder.
+        scale, shift: the network sees (latent - shift) * scale; numbers, or one for each channel.
+        std: the standard deviation that scale promises of what the network sees; None promises nothing.
+        mirrors: each entry holds the image and, at index 1, its mirror image, encoded for itself.
+        resolution: side of the images in pixels.
+        class_names: one for each class, in the order of the labels.
+        num_held_out: this many entries, the same for everyone, are never trained on.
+        conditioning_type: None without masks; `mask`: bytes 0..255 weight the loss of each position from 0 to 1;
+            `segmentation`: every byte other than 0 weights it 1.
+        origin: how the latents were made, for people.
+        block_bytes, checksums: SHA-256 of each block of so many bytes of each file, by the file's name.
+
+    Raises:
+        ValueError: with the key, the value and the rule.
+    """
+
+    count: int
+    shape: tuple[int, int, int]
+    dtype: str
+    kind: str
+    num_classes: int
+    encoder: str
+    encoder_hash: str | None = None
+    pixel_range: tuple[float, float] = (-1.0, 1.0)
+    scale: Numbers = 1.0
+    shift: Numbers = 0.0
+    std: float | None = None
+    mirrors: bool = False
+    resolution: int | None = None
+    class_names: tuple[str, ...] | None = None
+    num_held_out: int = 0
+    conditioning_type: str | None = None
+    origin: dict[str, Any] | None = None
+    block_bytes: int = BLOCK_BYTES
+    checksums: dict[str, list[str]] | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind} must be one of {', '.join(KINDS)}")
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(f"format_version={self.format_version} must be {FORMAT_VERSION}")
+        if len(self.shape) != 3 or self.shape[1] != self.shape[2] or not all(_is_count(n) for n in self.shape):
+            raise ValueError(f"shape={tuple(self.shape)} must be (channels, size, size)")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype} must be one of {', '.join(DTYPES)}")
+        if self.kind == "moments" and self.shape[0] % 2:
+            raise ValueError(f"shape={tuple(self.shape)} must have an even number of channels for kind=moments")
+        for key in ("scale", "shift"):
+            value = getattr(self, key)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if len(numbers) not in (1, self.in_channels) or not all(_is_number(n) and (n or key != "scale") for n in numbers):
+                zero = ", other than 0" if key == "scale" else ""
+                raise ValueError(f"{key}={value!r} must be a number{zero}, or one for each of {self.in_channels} channels")
+        if (
+            len(self.pixel_range) != 2
+            or not all(map(_is_number, self.pixel_range))
+            or self.pixel_range[0] == self.pixel_range[1]
+        ):
+            raise ValueError(f"pixel_range={self.pixel_range} must be two numbers: what black is, and what white is")
+        if self.std is not None and not (_is_number(self.std) and self.std > 0):
+            raise ValueError(f"std={self.std!r} must be a number greater than 0, or null")
+        if self.conditioning_type not in CONDITIONING_TYPES:
+            raise ValueError(f"conditioning_type={self.conditioning_type} must be null, mask or segmentation")
+        if not _is_count(self.count) or not 0 <= self.num_held_out < self.count:
+            raise ValueError(f"num_held_out={self.num_held_out} must be in [0, {self.count - 1}], of count={self.count}")
+        if self.num_classes < 0 or (self.class_names is not None and len(self.class_names) != self.num_classes):
+            raise ValueError(f"class_names has {len(self.class_names or ())} names, must be num_classes={self.num_classes}")
+        if not _is_count(self.block_bytes):
+            raise ValueError(f"block_bytes={self.block_bytes} must be greater than 0")
+
+    @property
+    def in_channels(self) -> int:
+        return self.shape[0] // 2 if self.kind == "moments" else self.shape[0]
+
+    @property
+    def input_size(self) -> int:
+        return self.shape[1]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the array of latents: (count, C, H, W), or (count, 2, C, H, W) with mirrors."""
+        return (self.count, *((2,) if self.mirrors else ()), *self.shape)
+
+    def to_latents(self, stored: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Turn stored latents (N, C', H, W) into what a network sees, (N, C, H, W) in fp32; moments are sampled."""
+        stored = stored.float()
+        if self.kind == "moments":
+            mean, logvar = stored.chunk(2, dim=1)
+            eps = torch.randn(mean.shape, generator=generator, device=mean.device)
+            stored = mean + (0.5 * logvar).exp() * eps
+        return self._normalise(stored)
+
+    def to_means(self, stored: torch.Tensor) -> torch.Tensor:
+        """The same, with the mean of a posterior in place of a sample of it."""
+        stored = stored.float()
+        return self._normalise(stored.chunk(2, dim=1)[0] if self.kind == "moments" else stored)
+
+    def to_encoder(self, latents: torch.Tensor) -> torch.Tensor:
+        """Undo scale and shift: what the encoder's decoder takes."""
+        return latents / _column(self.scale, latents.device) + _column(self.shift, latents.device)
+
+    def std_warning(self, std: torch.Tensor) -> str | None:
+        """Say so where the standard deviation of what the network sees is far from the promised one."""
+        if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
+            return None
+        return (
+            f"warning: the latents have a standard deviation of {std:.3g}, their manifest promises {self.std:g}: "
+            f"scale={self.scale} or shift={self.shift} may be wrong, or the latents; `python -m data.report FOLDER` shows them"
+        )
+
+    def _normalise(self, raw: torch.Tensor) -> torch.Tensor:
+        return (raw - _column(self.shift, raw.device)) * _column(self.scale, raw.device)
+
+
+def read_manifest(path: str | Path) -> LatentManifest:
+    """Read the manifest of a latent folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or it holds no manifest.
+        ValueError: the manifest is not one.
+    """
+    file = Path(path) / FILES["manifest"]
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"data.path={path} must be a latent folder, but {file} is not there: "
+            "`python -m data.encode` makes one of images, `python -m data.convert` of other formats (data/README.md)"
+        )
+    try:
+        return manifest_from(json.loads(file.read_text()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} is not a latent manifest: {error}") from error
+
+
+def manifest_from(fields: dict[str, Any]) -> LatentManifest:
+    """Rebuild a manifest from what JSON keeps of it."""
+    lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    return LatentManifest(**{**fields, **lists})
+
+
+def to_json(manifest: LatentManifest) -> str:
+    """Return the text of a manifest's file."""
+    return json.dumps(asdict(manifest), indent=2) + "\n"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+@lru_cache
+def _column(value: Numbers, device: torch.device) -> float | torch.Tensor:
+    """Return numbers in a form that meets (N, C, H, W); kept, since copying them to a device would make it wait."""
+    return torch.tensor(value, device=device).view(-1, 1, 1) if isinstance(value, tuple) else value

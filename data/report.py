@@ -1,0 +1,140 @@
+"""Show what a latent folder holds: images of each class, mean and spread of the latents, and a sheet of decoded images.
+
+python -m data.report latents/NAME
+python -m data.report latents/NAME --encoder FOLDER --out sheet.png
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data.encoders import encoder_for, image_decoder
+from data.latents import LatentDataset, open_latents
+from data.manifest import read_manifest
+from training.machine import start_process
+
+MEASURED_ENTRIES = 4096
+ENTRIES_AT_ONCE = 256
+CLASSES_SHOWN = 10
+SHEET_COLUMNS, SHEET_ROWS = 8, 6
+NAME_LENGTH = 18
+
+
+def describe(dataset: LatentDataset) -> list[str]:
+    """Say in a few lines what the manifest says."""
+    m = dataset.manifest
+    scale = f"scale {_short(m.scale)}, shift {_short(m.shift)}"
+    size = f"{m.resolution}x{m.resolution} pixels as " if m.resolution else ""
+    return [
+        f"entries    {m.count}, of them {m.num_held_out} held out" + (", each with its mirror image" if m.mirrors else ""),
+        f"latents    {size}{m.in_channels}x{m.input_size}x{m.input_size}, {m.kind} in {m.dtype}, {scale}",
+        f"encoder    {m.encoder}, weights {(m.encoder_hash or 'without a hash')[:16]}",
+        f"masks      {m.conditioning_type or 'none'}",
+    ]
+
+
+def count_classes(dataset: LatentDataset) -> list[str]:
+    """Say how many entries each class has: all of few classes, the ends of many."""
+    if dataset.labels is None:
+        return ["classes    none"]
+    manifest = dataset.manifest
+    counts = np.bincount(dataset.labels, minlength=manifest.num_classes)
+    order = np.argsort(-counts, kind="stable")
+    lines = [f"classes    {len(counts)}, with {counts.min()} to {counts.max()} entries, median {np.median(counts):g}"]
+    shown = order if len(order) <= 2 * CLASSES_SHOWN else [*order[:CLASSES_SHOWN], None, *order[-CLASSES_SHOWN:]]
+    lines += ["             ..." if i is None else f"{counts[i]:12}  {_class_name(dataset, i)}" for i in shown]
+    empty = int((counts == 0).sum())
+    return lines + ([f"warning: {empty} classes have no entries"] if empty else [])
+
+
+def measure(dataset: LatentDataset) -> list[str]:
+    """Say what mean and standard deviation the network sees, by channel, and what was promised."""
+    manifest = dataset.manifest
+    ids = np.unique(np.linspace(0, manifest.count - 1, min(MEASURED_ENTRIES, manifest.count)).astype(int))
+    generator = torch.Generator().manual_seed(0)
+    count, total, squares = 0, torch.zeros(manifest.in_channels).double(), torch.zeros(manifest.in_channels).double()
+    for part in tqdm(np.array_split(ids, -(-len(ids) // ENTRIES_AT_ONCE)), desc="measure", unit="batch"):
+        latents = manifest.to_latents(dataset.read(part)[0], generator).double()
+        count += latents[:, 0].numel()
+        total += latents.sum(dim=(0, 2, 3))
+        squares += latents.square().sum(dim=(0, 2, 3))
+    means = total / count
+    stds = (squares / count - means.square()).clamp(min=0).sqrt()
+    std = (squares.sum() / count / len(means) - (total.sum() / count / len(means)) ** 2).clamp(min=0).sqrt()
+    promise = "nothing is promised" if manifest.std is None else f"promised: {manifest.std:g}"
+    lines = [f"the network sees, measured on {len(ids)} entries:", f"    std {std:.4f} over all channels ({promise})"]
+    shown = list(zip(means.tolist(), stds.tolist(), strict=True))
+    lines += [f"    channel {channel}: mean {mean:+.4f}, std {s:.4f}" for channel, (mean, s) in enumerate(shown)]
+    warning = manifest.std_warning(std)
+    return lines + ([warning] if warning else [])
+
+
+def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None) -> None:
+    """Decode entries from all over the data set into one picture, each with its class, and its mirror image beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    manifest = dataset.manifest
+    decode = image_decoder(manifest, encoder_for(manifest, device, encoder))
+    per_entry = 2 if manifest.mirrors else 1
+    num_entries = min(manifest.count, SHEET_COLUMNS * SHEET_ROWS // per_entry)
+    ids = np.linspace(0, manifest.count - 1, num_entries).astype(int).repeat(per_entry)
+    mirrored = np.arange(len(ids)) % 2 if manifest.mirrors else None
+    stored, labels = dataset.read(ids, mirrored)
+    images = decode(manifest.to_means(stored))
+    rows = -(-len(ids) // SHEET_COLUMNS)
+    figure, axes = plt.subplots(
+        rows, SHEET_COLUMNS, figsize=(1.7 * SHEET_COLUMNS, 1.95 * rows), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat:
+        axis.axis("off")
+    for i, (axis, image) in enumerate(zip(axes.flat, images, strict=False)):
+        name = "" if labels is None else _class_name(dataset, int(labels[i]))
+        title = "mirror image" if mirrored is not None and mirrored[i] else f"{ids[i]}  {name}"
+        axis.set_title(title if len(title) <= NAME_LENGTH else f"{title[: NAME_LENGTH - 1]}…", fontsize=8)
+        axis.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=255)
+    figure.suptitle(f"{manifest.count} entries of {manifest.encoder}, decoded (entry, class)", fontsize=10)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _class_name(dataset: LatentDataset, label: int) -> str:
+    names = dataset.manifest.class_names
+    return f"{label} {names[label]}" if names else f"class {label}"
+
+
+def _short(value: float | tuple[float, ...]) -> str:
+    return ", ".join(f"{number:.6g}" for number in (value if isinstance(value, tuple) else (value,)))
+
+
+def main() -> None:
+    """Print the numbers, then draw the sheet."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, metavar="PATH")
+    parser.add_argument("--encoder", help="where the encoder is found; default: where the manifest says")
+    parser.add_argument("--out", type=Path, help="the picture; default: PATH_report.png, beside the folder")
+    arguments = parser.parse_args()
+    path, state = arguments.path, start_process()
+    file = arguments.out or path.with_name(f"{path.name}_report.png")
+    try:
+        manifest = read_manifest(path)
+        dataset = open_latents(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
+        print("\n".join([f"folder     {path}", *describe(dataset), *count_classes(dataset)]))
+        print("\n".join(measure(dataset)))
+        draw_sheet(dataset, file, state.device, arguments.encoder)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"picture    {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""WebDataset shards: a latent folder in pieces, on a disk or a server. data.make_shards writes them; format: data/README.md.
+
+Each process reads shards of its own, a few at a time, and shuffles what it has read. Which, and in which order, follows from
+(seed, epoch) and the number of processes, so that a resumed run goes on at the shard and the sample where it stopped.
+"""
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from tarfile import TarError
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.latents import check_labels
+from data.manifest import FILES, LatentManifest, manifest_from
+from data.stream import MicroBatch
+
+SHARDS_FILE = "shards.json"
+SHARDS_AT_ONCE = 4  # read and shuffled together: 256 MiB of 8x32x32 moments with mirrors, in shards of 2048
+ATTEMPTS = 3
+ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # tell the draws of the streams apart
+NOTE = "streamed: a resumed run goes on at the same shard and sample, but is exempt from the promise of bitwise equality"
+
+
+class ShardDataset:
+    """Shards at a path or URL; the held-out entries, without their mirror images, are in memory.
+
+    Args:
+        shards: name and number of entries of each shard to train on.
+        held_out: name and number of entries of each shard that is never trained on.
+        encoder: where the encoder is found, if not where the manifest says.
+    """
+
+    def __init__(
+        self, url: str, manifest: LatentManifest, shards: dict[str, int], held_out: dict[str, int], encoder: str | None = None
+    ):
+        self.url, self.manifest, self.encoder = url.rstrip("/"), manifest, encoder
+        self.names, self.counts = list(shards), np.array(list(shards.values()))
+        self._fingerprint = hashlib.sha256(
+            json.dumps([{**asdict(manifest), "origin": None}, shards, held_out], sort_keys=True).encode()
+        ).hexdigest()
+        parts = [self.read_shard(name, count) for name, count in held_out.items()]
+        self.held_out_ids = np.arange(sum(held_out.values()))
+        self._latents = (
+            np.concatenate([latents[:, 0] if manifest.mirrors else latents for latents, _ in parts]) if parts else None
+        )
+        self._labels = np.concatenate([labels for _, labels in parts]) if parts and manifest.num_classes else None
+
+    def read(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the stored latents (N, C', H, W) and labels (N,) of held-out entries."""
+        labels = None if self._labels is None else torch.from_numpy(self._labels[ids])
+        return torch.from_numpy(self._latents[ids]), labels
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest, a fingerprint of it and of the list of shards, and what is to be known of streams."""
+        return {"fingerprint": self._fingerprint, "manifest": {**asdict(self.manifest), "checksums": None}, "note": NOTE}
+
+    def read_shard(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return latents (count, [2,] C, H, W) and labels (count,) of a shard.
+
+        Raises:
+            ValueError: after several attempts it can not be read, or it holds something else.
+        """
+        for _ in range(ATTEMPTS):
+            try:
+                return self._read_shard(name, count)
+            except (OSError, ValueError, EOFError, KeyError, TarError) as error:
+                last = error
+        raise ValueError(f"{self.url}/{name} can not be read, tried {ATTEMPTS} times: {last}") from last
+
+    def _read_shard(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+        from webdataset.tariterators import tarfile_samples
+
+        manifest = self.manifest
+        latents = np.empty((count, *manifest.stored_shape[1:]), manifest.dtype)
+        labels, found = np.zeros(count, np.int64), 0
+        for sample in tarfile_samples([{"url": f"{self.url}/{name}"}]):
+            array = np.load(io.BytesIO(sample["latents.npy"]), allow_pickle=False)
+            if found == count or array.shape != latents.shape[1:] or array.dtype != latents.dtype:
+                raise ValueError(f"entry {found} is {array.dtype} {array.shape}, must be {latents.dtype} {latents.shape}")
+            latents[found] = array
+            labels[found] = int(sample["cls"]) if manifest.num_classes else 0
+            found += 1
+        if found != count:
+            raise ValueError(f"it holds {found} entries, must hold {count}")
+        if not manifest.num_classes:
+            return latents, None
+        check_labels(labels, manifest.num_classes, Path(name))
+        return latents, labels
+
+
+def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None) -> ShardDataset:
+    """Open shards at a path or URL and check them against what the run expects.
+
+    Args:
+        encoder: where the encoder is found that draws pictures, if not where the manifest says.
+
+    Raises:
+        FileNotFoundError: there is no manifest at the path.
+        ValueError: the manifest, the list of shards or a held-out shard is damaged, or the run expects other data.
+    """
+    manifest = read_shard_manifest(path)
+    for key, expected in (("input_size", input_size), ("in_channels", in_channels), ("num_classes", num_classes)):
+        if getattr(manifest, key) != expected:
+            raise ValueError(f"data.{key}={expected} must be {getattr(manifest, key)}, as in {path}/{FILES['manifest']}")
+    try:
+        shards = json.loads(_fetch(path, SHARDS_FILE))
+        # Names are put after the path: one with a colon or a slash could lead anywhere.
+        wrong = [name for name, n in shards.items() if not re.fullmatch(r"(train|held_out)-\d+\.tar", name) or not n > 0]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}/{SHARDS_FILE} is damaged: {error}") from error
+    if wrong or not shards:
+        raise ValueError(f"{path}/{SHARDS_FILE} must list shards train-N.tar and held_out-N.tar: {(wrong or ['nothing'])[0]}")
+    parts = [{name: n for name, n in shards.items() if name.startswith(kind)} for kind in ("train", "held_out")]
+    return ShardDataset(path, manifest, *parts, encoder)
+
+
+@lru_cache
+def read_shard_manifest(path: str) -> LatentManifest:
+    """Read the manifest of shards at a path or URL.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged.
+    """
+    text = _fetch(path, FILES["manifest"])
+    try:
+        return manifest_from(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}/{FILES['manifest']} is not a latent manifest: {error}") from error
+
+
+def _fetch(path: str, name: str) -> bytes:
+    from webdataset import gopen
+
+    url = f"{path.rstrip('/')}/{name}"
+    try:
+        with gopen(url) as stream:
+            data = stream.read()
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"data.path={path} must hold shards, but {name} can not be read: {error}") from error
+    if not data:
+        raise FileNotFoundError(
+            f"data.path={path} must hold shards (`python -m data.make_shards` writes them), but {url} is not there"
+        )
+    return data
+
+
+class ShardStream:
+    """Yield the micro-batches of one process from `start_step` on, for ever.
+
+    In epoch e the shards are permuted by a draw from (seed, e), process p takes every num_processes-th of them from p on, and
+    shuffles each group of a few by a draw from (seed, e, shards). Its entries follow each other without end, so that all
+    processes have batches of one size for ever.
+    """
+
+    def __init__(
+        self,
+        dataset: ShardDataset,
+        start_step: int,
+        *,
+        seed: int,
+        batch_size: int,
+        micro_batch_size: int,
+        process_index: int,
+        num_processes: int,
+        pin_memory: bool,
+    ):
+        if len(dataset.names) < num_processes:
+            raise ValueError(f"data.path={dataset.url} has {len(dataset.names)} shards, fewer than {num_processes} processes")
+        self.dataset, self.seed, self.pin_memory = dataset, seed, pin_memory
+        self.process_index, self.num_processes = process_index, num_processes
+        self.micro_batch_size = micro_batch_size
+        self.start = start_step * (batch_size // num_processes)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        left: list[tuple[np.ndarray, ...]] = []  # the beginning of a micro-batch, from the groups before
+        for group in self._read_groups():
+            start = 0
+            while start < len(group[0]):
+                end = start + self.micro_batch_size - sum(len(arrays[0]) for arrays in left)
+                left.append(tuple(array[start:end] for array in group))
+                start = min(end, len(group[0]))
+                if start == end:
+                    yield self._micro_batch(*(np.concatenate(parts) for parts in zip(*left, strict=True)))
+                    left = []
+
+    def groups(self) -> Iterator[tuple[int, list[int], int]]:
+        """Yield (epoch, shards, entries to skip) from the start of the stream on, for ever."""
+        skip, epoch = self.start, 0
+        while True:
+            shards = self._shards(epoch)
+            for start in range(0, len(shards), SHARDS_AT_ONCE):
+                group = shards[start : start + SHARDS_AT_ONCE]
+                count = int(self.dataset.counts[group].sum())
+                if skip >= count:
+                    skip -= count
+                else:
+                    yield epoch, group, skip
+                    skip = 0
+            epoch += 1
+
+    def _shards(self, epoch: int) -> list[int]:
+        order = np.random.default_rng([self.seed, epoch, ORDER_DRAWS]).permutation(len(self.dataset.names))
+        return order[self.process_index :: self.num_processes].tolist()
+
+    def _read_groups(self) -> Iterator[tuple[np.ndarray, ...]]:
+        groups = self.groups()
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(self._read_group, *next(groups))
+            while True:
+                group, ahead = ahead.result(), pool.submit(self._read_group, *next(groups))
+                yield group
+
+    def _read_group(self, epoch: int, shards: list[int], skip: int) -> tuple[np.ndarray, ...]:
+        """Return latents (N, C', H, W), of mirrors one each, and labels (N,) if there are any, shuffled."""
+        parts = [self.dataset.read_shard(self.dataset.names[i], int(self.dataset.counts[i])) for i in shards]
+        rng = np.random.default_rng([self.seed, epoch, GROUP_DRAWS, *shards])
+        latents = np.concatenate([latents for latents, _ in parts])
+        order = rng.permutation(len(latents))[skip:]
+        mirrored = rng.integers(2, size=len(latents))[skip:]
+        latents = latents[order, mirrored] if self.dataset.manifest.mirrors else latents[order]
+        if not self.dataset.manifest.num_classes:
+            return (latents,)
+        return latents, np.concatenate([labels for _, labels in parts])[order]
+
+    def _micro_batch(self, latents: np.ndarray, labels: np.ndarray | None = None) -> MicroBatch:
+        tensors = [None if array is None else torch.from_numpy(array) for array in (latents, labels)]
+        if self.pin_memory:
+            tensors = [None if tensor is None else tensor.pin_memory() for tensor in tensors]
+        return MicroBatch(*tensors, masks=None, num_forced=0)

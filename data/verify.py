@@ -1,0 +1,92 @@
+"""Check every block of a latent folder, or of a folder of shards, against the checksums of its manifest.
+
+python -m data.verify latents/NAME
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from joblib import cpu_count
+from tqdm import tqdm
+
+from data.latents import open_latents
+from data.manifest import FILES, LatentManifest, read_manifest
+from data.shards import SHARDS_FILE
+from data.writer import hash_block
+
+HEADER_BYTES = 128  # of the .npy files that data.LatentWriter writes
+
+
+def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
+    """Yield None for each block that is as it was written, and what is wrong for each that is not.
+
+    Raises:
+        ValueError: the manifest has no checksums.
+    """
+    if manifest.checksums is None:
+        raise ValueError(f"{path} was written without checksums: there is nothing to check it against")
+    blocks = [(name, i, digest) for name, digests in manifest.checksums.items() for i, digest in enumerate(digests)]
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        yield from pool.map(lambda block: _damage(path, manifest, *block), blocks)
+    for name, digests in manifest.checksums.items():
+        file, most = path / name, len(digests) * manifest.block_bytes
+        if file.is_file() and file.stat().st_size > most:
+            yield f"{file}: {file.stat().st_size - most} bytes more than were written"
+
+
+def _damage(path: Path, manifest: LatentManifest, name: str, block: int, expected: str) -> str | None:
+    file, start = path / name, block * manifest.block_bytes
+    try:
+        found = hash_block(file, start, manifest.block_bytes)
+    except OSError as error:
+        return f"{file}: block {block} can not be read: {error.strerror}"
+    if found == expected:
+        return None
+    end = start + manifest.block_bytes
+    return f"{file}: block {block} (bytes {start} to {end}{_entries(manifest, name, start, end)}) is not what was written"
+
+
+def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
+    """Say which entries lie in a range of bytes of a file."""
+    rows = {
+        FILES["latents"]: np.dtype(manifest.dtype).itemsize * math.prod(manifest.stored_shape[1:]),
+        FILES["labels"]: 8,
+        FILES["masks"]: math.prod(manifest.shape[1:]),
+    }
+    if name not in rows:
+        return ""
+    first, last = (max(0, byte - HEADER_BYTES) // rows[name] for byte in (start, end - 1))
+    return f", entries {first} to {min(manifest.count - 1, last)}"
+
+
+def main() -> None:
+    """Check a folder and say which blocks are bad."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, metavar="PATH")
+    path = parser.parse_args().path
+    try:
+        manifest = read_manifest(path)
+        found = []
+        total = sum(len(digests) for digests in (manifest.checksums or {}).values())
+        for damage in tqdm(damages(path, manifest), total=total, desc="verify", unit="block"):
+            if damage:
+                found.append(damage)
+                tqdm.write(damage)
+        if found:
+            sys.exit(f"error: {path}: {len(found)} of {total} blocks are damaged: make them anew, or bring them from a copy")
+        if not (path / SHARDS_FILE).exists():
+            open_latents(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{path}: all {total} blocks are as they were written")
+
+
+if __name__ == "__main__":
+    main()
