@@ -213,7 +213,7 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
         raise ValueError(
             f"encoder={asked} must be one of {known}, a folder with an autoencoder, or OWNER/NAME of one on the hub"
         )
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
     logging.disable_progress_bar()
     # One that lacks tensors would be filled up at random, with no more than a warning.
     options = {"use_safetensors": True, "output_loading_info": True}

@@ -27,6 +27,7 @@ STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 FAR_MEAN = 0.75  # of the promised standard deviation: what an offset of a channel may be at most
 MOSTLY = 0.95
+MIRROR_MARGIN = 0.2  # of correlations: chance gives less
 SD_VAE = "stabilityai/sd-vae-ft-ema"
 # What damaged bytes may raise is written down nowhere; pickle's documentation names the first and "others".
 PICKLE_ERRORS = (
@@ -141,7 +142,7 @@ def mirror_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
     """Say what contradicts that `second` (N, C, H, W) are the mirror images of `first`; both are samples or means."""
     mirrored, plain = _correlation(first[..., ::-1], second), _correlation(first, second)
     unrelated = _correlation(np.roll(first, 1, axis=0)[..., ::-1], second)
-    if mirrored > max(plain, unrelated):
+    if mirrored > max(plain, unrelated) + MIRROR_MARGIN:
         return None
     return (
         f"the second half is not that of mirror images (correlation {mirrored:.2f} with mirrored latents of the first, "

@@ -135,7 +135,8 @@ class _ArrayFile:
 
     def append(self, array: np.ndarray) -> None:
         """Write the next rows."""
-        self._write(memoryview(np.ascontiguousarray(array)).cast("B"))
+        if array.size:
+            self._write(memoryview(np.ascontiguousarray(array)).cast("B"))
 
     def finish(self) -> list[str]:
         """Bring everything to the disk and return the hashes."""

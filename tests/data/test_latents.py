@@ -1,6 +1,8 @@
 import json
 import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from data import (
     real_images,
     to_uint8,
 )
+from tests.runs import ROOT
 
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 5}
 
@@ -288,3 +291,140 @@ def test_the_foreground_of_the_digits_is_their_mask(tmp_path):
     images, _ = real_images(dataset, np.arange(50), IdentityEncoder())
     assert np.array_equal(dataset.read_masks(np.arange(50)).numpy() > 0, images[..., 0] > 0)
     assert digits(str(tmp_path / "plain"), 8, 1, 10).masks is None
+
+
+def write_mirrored(path, count=12, **changes):
+    """Entries whose every number is that of their entry, and 100 more in the mirror image."""
+    manifest = LatentManifest(count, (4, 8, 8), "float16", "samples", 3, "identity", mirrors=True, **changes)
+    stored = np.arange(count)[:, None, None, None, None] + np.array([0, 100])[None, :, None, None, None]
+    masks = np.zeros((count, 8, 8), np.uint8)
+    masks[:, 2, 1] = 255
+    with LatentWriter(path, manifest) as writer:
+        writer.append(
+            np.broadcast_to(stored, manifest.stored_shape),
+            np.arange(count) % 3,
+            masks if "conditioning_type" in changes else None,
+        )
+    return open_latents(str(path), 8, 4, 3)
+
+
+def test_mirror_images_are_read_where_they_are_asked_for(tmp_path):
+    dataset = write_mirrored(tmp_path / "a", num_held_out=4)
+    ids = np.array([7, 0, 7, 3])
+    stored, labels = dataset.read(ids, np.array([1, 0, 0, 1]))
+    assert stored[:, 0, 0, 0].tolist() == [107, 0, 7, 103]
+    assert labels.tolist() == [1, 0, 1, 0]
+    assert dataset.read(ids)[0][:, 0, 0, 0].tolist() == [7, 0, 7, 3], "the image itself unless asked otherwise"
+    assert stored.shape == (4, 4, 8, 8)
+    # An image and its mirror image are one entry: no mirror image of a held-out image is trained on.
+    assert set(dataset.held_out_ids).isdisjoint(dataset.train_ids)
+    assert len(dataset.train_ids) == 8
+
+
+def test_masks_are_mirrored_with_their_images(tmp_path):
+    dataset = write_mirrored(tmp_path / "a", conditioning_type="mask")
+    masks = dataset.read_masks(np.array([5, 2]), np.array([0, 1]))
+    assert masks.nonzero().tolist() == [[0, 2, 1], [1, 2, 6]]
+    assert dataset.read_masks(np.array([5])).nonzero().tolist() == [[0, 2, 1]]
+
+
+def test_means_are_what_moments_are_sampled_around():
+    manifest = LatentManifest(20, (2, 8, 8), "float16", "moments", 0, "identity", scale=0.5, shift=1.0)
+    mean, logvar = torch.randn(3, 1, 8, 8), torch.full((3, 1, 8, 8), -40.0)
+    torch.testing.assert_close(manifest.to_means(torch.cat([mean, logvar], dim=1)), (mean - 1.0) * 0.5)
+    torch.testing.assert_close(manifest.to_latents(torch.cat([mean, logvar], dim=1)), (mean - 1.0) * 0.5)
+
+
+def test_a_channel_may_have_a_scale_and_a_shift_of_its_own(tmp_path):
+    write(tmp_path / "a", scale=(0.5, 1.0, 2.0, 4.0), shift=(1.0, 0.0, -1.0, 0.5))
+    manifest = open_latents(str(tmp_path / "a"), **SIZES).manifest
+    assert manifest.scale == (0.5, 1.0, 2.0, 4.0)
+    stored = torch.randn(2, 4, 8, 8)
+    seen = manifest.to_latents(stored)
+    torch.testing.assert_close(seen[:, 2], (stored[:, 2] + 1.0) * 2.0)
+    torch.testing.assert_close(seen[:, 3], (stored[:, 3] - 0.5) * 4.0)
+    torch.testing.assert_close(manifest.to_encoder(seen), stored)
+
+
+@pytest.mark.parametrize(("std", "warned"), [(1.0, False), (0.6, False), (1.7, False), (0.18, True), (5.5, True), (0.5, True)])
+def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
+    manifest = LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity", scale=0.18215, std=1.0)
+    warning = manifest.std_warning(torch.tensor(std))
+    assert bool(warning) == warned
+    if warned:
+        assert f"standard deviation of {std:.3g}, their manifest promises 1: scale=0.18215" in warning
+    assert LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity").std_warning(torch.tensor(9.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": (1.0, 2.0)}, r"scale=\(1.0, 2.0\) must be a number, other than 0, or one for each of 4 channels"),
+        ({"scale": (1.0, 2.0, 0.0, 1.0)}, "must be a number, other than 0"),
+        ({"shift": float("nan")}, "shift=nan must be a number, or one for each"),
+        ({"scale": True}, "scale=True must be a number"),
+        ({"std": 0.0}, "std=0.0 must be a number greater than 0, or null"),
+        ({"pixel_range": (1.0, 1.0)}, "must be two numbers: what black is, and what white is"),
+        ({"class_names": ("a", "b")}, "class_names has 2 names, must be num_classes=5"),
+        ({"block_bytes": 0}, "block_bytes=0 must be greater than 0"),
+        ({"num_classes": -1}, "must be num_classes=-1"),
+        ({"shape": (4, 0, 0)}, r"shape=\(4, 0, 0\) must be \(channels, size, size\)"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(changes, message):
+    fields = {"count": 20, "shape": (4, 8, 8), "dtype": "float16", "kind": "samples", "num_classes": 5, "encoder": "identity"}
+    with pytest.raises(ValueError, match=message):
+        LatentManifest(**{**fields, **changes})
+
+
+def test_a_manifest_survives_its_file(tmp_path):
+    names = ("a", "b", "c", "d", "e")
+    write(tmp_path / "a", class_names=names, origin={"by": ["hand", 1]}, std=1.0, resolution=64, pixel_range=(0.0, 1.0))
+    manifest = open_latents(str(tmp_path / "a"), **SIZES).manifest
+    assert (manifest.class_names, manifest.origin, manifest.std) == (names, {"by": ["hand", 1]}, 1.0)
+    assert (manifest.resolution, manifest.pixel_range) == (64, (0.0, 1.0))
+    assert set(manifest.checksums) == {"latents.npy", "labels.npy"}
+
+
+def test_the_same_latents_have_the_same_fingerprint_however_they_were_made(tmp_path):
+    for name, origin in (("a", {"on": "Monday"}), ("b", {"on": "Tuesday"}), ("c", None)):
+        write(tmp_path / name, origin=origin)
+    write(tmp_path / "d", scale=2.0)
+    fingerprints = [open_latents(str(tmp_path / name), **SIZES).describe()["fingerprint"] for name in "abcd"]
+    assert fingerprints[0] == fingerprints[1] == fingerprints[2] != fingerprints[3]
+
+
+def test_one_changed_number_anywhere_changes_the_fingerprint(tmp_path):
+    """Not only where the fingerprint reads: the checksums of the manifest are in it."""
+    prints = set()
+    for value in (0.0, 1.0):
+        stored = np.zeros((500, 1, 4, 4))
+        stored[1] = value  # of 500 entries 64 are read, the second not among them
+        with LatentWriter(tmp_path / str(value), LatentManifest(500, (1, 4, 4), "float32", "samples", 0, "identity")) as writer:
+            writer.append(stored, None)
+        prints.add(open_latents(str(tmp_path / str(value)), 4, 1, 0).describe()["fingerprint"])
+    assert len(prints) == 2
+
+
+FULL_DISK = """
+import resource, sys
+import numpy as np
+from data import LatentManifest, LatentWriter
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    with LatentWriter({path!r}, LatentManifest(100, (4, 8, 8), "float16", "samples", 0, "identity")) as writer:
+        for _ in range(10):
+            writer.append(np.zeros((10, 4, 8, 8)), None)
+except OSError as error:
+    sys.exit(f"error: {{error}}")
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 100, 30_000])
+def test_a_full_disk_is_one_error_with_the_file_and_leaves_nothing(tmp_path, limit):
+    code = FULL_DISK.format(limit=limit, path=str(tmp_path / "a"))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: [Errno 27] File too large: ")
+    assert "latents.npy" in result.stderr
+    assert not list(tmp_path.iterdir())

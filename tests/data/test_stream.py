@@ -48,6 +48,39 @@ def test_a_batch_may_be_larger_than_the_data():
     assert sorted(np.bincount(batch).tolist()) == [2, 3, 3]
 
 
+def test_whether_a_place_is_mirrored_is_a_function_of_the_seed_and_the_step():
+    def mirrored(count, **changes):
+        options = {"seed": 0, "batch_size": 6, "micro_batch_size": 2, "start_step": 0, "process_index": 0, "num_processes": 1}
+        order = StreamOrder(np.arange(10), mirrors=True, **{**options, **changes})
+        return [draw.mirrored.tolist() for draw in itertools.islice(order, count)]
+
+    whole = mirrored(300)
+    assert mirrored(291, start_step=3) == whole[9:]
+    assert np.reshape(mirrored(100, micro_batch_size=6), (300, 2)).tolist() == whole
+    two = [mirrored(99, process_index=p, num_processes=1, batch_size=6) for p in (0, 1)]
+    assert two[1] == [batch for step in range(50) for batch in whole[3 * step + 1 : 3 * step + 3]][:99]
+    assert 0.4 < np.mean(whole) < 0.6
+    assert mirrored(300, seed=1) != whole
+    assert {draw.mirrored for draw in itertools.islice(order(), 5)} == {None}
+
+
+def test_a_stream_reads_mirror_images_with_their_labels_and_masks(tmp_path):
+    from tests.data.test_latents import write_mirrored
+
+    dataset = write_mirrored(tmp_path / "a", conditioning_type="mask")
+    options = {"seed": 0, "batch_size": 8, "micro_batch_size": 4, "num_workers": 0, "pin_memory": False}
+    batches = stream(dataset, 0, **options, process_index=0, num_processes=1, with_masks=True)
+    seen = []
+    for batch in itertools.islice(batches, 12):
+        values = batch.stored[:, 0, 0, 0]
+        assert batch.labels.tolist() == (values % 100 % 3).int().tolist()
+        for value, mask in zip(values, batch.masks, strict=True):
+            assert mask.nonzero().tolist() == [[2, 6 if value >= 100 else 1]]
+        seen += values.int().tolist()
+    assert sorted(value % 100 for value in seen) == sorted(4 * list(range(12))), "an epoch is each entry once"
+    assert 0.2 < np.mean(np.array(seen) >= 100) < 0.8
+
+
 def test_workers_change_nothing():
     dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
     arguments = {

@@ -1,0 +1,397 @@
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, read_manifest
+from tests.photos import photographs, write_autoencoder, write_photographs
+from tests.runs import ROOT, composed
+from tests.test_end_to_end import ENVIRONMENT, ONE, TWO
+from training.config import UserMistake
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    return write_autoencoder(tmp_path_factory.mktemp("vae") / "vae")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos") / "photos"
+    write_photographs(folder)
+    return folder
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(encode, "PART_IMAGES", 4)
+    monkeypatch.setattr(encode, "IMAGES_AT_ONCE", 3)
+
+
+def run(source, out, vae, *overrides):
+    options = (f"source={source}", f"out={out}", f"encoder={vae}", "resolution=32", *overrides)
+    encode.main(composed(*options, config_name="encode"))
+    return opened(out)
+
+
+def opened(path):
+    manifest = read_manifest(path)
+    return open_latents(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
+
+
+def command(launcher, source, out, vae, *overrides):
+    options = (f"source={source}", f"out={out}", f"encoder={vae}", "resolution=32", *overrides)
+    return [*launcher, "-m", "data.encode", *map(str, options)]
+
+
+def start(*arguments, launcher=ONE, **options):
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command(launcher, *arguments), env=environment, capture_output=True, text=True, **options)
+
+
+def files(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "manifest.json"}
+
+
+def by_hand(vae, folder, name):
+    """Moments of a photograph and of its mirror image, from the libraries alone."""
+    image = torch.from_numpy(np.asarray(centre_crop(Image.open(folder / name).convert("RGB"), 32)))
+    pixels = image.permute(2, 0, 1)[None].float() / 127.5 - 1
+    net = KLEncoder(vae, CPU).net
+    both = [net.encode(x).latent_dist for x in (pixels, pixels.flip(-1))]
+    return torch.stack([torch.cat([d.mean, d.logvar], dim=1)[0] for d in both])
+
+
+def test_photographs_become_moments_of_both_mirror_images(tmp_path, photos, vae, small_parts):
+    dataset = run(photos, tmp_path / "out", vae, "num_held_out=2")
+    manifest, names = dataset.manifest, sorted(str(f.relative_to(photos)) for f in photos.rglob("*.*"))
+    assert (manifest.count, manifest.shape, manifest.kind, manifest.dtype) == (10, (8, 16, 16), "moments", "float16")
+    assert (manifest.mirrors, manifest.resolution, manifest.num_held_out) == (True, 32, 2)
+    assert (manifest.scale, manifest.shift, manifest.std) == (1.1, 0.0, 1.0)
+    assert (manifest.encoder, manifest.encoder_hash) == (vae, KLEncoder(vae, CPU).weights_hash)
+    assert manifest.class_names == ("china", "flower")
+    assert dataset.labels.tolist() == [0] * 5 + [1] * 5
+    expected = torch.stack([by_hand(vae, photos, name) for name in names])  # (10, 2, 8, 16, 16)
+    torch.testing.assert_close(torch.from_numpy(np.array(dataset.stored)).float(), expected, rtol=2e-3, atol=2e-3)
+    assert not torch.allclose(expected[:, 0].flip(-1), expected[:, 1], atol=0.05), "a latent can not be flipped"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
+    assert manifest.origin["left_out"] == []
+    assert manifest.origin["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
+
+
+def test_without_mirrors_there_are_none_and_one_in_a_hundred_is_held_out(tmp_path, photos, vae):
+    dataset = run(photos, tmp_path / "out", vae, "mirrors=false")
+    assert dataset.stored.shape == (10, 8, 16, 16)
+    assert dataset.manifest.num_held_out == 0
+    both = run(photos, tmp_path / "both", vae)
+    np.testing.assert_allclose(dataset.stored, both.stored[:, 0], rtol=2e-3, atol=1e-3)
+
+
+def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for i, (image, label) in enumerate(zip(digits.images[:30], digits.target, strict=False)):
+        (tmp_path / "digits" / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 15.9).astype(np.uint8)).save(tmp_path / "digits" / str(label) / f"{i:02}.png")
+    options = (f"source={tmp_path / 'digits'}", f"out={tmp_path / 'out'}", "encoder=identity", "resolution=8")
+    encode.main(composed(*options, config_name="encode"))
+    dataset = opened(tmp_path / "out")
+    order = np.lexsort((np.arange(30), digits.target[:30]))
+    stored, labels = dataset.read(np.arange(30))
+    from data import IdentityEncoder
+
+    images = image_decoder(dataset.manifest, IdentityEncoder())(dataset.manifest.to_latents(stored))
+    assert np.array_equal(images[..., 0], (digits.images[order] * 15.9).astype(np.uint8))
+    assert np.array_equal(labels.numpy(), digits.target[order])
+    mirrored, _ = dataset.read(np.arange(30), np.ones(30, int))
+    assert torch.equal(mirrored, stored.flip(-1)), "pixels, unlike latents, can be flipped"
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 2])
+def test_what_was_stopped_goes_on_and_ends_the_same(tmp_path, photos, vae, small_parts, monkeypatch, stop_after):
+    run(photos, tmp_path / "whole", vae)
+    write, written = encode.Job.write, []
+
+    def stop(job, number, part):
+        if len(written) == stop_after:
+            raise KeyboardInterrupt
+        written.append(number)
+        write(job, number, part)
+
+    monkeypatch.setattr(encode.Job, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(photos, tmp_path / "out", vae)
+    assert not (tmp_path / "out").exists()
+    written_before, again = list(written), []
+    monkeypatch.setattr(encode.Job, "write", lambda job, number, part: (again.append(number), write(job, number, part)))
+    run(photos, tmp_path / "out", vae)
+    assert sorted(written_before + again) == [0, 1, 2], "what was done is not done again"
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_part_that_was_half_written_is_no_part(tmp_path, photos, vae, small_parts, monkeypatch):
+    def torn(file, **arrays):
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode.np, "savez", torn)
+        with pytest.raises(KeyboardInterrupt):
+            run(photos, tmp_path / "out", vae)
+    assert not list((tmp_path / "out.partial").glob("*.npz"))
+    assert run(photos, tmp_path / "out", vae).manifest.count == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mirrors=false", "mirrors: True -> False"),
+        ("resolution=64", "resolution: 32 -> 64"),
+        ("encoder=identity", "encoder: .* -> identity"),
+    ],
+)
+def test_a_job_is_not_continued_with_something_else(tmp_path, photos, vae, small_parts, monkeypatch, override, message):
+    stopped(tmp_path, photos, vae, monkeypatch)
+    with pytest.raises(
+        UserMistake, match=rf"out.partial was begun with something else \(.*{message}.*\): go on with that, or remove"
+    ):
+        run(photos, tmp_path / "out", vae, override)
+    assert run(photos, tmp_path / "out", vae).manifest.count == 10
+
+
+def stopped(folder, photos, vae, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "finish", lambda job, state: None)
+        options = (f"source={photos}", f"out={folder / 'out'}", f"encoder={vae}", "resolution=32")
+        encode.main(composed(*options, config_name="encode"))
+
+
+def test_images_that_appear_meanwhile_are_noticed(tmp_path, vae, small_parts, monkeypatch):
+    write_photographs(tmp_path / "photos")
+    stopped(tmp_path, tmp_path / "photos", vae, monkeypatch)
+    Image.fromarray(photographs()["china"]).save(tmp_path / "photos" / "china" / "new.png")
+    with pytest.raises(UserMistake, match=r"list_of_images: 10 images, .* -> 11 images"):
+        run(tmp_path / "photos", tmp_path / "out", vae)
+
+
+def spoil(folder):
+    """Damage two of ten photographs in different ways and return their names."""
+    whole = (folder / "china" / "001.jpg").read_bytes()
+    (folder / "china" / "001.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "flower" / "002.png").write_text("this is no image")
+    return whole
+
+
+def test_corrupt_images_are_listed_and_may_be_left_out_or_mended(tmp_path, vae, small_parts, capsys):
+    folder = tmp_path / "photos"
+    write_photographs(folder)
+    perfect = run(folder, tmp_path / "perfect", vae)
+    spoil(folder)
+    with pytest.raises(UserMistake, match=r"2 images are corrupt, and nothing was put together.*skip_corrupt=true"):
+        run(folder, tmp_path / "out", vae)
+    printed = capsys.readouterr().out
+    assert "2 of 10 images are corrupt" in printed
+    assert "china/001.jpg: " in printed and "flower/002.png: " in printed
+    assert len((tmp_path / "out.partial" / "corrupt.txt").read_text().splitlines()) == 2
+    assert not (tmp_path / "out").exists()
+    left = run(folder, tmp_path / "out", vae, "skip_corrupt=true")
+    good = [i for i in range(10) if i not in (1, 7)]
+    assert left.manifest.count == 8
+    assert left.labels.tolist() == perfect.labels[good].tolist() == [0] * 4 + [1] * 4
+    np.testing.assert_allclose(left.stored, perfect.stored[good], rtol=2e-3, atol=1e-3)
+    assert left.manifest.origin["left_out"] == ["china/001.jpg", "flower/002.png"]
+
+
+def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts, monkeypatch):
+    folder = tmp_path / "photos"
+    write_photographs(folder)
+    whole = spoil(folder)
+    with pytest.raises(UserMistake, match="2 images are corrupt"):
+        run(folder, tmp_path / "out", vae)
+    (folder / "china" / "001.jpg").write_bytes(whole)
+    Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
+    again, write = [], encode.Job.write
+    monkeypatch.setattr(encode.Job, "write", lambda job, number, part: (again.append(number), write(job, number, part)))
+    assert run(folder, tmp_path / "out", vae).manifest.count == 10
+    assert again == [0, 1], "the part without corrupt images is kept"
+
+
+def test_a_part_of_nothing_but_corrupt_images_and_a_source_of_nothing_else(tmp_path, vae, small_parts):
+    folder = tmp_path / "photos"
+    names = write_photographs(folder)
+    for name in names[:4]:
+        (folder / name).write_bytes(b"")
+    assert run(folder, tmp_path / "out", vae, "skip_corrupt=true").labels.tolist() == [0] + [1] * 5
+    for name in names:
+        (folder / name).write_bytes(b"")
+    with pytest.raises(UserMistake, match="all 10 images are corrupt"):
+        run(folder, tmp_path / "none", vae, "skip_corrupt=true")
+    assert not (tmp_path / "none").exists()
+
+
+def test_modes_of_images_are_converted_and_16_bits_refused(tmp_path, vae):
+    folder = tmp_path / "modes"
+    folder.mkdir()
+    image = Image.fromarray(photographs()["china"][:40, :40])
+    for mode in ("L", "RGBA", "P", "CMYK", "1"):
+        image.convert(mode).save(folder / f"{mode}.{'tif' if mode == 'CMYK' else 'png'}")
+    assert run(folder, tmp_path / "out", vae).manifest.count == 5
+    Image.fromarray(np.full((40, 40), 40_000, np.uint16)).save(folder / "sixteen.png")
+    with pytest.raises(UserMistake, match="1 images are corrupt"):
+        run(folder, tmp_path / "more", vae)
+    assert "must be RGB with 8 bits" in (tmp_path / "more.partial" / "corrupt.txt").read_text()
+
+
+def write_masks(folder, photos, mode="L"):
+    """Grey masks of random blocks, of the size of each photograph."""
+    rng = np.random.default_rng(0)
+    for file in sorted(photos.rglob("*.*")):
+        width, height = Image.open(file).size
+        mask = rng.integers(0, 256, (height, width), dtype=np.uint8) * (rng.random((height, width)) < 0.1)
+        target = folder / file.relative_to(photos).with_suffix(".png")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(mask.astype(np.uint8)).save(target)
+    return folder
+
+
+@pytest.mark.parametrize("conditioning_type", ["mask", "segmentation"])
+def test_masks_are_cut_and_pooled_like_their_images(tmp_path, photos, vae, conditioning_type):
+    masks = write_masks(tmp_path / "masks", photos)
+    dataset = run(photos, tmp_path / "out", vae, f"masks={masks}", f"conditioning_type={conditioning_type}")
+    assert dataset.manifest.conditioning_type == conditioning_type
+    assert dataset.masks.shape == (10, 16, 16)
+    for i, file in enumerate(sorted(masks.rglob("*.png"))):
+        mask = np.asarray(Image.open(file))
+        if conditioning_type == "segmentation":
+            mask = (mask > 0).astype(np.uint8) * 255
+        cut = np.asarray(centre_crop(Image.fromarray(mask), 32)).reshape(16, 2, 16, 2).astype(float)
+        if conditioning_type == "mask":
+            assert np.abs(dataset.masks[i] - cut.mean(axis=(1, 3))).max() <= 0.5
+        else:
+            assert np.array_equal(dataset.masks[i] > 0, cut.max(axis=(1, 3)) > 0)
+    assert 0 < dataset.masks.astype(bool).mean() < 1
+
+
+def test_a_segmentation_counts_by_its_numbers_and_not_by_the_colours_of_a_palette(tmp_path, vae):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(photographs()["china"][:32, :32]).save(tmp_path / "photos" / "0.png")
+    classes = np.zeros((32, 32), np.uint8)
+    classes[4:6, 8:10] = 3
+    palette = Image.fromarray(classes)
+    palette.putpalette([0, 0, 0] * 256)  # every class is black
+    palette.save(tmp_path / "masks" / "0.png")
+    dataset = run(tmp_path / "photos", tmp_path / "out", vae, f"masks={tmp_path / 'masks'}", "conditioning_type=segmentation")
+    assert np.argwhere(dataset.masks[0]).tolist() == [[2, 4]]
+
+
+def test_a_mask_of_another_size_is_told_with_its_image(tmp_path, photos, vae):
+    masks = write_masks(tmp_path / "masks", photos)
+    Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "china" / "000.png")
+    with pytest.raises(UserMistake, match="1 images are corrupt"):
+        run(photos, tmp_path / "out", vae, f"masks={masks}")
+    assert "china/000.png: its mask: it is (9, 7), the image is" in (tmp_path / "out.partial" / "corrupt.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("resolution=33",), "resolution=33 must be a multiple of 2"),
+        (("resolution=0",), "resolution=0 must be greater than 0"),
+        (("conditioning_type=depth",), "conditioning_type=depth must be one of mask, segmentation"),
+        (("mixed_precision=fp16",), "mixed_precision=fp16 must be one of no, bf16"),
+        (("num_held_out=10",), r"num_held_out=10 must be in \[0, 9\]"),
+        (("masks=nowhere",), "masks=nowhere not found"),
+        (("encoder=nothing",), "encoder=nothing must be one of identity"),
+        (("source=nowhere",), "source=nowhere not found"),
+    ],
+)
+def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae, overrides, message):
+    with pytest.raises(UserMistake, match=message):
+        run(photos, tmp_path / "out", vae, *overrides)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_is_not_overwritten(tmp_path, photos, vae):
+    run(photos, tmp_path / "out", vae)
+    before = files(tmp_path / "out")
+    with pytest.raises(UserMistake, match=r"out=.*out exists: move it away"):
+        run(photos, tmp_path / "out", vae)
+    assert files(tmp_path / "out") == before
+
+
+def test_too_little_room_is_told_before_any_work(tmp_path, photos, vae, monkeypatch):
+    usage = encode.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(encode.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(UserMistake, match=r"out=.* needs 0\.0 GiB while it is made, 0\.0 are free"):
+        run(photos, tmp_path / "out", vae)
+
+
+def limit_files(num_bytes):
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path, photos, vae):
+    """A limit on the size of files stands for the full disk: 10 images are one part of 82 kB, and so is what is made of it."""
+    result = start(photos, tmp_path / "out", vae, preexec_fn=limit_files(60_000))
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: [Errno 27] File too large; mend this and run the same command again"
+    )
+    assert "Traceback" not in result.stderr
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["about.json", "out.partial"]
+    result = start(photos, tmp_path / "out", vae)
+    assert result.returncode == 0, result.stderr
+    assert opened(tmp_path / "out").manifest.count == 10
+
+
+@pytest.mark.slow
+def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
+    """By SIGKILL as soon as a part is there, continued by another number of processes."""
+    photos = tmp_path / "photos"
+    write_photographs(photos, per_class=320)
+    assert start(photos, tmp_path / "one", vae).returncode == 0
+    two = start(photos, tmp_path / "two", vae, launcher=TWO)
+    assert two.returncode == 0, two.stderr
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    partial = tmp_path / "out.partial"
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    process = psutil.Popen(command(TWO, photos, tmp_path / "out", vae), env=environment, stderr=subprocess.DEVNULL)
+    while not list(partial.glob("*.npz")):
+        assert process.poll() is None, "it finished before it could be killed"
+        time.sleep(0.01)
+    everyone = [process, *process.children(recursive=True)]  # the launcher's end does not end its processes at once
+    for each in everyone:
+        each.kill()
+    psutil.wait_procs(everyone)
+    assert not (tmp_path / "out").exists()
+    assert start(photos, tmp_path / "out", vae).returncode == 0
+    assert files(tmp_path / "out") == files(tmp_path / "one")
+
+
+def test_a_public_autoencoder_is_taken_from_the_cache_without_network(tmp_path, photos):
+    """The cache of the hub, as a download would leave it, holding a small autoencoder under the public name."""
+    repository = tmp_path / "cache" / "models--stabilityai--sd-vae-ft-ema"
+    write_autoencoder(repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    arguments = [f"source={photos}", f"out={tmp_path / 'out'}", "resolution=32"]
+    result = subprocess.run(
+        [sys.executable, "-m", "data.encode", *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "python -m data.report" in result.stdout
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["encoder"] == "stabilityai/sd-vae-ft-ema"

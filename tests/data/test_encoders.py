@@ -1,0 +1,183 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data import IdentityEncoder, KLEncoder, LatentManifest, encoder_for, image_decoder, load_encoder, to_uint8
+from data import encoders as module
+from tests.photos import photographs, write_autoencoder
+
+CPU = torch.device("cpu")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+IMAGES = torch.from_numpy(
+    np.stack([photo[:32, start : start + 32] for photo in photographs().values() for start in (0, 99, 300)])
+).permute(0, 3, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_autoencoder(tmp_path_factory.mktemp("encoders") / "vae")
+
+
+def own(folder):
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL.from_pretrained(folder).eval()
+
+
+def manifest(encoder, **changes):
+    fields = {
+        "count": 6,
+        "shape": (8, 16, 16),
+        "dtype": "float16",
+        "kind": "moments",
+        "num_classes": 0,
+        "encoder": encoder.name,
+    }
+    fields |= {"encoder_hash": encoder.weights_hash, "scale": encoder.scale, "shift": encoder.shift}
+    return LatentManifest(**{**fields, **changes})
+
+
+def test_moments_are_those_that_diffusers_gives(folder):
+    encoder = KLEncoder(folder, CPU)
+    with torch.no_grad():
+        posterior = own(folder).encode(IMAGES.float() / 127.5 - 1).latent_dist
+    torch.testing.assert_close(encoder.encode(IMAGES), torch.cat([posterior.mean, posterior.logvar], dim=1))
+    assert (encoder.kind, encoder.scale, encoder.shift, encoder.std, encoder.factor) == ("moments", 1.1, 0.0, 1.0, 2)
+    assert next(encoder.net.parameters()).dtype == torch.float32
+    assert not encoder.net.training
+
+
+def test_what_is_encoded_is_decoded_as_diffusers_does_and_rounded_by_the_one_rule(folder):
+    encoder = KLEncoder(folder, CPU)
+    about = manifest(encoder, shift=0.3)
+    stored = encoder.encode(IMAGES)
+    images = image_decoder(about, encoder)(about.to_means(stored))
+    with torch.no_grad():
+        expected = to_uint8(own(folder).decode(stored[:, :4]).sample).permute(0, 2, 3, 1)
+    assert images.shape == (6, 32, 32, 3)
+    assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1  # scale and shift cost the last bits
+
+
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_work_is_done_in_slices_that_fit(folder, monkeypatch, way):
+    encoder = KLEncoder(folder, CPU)
+    batch = IMAGES if way == "encode" else torch.randn(6, 4, 16, 16)
+    whole = getattr(encoder, way)(batch)
+    seen = []
+    forward = getattr(encoder.net, way)
+    monkeypatch.setattr(encoder.net, way, lambda part: (seen.append(len(part)), forward(part))[1])
+    monkeypatch.setattr(module, "PIXELS_AT_ONCE", 2 * 32 * 32 + 5)
+    torch.testing.assert_close(getattr(encoder, way)(batch), whole)
+    assert seen == [2, 2, 2]
+    monkeypatch.setattr(module, "PIXELS_AT_ONCE", 1)
+    assert getattr(encoder, way)(batch).shape == whole.shape
+    assert seen[3:] == [1] * 6
+
+
+def test_the_hash_is_that_of_the_weights_and_not_of_their_file(folder, tmp_path):
+    weights_hash = KLEncoder(folder, CPU).weights_hash
+    shutil.copytree(folder, tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / WEIGHTS)
+    save_file(dict(reversed(tensors.items())), tmp_path / "copy" / WEIGHTS, metadata={"format": "pt", "more": "words"})
+    assert KLEncoder(str(tmp_path / "copy"), CPU).weights_hash == weights_hash
+    tensors["decoder.conv_out.bias"][0] += 1e-6
+    save_file(tensors, tmp_path / "copy" / WEIGHTS, metadata={"format": "pt"})
+    assert KLEncoder(str(tmp_path / "copy"), CPU).weights_hash != weights_hash
+
+
+def damage(file, change):
+    file.write_bytes(change(file.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: damage(folder / WEIGHTS, lambda data: data[:1000]), "can not be read as an AutoencoderKL"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "can not be read as an AutoencoderKL: .*no file named"),
+        (lambda folder: (folder / "config.json").write_text("{"), "can not be read as an AutoencoderKL: .*valid JSON"),
+        (lambda folder: (folder / "config.json").unlink(), "can not be read as an AutoencoderKL: .*config.json"),
+        (lambda folder: drop(folder / WEIGHTS, "decoder.conv_in.weight"), "lacks 1 tensors, such as decoder.conv_in.weight"),
+    ],
+)
+def test_a_damaged_autoencoder_is_one_clear_error(folder, tmp_path, spoil, message):
+    shutil.copytree(folder, tmp_path / "vae")
+    spoil(tmp_path / "vae")
+    with pytest.raises(ValueError, match=message):
+        load_encoder(str(tmp_path / "vae"), CPU)
+
+
+def drop(file, name):
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["sd-vae-ft-emma", "vae/with/three", "../nowhere"])
+def test_an_unknown_name_is_answered_with_the_known_ones(name):
+    with pytest.raises(ValueError, match="must be one of identity, sd-vae-ft-ema, sd-vae-ft-mse, sdxl, a folder"):
+        load_encoder(name, CPU)
+
+
+def test_an_autoencoder_that_is_not_here_says_how_to_bring_it(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"encoder=sdxl is neither in the cache nor can stabilityai/sdxl-vae be downloaded .*FOLDER"
+    ):
+        load_encoder("sdxl", CPU)
+
+
+def test_another_autoencoder_than_the_manifests_is_refused_unless_forced(folder, tmp_path):
+    encoder = KLEncoder(folder, CPU)
+    other = write_autoencoder(tmp_path / "other", seed=1)
+    about = manifest(encoder)
+    assert encoder_for(about, CPU).weights_hash == encoder.weights_hash
+    shutil.copytree(folder, tmp_path / "moved")
+    assert encoder_for(about, CPU, str(tmp_path / "moved")).weights_hash == encoder.weights_hash
+    for name in (other, "identity"):
+        with pytest.raises(ValueError, match=r"encoder=.* has weights .* must be the same, or allow_other_encoder=true"):
+            encoder_for(about, CPU, name)
+        assert encoder_for(about, CPU, name, allow_other=True).weights_hash != encoder.weights_hash
+    pixels = LatentManifest(3, (3, 8, 8), "float16", "samples", 0, "identity")
+    with pytest.raises(ValueError, match="must be the same"):
+        encoder_for(pixels, CPU, folder)
+
+
+def test_latents_without_a_hash_take_the_encoder_they_name_and_no_other(folder, tmp_path):
+    about = manifest(KLEncoder(folder, CPU), encoder_hash=None)
+    assert encoder_for(about, CPU).name == folder
+    with pytest.raises(ValueError, match="weights that the manifest does not tell"):
+        encoder_for(about, CPU, write_autoencoder(tmp_path / "other", seed=1))
+
+
+def test_pixels_in_another_range_are_brought_back(folder):
+    """What EDM2 does: pixels in [0, 1], and each channel with a scale and a shift of its own."""
+    encoder = KLEncoder(folder, CPU)
+    scale, shift = (0.5, 1.0, 2.0, 4.0), (1.0, 0.0, -1.0, 0.5)
+    about = manifest(encoder, scale=scale, shift=shift, pixel_range=(0.0, 1.0))
+    raw = torch.randn(2, 4, 16, 16)
+    seen = (raw - torch.tensor(shift).view(4, 1, 1)) * torch.tensor(scale).view(4, 1, 1)
+    torch.testing.assert_close(about.to_means(torch.cat([raw, raw], dim=1)), seen)
+    torch.testing.assert_close(about.to_encoder(seen), raw)
+    with torch.no_grad():
+        expected = (own(folder).decode(raw).sample * 255 + 0.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+    images = image_decoder(about, encoder)(seen)
+    assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1
+
+
+def test_bf16_is_used_where_asked_and_only_there(folder):
+    exact, fast = KLEncoder(folder, CPU), KLEncoder(folder, CPU, bf16=True)
+    difference = (exact.encode(IMAGES) - fast.encode(IMAGES)).abs().max()
+    assert 0 < difference < 0.1
+    assert fast.decode(torch.randn(1, 4, 16, 16)).dtype == torch.float32
+
+
+def test_records_tell_name_and_hash(folder):
+    assert IdentityEncoder().describe() == {"name": "identity", "weights_hash": None}
+    assert KLEncoder(folder, CPU).describe() == {"name": folder, "weights_hash": KLEncoder(folder, CPU).weights_hash}
+    json.dumps(KLEncoder(folder, CPU).describe())

@@ -1,0 +1,397 @@
+"""Foreign formats, written here from their public descriptions, and what contradicts the assumptions about them."""
+
+import contextlib
+import io
+import json
+import pickle
+import tarfile
+import zipfile
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import convert, open_latents, read_manifest
+from data.importers import FORMATS, unpickle_array
+from tests.runs import composed
+from training.config import UserMistake
+
+COUNT, SIZE = 24, 8
+LABELS = np.arange(COUNT) % 5
+# Of the latents of sd-vae-ft-* on photographs: standard deviations near 4.9, 5.3, 3.9, 4.0 before scaling.
+STDS = np.array([4.9, 5.3, 3.9, 4.0], np.float32).reshape(4, 1, 1)
+
+
+def latents(seed=0):
+    """Mean and log-variance (COUNT, 4, SIZE, SIZE) like those of a public autoencoder: smooth, not symmetric, quite certain."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.standard_normal((COUNT, 4, SIZE // 2, SIZE // 2)).astype(np.float32)
+    mean = STDS * coarse.repeat(2, axis=2).repeat(2, axis=3)
+    return mean, rng.uniform(-18, -6, mean.shape).astype(np.float32)
+
+
+MEAN, LOGVAR = latents()
+
+
+def npy(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def write_tar(file, members):
+    with tarfile.open(file, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def write_wds(folder, arrays, suffix, encode, labels=LABELS):
+    """Two shards of KEY.SUFFIX and KEY.cls."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard, ids in enumerate(np.array_split(np.arange(len(arrays)), 2)):
+        members = []
+        for i in ids:
+            members += [(f"{i:07d}.cls", str(labels[i]).encode()), (f"{i:07d}.{suffix}", encode(arrays[i]))]
+        write_tar(folder / f"imagenet-{shard:04d}.tar", members)
+    return folder
+
+
+def write_tread(folder, arrays=MEAN * 0.18215, **options):
+    return write_wds(folder, arrays, "latent.npy", npy, **options)
+
+
+def write_maskdit_wds(folder, protocol=pickle.DEFAULT_PROTOCOL, arrays=None):
+    arrays = np.concatenate([MEAN, LOGVAR], axis=1) if arrays is None else arrays
+    return write_wds(folder, arrays, "latent", lambda array: pickle.dumps(array, protocol=protocol))
+
+
+def write_lmdb(folder, first=None, second=None, labels=None):
+    """MaskDiT's extraction: all images, then all mirror images; `length` counts both."""
+    first = np.concatenate([MEAN, LOGVAR], axis=1) if first is None else first
+    second = first[..., ::-1] if second is None else second
+    folder.mkdir(parents=True)
+    entries = np.concatenate([first, second]).astype(np.float32)
+    labels = np.concatenate([LABELS, LABELS]) if labels is None else labels
+    environment = lmdb.open(str(folder), map_size=2**26)
+    with environment.begin(write=True) as transaction:
+        for i, (entry, label) in enumerate(zip(entries, labels, strict=True)):
+            transaction.put(f"z-{i}".encode(), np.ascontiguousarray(entry).tobytes())
+            transaction.put(f"y-{i}".encode(), str(label).encode())
+        transaction.put(b"length", str(len(entries)).encode())
+    environment.close()
+    return folder
+
+
+def write_npy_folder(folder, arrays, labels=LABELS):
+    """The tools of EDM2 and REPA: numbered folders of mean and standard deviation, and dataset.json in any order."""
+    entries = []
+    for i, array in enumerate(arrays):
+        name = f"{i // 10:05d}/img-mean-std-{i:08d}.npy"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(npy(array))
+        entries.append([name, int(labels[i])])
+    (folder / "dataset.json").write_text(json.dumps({"labels": entries[::-1]}))
+    return folder
+
+
+def pack(folder, file):
+    with zipfile.ZipFile(file, "w") as archive:
+        for item in sorted(folder.rglob("*.*")):
+            archive.write(item, item.relative_to(folder))
+    return file
+
+
+def mean_std(mean=MEAN, logvar=LOGVAR):
+    return np.concatenate([mean, np.exp(0.5 * logvar)], axis=1)
+
+
+def run(source, out, name, *overrides):
+    convert.main(composed(f"format={name}", f"source={source}", f"out={out}", *overrides, config_name="convert"))
+    manifest = read_manifest(out)
+    return open_latents(str(out), manifest.input_size, manifest.in_channels, manifest.num_classes)
+
+
+def close(stored, expected):
+    np.testing.assert_allclose(np.asarray(stored, np.float32), expected, rtol=1e-3, atol=2e-2)
+
+
+def test_tread(tmp_path):
+    dataset = run(write_tread(tmp_path / "tread"), tmp_path / "out", "tread_wds")
+    manifest = dataset.manifest
+    close(dataset.stored, MEAN)  # the scale is taken out, to be applied once
+    assert (manifest.kind, manifest.scale, manifest.mirrors, manifest.num_classes) == ("samples", 0.18215, False, 5)
+    assert np.array_equal(dataset.labels, LABELS)
+    seen = manifest.to_latents(dataset.read(np.arange(COUNT))[0])
+    close(seen.numpy(), MEAN * 0.18215)
+    unscaled = run(write_tread(tmp_path / "raw", MEAN), tmp_path / "raw_out", "tread_wds", "scaled=false")
+    close(unscaled.stored, MEAN)
+
+
+def test_one_tar_is_enough(tmp_path):
+    write_tread(tmp_path / "tread")
+    dataset = run(tmp_path / "tread" / "imagenet-0001.tar", tmp_path / "out", "tread_wds")
+    close(dataset.stored, MEAN[COUNT // 2 :])
+
+
+def test_moments_in_the_format_of_tread_are_refused_and_then_understood(tmp_path):
+    """What users met who fed MaskDiT's shards to the official code."""
+    moments = write_tread(tmp_path / "moments", np.concatenate([MEAN, LOGVAR], axis=1))
+    with pytest.raises(UserMistake, match=r"24 entries contradict .* nearly all .* negative: stored_as=mean_logvar"):
+        run(moments, tmp_path / "out", "tread_wds")
+    spread = write_tread(tmp_path / "spread", mean_std())
+    with pytest.raises(UserMistake, match=r"never negative: stored_as=mean_std"):
+        run(spread, tmp_path / "out", "tread_wds")
+    assert not (tmp_path / "out").exists()
+    for folder, stored_as in ((moments, "mean_logvar"), (spread, "mean_std")):
+        dataset = run(folder, tmp_path / stored_as, "tread_wds", f"stored_as={stored_as}", "scaled=false")
+        close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
+        assert dataset.manifest.kind == "moments"
+
+
+def test_scaled_moments_are_brought_back(tmp_path):
+    """(m, v) of z give (scale m, scale^2 v) of scale z."""
+    scaled = np.concatenate([MEAN * 0.18215, LOGVAR + 2 * np.log(0.18215)], axis=1)
+    folder = write_tread(tmp_path / "scaled", scaled)
+    dataset = run(folder, tmp_path / "out", "tread_wds", "stored_as=mean_logvar")
+    close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
+
+
+def test_maskdit_lmdb(tmp_path):
+    dataset = run(write_lmdb(tmp_path / "lmdb" / "train"), tmp_path / "out", "maskdit_lmdb", "num_held_out=3")
+    manifest, moments = dataset.manifest, np.concatenate([MEAN, LOGVAR], axis=1)
+    assert (manifest.count, manifest.mirrors, manifest.kind, manifest.num_held_out) == (COUNT, True, "moments", 3)
+    close(dataset.stored[:, 0], moments)
+    close(dataset.stored[:, 1], moments[..., ::-1])
+    assert np.array_equal(dataset.labels, LABELS)
+
+
+def test_an_lmdb_without_flips(tmp_path):
+    folder = write_lmdb(tmp_path / "lmdb", second=np.concatenate(latents(seed=1), axis=1))
+    with pytest.raises(UserMistake, match=r"the second half is not that of mirror images .*: mirrored=false"):
+        run(folder, tmp_path / "out", "maskdit_lmdb")
+    assert run(folder, tmp_path / "out", "maskdit_lmdb", "mirrored=false").manifest.count == 2 * COUNT
+    moments = np.concatenate([MEAN, LOGVAR], axis=1)
+    with pytest.raises(UserMistake, match="the second half is not that of mirror images"):
+        run(write_lmdb(tmp_path / "twice", second=moments), tmp_path / "no", "maskdit_lmdb")
+    shuffled = np.concatenate([LABELS, LABELS[::-1]])
+    with pytest.raises(UserMistake, match="the classes of the second half are not those of the first: mirrored=false"):
+        run(write_lmdb(tmp_path / "shuffled", labels=shuffled), tmp_path / "no", "maskdit_lmdb")
+
+
+def test_an_lmdb_is_asked_for_by_its_own_folder(tmp_path):
+    write_lmdb(tmp_path / "lmdb" / "train")
+    with pytest.raises(UserMistake, match=r"is no LMDB: .*; there is one in .*train"):
+        run(tmp_path / "lmdb", tmp_path / "out", "maskdit_lmdb")
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_maskdit_wds(tmp_path, protocol):
+    dataset = run(write_maskdit_wds(tmp_path / "wds", protocol), tmp_path / "out", "maskdit_wds")
+    close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
+    assert np.array_equal(dataset.labels, LABELS)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_repa(tmp_path, packed):
+    source = write_npy_folder(tmp_path / "vae-sd", mean_std())
+    source = pack(source, tmp_path / "vae-sd.zip") if packed else source
+    dataset = run(source, tmp_path / "out", "repa")
+    close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
+    assert np.array_equal(dataset.labels, LABELS)
+    assert dataset.manifest.encoder == "stabilityai/sd-vae-ft-mse"
+    assert dataset.manifest.pixel_range == (-1.0, 1.0)
+
+
+EDM2_MEAN = np.array([5.81, 3.25, 0.12, -2.15], np.float32).reshape(4, 1, 1)
+EDM2_STD = np.array([4.17, 4.62, 3.71, 3.28], np.float32).reshape(4, 1, 1)
+
+
+def write_edm2(folder):
+    return write_npy_folder(folder, mean_std(MEAN / STDS * EDM2_STD + EDM2_MEAN))
+
+
+def test_edm2(tmp_path):
+    dataset = run(write_edm2(tmp_path / "edm2"), tmp_path / "out", "edm2")
+    seen = dataset.manifest.to_means(dataset.read(np.arange(COUNT))[0])
+    close(seen.numpy(), MEAN / STDS * 0.5)
+    assert dataset.manifest.pixel_range == (0.0, 1.0)
+    assert dataset.manifest.std == 0.5
+
+
+def test_repa_and_edm2_are_told_apart_by_their_numbers(tmp_path):
+    with pytest.raises(UserMistake, match=r"a mean of 1.0\d in channel 0.*another range of pixels"):
+        run(write_edm2(tmp_path / "edm2"), tmp_path / "out", "repa")
+    with pytest.raises(UserMistake, match=r"in channel 0.*another range of pixels"):
+        run(write_npy_folder(tmp_path / "repa", mean_std()), tmp_path / "out", "edm2")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "overrides", "message"),
+    [
+        ("tread_wds", lambda p: write_tread(p, MEAN), (), r"standard deviation of 4\.\d+, not 1: scaled=false"),
+        ("tread_wds", write_tread, ("scaled=false",), r"standard deviation of 0\.15\d?, not 1: scaled=true"),
+        ("tread_wds", write_tread, ("scale=0.5", "scaled=false"), r"standard deviation of 0\.41\d, not 1"),
+        ("maskdit_wds", write_maskdit_wds, ("stored_as=mean_std",), "no standard deviation: stored_as=mean_logvar"),
+        (
+            "repa",
+            lambda p: write_npy_folder(p, mean_std()),
+            ("stored_as=mean_logvar",),
+            "hardly a log-variance: stored_as=mean_std",
+        ),
+        ("repa", lambda p: write_npy_folder(p, MEAN[:, :3]), (), "3 channels are no two halves: stored_as=samples"),
+        ("repa", lambda p: write_npy_folder(p, MEAN * np.nan), (), "there are values that are not finite"),
+    ],
+)
+def test_numbers_that_contradict_the_assumptions_are_refused(tmp_path, name, write, overrides, message):
+    with pytest.raises(UserMistake, match=rf"{message}"):
+        run(write(tmp_path / "source"), tmp_path / "out", name, *overrides)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def spoil_tar(folder):
+    cut(folder / "imagenet-0001.tar")
+
+
+def spoil_npy(folder):
+    cut(folder / "00000" / "img-mean-std-00000003.npy")
+
+
+def rename_member(folder):
+    write_tar(folder / "imagenet-0001.tar", [("7.latent.npy", npy(MEAN[0])), ("8.cls", b"0")])
+
+
+def break_order(folder):
+    a, b = npy(MEAN[0]), npy(MEAN[1])
+    write_tar(folder / "imagenet-0001.tar", [("7.cls", b"0"), ("8.latent.npy", a), ("7.latent.npy", b), ("8.cls", b"1")])
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "spoil", "overrides", "message"),
+    [
+        ("tread_wds", write_tread, spoil_tar, (), r"imagenet-0001.tar is damaged"),
+        ("tread_wds", write_tread, rename_member, (), r"imagenet-0001.tar: 7 must hold both .cls and .latent.npy"),
+        ("tread_wds", write_tread, break_order, (), r"8.latent.npy stands where 7.latent.npy must be"),
+        ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be a class 0, 1"),
+        ("tread_wds", write_tread, None, ("num_classes=4",), r"label 4 at position 4 must be in \[0, 3\]"),
+        ("maskdit_wds", write_tread, None, (), r"0000000 must hold both .cls and .latent|must hold both"),
+        ("maskdit_wds", lambda p: write_maskdit_wds(p, arrays=[{"no": "array"}] * COUNT), None, (), "not a pickled array"),
+        ("repa", lambda p: write_npy_folder(p, mean_std()), lambda p: (p / "dataset.json").unlink(), (), "has no dataset.json"),
+        ("repa", lambda p: write_npy_folder(p, mean_std()), spoil_npy, (), "00000003.npy can not be read"),
+        ("repa", lambda p: p.mkdir(), None, (), r"holds no .npy files"),
+        ("tread_wds", lambda p: p.mkdir(), None, (), r"holds no .tar files"),
+        ("repa", lambda p: write_npy_folder(p, [*mean_std()[1:], MEAN[0]]), None, (), "entries must all be of one shape"),
+    ],
+)  # fmt: skip
+def test_damaged_sources_are_one_clear_error(tmp_path, name, write, spoil, overrides, message):
+    write(tmp_path / "source")
+    if spoil:
+        spoil(tmp_path / "source")
+    with pytest.raises(UserMistake, match=message):
+        run(tmp_path / "source", tmp_path / "out", name, *overrides)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("format=lightning",), "format=lightning must be one of tread_wds, maskdit_lmdb, maskdit_wds, repa, edm2"),
+        (("source=nowhere",), "source=nowhere not found"),
+        (("stored_as=std",), "stored_as=std must be one of samples, mean_logvar, mean_std"),
+        (("scale=0",), "scale=0.0 must be greater than 0"),
+        (("num_classes=0",), "num_classes=0 must be greater than 0"),
+        (("mirrored=true",), "mirrored=true needs a format whose entries can be read in any order"),
+        (("num_held_out=24",), r"num_held_out=24 must be in \[0, 23\]"),
+    ],
+)
+def test_wrong_requests_are_one_line(tmp_path, overrides, message):
+    with pytest.raises(UserMistake, match=message):
+        run(write_tread(tmp_path / "source"), tmp_path / "out", "tread_wds", *overrides)
+    assert not (tmp_path / "out").exists()
+
+
+def test_assumptions_are_printed(tmp_path, capsys):
+    run(write_tread(tmp_path / "tread"), tmp_path / "out", "tread_wds")
+    printed = capsys.readouterr().out
+    for words in ("stored_as=samples", "scaled=true", "mirrored=false", "encoder=stabilityai/sd-vae-ft-ema", "scale=0.18215"):
+        assert words in printed
+
+
+def test_the_document_tells_every_format():
+    from tests.runs import ROOT
+
+    text = (ROOT / "data" / "README.md").read_text()
+    for name, chosen in FORMATS.items():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+        assert f"`{chosen.stored_as}`" in row
+        assert chosen.encoder.removeprefix("stabilityai/") in row
+        assert ("second half" in row) == chosen.mirrored
+        assert ("| yes" in row) == chosen.scaled
+
+
+class Evil:
+    """Runs what it is given as soon as it is unpickled by an ordinary unpickler."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+def attacks(marker):
+    import os
+    import shutil
+
+    return {
+        "system": Evil(os.system, f"touch {marker}"),
+        "eval": Evil(eval, f"open({str(marker)!r}, 'w')"),
+        "numpy": Evil(np.save, str(marker), np.zeros(1)),
+        "rmtree": Evil(shutil.rmtree, str(marker.parent)),
+        "huge": Evil(np.ndarray, (10**13,)),
+        "in an array": np.array([Evil(os.system, f"touch {marker}")], dtype=object),
+        "objects": np.array([1, "a", None], dtype=object),
+        "words": np.array(["a", "b"]),
+        "records": np.zeros(2, dtype=[("a", "f4")]),
+        "none": None,
+        "list": [1.0, 2.0],
+    }
+
+
+@pytest.mark.parametrize("name", attacks(__import__("pathlib").Path("x")))
+def test_a_malicious_pickle_runs_nothing(tmp_path, name):
+    marker = tmp_path / "inner" / "ran"
+    marker.parent.mkdir()
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(ValueError, match="not a pickled array of numbers"):
+            unpickle_array(pickle.dumps(attacks(marker)[name], protocol=protocol))
+    assert [path.name for path in tmp_path.rglob("*")] == ["inner"]
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f8", "<f2", "<i4", "|u1", ">i8"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_arrays_of_numbers_survive_pickling(dtype, order):
+    array = np.asarray(np.arange(24).reshape(2, 3, 4).astype(dtype), order=order)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        data = pickle.dumps(array, protocol=protocol)
+        for old in (data, data.replace(b"numpy._core.", b"numpy.core.") if protocol < 4 else data):  # before numpy 2
+            found = unpickle_array(old)
+            assert np.array_equal(found, array)
+            assert found.dtype == array.dtype
+
+
+@settings(max_examples=300, deadline=None)
+@given(position=st.integers(0, 10_000), value=st.integers(0, 255), protocol=st.integers(0, 5), length=st.floats(0, 1))
+def test_damaged_pickles_raise_nothing_but_the_documented_error(position, value, protocol, length):
+    data = bytearray(pickle.dumps(np.arange(6, dtype=np.float32).reshape(2, 3), protocol=protocol))
+    data[position % len(data)] = value
+    for damaged in (bytes(data), bytes(data[: int(length * len(data))])):
+        with contextlib.suppress(ValueError):
+            assert isinstance(unpickle_array(damaged), np.ndarray)

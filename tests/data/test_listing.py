@@ -1,0 +1,139 @@
+import json
+import zipfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.listing import MaskFiles, list_images
+
+NAMES = ["b/2.png", "a/1.jpg", "a/deep/er/0.png", "c/0.webp"]
+
+
+def write(folder, names=NAMES):
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 4, 3), i, np.uint8)).save(folder / name)
+    return folder
+
+
+def pack(folder, file):
+    with zipfile.ZipFile(file, "w") as archive:
+        for item in sorted(folder.rglob("*"), reverse=True):
+            archive.write(item, item.relative_to(folder))
+    return file
+
+
+def classes(images):
+    return dict(zip(images.names, images.labels.tolist(), strict=True))
+
+
+def test_class_folders_are_classes_in_a_folder_and_in_a_zip(tmp_path):
+    folder = write(tmp_path / "folder")
+    (folder / "a" / "notes.txt").write_text("no image")
+    (folder / ".hidden").mkdir()
+    write(folder, [".hidden/0.png"])
+    for path in (folder, pack(folder, tmp_path / "images.zip")):
+        images = list_images(path)
+        assert images.names == ["a/1.jpg", "a/deep/er/0.png", "b/2.png", "c/0.webp"]
+        assert images.labels.tolist() == [0, 0, 1, 2]
+        assert (images.num_classes, images.class_names) == (3, ("a", "b", "c"))
+        with images.open("b/2.png") as file:
+            assert np.asarray(Image.open(file))[0, 0, 0] == 0
+
+
+def test_folders_around_all_images_do_not_count(tmp_path):
+    write(tmp_path / "x" / "ILSVRC" / "train", ["n01/0.png", "n02/0.png"])
+    for path in (tmp_path / "x", pack(tmp_path / "x", tmp_path / "x.zip"), tmp_path / "x" / "ILSVRC" / "train"):
+        assert list_images(path).class_names == ("n01", "n02")
+    write(tmp_path / "one", ["only/0.png", "only/1.png"])
+    assert list_images(tmp_path / "one").class_names == ("only",)
+
+
+def test_classes_behind_links_are_found(tmp_path):
+    write(tmp_path / "real", ["a/0.png"])
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "z").symlink_to(tmp_path / "real" / "a")
+    (tmp_path / "linked" / "y").symlink_to(tmp_path / "real" / "a")
+    assert list_images(tmp_path / "linked").class_names == ("y", "z")
+
+
+def test_images_without_folders_have_no_classes(tmp_path):
+    images = list_images(write(tmp_path / "flat", ["0.png", "1.png"]))
+    assert (images.labels, images.num_classes, images.class_names) == (None, 0, None)
+
+
+def test_a_list_tells_paths_and_classes(tmp_path):
+    write(tmp_path / "images", ["a b/0.png", "c/1.png", "d/2.png"])
+    (tmp_path / "names.txt").write_text("images/a b/0.png dog\nimages/d/2.png cat\n\nimages/c/1.png  dog\n")
+    named = list_images(tmp_path / "names.txt")
+    assert named.names == ["images/a b/0.png", "images/d/2.png", "images/c/1.png"]
+    assert (named.labels.tolist(), named.class_names) == ([1, 0, 1], ("cat", "dog"))
+    (tmp_path / "numbers.tsv").write_text("images/a b/0.png\t5\nimages/d/2.png\t0\n")
+    numbered = list_images(tmp_path / "numbers.tsv")
+    assert (numbered.labels.tolist(), numbered.num_classes, numbered.class_names) == ([5, 0], 6, None)
+    with numbered.open("images/d/2.png") as file:
+        assert np.asarray(Image.open(file))[0, 0, 0] == 2
+
+
+def test_dataset_json_tells_the_classes(tmp_path):
+    folder = write(tmp_path / "edm", ["00000/img0.png", "00000/img1.png", "00001/img2.png"])
+    labels = [["00000/img1.png", 7], ["00000/img0.png", 3], ["00001/img2.png", 0]]
+    (folder / "dataset.json").write_text(json.dumps({"labels": labels}))
+    for path in (folder, pack(folder, tmp_path / "edm.zip")):
+        images = list_images(path)
+        assert classes(images) == {"00000/img0.png": 3, "00000/img1.png": 7, "00001/img2.png": 0}
+        assert images.num_classes == 8
+    (folder / "dataset.json").write_text(json.dumps({"labels": None}))
+    assert list_images(folder).labels is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "dataset.json is not of the form"),
+        ("[]", "dataset.json is not of the form"),
+        ('{"labels": [["00000/img0.png"]]}', "dataset.json is not of the form"),
+        ('{"labels": [["00000/img0.png", 3]]}', r"has no label 0, 1, \.\.\. for 00000/img1.png \(1 of 2 files"),
+        ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", -1]]}', "has no label 0, 1, .* for 00000/img1.png"),
+        ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", "cat"]]}', "has no label 0, 1, .* for 00000/img1.png"),
+    ],
+)
+def test_a_wrong_dataset_json_is_one_clear_error(tmp_path, text, message):
+    folder = write(tmp_path / "edm", ["00000/img0.png", "00000/img1.png"])
+    (folder / "dataset.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        list_images(folder)
+
+
+def test_what_can_not_be_listed_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"source=.*nowhere not found"):
+        list_images(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no images"):
+        list_images(tmp_path / "empty")
+    (tmp_path / "file.bin").write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(ValueError, match="is neither a folder, nor a zip, nor a list"):
+        list_images(tmp_path / "file.bin")
+    with pytest.raises(ValueError, match=r"1.png lies in no class folder"):
+        list_images(write(tmp_path / "mixed", ["a/0.png", "1.png"]))
+    for text, error, message in (
+        ("one-word\n", ValueError, "line 1 must hold a path and a class, got 'one-word'"),
+        ("\n", ValueError, "lists no images"),
+        ("nowhere.png 3\n", FileNotFoundError, r"nowhere.png not found \(1 of 1"),
+    ):
+        (tmp_path / "list.txt").write_text(text)
+        with pytest.raises(error, match=message):
+            list_images(tmp_path / "list.txt")
+
+
+def test_masks_are_found_by_name_whatever_their_format(tmp_path):
+    write(tmp_path / "masks", ["a/1.png", "a/deep/er/0.bmp", "b/2.png", "c/0.png"])
+    masks = MaskFiles(tmp_path / "masks", NAMES)
+    with masks.open("a/deep/er/0.png") as file:
+        assert np.asarray(Image.open(file))[0, 0, 0] == 1
+    (tmp_path / "masks" / "b" / "2.png").unlink()
+    with pytest.raises(ValueError, match=r"has no mask for b/2.png: b/2.png must be there, or the like \(1 of 4 images"):
+        MaskFiles(tmp_path / "masks", NAMES)
+    with pytest.raises(FileNotFoundError, match=r"masks=.*nowhere not found"):
+        MaskFiles(tmp_path / "nowhere", NAMES)

@@ -1,0 +1,98 @@
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data import LatentManifest, LatentWriter, open_latents, report
+from tests.photos import write_autoencoder
+
+
+@pytest.fixture
+def vae(tmp_path):
+    return write_autoencoder(tmp_path / "vae")
+
+
+def write(path, vae, scale=1.0, **changes):
+    """Means of standard deviation 2 and mean 1 in channel 0, classes 0 0 0 1 1 3."""
+    from data import KLEncoder
+
+    rng = np.random.default_rng(0)
+    mean = 2 * rng.standard_normal((600, 2, 4, 16, 16))
+    mean[:, :, 0] += 1
+    stored = np.concatenate([mean, np.full_like(mean, -20)], axis=2)
+    labels = np.arange(600) % 6
+    labels = np.array([0, 0, 0, 1, 1, 3])[labels]
+    fields = {"encoder_hash": KLEncoder(vae, torch.device("cpu")).weights_hash, "scale": scale, "std": 1.0, "mirrors": True}
+    manifest = LatentManifest(600, (8, 16, 16), "float16", "moments", 4, vae, **{**fields, **changes})
+    with LatentWriter(path, manifest) as writer:
+        writer.append(stored, labels)
+    return open_latents(str(path), 16, 4, 4)
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
+    report.main()
+
+
+def test_numbers_and_picture(tmp_path, vae, monkeypatch, capsys):
+    write(tmp_path / "a", vae, scale=0.5, class_names=("cat", "dog", "eel", "fly"))
+    call(monkeypatch, tmp_path / "a")
+    out = capsys.readouterr().out
+    assert "classes    4, with 0 to 300 entries, median 150" in out
+    assert "300  0 cat" in out and "200  1 dog" in out and "100  3 fly" in out
+    assert "warning: 1 classes have no entries" in out
+    # Half of mean 1 and standard deviation 2; over all channels the means add to the spread.
+    assert "channel 0: mean +0.50" in out
+    assert "std 1.02" in out and "(promised: 1)" in out
+    assert "warning: the latents" not in out
+    picture = np.asarray(Image.open(tmp_path / "a_report.png").convert("RGB"))
+    assert picture.shape[1] > 800
+    assert picture.std() > 20
+
+
+def test_numbers_are_measured_and_not_only_repeated(tmp_path, vae):
+    dataset = write(tmp_path / "a", vae, scale=0.5)
+    lines = "\n".join(report.measure(dataset))
+    seen = dataset.manifest.to_means(torch.from_numpy(np.array(dataset.stored[:, 0])))
+    told = re.findall(r"channel \d: mean (\S+), std (\S+)", lines)
+    for channel, (mean, std) in enumerate(told):
+        assert abs(float(mean) - seen[:, channel].mean()) < 1e-3
+        assert abs(float(std) - seen[:, channel].std()) < 1e-3
+    assert len(told) == 4
+
+
+def test_a_scale_that_does_not_keep_its_promise_is_told(tmp_path, vae):
+    dataset = write(tmp_path / "a", vae, scale=0.18215 * 0.5)
+    assert any(line.startswith("warning: the latents have a standard deviation of 0.18") for line in report.measure(dataset))
+    assert not any("warning" in line for line in report.measure(write(tmp_path / "b", vae, scale=0.18, std=None)))
+
+
+def test_many_classes_are_shown_by_their_ends(tmp_path):
+    manifest = LatentManifest(300, (1, 4, 4), "float32", "samples", 100, "identity")
+    with LatentWriter(tmp_path / "a", manifest) as writer:
+        writer.append(np.zeros((300, 1, 4, 4)), np.arange(300) % 100)
+    lines = report.count_classes(open_latents(str(tmp_path / "a"), 4, 1, 100))
+    assert len(lines) == 22
+    assert lines[0] == "classes    100, with 3 to 3 entries, median 3"
+
+
+def test_another_autoencoder_draws_no_picture_but_the_numbers_come_first(tmp_path, vae, monkeypatch, capsys):
+    write(tmp_path / "a", vae, scale=0.5)
+    other = write_autoencoder(tmp_path / "other", seed=1)
+    with pytest.raises(SystemExit, match=r"error: encoder=.*other has weights"):
+        call(monkeypatch, tmp_path / "a", "--encoder", other)
+    assert "std 1.0" in capsys.readouterr().out
+    assert not (tmp_path / "a_report.png").exists()
+
+
+def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
+    with LatentWriter(tmp_path / "a", LatentManifest(3, (1, 8, 8), "float32", "samples", 0, "identity")) as writer:
+        writer.append(np.random.default_rng(0).uniform(-1, 1, (3, 1, 8, 8)), None)
+    call(monkeypatch, tmp_path / "a", "--out", tmp_path / "new" / "sheet.png")
+    assert (tmp_path / "new" / "sheet.png").stat().st_size > 2000
+    assert "classes    none" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: data.path=.*nowhere must be a latent folder"):
+        call(monkeypatch, tmp_path / "nowhere")

@@ -1,0 +1,277 @@
+import itertools
+import json
+import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_shards, shards
+from data.make_shards import write_shards
+from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
+from training.checkpoint import latest_checkpoint
+from training.config import UserMistake
+from training.rules import STREAMED_DATA
+
+COUNT, HELD_OUT, SHARD = 60, 5, 7  # 55 entries in 8 shards, the last of 6
+SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 10}
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    """Latents whose every number is that of their entry, and 100 more in the mirror image; sorted by class."""
+    folder = tmp_path_factory.mktemp("latents") / "a"
+    manifest = LatentManifest(COUNT, (4, 8, 8), "float16", "samples", 10, "identity", mirrors=True, num_held_out=HELD_OUT)
+    stored = np.arange(COUNT)[:, None, None, None, None] + np.array([0, 100])[None, :, None, None, None]
+    with LatentWriter(folder, manifest) as writer:
+        writer.append(np.broadcast_to(stored, manifest.stored_shape), np.arange(COUNT) * 10 // COUNT)
+    return open_latents(str(folder), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def folder(latents, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards") / "s"
+    write_shards(latents, folder, SHARD)
+    return folder
+
+
+def stream(dataset, start_step=0, *, seed=0, batch_size=6, micro_batch_size=3, process_index=0, num_processes=1):
+    options = {"seed": seed, "batch_size": batch_size, "micro_batch_size": micro_batch_size, "pin_memory": False}
+    return ShardStream(dataset, start_step, **options, process_index=process_index, num_processes=num_processes)
+
+
+def entries(micro_batch):
+    """Which entry each sample of a micro-batch is, after a look at its label and at all of its numbers."""
+    values = micro_batch.stored[:, 0, 0, 0]
+    assert (micro_batch.stored == values[:, None, None, None]).all()
+    assert micro_batch.labels.tolist() == [int(value) % 100 * 10 // COUNT for value in values]
+    return [int(value) for value in values]
+
+
+def first(stream, count):
+    return [entries(batch) for batch in itertools.islice(stream, count)]
+
+
+def test_shards_hold_all_entries_once_well_mixed_and_the_held_out_ones_apart(latents, folder):
+    dataset = open_shards(str(folder), **SIZES)
+    names = json.loads((folder / "shards.json").read_text())
+    assert sum(names.values()) == COUNT
+    read = {name: dataset.read_shard(name, count) for name, count in names.items()}
+    found = {"train": [], "held_out": []}
+    for name, (stored, _) in read.items():
+        found[name.partition("-")[0]] += stored[:, 0, 0, 0, 0].tolist()
+    assert sorted(found["train"]) == latents.train_ids.tolist()
+    assert found["held_out"] == latents.held_out_ids.tolist()
+    for name, (_, labels) in read.items():
+        if names[name] == SHARD:
+            assert len(set(labels.tolist())) >= 3, "a folder that is sorted by class becomes shards that are not"
+    stored, labels = dataset.read(dataset.held_out_ids)
+    assert torch.equal(stored, latents.read(latents.held_out_ids)[0])
+    assert torch.equal(labels, latents.read(latents.held_out_ids)[1])
+    assert dataset.manifest.encoder == latents.manifest.encoder
+
+
+def test_an_epoch_is_every_entry_once_and_the_next_is_in_another_order(latents, folder):
+    dataset = open_shards(str(folder), **SIZES)
+    sequence = [x for batch in first(stream(dataset), 60) for x in batch]
+    epochs = [[x % 100 for x in sequence[start : start + 55]] for start in (0, 55, 110)]
+    assert all(sorted(epoch) == latents.train_ids.tolist() for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    mirrored = np.mean([x >= 100 for x in sequence])
+    assert 0.35 < mirrored < 0.65
+    assert [x >= 100 for x in sequence[:55]] != [x >= 100 for x in sequence[55:110]]
+
+
+def test_the_order_is_a_function_of_the_seed_and_the_step(folder):
+    dataset = open_shards(str(folder), **SIZES)
+    whole = first(stream(dataset), 100)
+    assert first(stream(dataset), 100) == whole
+    assert first(stream(dataset, seed=1), 100) != whole
+    for step in (1, 4, 9, 10, 37):  # within a group, at its end, in later epochs
+        assert first(stream(dataset, step), 100 - 2 * step) == whole[2 * step :]
+    assert first(stream(dataset, micro_batch_size=6), 50) == [a + b for a, b in zip(whole[::2], whole[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_read_shards_of_their_own_and_always_have_full_batches(latents, folder, num_processes):
+    dataset = open_shards(str(folder), **SIZES)
+    seen = []
+    for rank in range(num_processes):
+        batches = first(stream(dataset, num_processes=num_processes, process_index=rank), 200)
+        assert {len(batch) for batch in batches} == {3}
+        mine = next(stream(dataset, num_processes=num_processes, process_index=rank).groups())[1]
+        seen += stream(dataset, num_processes=num_processes, process_index=rank)._shards(0)
+        assert len(mine) <= shards.SHARDS_AT_ONCE
+        counts = np.bincount([x % 100 for batch in batches for x in batch], minlength=COUNT)
+        assert counts[latents.held_out_ids].sum() == 0
+    assert sorted(seen) == list(range(8))
+
+
+def test_a_batch_may_be_larger_than_the_data(folder):
+    dataset = open_shards(str(folder), **SIZES)
+    (batch,) = first(stream(dataset, batch_size=130, micro_batch_size=130), 1)
+    assert len(batch) == 130
+    assert np.bincount(np.array(batch) % 100, minlength=COUNT).max() == 3
+
+
+def test_fewer_shards_than_processes_are_refused(folder):
+    dataset = open_shards(str(folder), **SIZES)
+    with pytest.raises(ValueError, match="has 8 shards, fewer than 9 processes"):
+        stream(dataset, num_processes=9)
+
+
+def test_groups_that_are_left_are_not_read(folder, monkeypatch):
+    """A resumed run does not fetch what lies before its place."""
+    dataset = open_shards(str(folder), **SIZES)
+    read, read_shard = [], dataset.read_shard
+    monkeypatch.setattr(dataset, "read_shard", lambda name, count: (read.append(name), read_shard(name, count))[1])
+    first(stream(dataset, 37), 1)
+    assert len(read) <= 3 * shards.SHARDS_AT_ONCE
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a folder on this machine; the first `failures` requests for a tar fail."""
+
+    def __init__(self, folder, failures=0):
+        self.failures, self.asked = failures, []
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(SimpleHTTPRequestHandler):
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        if self.path.endswith(".tar") and self.server.failures:
+            self.server.failures -= 1
+            self.send_error(404)
+        else:
+            super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_shards_on_a_server_are_the_same(folder):
+    server = Server(folder)
+    local, remote = open_shards(str(folder), **SIZES), open_shards(server.url + "/", **SIZES)
+    assert first(stream(remote), 30) == first(stream(local), 30)
+    assert remote.describe() == local.describe()
+    assert "/shards.json" in server.asked
+    server.shutdown()
+
+
+def test_a_server_that_fails_is_asked_again_and_then_named(folder):
+    server = Server(folder, failures=2)
+    dataset = open_shards(server.url, **SIZES)  # which reads the held-out shard
+    server.failures = 10
+    with pytest.raises(ValueError, match=r"train-000000.tar can not be read, tried 3 times"):
+        dataset.read_shard("train-000000.tar", SHARD)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(FileNotFoundError, match=r"data.path=http://127.* must hold shards"):
+        open_shards(server.url, **SIZES)
+
+
+def spoil(name, change):
+    def apply(folder):
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return apply
+
+
+def replaced(old, new):
+    return spoil("manifest.json", lambda data: data.replace(old, new))
+
+
+def listing(**changes):
+    return spoil("shards.json", lambda data: json.dumps({**json.loads(data), **changes}).encode())
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), FileNotFoundError, "must hold shards, but manifest.json"),
+        (lambda folder: (folder / "shards.json").unlink(), FileNotFoundError, "must hold shards, but shards.json"),
+        (spoil("manifest.json", lambda data: data[:40]), ValueError, "manifest.json is not a latent manifest"),
+        (spoil("shards.json", lambda data: data[:40]), ValueError, "shards.json is damaged"),
+        (spoil("shards.json", lambda data: b"[]"), ValueError, "shards.json is damaged"),
+        (spoil("shards.json", lambda data: b"{}"), ValueError, "must list shards .* nothing"),
+        (listing(**{"../train-0.tar": 3}), ValueError, r"must list shards .*: \.\./train-0.tar"),
+        (listing(**{"pipe:touch x; train-0.tar": 3}), ValueError, "must list shards .*: pipe:touch"),
+        (listing(**{"train-000000.tar": -1}), ValueError, "must list shards .*: train-000000.tar"),
+        (listing(**{"held_out-000000.tar": 4}), ValueError, "held_out-000000.tar can not be read, .*must be"),
+        (listing(**{"held_out-000000.tar": 6}), ValueError, "it holds 5 entries, must hold 6"),
+        (spoil("held_out-000000.tar", lambda data: data[:2000]), ValueError, "held_out-000000.tar can not be read"),
+        (spoil("held_out-000000.tar", lambda data: b"no tar" * 300), ValueError, "held_out-000000.tar can not be read"),
+        (replaced(b'"num_classes": 10', b'"num_classes": 2'), ValueError, "data.num_classes=10 must be 2"),
+        (replaced(b'"float16"', b'"float32"'), ValueError, r"float16 \(2, 4, 8, 8\), must be float32"),
+    ],
+)
+def test_damaged_shards_are_one_clear_error(folder, tmp_path, damage, error, message):
+    shutil.copytree(folder, tmp_path / "s")
+    damage(tmp_path / "s")
+    with pytest.raises(error, match=message):
+        open_shards(str(tmp_path / "s"), **SIZES)
+
+
+def test_a_class_out_of_range_is_found_in_its_shard(latents, tmp_path):
+    write_shards(latents, tmp_path / "s", SHARD)
+    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    (tmp_path / "s" / "manifest.json").write_text(json.dumps({**manifest, "num_classes": 5}))
+    with pytest.raises(ValueError, match=r"held_out-000000.tar can not be read.*label \d at position \d must be in \[0, 4\]"):
+        open_shards(str(tmp_path / "s"), 8, 4, 5)
+
+
+def test_a_failed_write_leaves_nothing(latents, tmp_path, monkeypatch):
+    from data import make_shards
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(make_shards, "hash_blocks", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_shards(latents, tmp_path / "s", SHARD)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "s").mkdir()
+    with pytest.raises(FileExistsError, match="exists: move it away"):
+        write_shards(latents, tmp_path / "s", SHARD)
+
+
+RUN = ("data=stream", *TINY[1:], "model/size=tiny", "train.micro_batch_size=4")
+
+
+def test_a_streamed_run_trains_says_that_it_is_exempt_and_resumes_at_its_place(folder, tmp_path, capsys):
+    path = f"data.path={folder}"
+    tiny_run(tmp_path / "whole", *RUN, path, "train.eval_every=3")
+    assert "exempt from the promise of bitwise equality" in capsys.readouterr().out
+    assert "val_loss_dense" in metrics(tmp_path / "whole")[-1]
+    tiny_run(tmp_path / "parts", *RUN, path, "train.total_steps=3", "train.eval_every=3")
+    trainer, run = tiny_trainer(tmp_path / "parts", *RUN, path, "train.eval_every=3")
+    assert trainer.micro_batches(trainer.step).start == 3 * 8
+    train.run_training(trainer, run)
+    # On one process and one machine the promise is kept all the same.
+    assert metrics(tmp_path / "parts")[-1] == metrics(tmp_path / "whole")[-1]
+    for name in ("net.safetensors", "ema.safetensors"):
+        one, other = (latest_checkpoint(tmp_path / run) / name for run in ("whole", "parts"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_rules_of_streams(folder, latents, tmp_path):
+    assert STREAMED_DATA == "data.open_shards"
+    with pytest.raises(ValueError, match=r"train.num_workers=2 must be 0 for data=stream"):
+        tiny_trainer(tmp_path / "r", *RUN, f"data.path={folder}", "train.num_workers=2")
+    with pytest.raises(UserMistake, match=r"train.masked_loss=true needs masks"):
+        train.main(composed(*RUN, f"output_dir={tmp_path / 'r'}", f"data.path={folder}", "train.masked_loss=true"))
+    other = tmp_path / "other"
+    write_shards(latents, other, SHARD + 1)
+    tiny_run(tmp_path / "run", *RUN, f"data.path={folder}", "train.total_steps=2")
+    with pytest.raises(ValueError, match=r"data.path: .* -> "):
+        tiny_trainer(tmp_path / "run", *RUN, f"data.path={other}")

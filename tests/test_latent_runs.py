@@ -1,0 +1,168 @@
+"""From photographs to pictures: encode, train on the moments, sample, score; as a user would, with a small autoencoder."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import fid
+import sample
+import train
+from data import KLEncoder, encode, image_decoder, read_manifest
+from tests.inception import write_random_weights
+from tests.photos import write_autoencoder, write_photographs
+from tests.runs import TINY, composed, metrics, tiny_run
+from training.checkpoint import latest_checkpoint
+from training.config import UserMistake
+
+RUN = ("data=latents", "model/size=tiny", "sampler.num_steps=2", *TINY[1:], "model.depth=4", "model.routes=[]", "model=dit")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An autoencoder, photographs with masks, their latents, and a run on them."""
+    folder = tmp_path_factory.mktemp("latents")
+    vae = write_autoencoder(folder / "vae", scaling_factor=0.9)
+    write_photographs(folder / "photos")
+    options = (f"source={folder / 'photos'}", f"out={folder / 'latents'}", f"encoder={vae}", "resolution=32", "num_held_out=2")
+    encode.main(composed(*options, config_name="encode"))
+    tiny_run(folder / "run", *RUN, f"data.path={folder / 'latents'}", "train.eval_every=6")
+    return folder
+
+
+def draw(folder, *overrides):
+    output = folder / "out" / "samples.npz"
+    shutil.rmtree(output.parent, ignore_errors=True)
+    options = (f"run={folder / 'run'}", "num_samples=5", "num_steps=2", f"output={output}", *overrides)
+    sample.main(composed(*options, config_name="sample"))
+    with np.load(output) as arrays:
+        return arrays["arr_0"], json.loads(output.with_suffix(".json").read_text())
+
+
+def test_samples_are_decoded_by_the_autoencoder_of_the_latents(folder):
+    images, record = draw(folder)
+    assert images.shape == (5, 32, 32, 3)
+    assert images.std() > 0
+    assert record["encoder"] == {"name": str(folder / "vae"), "weights_hash": read_manifest(folder / "latents").encoder_hash}
+    others, _ = draw(folder, "batch_size=2")
+    assert np.abs(images.astype(int) - others.astype(int)).max() <= 1
+    fast, record = draw(folder, "mixed_precision=bf16")
+    assert not np.array_equal(fast, images)
+    assert record["mixed_precision"] == "bf16"
+
+
+def test_what_is_sampled_is_what_the_network_gives_decoded(folder, monkeypatch):
+    """The whole way by hand: scale out of the latents, through the decoder, the one rounding rule."""
+    drawn = []
+
+    def watched(manifest, encoder):
+        decode = image_decoder(manifest, encoder)
+        return lambda latents: (drawn.append(latents), decode(latents))[1]
+
+    monkeypatch.setattr(sample, "image_decoder", watched)
+    images, _ = draw(folder)
+    latents = torch.cat(drawn[1:])  # the first asks for the shape
+    net = KLEncoder(str(folder / "vae"), torch.device("cpu")).net
+    with torch.no_grad():
+        pixels = net.decode(latents / 0.9).sample
+    expected = (127.5 * pixels + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    assert np.abs(expected.astype(int) - images.astype(int)).max() <= 1
+
+
+def test_another_autoencoder_is_refused_and_a_moved_one_found(folder, tmp_path):
+    moved = shutil.copytree(folder / "vae", tmp_path / "moved")
+    other = write_autoencoder(tmp_path / "other", seed=1)
+    images, _ = draw(folder)
+    again, record = draw(folder, f"encoder={moved}")
+    assert np.array_equal(again, images)
+    assert record["encoder"]["name"] == str(moved)
+    with pytest.raises(UserMistake, match=r"other has weights .* must be the same, or allow_other_encoder=true"):
+        draw(folder, f"encoder={other}")
+    forced, record = draw(folder, f"encoder={other}", "allow_other_encoder=true")
+    assert not np.array_equal(forced, images)
+    assert record["encoder"]["weights_hash"] != read_manifest(folder / "latents").encoder_hash
+
+
+def test_a_run_is_scored_without_files(folder, tmp_path):
+    write_random_weights(tmp_path / "weights.pth")
+    images, _ = draw(folder)
+    np.savez(tmp_path / "reference.npz", np.concatenate([images, images[:, ::-1]]))
+    options = (
+        f"weights={tmp_path / 'weights.pth'}",
+        "allow_unpublished_weights=true",
+        f"reference={tmp_path / 'reference.npz'}",
+    )
+    fid.main(composed(f"run={folder / 'run'}", "num_samples=5", "num_steps=2", *options, config_name="fid"))
+    (record,) = (folder / "run" / "scores").glob("*.json")
+    drawn = json.loads(record.read_text())["samples"]["drawn"]
+    assert drawn["encoder"]["weights_hash"] == read_manifest(folder / "latents").encoder_hash
+
+
+def test_training_draws_grids_and_resumes_bitwise_on_moments_and_mirrors(folder, tmp_path, capsys):
+    options = (*RUN, f"data.path={folder / 'latents'}", "train.sample_every=3", "train.eval_every=3")
+    tiny_run(tmp_path / "whole", *options)
+    assert "warning: the latents" not in capsys.readouterr().out
+    tiny_run(tmp_path / "parts", *options, "train.total_steps=3")
+    tiny_run(tmp_path / "parts", *options, f"data.encoder={shutil.copytree(folder / 'vae', tmp_path / 'moved')}")
+    assert metrics(tmp_path / "whole")[-1] == metrics(tmp_path / "parts")[-1]
+    for name in ("net.safetensors", "ema.safetensors"):
+        files = [latest_checkpoint(tmp_path / run) / name for run in ("whole", "parts")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    assert list((tmp_path / "whole" / "samples").glob("*.png"))
+
+
+def test_mirrors_and_moments_are_really_drawn(folder, tmp_path):
+    """A step on one entry alone sees another sample of its posterior each time, and both mirror images."""
+    from tests.runs import tiny_trainer
+
+    trainer, _ = tiny_trainer(tmp_path / "run", *RUN, f"data.path={folder / 'latents'}")
+    stored = [batch.stored for _, batch in zip(range(8), trainer.micro_batches(0), strict=False)]
+    dataset = np.load(folder / "latents" / "latents.npy")
+    sides = []
+    for batch in stored:
+        for entry in batch.numpy():
+            found = np.argwhere((dataset == entry).all(axis=(2, 3, 4)))
+            assert len(found) == 1
+            sides.append(int(found[0, 1]))
+    assert 0 < np.mean(sides) < 1
+    draws = [trainer.to_latents(stored[0], torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_a_wrong_scale_is_a_warning_at_step_0_and_only_there(folder, tmp_path, capsys):
+    shutil.copytree(folder / "latents", tmp_path / "latents")
+    manifest = json.loads((tmp_path / "latents" / "manifest.json").read_text())
+    (tmp_path / "latents" / "manifest.json").write_text(json.dumps({**manifest, "scale": 0.18215}))
+    options = (*RUN, f"data.path={tmp_path / 'latents'}")
+    tiny_run(tmp_path / "run", *options, "train.total_steps=2")
+    out = capsys.readouterr().out
+    assert out.count("warning: the latents have a standard deviation of 0.") == 1
+    assert "their manifest promises 1: scale=0.18215" in out
+    tiny_run(tmp_path / "run", *options)
+    assert "warning: the latents" not in capsys.readouterr().out
+
+
+def test_masked_latents_train_with_the_masked_loss(folder, tmp_path):
+    from tests.data.test_encode import write_masks
+
+    masks = write_masks(tmp_path / "masks", folder / "photos")
+    options = (f"source={folder / 'photos'}", f"out={tmp_path / 'latents'}", f"encoder={folder / 'vae'}", "resolution=32")
+    encode.main(composed(*options, f"masks={masks}", config_name="encode"))
+    run = ("data=latents", *TINY[1:], "model/size=tiny", f"data.path={tmp_path / 'latents'}", "train.masked_loss=true")
+    tiny_run(tmp_path / "run", *run)
+    assert metrics(tmp_path / "run")[-1]["loss"] > 0
+
+
+def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
+    shutil.copytree(folder / "latents", tmp_path / "latents")
+    manifest = json.loads((tmp_path / "latents" / "manifest.json").read_text())
+    (tmp_path / "latents" / "manifest.json").write_text(json.dumps({**manifest, "encoder": str(tmp_path / "gone")}))
+    options = (*RUN, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
+    with pytest.raises(UserMistake, match=r"gone must be one of identity, .*training goes without: train\.sample_every=null"):
+        train.main(composed(*options, "train.sample_every=2"))
+    assert not (tmp_path / "run").exists()
+    train.main(composed(*options))
+    assert latest_checkpoint(tmp_path / "run")
