@@ -17,6 +17,7 @@ import torch
 from scipy.linalg import eigvals, sqrtm
 from torchvision.models import inception_v3
 
+from benchmarks.memory import memory_gib
 from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from training.machine import start_process
@@ -113,22 +114,16 @@ def time_precision_recall(device: torch.device) -> dict[str, float]:
     found = {}
     for exact in (False, True):
         name = "fp32" if exact else "fp16 rule"
-        before = _memory_gib("VmRSS")
+        before = memory_gib("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         start = time.perf_counter()
         values = precision_recall(reference, samples, exact=exact, device=device)
         found[f"{name}, seconds"] = time.perf_counter() - start
         found[f"{name}, values"] = list(values)
-        found[f"{name}, memory_gib beside the features"] = _memory_gib("VmHWM") - before
+        found[f"{name}, memory_gib beside the features"] = memory_gib("VmHWM") - before
     for name, value in found.items():
         print(f"precision and recall of {NUM_REFERENCE:,} and {NUM_SAMPLES:,}, {name}: {value}")
     return found
-
-
-def _memory_gib(field: str) -> float:
-    """Return the resident memory (VmRSS) of this process, or its peak (VmHWM); Linux tells it in KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**20
 
 
 def time_detector(device: torch.device) -> dict[str, float]:

@@ -17,7 +17,17 @@ import numpy as np
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from data.importers import FORMATS, STORED_AS, Format, Source, contradictions, mirror_contradiction
+from data.encoders import PUBLISHED
+from data.importers import (
+    FORMATS,
+    SD_VAE,
+    SD_VAE_MSE,
+    STORED_AS,
+    Format,
+    Source,
+    contradictions,
+    mirror_contradiction,
+)
 from data.latents import check_labels
 from data.manifest import LatentManifest
 from data.writer import LatentWriter
@@ -70,11 +80,15 @@ def check_request(request: dict[str, Any]) -> Format:
     for key in ("scale", "num_classes"):
         if request[key] is not None:
             check_positive(key, request[key])
+    encoder = PUBLISHED.get(request["encoder"], request["encoder"])
+    if encoder not in (None, SD_VAE, SD_VAE_MSE) and request["scale"] is None:
+        raise ValueError(f"encoder={encoder} may have another scale than the assumed one: give scale=NUMBER as well")
     if not Path(request["source"]).exists():
         raise FileNotFoundError(f"source={request['source']} not found")
     if Path(request["out"]).exists():
         raise FileExistsError(f"out={request['out']} exists: move it away to write it anew, or choose another name")
-    return replace(FORMATS[request["format"]], **{key: request[key] for key in ASSUMED if request[key] is not None})
+    given = {**request, "encoder": encoder}
+    return replace(FORMATS[request["format"]], **{key: given[key] for key in ASSUMED if given[key] is not None})
 
 
 def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
@@ -83,10 +97,12 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
     Raises:
         ValueError: the numbers contradict an assumption.
     """
-    if source.count == 0:
+    if not source.count:
         raise ValueError(f"source={path} holds no entries")
     if chosen.mirrored and source.at is None:
         raise ValueError("mirrored=true needs a format whose entries can be read in any order: maskdit_lmdb, repa, edm2")
+    if chosen.mirrored and (source.count % 2 or not source.count):
+        raise ValueError(f"source={path}: {source.count} entries can not be images and as many mirror images: mirrored=false")
     half = source.count // 2 if chosen.mirrored else source.count
     if source.at is None:
         sampled = list(islice(source.entries(), SAMPLED))
@@ -96,7 +112,7 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
     entries = _stack(sampled)
     found = contradictions(chosen, entries)
     if chosen.mirrored and not found:
-        if source.count % 2 or not np.array_equal(source.labels[:half], source.labels[half:]):
+        if source.labels is not None and not np.array_equal(source.labels[:half], source.labels[half:]):
             found = ["the classes of the second half are not those of the first: mirrored=false"]
         else:
             others = _stack([source.at(half + i) for i in ids])

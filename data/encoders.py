@@ -29,7 +29,7 @@ class Encoder(Protocol):
     """What turns images into stored latents and latents into images.
 
     `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are what a manifest says under the like keys; an image has
-    `factor` times the side of its latents.
+    `factor` times the side of its latents, which have `latent_channels` channels (None: as many as the image).
     """
 
     name: str
@@ -39,6 +39,7 @@ class Encoder(Protocol):
     shift: float
     std: float | None
     factor: int
+    latent_channels: int | None
 
     def encode(self, images: torch.Tensor) -> torch.Tensor: ...
 
@@ -50,7 +51,7 @@ class Encoder(Protocol):
 class IdentityEncoder:
     """The pixels themselves, in [-1, 1]."""
 
-    name, weights_hash, kind, factor = IDENTITY, None, "samples", 1
+    name, weights_hash, kind, factor, latent_channels = IDENTITY, None, "samples", 1, None
     scale, shift, std = 1.0, 0.0, 0.5  # [EDM]: pixels of photographs in [-1, 1] have a standard deviation of about 0.5
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
@@ -80,12 +81,14 @@ class KLEncoder:
     kind, std = "moments", 1.0  # the scale of these autoencoders is chosen to give unit variance
 
     def __init__(self, name: str, device: torch.device, bf16: bool = False):
-        self.name, self.device, self.bf16 = PUBLISHED.get(name, name), device, bf16
+        # A folder is remembered by its whole path: where it is looked for must not depend on where one stands.
+        self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
+        self.device, self.bf16 = device, bf16
         self.net = _load_autoencoder(name, self.name).to(device, torch.float32).eval().requires_grad_(False)
         self.weights_hash = tensors_hash(self.net.state_dict())
         config = self.net.config
         self.scale, self.shift = float(config.scaling_factor), float(config.shift_factor or 0.0)
-        self.factor = 2 ** (len(config.block_out_channels) - 1)
+        self.factor, self.latent_channels = 2 ** (len(config.block_out_channels) - 1), config.latent_channels
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
@@ -143,13 +146,16 @@ def encoder_for(
             f"{error}. It is needed to draw pictures or scores of these latents; training goes without: "
             "train.sample_every=null evaluation=none"
         ) from error
-    known = manifest.encoder_hash is not None or manifest.encoder == IDENTITY
-    same = found.weights_hash == manifest.encoder_hash if known else encoder is None
-    if not same and not allow_other:
+    # Converted latents do not tell the weights: there the autoencoder that the user names is taken at his word.
+    other_kind = (found.name == IDENTITY) != (manifest.encoder == IDENTITY)
+    other_weights = manifest.encoder_hash is not None and found.weights_hash != manifest.encoder_hash
+    if (other_kind or other_weights) and not allow_other:
         raise ValueError(
             f"encoder={name} has weights {found.weights_hash}, the latents are of {manifest.encoder} with weights "
-            f"{manifest.encoder_hash or 'that the manifest does not tell'}: they must be the same, or allow_other_encoder=true"
+            f"{manifest.encoder_hash}: they must be the same (sample.py and fid.py take allow_other_encoder=true)"
         )
+    if found.latent_channels not in (None, manifest.in_channels):
+        raise ValueError(f"encoder={name} has latents of {found.latent_channels} channels, these have {manifest.in_channels}")
     return found
 
 

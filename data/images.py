@@ -18,6 +18,7 @@ ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.B
 # What PIL raises beside these where an image is damaged, or absurdly large.
 IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError)
 SKIPPED_AT_ONCE = 2**20
+LONGEST = 50  # a line of pixels would become an image of many gigabytes on the way to its square
 Batches = Iterator[tuple[int, np.ndarray]]
 
 
@@ -148,6 +149,8 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
         if image.mode[0] in "IF" or ";16" in str(image.tile) or (not resolution and image.mode != "RGB"):
             raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
         if resolution:
+            if max(image.size) > LONGEST * min(image.size):
+                raise ValueError(f"its size is {image.size}: one side must be at most {LONGEST} times the other")
             image = centre_crop(image.convert("RGB"), resolution)
         return np.asarray(image)
 
@@ -181,7 +184,8 @@ def list_files(path: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:
     """Return the names of all files in a folder or a zip, sorted, and what opens one of them; hidden ones are left out."""
     if path.is_dir():
         # Not Path.rglob, which takes minutes for a million files.
-        names = [f"{folder}/{file}" for folder, _, files in os.walk(path, followlinks=True) for file in files]
+        walk = os.walk(path, followlinks=True, onerror=_raise)
+        names = [f"{folder}/{file}" for folder, _, files in walk for file in files]
         return _visible(name[len(str(path)) + 1 :].replace(os.sep, "/") for name in names), lambda name: (path / name).open(
             "rb"
         )
@@ -192,6 +196,10 @@ def list_files(path: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:
 def images_of(names: list[str]) -> list[str]:
     """Return the names of images among the names of files."""
     return [name for name in names if name.lower().endswith(LOSSLESS + LOSSY)]
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _visible(names: Iterator[str]) -> list[str]:

@@ -9,38 +9,26 @@ Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 
 import io
 import math
-import pickle
-import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from data.images import ZIP_ERRORS, list_files
-from data.listing import LABELS_FILE, read_labels
+from data.listing import LABELS_FILE, MOST_CLASSES, read_labels
 from data.manifest import FAR_STD
+from data.unpickle import unpickle_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 FAR_MEAN = 0.75  # of the promised standard deviation: what an offset of a channel may be at most
 MOSTLY = 0.95
+TAR_END = 1024
 MIRROR_MARGIN = 0.2  # of correlations: chance gives less
-SD_VAE = "stabilityai/sd-vae-ft-ema"
-# What damaged bytes may raise is written down nowhere; pickle's documentation names the first and "others".
-PICKLE_ERRORS = (
-    pickle.UnpicklingError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    EOFError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
-)
+SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
 
 @dataclass(frozen=True)
@@ -50,14 +38,18 @@ class Source:
     Args:
         count: how many entries there are.
         labels: (count,) int64, or None.
-        entries: yields each entry (C', H, W) in order.
-        at: returns one entry; None where they can only be read in order.
+        at: returns one entry (C', H, W); None where they can only be read in order.
+        in_order: yields each entry in order, where that is the only way.
     """
 
     count: int
     labels: np.ndarray | None
-    entries: Callable[[], Iterator[np.ndarray]]
     at: Callable[[int], np.ndarray] | None = None
+    in_order: Callable[[], Iterator[np.ndarray]] | None = None
+
+    def entries(self) -> Iterator[np.ndarray]:
+        """Yield each entry (C', H, W) in order."""
+        return map(self.at, range(self.count)) if self.at else self.in_order()
 
 
 @dataclass(frozen=True)
@@ -118,6 +110,8 @@ class Format:
 
 def contradictions(chosen: Format, entries: np.ndarray) -> list[str]:
     """Say what in a sample of entries (N, C', H, W) contradicts the assumptions."""
+    if entries.dtype.kind not in "fiu":
+        return [f"they are no numbers, but {entries.dtype}"]
     if not np.isfinite(entries).all():
         return ["there are values that are not finite"]
     is_sample = chosen.stored_as == "samples"
@@ -172,82 +166,12 @@ def _wrong_spread(stored_as: str, entries: np.ndarray) -> list[str]:
     return []
 
 
-class _NumberType:
-    """What a pickled numpy dtype becomes: a type of plain numbers."""
-
-    def __init__(self, name: str, *flags: Any):
-        if not re.fullmatch(r"[<>=|]?[fiu][1248]", name):
-            raise pickle.UnpicklingError(f"{name} is no type of numbers")
-        self.dtype = np.dtype(name)
-
-    def __setstate__(self, state: tuple) -> None:
-        if state[1] in ("<", ">"):
-            self.dtype = self.dtype.newbyteorder(state[1])
-
-
-class _PickledArray:
-    """What a pickled numpy array becomes: bytes and how to read them, never an object that the file chose."""
-
-    def __init__(self, *_: Any):
-        self.array: np.ndarray | None = None
-
-    def __setstate__(self, state: tuple) -> None:
-        _, shape, number_type, fortran_order, data = state
-        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order="F" if fortran_order else "C")
-
-
-class _BufferedArray:
-    """The same of pickle protocol 5."""
-
-    def __init__(self, data: bytes, number_type: _NumberType, shape: tuple[int, ...], order: str):
-        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order=order)
-
-
-class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickled numpy arrays of numbers and can make nothing else: no function of the file's choice is ever called."""
-
-    MODULES = re.compile(r"numpy(\._?core\.(multiarray|numeric))?")
-    NAMES: ClassVar = {"_reconstruct": _PickledArray, "_frombuffer": _BufferedArray, "dtype": _NumberType, "ndarray": None}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in the file."""
-        if (module, name) == ("_codecs", "encode"):  # how protocol 2 writes bytes
-            return _encode_latin1
-        if not self.MODULES.fullmatch(module) or name not in self.NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of an array of numbers")
-        return self.NAMES[name]
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Refuse what lies outside the file."""
-        raise pickle.UnpicklingError("it refers to something outside the file")
-
-
-def unpickle_array(data: bytes) -> np.ndarray:
-    """Read a pickled array of numbers.
-
-    Raises:
-        ValueError: it holds anything else.
-    """
-    try:
-        found = ArrayUnpickler(io.BytesIO(data)).load()
-    except PICKLE_ERRORS as error:
-        raise ValueError(f"not a pickled array of numbers: {error}") from error
-    array = getattr(found, "array", None)
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"not a pickled array of numbers, but of type {type(found).__name__}")
-    return array
-
-
-def _encode_latin1(text: str, encoding: str) -> bytes:
-    return text.encode("latin1")
-
-
 def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) -> Source:
     """Open WebDataset shards whose samples are KEY.SUFFIX, a latent, and KEY.cls, its class in decimal."""
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if not tars:
         raise ValueError(f"source={path} holds no .tar files")
-    classes = [(key, _class_of(tar, key, data)) for tar in tars for key, data in _members(tar, "cls", suffix)]
+    classes = [(key, _decimal(data, f"{tar}: {key}.cls")) for tar in tars for key, data in _members(tar, "cls", suffix)]
     keys, labels = [key for key, _ in classes], np.array([label for _, label in classes], dtype=np.int64)
 
     def entries() -> Iterator[np.ndarray]:
@@ -260,7 +184,7 @@ def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) ->
             except (ValueError, EOFError) as error:
                 raise ValueError(f"{tar}: {key}.{suffix} can not be read: {error}") from error
 
-    return Source(len(labels), labels, entries)
+    return Source(len(labels), labels, in_order=entries)
 
 
 def open_lmdb(path: Path) -> Source:
@@ -268,13 +192,16 @@ def open_lmdb(path: Path) -> Source:
     import lmdb
 
     try:
-        transaction = lmdb.open(str(path), readonly=True, lock=False, readahead=False, subdir=path.is_dir()).begin()
-        count = int(_value(transaction, "length", path))
+        environment = lmdb.open(str(path), readonly=True, lock=False, readahead=False, subdir=path.is_dir())
+        _check_size(environment, path)
+        transaction = environment.begin()
+        count = _decimal(_value(transaction, "length", path), f"source={path}: length")
     except lmdb.Error as error:
         inner = [folder.name for folder in sorted(path.glob("*")) if (folder / "data.mdb").is_file()]
         hint = f"; there is one in {path / inner[0]}" if inner else ""
         raise ValueError(f"source={path} is no LMDB: {error}{hint}") from error
-    labels = np.array([int(_value(transaction, f"y-{i}", path)) for i in range(count)], dtype=np.int64)
+    classes = (_decimal(_value(transaction, f"y-{i}", path), f"source={path}: y-{i}") for i in range(count))
+    labels = np.array(list(classes), dtype=np.int64)
 
     def at(i: int) -> np.ndarray:
         numbers = np.frombuffer(_value(transaction, f"z-{i}", path), dtype=np.float32)
@@ -283,7 +210,7 @@ def open_lmdb(path: Path) -> Source:
             raise ValueError(f"source={path}: z-{i} has {len(numbers)} numbers, must be 8 channels of a square")
         return numbers.reshape(8, side, side)
 
-    return Source(count, labels, lambda: map(at, range(count)), at)
+    return Source(count, labels, at)
 
 
 def open_npy_zip(path: Path) -> Source:
@@ -302,7 +229,7 @@ def open_npy_zip(path: Path) -> Source:
         except ZIP_ERRORS as error:
             raise ValueError(f"source={path}: {names[i]} can not be read: {error}") from error
 
-    return Source(len(names), read_labels(opener, names, path), lambda: map(at, range(len(names))), at)
+    return Source(len(names), read_labels(opener, names, path), at)
 
 
 def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]]:
@@ -320,16 +247,29 @@ def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]
                 archive.members = []  # or they pile up
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f"{tar} is damaged: {error}") from error
+    with tar.open("rb") as file:
+        file.seek(-min(TAR_END, tar.stat().st_size), io.SEEK_END)
+        if any(file.read()):
+            raise ValueError(f"{tar} is cut off: an archive ends with {TAR_END} zeros")
     lonely = sorted(wanted_keys ^ partner_keys)
     if lonely or not wanted_keys:
         key = lonely[0] if lonely else "it"
         raise ValueError(f"{tar}: {key} must hold both .{wanted} and .{partner}")
 
 
-def _class_of(tar: Path, key: str, data: bytes) -> int:
-    if not data.strip().isdigit():
-        raise ValueError(f"{tar}: {key}.cls is {data[:20]!r}, must be a class 0, 1, ...")
-    return int(data)
+def _decimal(data: bytes, name: str) -> int:
+    text = data.strip()
+    if not text.isdigit() or len(text) > len(str(MOST_CLASSES)):
+        raise ValueError(f"{name} is {data[:20]!r}, must be a number 0, 1, ...")
+    return int(text)
+
+
+def _check_size(environment: Any, path: Path) -> None:
+    """Refuse a file that is shorter than its pages: reading beyond its end would kill the process."""
+    file = path / "data.mdb" if path.is_dir() else path
+    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    if file.stat().st_size < needed:
+        raise ValueError(f"{file} is cut off: it has {file.stat().st_size} of {needed} bytes")
 
 
 def _value(transaction: Any, key: str, path: Path) -> bytes:
@@ -372,14 +312,14 @@ FORMATS = {
         open_npy_zip,
         stored_as="mean_std",
         scaled=False,
-        encoder="stabilityai/sd-vae-ft-mse",
+        encoder=SD_VAE_MSE,
     ),
     "edm2": Format(
         "zip or folder of EDM2's dataset_tool encode: .npy files and dataset.json",
         open_npy_zip,
         stored_as="mean_std",
         scaled=False,
-        encoder="stabilityai/sd-vae-ft-mse",
+        encoder=SD_VAE_MSE,
         # [EDM2]: each channel is brought to mean 0 and standard deviation 0.5.
         scale=tuple(0.5 / std for std in (4.17, 4.62, 3.71, 3.28)),
         shift=(5.81, 3.25, 0.12, -2.15),

@@ -93,9 +93,7 @@ def open_latents(path: str, input_size: int, in_channels: int, num_classes: int,
         ValueError: a file is truncated, contradicts the manifest, or holds another shape, count or class than expected.
     """
     manifest = read_manifest(path)
-    for key, expected in (("input_size", input_size), ("in_channels", in_channels), ("num_classes", num_classes)):
-        if getattr(manifest, key) != expected:
-            raise ValueError(f"data.{key}={expected} must be {getattr(manifest, key)}, as in {path}/{FILES['manifest']}")
+    manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
     folder = Path(path)
     stored = _open_array(folder / FILES["latents"], manifest.dtype, manifest.stored_shape)
     labels = None
@@ -108,11 +106,11 @@ def open_latents(path: str, input_size: int, in_channels: int, num_classes: int,
     return LatentDataset(stored, labels, manifest, masks, encoder)
 
 
-def check_labels(labels: np.ndarray, num_classes: int, file: Path) -> None:
-    """Raise a ValueError unless all labels are classes."""
+def check_labels(labels: np.ndarray, num_classes: int, file: Path, first: int = 0) -> None:
+    """Raise a ValueError unless all labels, those of entries `first` and following, are classes."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        raise ValueError(f"{file}: label {labels[wrong[0]]} at position {wrong[0]} must be in [0, {num_classes - 1}]")
+        raise ValueError(f"{file}: label {labels[wrong[0]]} at position {first + wrong[0]} must be in [0, {num_classes - 1}]")
 
 
 def _read_in_order(array: np.ndarray, ids: np.ndarray, mirrored: np.ndarray | None = None) -> np.ndarray:

@@ -12,6 +12,7 @@ from data.images import LOSSLESS, ZIP_ERRORS, images_of, list_files
 
 LIST_SUFFIXES = (".txt", ".tsv", ".lst")
 LABELS_FILE = "dataset.json"
+MOST_CLASSES = 1_000_000  # beyond it a label is a mistake
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ImageList:
     Args:
         labels: (count,) int64; None for images without classes.
         class_names: None where the classes have numbers only.
+        num_ignored: how many files lie there that are no images.
     """
 
     names: list[str]
@@ -28,6 +30,7 @@ class ImageList:
     labels: np.ndarray | None
     num_classes: int
     class_names: tuple[str, ...] | None
+    num_ignored: int = 0
 
 
 def list_images(path: str | Path) -> ImageList:
@@ -57,9 +60,16 @@ def list_images(path: str | Path) -> ImageList:
         raise ValueError(f"source={path} holds no images")
     if LABELS_FILE in files:
         labels = read_labels(opener, names, path)
-        return ImageList(names, opener, labels, 0 if labels is None else int(labels.max()) + 1, None)
+        grouped = (labels, 0 if labels is None else int(labels.max()) + 1, None)
+        return ImageList(names, opener, *grouped, num_ignored=len(files) - len(names) - 1)
+    deeper = [name for name in files if name.endswith(f"/{LABELS_FILE}")]
+    if deeper:
+        raise ValueError(f"source={path}: {deeper[0]} tells the labels only where it lies at the top: give that folder")
     classes = _class_folders(names, path)
-    return ImageList(names, opener, *(_numbered(classes) if classes else (None, 0, None)))
+    if classes:
+        _check_all_classes_have_images(files, names, classes, path)
+    grouped = _numbered(classes) if classes else (None, 0, None)
+    return ImageList(names, opener, *grouped, num_ignored=len(files) - len(names))
 
 
 def read_labels(opener: Callable[[str], BinaryIO], names: Sequence[str], path: Path) -> np.ndarray | None:
@@ -114,7 +124,10 @@ class MaskFiles:
 
 
 def _from_list(path: Path) -> ImageList:
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"source={path} is no list: it is not text in UTF-8 ({error})") from error
     pairs = [line.rsplit("\t" if "\t" in line else None, 1) for line in lines]
     for number, pair in enumerate(pairs, 1):
         if len(pair) != 2:
@@ -125,7 +138,11 @@ def _from_list(path: Path) -> ImageList:
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(f"source={path}: {missing[0]} not found ({len(missing)} of {len(names)} images are not there)")
-    numbers = np.array(classes, dtype=np.int64) if all(c.isdecimal() for c in classes) else None
+    are_numbers = all(c.isdecimal() for c in classes)
+    too_large = [c for c in classes if are_numbers and len(c) > len(str(MOST_CLASSES))]
+    if too_large:
+        raise ValueError(f"source={path}: class {too_large[0]} must be less than {MOST_CLASSES}")
+    numbers = np.array(classes, dtype=np.int64) if are_numbers else None
     grouped = _numbered(classes) if numbers is None else (numbers, int(numbers.max()) + 1, None)
     return ImageList(names, lambda name: (path.parent / name).open("rb"), *grouped)
 
@@ -143,6 +160,17 @@ def _class_folders(names: list[str], path: Path) -> list[str] | None:
     return [parts[0] for parts in folders]
 
 
+def _check_all_classes_have_images(files: list[str], names: list[str], classes: list[str], path: Path) -> None:
+    """Refuse class folders whose files are all of unknown formats: without them every later class would have another number."""
+    outer = names[0].split("/")[: names[0].split("/").index(classes[0])]
+    inside = [file.split("/") for file in files]
+    found = {parts[len(outer)] for parts in inside if parts[: len(outer)] == outer and len(parts) > len(outer) + 1}
+    if found - set(classes):
+        raise ValueError(
+            f"source={path}: class folder {min(found - set(classes))} holds files, but no images of a known format"
+        )
+
+
 def _numbered(classes: Sequence[str]) -> tuple[np.ndarray, int, tuple[str, ...]]:
     class_names = tuple(sorted(set(classes)))
     numbers = {name: number for number, name in enumerate(class_names)}
@@ -150,7 +178,7 @@ def _numbered(classes: Sequence[str]) -> tuple[np.ndarray, int, tuple[str, ...]]
 
 
 def _is_label(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_CLASSES
 
 
 def _stem(name: str) -> str:

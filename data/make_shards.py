@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data.latents import LatentDataset, open_latents
 from data.manifest import FILES, read_manifest, to_json
 from data.shards import SHARDS_FILE
-from data.writer import hash_blocks
+from data.writer import claim, hash_blocks
 
 SHARD_ENTRIES = 2048
 WRITE_SEED = 0
@@ -37,8 +37,7 @@ def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
     if dataset.manifest.conditioning_type:
         raise ValueError(f"conditioning_type={dataset.manifest.conditioning_type}: shards hold no masks, use the latent folder")
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    claim(partial)
     try:
         order = np.random.default_rng(WRITE_SEED).permutation(dataset.train_ids)
         parts = {"train": _pieces(order, shard_entries), "held_out": _pieces(dataset.held_out_ids, shard_entries)}
@@ -48,6 +47,7 @@ def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
             _write_shard(partial / name, dataset, ids)
             checksums[name] = hash_blocks(partial / name, dataset.manifest.block_bytes)
         (partial / SHARDS_FILE).write_text(json.dumps({name: len(ids) for name, ids in jobs}, indent=2) + "\n")
+        checksums[SHARDS_FILE] = hash_blocks(partial / SHARDS_FILE, dataset.manifest.block_bytes)
         (partial / FILES["manifest"]).write_text(to_json(replace(dataset.manifest, checksums=checksums)))
         partial.rename(out)
     finally:

@@ -68,6 +68,10 @@ class LatentManifest:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
+        self._check_arrays()
+        self._check_meaning()
+
+    def _check_arrays(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind} must be one of {', '.join(KINDS)}")
         if self.format_version != FORMAT_VERSION:
@@ -78,6 +82,22 @@ class LatentManifest:
             raise ValueError(f"dtype={self.dtype} must be one of {', '.join(DTYPES)}")
         if self.kind == "moments" and self.shape[0] % 2:
             raise ValueError(f"shape={tuple(self.shape)} must have an even number of channels for kind=moments")
+        if not _is_count(self.count) or not isinstance(self.num_held_out, int) or not 0 <= self.num_held_out < self.count:
+            raise ValueError(f"num_held_out={self.num_held_out} must be in [0, {self.count - 1}], of count={self.count}")
+        if not isinstance(self.mirrors, bool):
+            raise ValueError(f"mirrors={self.mirrors!r} must be true or false")
+        if self.conditioning_type not in CONDITIONING_TYPES:
+            raise ValueError(f"conditioning_type={self.conditioning_type} must be null, mask or segmentation")
+        if not _is_count(self.block_bytes):
+            raise ValueError(f"block_bytes={self.block_bytes} must be greater than 0")
+        if self.checksums is not None and not all(isinstance(hashes, list) for hashes in self.checksums.values()):
+            raise ValueError("checksums must be null, or a list of hashes for each file")
+
+    def _check_meaning(self) -> None:
+        if not isinstance(self.encoder, str) or not isinstance(self.encoder_hash, str | None):
+            raise ValueError(f"encoder={self.encoder!r} must be a name, encoder_hash={self.encoder_hash!r} a hash or null")
+        if self.resolution is not None and not _is_count(self.resolution):
+            raise ValueError(f"resolution={self.resolution!r} must be greater than 0, or null")
         for key in ("scale", "shift"):
             value = getattr(self, key)
             numbers = value if isinstance(value, tuple) else (value,)
@@ -92,14 +112,8 @@ class LatentManifest:
             raise ValueError(f"pixel_range={self.pixel_range} must be two numbers: what black is, and what white is")
         if self.std is not None and not (_is_number(self.std) and self.std > 0):
             raise ValueError(f"std={self.std!r} must be a number greater than 0, or null")
-        if self.conditioning_type not in CONDITIONING_TYPES:
-            raise ValueError(f"conditioning_type={self.conditioning_type} must be null, mask or segmentation")
-        if not _is_count(self.count) or not 0 <= self.num_held_out < self.count:
-            raise ValueError(f"num_held_out={self.num_held_out} must be in [0, {self.count - 1}], of count={self.count}")
         if self.num_classes < 0 or (self.class_names is not None and len(self.class_names) != self.num_classes):
             raise ValueError(f"class_names has {len(self.class_names or ())} names, must be num_classes={self.num_classes}")
-        if not _is_count(self.block_bytes):
-            raise ValueError(f"block_bytes={self.block_bytes} must be greater than 0")
 
     @property
     def in_channels(self) -> int:
@@ -132,6 +146,12 @@ class LatentManifest:
         """Undo scale and shift: what the encoder's decoder takes."""
         return latents / _column(self.scale, latents.device) + _column(self.shift, latents.device)
 
+    def check_sizes(self, path: str, *, input_size: int, in_channels: int, num_classes: int) -> None:
+        """Raise a ValueError unless a run that expects these sizes can use what lies at a path."""
+        for key, expected in (("input_size", input_size), ("in_channels", in_channels), ("num_classes", num_classes)):
+            if getattr(self, key) != expected:
+                raise ValueError(f"data.{key}={expected} must be {getattr(self, key)}, as in {path}/{FILES['manifest']}")
+
     def std_warning(self, std: torch.Tensor) -> str | None:
         """Say so where the standard deviation of what the network sees is far from the promised one."""
         if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
@@ -158,10 +178,19 @@ def read_manifest(path: str | Path) -> LatentManifest:
             f"data.path={path} must be a latent folder, but {file} is not there: "
             "`python -m data.encode` makes one of images, `python -m data.convert` of other formats (data/README.md)"
         )
+    return parse_manifest(file.read_bytes(), str(file))
+
+
+def parse_manifest(text: bytes, name: str) -> LatentManifest:
+    """Read a manifest from the content of its file.
+
+    Raises:
+        ValueError: it is none; the name says which.
+    """
     try:
-        return manifest_from(json.loads(file.read_text()))
+        return manifest_from(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is not a latent manifest: {error}") from error
+        raise ValueError(f"{name} is not a latent manifest: {error}") from error
 
 
 def manifest_from(fields: dict[str, Any]) -> LatentManifest:

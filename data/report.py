@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the picture; default: PATH_report.png, beside the folder")
     arguments = parser.parse_args()
     path, state = arguments.path, start_process()
-    file = arguments.out or path.with_name(f"{path.name}_report.png")
+    file = arguments.out or path.resolve().with_name(f"{path.resolve().name}_report.png")
     try:
         manifest = read_manifest(path)
         dataset = open_latents(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from data.latents import check_labels
-from data.manifest import FILES, LatentManifest, manifest_from
+from data.manifest import FILES, LatentManifest, parse_manifest
 from data.stream import MicroBatch
 
 SHARDS_FILE = "shards.json"
-SHARDS_AT_ONCE = 4  # read and shuffled together: 256 MiB of 8x32x32 moments with mirrors, in shards of 2048
+SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
 ATTEMPTS = 3
 ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # tell the draws of the streams apart
 NOTE = "streamed: a resumed run goes on at the same shard and sample, but is exempt from the promise of bitwise equality"
@@ -108,9 +108,7 @@ def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, 
         ValueError: the manifest, the list of shards or a held-out shard is damaged, or the run expects other data.
     """
     manifest = read_shard_manifest(path)
-    for key, expected in (("input_size", input_size), ("in_channels", in_channels), ("num_classes", num_classes)):
-        if getattr(manifest, key) != expected:
-            raise ValueError(f"data.{key}={expected} must be {getattr(manifest, key)}, as in {path}/{FILES['manifest']}")
+    manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
     try:
         shards = json.loads(_fetch(path, SHARDS_FILE))
         # Names are put after the path: one with a colon or a slash could lead anywhere.
@@ -131,11 +129,7 @@ def read_shard_manifest(path: str) -> LatentManifest:
         FileNotFoundError: there is none.
         ValueError: it is damaged.
     """
-    text = _fetch(path, FILES["manifest"])
-    try:
-        return manifest_from(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}/{FILES['manifest']} is not a latent manifest: {error}") from error
+    return parse_manifest(_fetch(path, FILES["manifest"]), f"{path}/{FILES['manifest']}")
 
 
 def _fetch(path: str, name: str) -> bytes:
@@ -222,15 +216,19 @@ class ShardStream:
 
     def _read_group(self, epoch: int, shards: list[int], skip: int) -> tuple[np.ndarray, ...]:
         """Return latents (N, C', H, W), of mirrors one each, and labels (N,) if there are any, shuffled."""
-        parts = [self.dataset.read_shard(self.dataset.names[i], int(self.dataset.counts[i])) for i in shards]
         rng = np.random.default_rng([self.seed, epoch, GROUP_DRAWS, *shards])
-        latents = np.concatenate([latents for latents, _ in parts])
-        order = rng.permutation(len(latents))[skip:]
-        mirrored = rng.integers(2, size=len(latents))[skip:]
-        latents = latents[order, mirrored] if self.dataset.manifest.mirrors else latents[order]
-        if not self.dataset.manifest.num_classes:
-            return (latents,)
-        return latents, np.concatenate([labels for _, labels in parts])[order]
+        parts = [self._read_one_of_two(i, rng) for i in shards]
+        arrays = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+        order = rng.permutation(len(arrays[0]))[skip:]
+        return tuple(array[order] for array in arrays)
+
+    def _read_one_of_two(self, shard: int, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """Return the latents of a shard, of mirrors one each, and its labels if there are any."""
+        count = int(self.dataset.counts[shard])
+        latents, labels = self.dataset.read_shard(self.dataset.names[shard], count)
+        if self.dataset.manifest.mirrors:
+            latents = latents[np.arange(count), rng.integers(2, size=count)]
+        return (latents,) if labels is None else (latents, labels)
 
     def _micro_batch(self, latents: np.ndarray, labels: np.ndarray | None = None) -> MicroBatch:
         tensors = [None if array is None else torch.from_numpy(array) for array in (latents, labels)]

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from data.latents import open_latents
 from data.manifest import FILES, LatentManifest, read_manifest
-from data.shards import SHARDS_FILE
+from data.shards import SHARDS_FILE, open_shards
 from data.writer import hash_block
 
 HEADER_BYTES = 128  # of the .npy files that data.LatentWriter writes
@@ -81,8 +81,11 @@ def main() -> None:
                 tqdm.write(damage)
         if found:
             sys.exit(f"error: {path}: {len(found)} of {total} blocks are damaged: make them anew, or bring them from a copy")
-        if not (path / SHARDS_FILE).exists():
-            open_latents(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
+        missing = {FILES["latents"], SHARDS_FILE} & {file.name for file in path.iterdir()} - (manifest.checksums or {}).keys()
+        if missing:
+            raise ValueError(f"{path / min(missing)} has no checksums in the manifest: nobody can tell whether it is whole")
+        opener = open_shards if (path / SHARDS_FILE).exists() else open_latents
+        opener(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{path}: all {total} blocks are as they were written")

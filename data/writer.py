@@ -23,22 +23,25 @@ class LatentWriter:
     Use as a context manager and call `append` until `manifest.count` entries are written. The checksums of the manifest are
     filled in.
 
+    Args:
+        partial: where it is written before it is moved; None: beside `path`.
+
     Raises:
-        FileExistsError: there is something at `path` already.
+        FileExistsError: there is something at `path` already, or at the place where it is written.
         ValueError: entries of another shape, labels outside the classes, masks that are missing or not wanted, or another
             count than the manifest's.
         OSError: the disk is full; the file is named, and nothing is left behind.
     """
 
-    def __init__(self, path: str | Path, manifest: LatentManifest):
+    def __init__(self, path: str | Path, manifest: LatentManifest, partial: Path | None = None):
         self.path, self.manifest = Path(path), manifest
         if self.path.exists():
             raise FileExistsError(f"{self.path} exists: move it away to write it anew")
-        self.partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+        self.partial = partial or self.path.with_name(f".{self.path.name}.partial")
         self.num_written = 0
 
     def __enter__(self) -> "LatentWriter":
-        self.partial.mkdir(parents=True)
+        claim(self.partial)
         manifest = self.manifest
         arrays = {FILES["latents"]: (manifest.dtype, manifest.stored_shape)}
         if manifest.num_classes:
@@ -65,7 +68,7 @@ class LatentWriter:
         if manifest.num_classes:
             if labels is None or labels.shape != (len(stored),):
                 raise ValueError(f"{self.path}: {len(stored)} entries must come with as many labels")
-            check_labels(labels, manifest.num_classes, self.path)
+            check_labels(labels, manifest.num_classes, self.path, first=self.num_written)
         expected = (len(stored), *stored.shape[-2:]) if manifest.conditioning_type else None
         if (None if masks is None else masks.shape) != expected or (masks is not None and masks.dtype != np.uint8):
             given = "None" if masks is None else f"{masks.dtype} {masks.shape}"
@@ -103,6 +106,20 @@ class LatentWriter:
         for file in self.files.values():
             file.close()
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def claim(partial: Path) -> None:
+    """Make the folder that something is written in before it is whole.
+
+    Raises:
+        FileExistsError: another process is writing there, or was killed while it did.
+    """
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError as error:
+        raise FileExistsError(
+            f"{partial} is there: another process is writing it, or was killed while it did; in that case remove it"
+        ) from error
 
 
 def hash_blocks(file: Path, block_bytes: int) -> list[str]:

@@ -1,8 +1,10 @@
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -10,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, read_manifest
+from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, parts, read_manifest
 from tests.photos import photographs, write_autoencoder, write_photographs
 from tests.runs import ROOT, composed
 from tests.test_end_to_end import ENVIRONMENT, ONE, TWO
@@ -120,20 +122,22 @@ def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
 @pytest.mark.parametrize("stop_after", [0, 1, 2])
 def test_what_was_stopped_goes_on_and_ends_the_same(tmp_path, photos, vae, small_parts, monkeypatch, stop_after):
     run(photos, tmp_path / "whole", vae)
-    write, written = encode.Job.write, []
+    write, written = parts.PartFolder.write, []
 
-    def stop(job, number, part):
+    def stop(folder, number, part):
         if len(written) == stop_after:
             raise KeyboardInterrupt
         written.append(number)
-        write(job, number, part)
+        write(folder, number, part)
 
-    monkeypatch.setattr(encode.Job, "write", stop)
+    monkeypatch.setattr(parts.PartFolder, "write", stop)
     with pytest.raises(KeyboardInterrupt):
         run(photos, tmp_path / "out", vae)
     assert not (tmp_path / "out").exists()
     written_before, again = list(written), []
-    monkeypatch.setattr(encode.Job, "write", lambda job, number, part: (again.append(number), write(job, number, part)))
+    monkeypatch.setattr(
+        parts.PartFolder, "write", lambda folder, number, part: (again.append(number), write(folder, number, part))
+    )
     run(photos, tmp_path / "out", vae)
     assert sorted(written_before + again) == [0, 1, 2], "what was done is not done again"
     assert files(tmp_path / "out") == files(tmp_path / "whole")
@@ -146,7 +150,7 @@ def test_a_part_that_was_half_written_is_no_part(tmp_path, photos, vae, small_pa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(encode.np, "savez", torn)
+        patch.setattr(parts.np, "savez", torn)
         with pytest.raises(KeyboardInterrupt):
             run(photos, tmp_path / "out", vae)
     assert not list((tmp_path / "out.partial").glob("*.npz"))
@@ -221,8 +225,10 @@ def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts,
         run(folder, tmp_path / "out", vae)
     (folder / "china" / "001.jpg").write_bytes(whole)
     Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
-    again, write = [], encode.Job.write
-    monkeypatch.setattr(encode.Job, "write", lambda job, number, part: (again.append(number), write(job, number, part)))
+    again, write = [], parts.PartFolder.write
+    monkeypatch.setattr(
+        parts.PartFolder, "write", lambda folder, number, part: (again.append(number), write(folder, number, part))
+    )
     assert run(folder, tmp_path / "out", vae).manifest.count == 10
     assert again == [0, 1], "the part without corrupt images is kept"
 
@@ -395,3 +401,108 @@ def test_a_public_autoencoder_is_taken_from_the_cache_without_network(tmp_path, 
     assert "python -m data.report" in result.stdout
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["encoder"] == "stabilityai/sd-vae-ft-ema"
+
+
+def test_a_source_that_is_gone_is_no_set_of_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
+    """A disk that is unmounted half-way must not leave half of the images out."""
+    write_photographs(tmp_path / "photos")
+    write = parts.PartFolder.write
+
+    def unmount(folder, number, part):
+        write(folder, number, part)
+        if (tmp_path / "photos").exists():
+            (tmp_path / "photos").rename(tmp_path / "elsewhere")
+
+    message = r"No such file or directory; mend this and run the same command again to go on: '(china|flower)/\d+"
+    with monkeypatch.context() as patch, pytest.raises(UserMistake, match=message):
+        patch.setattr(parts.PartFolder, "write", unmount)
+        run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true")
+    (tmp_path / "elsewhere").rename(tmp_path / "photos")
+    assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10
+
+
+def test_a_kill_while_the_parts_are_put_together_costs_nothing(tmp_path, photos, vae, small_parts, monkeypatch):
+    from data import LatentWriter
+
+    run(photos, tmp_path / "whole", vae)
+    with monkeypatch.context() as patch:
+        # Killed outright: nothing is cleaned up.
+        patch.setattr(LatentWriter, "_remove", lambda writer: None)
+        patch.setattr(LatentWriter, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(photos, tmp_path / "out", vae)
+    assert (tmp_path / "out.partial" / "whole" / "latents.npy").exists()
+    encoded, again = [], encode.encode_batch
+    monkeypatch.setattr(encode, "encode_batch", lambda *arguments: (encoded.append(1), again(*arguments))[1])
+    run(photos, tmp_path / "out", vae)
+    assert not encoded
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_part_whose_errors_were_written_and_nothing_else_is_made_again(tmp_path):
+    """Killed between the errors and the part, or between a part without errors and the end of the old ones."""
+    folder = parts.PartFolder(tmp_path / "p", {"a": 1}, 3)
+    assert folder.begin() == [0, 1, 2]
+    part = parts.Part(np.zeros((2, 1, 4, 4), np.float16), None, np.array([0, 1]), {})
+    spoilt = parts.Part(part.latents[:1], None, part.positions[:1], {1: "b.png: broken"})
+    folder.write(0, part)
+    folder.write(1, spoilt)
+    assert folder.begin() == [1, 2]
+    assert folder.errors(range(3)) == {1: "b.png: broken"}
+    (tmp_path / "p" / "0000002.errors.json").write_text("{}")
+    folder.write(2, part)
+    assert folder.begin() == [1]
+    folder.write(1, part)
+    assert folder.begin() == []
+    assert folder.errors(range(3)) == {}
+
+
+def test_a_damaged_part_is_removed_and_made_again(tmp_path, photos, vae, small_parts, monkeypatch):
+    stopped(tmp_path, photos, vae, monkeypatch)
+    part = tmp_path / "out.partial" / "0000001.npz"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(UserMistake, match=r"0000001.npz was damaged .* and is removed: run the same command again"):
+        run(photos, tmp_path / "out", vae)
+    assert run(photos, tmp_path / "out", vae).manifest.count == 10
+
+
+def test_one_place_has_one_name(tmp_path, photos, vae, small_parts, monkeypatch):
+    stopped(tmp_path, photos, vae, monkeypatch)
+    monkeypatch.chdir(photos.parent)
+    assert run(f"{photos.name}/", tmp_path / "out", vae).manifest.encoder == vae
+    monkeypatch.chdir(Path(vae).parent)
+    assert run(photos, tmp_path / "again", "vae").manifest.encoder == vae, "a name that holds wherever one stands"
+
+
+def test_alpha_is_no_class_of_a_segmentation(tmp_path, vae):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(photographs()["china"][:32, :32]).save(tmp_path / "photos" / "0.png")
+    mask = np.zeros((32, 32, 4), np.uint8)
+    mask[..., 3] = 255
+    mask[4:6, 8:10, 1] = 9
+    Image.fromarray(mask).save(tmp_path / "masks" / "0.png")
+    dataset = run(tmp_path / "photos", tmp_path / "out", vae, f"masks={tmp_path / 'masks'}", "conditioning_type=segmentation")
+    assert np.argwhere(dataset.masks[0]).tolist() == [[2, 4]]
+
+
+def test_names_that_are_no_text_and_lines_of_pixels_are_images_like_others(tmp_path, vae):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.fromarray(photographs()["china"][:32, :32]).save(folder / "0.png")
+    Image.fromarray(np.zeros((1, 4000, 3), np.uint8)).save(folder / "line.png")
+    (folder / "0.png").rename(folder / os.fsdecode(b"\xff.png"))
+    with pytest.raises(UserMistake, match="1 images are corrupt"):
+        run(folder, tmp_path / "out", vae)
+    text = (tmp_path / "out.partial" / "corrupt.txt").read_text()
+    assert text == "line.png: its size is (4000, 1): one side must be at most 50 times the other\n"
+    (folder / "line.png").unlink()
+    (folder / os.fsdecode(b"\xfe.png")).write_bytes(b"")
+    with pytest.raises(UserMistake, match="was begun with something else"):
+        run(folder, tmp_path / "out", vae)
+    dataset = run(folder, tmp_path / "other", vae, "skip_corrupt=true")
+    assert dataset.manifest.count == 1
+    assert dataset.manifest.origin["left_out"] == [os.fsdecode(b"\xfe.png")]

@@ -140,7 +140,7 @@ def test_another_autoencoder_than_the_manifests_is_refused_unless_forced(folder,
     shutil.copytree(folder, tmp_path / "moved")
     assert encoder_for(about, CPU, str(tmp_path / "moved")).weights_hash == encoder.weights_hash
     for name in (other, "identity"):
-        with pytest.raises(ValueError, match=r"encoder=.* has weights .* must be the same, or allow_other_encoder=true"):
+        with pytest.raises(ValueError, match=r"encoder=.* has weights .* must be the same .*allow_other_encoder=true"):
             encoder_for(about, CPU, name)
         assert encoder_for(about, CPU, name, allow_other=True).weights_hash != encoder.weights_hash
     pixels = LatentManifest(3, (3, 8, 8), "float16", "samples", 0, "identity")
@@ -148,11 +148,23 @@ def test_another_autoencoder_than_the_manifests_is_refused_unless_forced(folder,
         encoder_for(pixels, CPU, folder)
 
 
-def test_latents_without_a_hash_take_the_encoder_they_name_and_no_other(folder, tmp_path):
+def test_latents_without_a_hash_take_the_autoencoder_that_is_named(folder, tmp_path):
+    """Converted latents tell no weights: nothing can be held against what the user says."""
     about = manifest(KLEncoder(folder, CPU), encoder_hash=None)
     assert encoder_for(about, CPU).name == folder
-    with pytest.raises(ValueError, match="weights that the manifest does not tell"):
-        encoder_for(about, CPU, write_autoencoder(tmp_path / "other", seed=1))
+    other = write_autoencoder(tmp_path / "other", seed=1)
+    assert encoder_for(about, CPU, other).name == other
+    with pytest.raises(ValueError, match=r"encoder=identity has weights None, .* must be the same"):
+        encoder_for(about, CPU, "identity")
+
+
+def test_an_autoencoder_of_other_channels_is_refused(folder, tmp_path):
+    wide = write_autoencoder(tmp_path / "wide", latent_channels=8)
+    about = manifest(KLEncoder(folder, CPU), encoder_hash=None)
+    with pytest.raises(ValueError, match="has latents of 8 channels, these have 4"):
+        encoder_for(about, CPU, wide)
+    with pytest.raises(ValueError, match="has latents of 8 channels, these have 4"):
+        encoder_for(manifest(KLEncoder(folder, CPU)), CPU, wide, allow_other=True)
 
 
 def test_pixels_in_another_range_are_brought_back(folder):

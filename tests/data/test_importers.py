@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import pickle
+import struct
 import tarfile
+import tracemalloc
 import zipfile
 
 import lmdb
@@ -14,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import convert, open_latents, read_manifest
-from data.importers import FORMATS, unpickle_array
+from data.importers import FORMATS
+from data.unpickle import unpickle_array
 from tests.runs import composed
 from training.config import UserMistake
 
@@ -182,6 +185,57 @@ def test_an_lmdb_without_flips(tmp_path):
         run(write_lmdb(tmp_path / "shuffled", labels=shuffled), tmp_path / "no", "maskdit_lmdb")
 
 
+def test_an_lmdb_that_is_cut_off_does_not_kill_the_process(tmp_path):
+    folder = write_lmdb(tmp_path / "lmdb")
+    cut(folder / "data.mdb")
+    with pytest.raises(UserMistake, match=r"data.mdb is cut off: it has \d+ of \d+ bytes"):
+        run(folder, tmp_path / "out", "maskdit_lmdb")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (b"length", b"-3", r"length is b'-3', must be a number"),
+        (b"length", b"1", "1 entries can not be images and as many mirror images"),
+        (b"length", b"0", "holds no entries"),
+        (b"y-3", b"9" * 30, r"y-3 is b'9+', must be a number"),
+        (b"z-3", b"12345678", "z-3 has 2 numbers, must be 8 channels of a square"),
+        (b"z-3", None, "has no entry z-3"),
+    ],
+)
+def test_an_lmdb_of_nonsense_is_one_clear_error(tmp_path, key, value, message):
+    folder = write_lmdb(tmp_path / "lmdb")
+    environment = lmdb.open(str(folder), map_size=2**26)
+    with environment.begin(write=True) as transaction:
+        if value is None:
+            transaction.delete(key)
+        else:
+            transaction.put(key, value)
+    environment.close()
+    with pytest.raises(UserMistake, match=message):
+        run(folder, tmp_path / "out", "maskdit_lmdb")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tar_that_ends_between_two_members_is_cut_off(tmp_path):
+    folder = write_tread(tmp_path / "tread")
+    file = folder / "imagenet-0001.tar"
+    with tarfile.open(file) as tar:
+        end = [member.offset for member in tar][6]  # a whole number of samples stands before it
+    file.write_bytes(file.read_bytes()[:end])
+    with pytest.raises(UserMistake, match=r"imagenet-0001.tar is cut off: an archive ends with 1024 zeros"):
+        run(folder, tmp_path / "out", "tread_wds")
+
+
+def test_npy_files_without_labels_and_with_flips(tmp_path):
+    both = np.concatenate([mean_std(), mean_std()[..., ::-1]])
+    folder = write_npy_folder(tmp_path / "source", both, labels=np.zeros(2 * COUNT, int))
+    (folder / "dataset.json").write_text('{"labels": null}')
+    dataset = run(folder, tmp_path / "out", "repa", "mirrored=true")
+    assert (dataset.manifest.count, dataset.manifest.num_classes, dataset.labels) == (COUNT, 0, None)
+    close(dataset.stored[:, 1], np.concatenate([MEAN, LOGVAR], axis=1)[..., ::-1])
+
+
 def test_an_lmdb_is_asked_for_by_its_own_folder(tmp_path):
     write_lmdb(tmp_path / "lmdb" / "train")
     with pytest.raises(UserMistake, match=r"is no LMDB: .*; there is one in .*train"):
@@ -279,13 +333,15 @@ def break_order(folder):
         ("tread_wds", write_tread, spoil_tar, (), r"imagenet-0001.tar is damaged"),
         ("tread_wds", write_tread, rename_member, (), r"imagenet-0001.tar: 7 must hold both .cls and .latent.npy"),
         ("tread_wds", write_tread, break_order, (), r"8.latent.npy stands where 7.latent.npy must be"),
-        ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be a class 0, 1"),
+        ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be a number 0, 1"),
         ("tread_wds", write_tread, None, ("num_classes=4",), r"label 4 at position 4 must be in \[0, 3\]"),
         ("maskdit_wds", write_tread, None, (), r"0000000 must hold both .cls and .latent|must hold both"),
         ("maskdit_wds", lambda p: write_maskdit_wds(p, arrays=[{"no": "array"}] * COUNT), None, (), "not a pickled array"),
         ("repa", lambda p: write_npy_folder(p, mean_std()), lambda p: (p / "dataset.json").unlink(), (), "has no dataset.json"),
         ("repa", lambda p: write_npy_folder(p, mean_std()), spoil_npy, (), "00000003.npy can not be read"),
         ("repa", lambda p: p.mkdir(), None, (), r"holds no .npy files"),
+        ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are no numbers, but <U1"),
+        ("tread_wds", lambda p: write_tread(p, labels=[10**30] * COUNT), None, (), r"0000000.cls is .*, must be a number"),
         ("tread_wds", lambda p: p.mkdir(), None, (), r"holds no .tar files"),
         ("repa", lambda p: write_npy_folder(p, [*mean_std()[1:], MEAN[0]]), None, (), "entries must all be of one shape"),
     ],
@@ -308,6 +364,7 @@ def test_damaged_sources_are_one_clear_error(tmp_path, name, write, spoil, overr
         (("scale=0",), "scale=0.0 must be greater than 0"),
         (("num_classes=0",), "num_classes=0 must be greater than 0"),
         (("mirrored=true",), "mirrored=true needs a format whose entries can be read in any order"),
+        (("encoder=sdxl",), "encoder=stabilityai/sdxl-vae may have another scale than the assumed one: give scale=NUMBER"),
         (("num_held_out=24",), r"num_held_out=24 must be in \[0, 23\]"),
     ],
 )
@@ -395,3 +452,19 @@ def test_damaged_pickles_raise_nothing_but_the_documented_error(position, value,
     for damaged in (bytes(data), bytes(data[: int(length * len(data))])):
         with contextlib.suppress(ValueError):
             assert isinstance(unpickle_array(damaged), np.ndarray)
+
+
+def test_pickles_that_fill_memory_nest_or_change_what_reads_them_are_refused():
+    """Each of these went wrong with an unpickler that only looked at names."""
+    array = pickle.dumps(np.zeros(2, np.float32), protocol=5)
+    place = b"\x80\x02Nr" + struct.pack("<I", 300_000_000) + b"."
+    nested = b"\x80\x02}N" + b"\x85" * 400_000 + b"Ns."
+    deep = b"\x80\x02N" + b"\x85" * 400_000 + b"."
+    on_a_class = b"\x80\x02cnumpy._core.numeric\n_frombuffer\nN}(X\x08\x00\x00\x00__init__Nu\x86b."
+    tracemalloc.start()
+    for data in (place, nested, deep, on_a_class, b"", b".", b"\x80\x05."):
+        with pytest.raises(ValueError, match="not a pickled array of numbers"):
+            unpickle_array(data)
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
+    assert np.array_equal(unpickle_array(array), np.zeros(2))

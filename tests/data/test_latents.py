@@ -368,6 +368,12 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
         ({"class_names": ("a", "b")}, "class_names has 2 names, must be num_classes=5"),
         ({"block_bytes": 0}, "block_bytes=0 must be greater than 0"),
         ({"num_classes": -1}, "must be num_classes=-1"),
+        ({"num_held_out": 3.0}, r"num_held_out=3.0 must be in \[0, 19\]"),
+        ({"encoder": None}, "encoder=None must be a name"),
+        ({"encoder_hash": 5}, "encoder_hash=5 a hash or null"),
+        ({"mirrors": "x"}, "mirrors='x' must be true or false"),
+        ({"resolution": "x"}, "resolution='x' must be greater than 0, or null"),
+        ({"checksums": {"latents.npy": "abc"}}, "checksums must be null, or a list of hashes"),
         ({"shape": (4, 0, 0)}, r"shape=\(4, 0, 0\) must be \(channels, size, size\)"),
     ],
 )
@@ -404,6 +410,24 @@ def test_one_changed_number_anywhere_changes_the_fingerprint(tmp_path):
             writer.append(stored, None)
         prints.add(open_latents(str(tmp_path / str(value)), 4, 1, 0).describe()["fingerprint"])
     assert len(prints) == 2
+
+
+def test_two_writers_do_not_write_over_each_other(tmp_path):
+    manifest = LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "identity")
+    with LatentWriter(tmp_path / "a", manifest) as writer:
+        with pytest.raises(FileExistsError, match=r"\.a\.partial is there: another process is writing it, or was killed"):
+            LatentWriter(tmp_path / "a", manifest).__enter__()
+        writer.append(np.zeros((3, 1, 4, 4)), None)
+    assert open_latents(str(tmp_path / "a"), 4, 1, 0).manifest.count == 3
+
+
+def test_the_position_of_a_wrong_label_is_that_of_its_entry(tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"label 7 at position 4 must be in \[0, 4\]"),
+        LatentWriter(tmp_path / "a", LatentManifest(6, (1, 4, 4), "float32", "samples", 5, "identity")) as writer,
+    ):
+        writer.append(np.zeros((3, 1, 4, 4)), np.zeros(3, int))
+        writer.append(np.zeros((3, 1, 4, 4)), np.array([0, 7, 0]))
 
 
 FULL_DISK = """

@@ -127,6 +127,41 @@ def test_what_can_not_be_listed_is_refused_with_the_reason(tmp_path):
             list_images(tmp_path / "list.txt")
 
 
+def test_no_class_vanishes_without_a_word(tmp_path):
+    folder = write(tmp_path / "x" / "train", ["a/0.png", "c/0.png"])
+    (folder / "b").mkdir()
+    (folder / "b" / "0.gif").write_bytes(b"GIF89a")
+    for path in (folder, tmp_path / "x", pack(tmp_path / "x", tmp_path / "x.zip")):
+        with pytest.raises(ValueError, match="class folder b holds files, but no images of a known format"):
+            list_images(path)
+    write(folder, ["b/1.png"])
+    assert list_images(folder).class_names == ("a", "b", "c")
+    assert list_images(folder).num_ignored == 1
+
+
+def test_labels_that_lie_too_deep_are_not_overlooked(tmp_path):
+    folder = write(tmp_path / "edm" / "inner", ["00000/img0.png", "00001/img1.png"])
+    (folder / "dataset.json").write_text(json.dumps({"labels": [["00000/img0.png", 1], ["00001/img1.png", 0]]}))
+    for path in (tmp_path / "edm", pack(tmp_path / "edm", tmp_path / "edm.zip")):
+        with pytest.raises(ValueError, match=r"inner/dataset.json tells the labels only where it lies at the top"):
+            list_images(path)
+    assert list_images(folder).labels.tolist() == [1, 0]
+
+
+def test_absurd_classes_and_lists_that_are_no_text_are_refused(tmp_path):
+    folder = write(tmp_path / "edm", ["0.png"])
+    for label in (10**30, 2**62, 1_000_000, True):
+        (folder / "dataset.json").write_text(json.dumps({"labels": [["0.png", label]]}))
+        with pytest.raises(ValueError, match="has no label 0, 1, "):
+            list_images(folder)
+    (tmp_path / "list.txt").write_text(f"edm/0.png {10**30}\n")
+    with pytest.raises(ValueError, match="must be less than 1000000"):
+        list_images(tmp_path / "list.txt")
+    (tmp_path / "list.txt").write_bytes(b"edm/\xff.png 3\n")
+    with pytest.raises(ValueError, match=r"list.txt is no list: it is not text in UTF-8"):
+        list_images(tmp_path / "list.txt")
+
+
 def test_masks_are_found_by_name_whatever_their_format(tmp_path):
     write(tmp_path / "masks", ["a/1.png", "a/deep/er/0.bmp", "b/2.png", "c/0.png"])
     masks = MaskFiles(tmp_path / "masks", NAMES)

@@ -94,5 +94,8 @@ def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
     call(monkeypatch, tmp_path / "a", "--out", tmp_path / "new" / "sheet.png")
     assert (tmp_path / "new" / "sheet.png").stat().st_size > 2000
     assert "classes    none" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path / "a")
+    call(monkeypatch, ".")
+    assert (tmp_path / "a_report.png").exists()
     with pytest.raises(SystemExit, match=r"error: data.path=.*nowhere must be a latent folder"):
         call(monkeypatch, tmp_path / "nowhere")

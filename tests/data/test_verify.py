@@ -100,6 +100,9 @@ def test_the_program_says_what_is_bad_and_fails(folder, monkeypatch, capsys):
 def test_folders_without_checksums_and_other_folders_are_told_apart(folder, monkeypatch, tmp_path):
     text = (folder / "manifest.json").read_text()
     head, _, _ = text.partition('"checksums"')
+    (folder / "manifest.json").write_text(head + '"checksums": {}, "format_version": 1}')
+    with pytest.raises(SystemExit, match=r"latents.npy has no checksums in the manifest"):
+        call(folder, monkeypatch)
     (folder / "manifest.json").write_text(head + '"checksums": null, "format_version": 1}')
     with pytest.raises(SystemExit, match=r"error: .* was written without checksums: there is nothing to check"):
         call(folder, monkeypatch)
@@ -116,8 +119,13 @@ def test_shards_are_checked_as_well(folder, monkeypatch, tmp_path, capsys):
         writer.append(np.zeros((6, 1, 8, 8)), None)
     write_shards(open_latents(str(tmp_path / "b"), 8, 1, 0), tmp_path / "shards", 4)
     call(tmp_path / "shards", monkeypatch)
-    assert "all 2 blocks" in capsys.readouterr().out
+    assert "all 3 blocks" in capsys.readouterr().out
+    listing = (tmp_path / "shards" / "shards.json").read_text()
+    (tmp_path / "shards" / "shards.json").write_text('{"train-000000.tar": 4}')
+    with pytest.raises(SystemExit, match="1 of 3 blocks are damaged"):
+        call(tmp_path / "shards", monkeypatch)
+    (tmp_path / "shards" / "shards.json").write_text(listing)
     (tmp_path / "shards" / "train-000001.tar").write_bytes(b"x")
-    with pytest.raises(SystemExit, match="1 of 2 blocks are damaged"):
+    with pytest.raises(SystemExit, match="1 of 3 blocks are damaged"):
         call(tmp_path / "shards", monkeypatch)
     assert manifest.block_bytes == BLOCK

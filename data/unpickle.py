@@ -1,0 +1,107 @@
+"""Read pickled numpy arrays of numbers, and nothing else.
+
+A pickle is a program. Before this one is run, its instructions are held against those that an array consists of, so that it
+can neither name a function of its choice, nor nest, nor fill memory; then it is run with stand-ins for numpy's own functions,
+which never see what the file says but through a few checks.
+"""
+
+import io
+import pickle
+import pickletools
+import re
+from typing import Any, ClassVar
+
+import numpy as np
+
+MOST_INSTRUCTIONS = 300  # an array has about fifty
+# What pickles of arrays of numbers consist of, in protocols 0 to 5.
+INSTRUCTIONS = {
+    *("PROTO", "FRAME", "STOP", "MARK", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("INT", "LONG", "LONG1", "BININT", "BININT1", "BININT2", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "STRING"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINSTRING", "SHORT_BINSTRING"),
+    *("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE"),
+    *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET"),
+}
+# What damaged bytes may raise is written down nowhere; pickle's documentation names the first and "others".
+ERRORS = (pickle.UnpicklingError, ValueError, TypeError, LookupError, EOFError, AttributeError, OverflowError, MemoryError)
+
+
+def unpickle_array(data: bytes) -> np.ndarray:
+    """Read a pickled array of numbers.
+
+    Raises:
+        ValueError: it holds anything else.
+    """
+    try:
+        _check_instructions(data)
+        found = _ArrayUnpickler(io.BytesIO(data)).load()
+    except ERRORS as error:
+        raise ValueError(f"not a pickled array of numbers: {error}") from error
+    array = getattr(found, "array", None)
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"not a pickled array of numbers, but of type {type(found).__name__}")
+    return array
+
+
+def _check_instructions(data: bytes) -> None:
+    for count, (instruction, argument, _) in enumerate(pickletools.genops(data)):
+        if instruction.name not in INSTRUCTIONS:
+            raise ValueError(f"{instruction.name} is no part of it")
+        is_place = instruction.name in ("PUT", "BINPUT", "LONG_BINPUT")  # memory is set aside for all places before it
+        if count > MOST_INSTRUCTIONS or (is_place and int(argument) > MOST_INSTRUCTIONS):
+            raise ValueError(f"it has more than {MOST_INSTRUCTIONS} instructions")
+
+
+class _NumberType:
+    """What a pickled numpy dtype becomes: a type of plain numbers."""
+
+    def __init__(self, name: str, *flags: Any):
+        if not re.fullmatch(r"[<>=|]?[fiu][1248]", name):
+            raise pickle.UnpicklingError(f"{name} is no type of numbers")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: tuple) -> None:
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _PickledArray:
+    """What a pickled numpy array becomes: bytes and how to read them, never an object that the file chose."""
+
+    def __init__(self, *_: Any):
+        self.array: np.ndarray | None = None
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, number_type, fortran_order, data = state
+        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order="F" if fortran_order else "C")
+
+
+class _BufferedArray:
+    """The same of protocol 5."""
+
+    def __init__(self, data: bytes, number_type: _NumberType, shape: tuple[int, ...], order: str):
+        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order=order)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("an array of protocol 5 has no state")
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    MODULES = re.compile(r"numpy(\._?core\.(multiarray|numeric))?")
+    NAMES: ClassVar = {"_reconstruct": _PickledArray, "_frombuffer": _BufferedArray, "dtype": _NumberType, "ndarray": None}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name in the file."""
+        if (module, name) == ("_codecs", "encode"):  # how protocols before 3 write bytes
+            return _encode_latin1
+        if not self.MODULES.fullmatch(module) or name not in self.NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of it")
+        return self.NAMES[name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Refuse what lies outside the file."""
+        raise pickle.UnpicklingError("it refers to something outside the file")
+
+
+def _encode_latin1(text: str, encoding: str) -> bytes:
+    return text.encode("latin1")
