@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from data.stream import MicroBatch
 
 SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
-ATTEMPTS = 3
+ATTEMPTS, PAUSE_SEC = 3, 2.0
 ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # tell the draws of the streams apart
 NOTE = "streamed: a resumed run goes on at the same shard and sample, but is exempt from the promise of bitwise equality"
 
@@ -69,7 +70,9 @@ class ShardDataset:
         Raises:
             ValueError: after several attempts it can not be read, or it holds something else.
         """
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            if attempt and "://" in self.url:
+                time.sleep(PAUSE_SEC * attempt)
             try:
                 return self._read_shard(name, count)
             except (OSError, ValueError, EOFError, KeyError, TarError) as error:
@@ -112,11 +115,14 @@ def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, 
     try:
         shards = json.loads(_fetch(path, SHARDS_FILE))
         # Names are put after the path: one with a colon or a slash could lead anywhere.
-        wrong = [name for name, n in shards.items() if not re.fullmatch(r"(train|held_out)-\d+\.tar", name) or not n > 0]
-    except (ValueError, TypeError, AttributeError) as error:
+        named = r"(train|held_out)-\d+\.tar"
+        wrong = [name for name, n in shards.items() if not re.fullmatch(named, name) or type(n) is not int or n < 1]
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}/{SHARDS_FILE} is damaged: {error}") from error
     if wrong or not shards:
         raise ValueError(f"{path}/{SHARDS_FILE} must list shards train-N.tar and held_out-N.tar: {(wrong or ['nothing'])[0]}")
+    if sum(shards.values()) != manifest.count:
+        raise ValueError(f"{path}/{SHARDS_FILE} lists {sum(shards.values())} entries, the manifest promises {manifest.count}")
     parts = [{name: n for name, n in shards.items() if name.startswith(kind)} for kind in ("train", "held_out")]
     return ShardDataset(path, manifest, *parts, encoder)
 

@@ -181,6 +181,12 @@ def stopped(folder, photos, vae, monkeypatch):
         encode.main(composed(*options, config_name="encode"))
 
 
+def test_weights_that_change_meanwhile_are_noticed(tmp_path, photos, small_parts, monkeypatch):
+    stopped(tmp_path, photos, write_autoencoder(tmp_path / "vae"), monkeypatch)
+    with pytest.raises(UserMistake, match=r"begun with something else \(encoder_hash: \w+ -> \w+\)"):
+        run(photos, tmp_path / "out", write_autoencoder(tmp_path / "vae", seed=1))
+
+
 def test_images_that_appear_meanwhile_are_noticed(tmp_path, vae, small_parts, monkeypatch):
     write_photographs(tmp_path / "photos")
     stopped(tmp_path, tmp_path / "photos", vae, monkeypatch)

@@ -168,7 +168,8 @@ def test_shards_on_a_server_are_the_same(folder):
     server.shutdown()
 
 
-def test_a_server_that_fails_is_asked_again_and_then_named(folder):
+def test_a_server_that_fails_is_asked_again_and_then_named(folder, monkeypatch):
+    monkeypatch.setattr(shards, "PAUSE_SEC", 0.01)
     server = Server(folder, failures=2)
     dataset = open_shards(server.url, **SIZES)  # which reads the held-out shard
     server.failures = 10
@@ -207,8 +208,14 @@ def listing(**changes):
         (listing(**{"../train-0.tar": 3}), ValueError, r"must list shards .*: \.\./train-0.tar"),
         (listing(**{"pipe:touch x; train-0.tar": 3}), ValueError, "must list shards .*: pipe:touch"),
         (listing(**{"train-000000.tar": -1}), ValueError, "must list shards .*: train-000000.tar"),
-        (listing(**{"held_out-000000.tar": 4}), ValueError, "held_out-000000.tar can not be read, .*must be"),
-        (listing(**{"held_out-000000.tar": 6}), ValueError, "it holds 5 entries, must hold 6"),
+        (listing(**{"train-000000.tar": 7.0}), ValueError, "must list shards .*: train-000000.tar"),
+        (listing(**{"held_out-000000.tar": 4}), ValueError, "shards.json lists 59 entries, the manifest promises 60"),
+        (
+            listing(**{"held_out-000000.tar": 4, "train-000000.tar": 8}),
+            ValueError,
+            "held_out-000000.tar can not be read, .*must be",
+        ),
+        (listing(**{"held_out-000000.tar": 6, "train-000000.tar": 6}), ValueError, "it holds 5 entries, must hold 6"),
         (spoil("held_out-000000.tar", lambda data: data[:2000]), ValueError, "held_out-000000.tar can not be read"),
         (spoil("held_out-000000.tar", lambda data: b"no tar" * 300), ValueError, "held_out-000000.tar can not be read"),
         (replaced(b'"num_classes": 10', b'"num_classes": 2'), ValueError, "data.num_classes=10 must be 2"),
