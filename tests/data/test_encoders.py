@@ -62,6 +62,11 @@ def test_what_is_encoded_is_decoded_as_diffusers_does_and_rounded_by_the_one_rul
     assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1  # scale and shift cost the last bits
 
 
+def test_scale_and_shift_are_those_of_the_autoencoders_own_configuration(tmp_path):
+    encoder = KLEncoder(write_autoencoder(tmp_path / "vae", scaling_factor=0.3611, shift_factor=0.1159), CPU)
+    assert (encoder.scale, encoder.shift) == (0.3611, 0.1159)
+
+
 @pytest.mark.parametrize("way", ["encode", "decode"])
 def test_work_is_done_in_slices_that_fit(folder, monkeypatch, way):
     encoder = KLEncoder(folder, CPU)

@@ -3,6 +3,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -410,6 +411,21 @@ def test_one_changed_number_anywhere_changes_the_fingerprint(tmp_path):
             writer.append(stored, None)
         prints.add(open_latents(str(tmp_path / str(value)), 4, 1, 0).describe()["fingerprint"])
     assert len(prints) == 2
+
+
+def test_a_folder_appears_by_one_renaming(tmp_path, monkeypatch):
+    """Until the last moment nothing is there that could be taken for a latent folder."""
+    seen = []
+
+    def killed(self, target):
+        seen.append(sorted(file.name for file in self.iterdir()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "a")
+    assert seen == [["labels.npy", "latents.npy", "manifest.json"]]
+    assert not (tmp_path / "a").exists()
 
 
 def test_two_writers_do_not_write_over_each_other(tmp_path):

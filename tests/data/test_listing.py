@@ -46,6 +46,8 @@ def test_folders_around_all_images_do_not_count(tmp_path):
     write(tmp_path / "x" / "ILSVRC" / "train", ["n01/0.png", "n02/0.png"])
     for path in (tmp_path / "x", pack(tmp_path / "x", tmp_path / "x.zip"), tmp_path / "x" / "ILSVRC" / "train"):
         assert list_images(path).class_names == ("n01", "n02")
+    write(tmp_path / "deep", ["cat/day/0.png", "dog/day/0.png"])
+    assert list_images(tmp_path / "deep").class_names == ("cat", "dog")
     write(tmp_path / "one", ["only/0.png", "only/1.png"])
     assert list_images(tmp_path / "one").class_names == ("only",)
 
