@@ -432,6 +432,15 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, name):
     assert [path.name for path in tmp_path.rglob("*")] == ["inner"]
 
 
+def test_a_function_of_any_other_name_is_named():
+    import os
+
+    for call in (Evil(os.system, "true"), Evil(eval, "1"), Evil(np.save, "x", 1)):
+        name = f"{call.call[0].__module__}.{call.call[0].__name__} is no part of it"
+        with pytest.raises(ValueError, match=name.replace("numpy", r"numpy\S*")):
+            unpickle_array(pickle.dumps(call))
+
+
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f8", "<f2", "<i4", "|u1", ">i8"])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_of_numbers_survive_pickling(dtype, order):

@@ -64,6 +64,20 @@ def test_numbers_are_measured_and_not_only_repeated(tmp_path, vae):
     assert len(told) == 4
 
 
+def test_mirror_images_stand_beside_their_images(tmp_path, vae, monkeypatch):
+    dataset, drawn = write(tmp_path / "a", vae, scale=0.5), []
+
+    def watched(manifest, encoder):
+        return lambda latents: (drawn.append(latents), np.zeros((len(latents), 8, 8, 3), np.uint8))[1]
+
+    monkeypatch.setattr(report, "image_decoder", watched)
+    report.draw_sheet(dataset, tmp_path / "sheet.png", torch.device("cpu"), vae)
+    ids = np.linspace(0, 599, 24).astype(int)
+    for side in (0, 1):
+        expected = dataset.manifest.to_means(torch.from_numpy(np.array(dataset.stored[ids, side])))
+        assert torch.equal(drawn[0][side::2], expected)
+
+
 def test_a_scale_that_does_not_keep_its_promise_is_told(tmp_path, vae):
     dataset = write(tmp_path / "a", vae, scale=0.18215 * 0.5)
     assert any(line.startswith("warning: the latents have a standard deviation of 0.18") for line in report.measure(dataset))

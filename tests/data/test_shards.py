@@ -96,6 +96,29 @@ def test_the_order_is_a_function_of_the_seed_and_the_step(folder):
     assert first(stream(dataset, micro_batch_size=6), 50) == [a + b for a, b in zip(whole[::2], whole[1::2], strict=True)]
 
 
+def test_shards_are_read_in_another_order_in_every_epoch(folder):
+    source = stream(open_shards(str(folder), **SIZES))
+    orders = [tuple(source._shards(epoch)) for epoch in range(4)]
+    assert len(set(orders)) == 4
+    assert orders[0] != tuple(range(8))
+
+
+def test_a_stream_that_begins_where_a_group_ends_begins_with_the_next(folder):
+    dataset = open_shards(str(folder), **SIZES)
+    (epoch, group, skip), after, *_ = itertools.islice(stream(dataset).groups(), 3)
+    steps = int(dataset.counts[group].sum())  # of one image each
+    assert next(stream(dataset, steps, batch_size=1, micro_batch_size=1).groups()) == after
+    assert (epoch, skip) == (0, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_of_several_processes_goes_on_at_its_own_place(folder, rank):
+    dataset, share = open_shards(str(folder), **SIZES), {"num_processes": 2, "process_index": rank}
+    whole = first(stream(dataset, **share), 60)
+    for step in (1, 8, 25):
+        assert first(stream(dataset, step, **share), 60 - step) == whole[step:]
+
+
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_processes_read_shards_of_their_own_and_always_have_full_batches(latents, folder, num_processes):
     dataset = open_shards(str(folder), **SIZES)
