@@ -230,7 +230,10 @@ def _evaluators(
     denoiser, ema_denoiser = (configuration.build_precond(config, n) for n in (net, ema_net))
     evaluators = []
     if settings["sample_every"] or config["evaluation"]:  # else the latents may be of an encoder that is not at hand
-        encoder = encoder_for(dataset.manifest, device, dataset.encoder)
+        try:
+            encoder = encoder_for(dataset.manifest, device, dataset.encoder)
+        except ValueError as error:
+            raise ValueError(f"{error}. Training goes without: train.sample_every=null evaluation=none") from error
         source = ImageSource(
             ema_denoiser,
             configuration.build(config["sampler"]),

@@ -28,8 +28,9 @@ from tqdm import tqdm
 
 from data.encoders import Encoder, load_encoder
 from data.images import IMAGE_ERRORS, centre_crop, read_image
+from data.latents import open_latents
 from data.listing import ImageList, MaskFiles, list_images
-from data.manifest import LatentManifest
+from data.manifest import FILES, LatentManifest
 from data.parts import Part, PartFolder
 from data.writer import LatentWriter
 from training import config as configuration
@@ -125,7 +126,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         mirrors=request["mirrors"],
         resolution=resolution,
         class_names=images.class_names,
-        num_held_out=min(MOST_HELD_OUT, count // 100) if num_held_out is None else num_held_out,
+        num_held_out=min(MOST_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
         conditioning_type=request["conditioning_type"] if masks else None,
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
@@ -148,8 +149,10 @@ def begin(job: Job, state: PartialState) -> list[int]:
         ValueError: the folder of parts was begun with something else, or the disk has no room.
     """
     state.print(f"{len(job.images.names)} images of {job.images.num_classes} classes in {job.request['source']}")
-    if job.images.num_ignored:
-        state.print(f"{job.images.num_ignored} files there are no images and are left aside")
+    if job.images.ignored:
+        state.print(
+            f"{len(job.images.ignored)} files are no images and are left aside: {', '.join(job.images.ignored[:CORRUPT_SHOWN])}"
+        )
     todo = job.parts.begin()
     size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
     needed = size + size * len(todo) // job.parts.num_parts  # the parts, and what is put together from them
@@ -178,6 +181,9 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, state: PartialStat
                     pieces.append(encode_batch(job, positions, images[start : start + IMAGES_AT_ONCE], encoder))
                     progress.update(min(len(positions) * state.num_processes, total - progress.n))
                 job.parts.write(number, Part.join(pieces))
+        except KeyboardInterrupt:
+            state.print(f"\nstopped: {job.parts.path} keeps what is done, and the same command goes on")
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -262,7 +268,8 @@ def finish(job: Job, state: PartialState) -> None:
         report = job.parts.path / "corrupt.txt"
         report.write_text("".join(f"{error}\n" for error in errors.values()))
         shown = [*errors.values()][:CORRUPT_SHOWN]
-        state.print("\n".join([f"{len(errors)} of {count} images are corrupt (all of them: {report}):", *shown]))
+        more = [f"... all of them in {report}"] if len(errors) > CORRUPT_SHOWN else []
+        state.print("\n".join([f"{len(errors)} of {count} images are corrupt:", *shown, *more]))
         if len(errors) == count:
             raise ValueError(f"source={job.request['source']}: all {count} images are corrupt")
         if not job.request["skip_corrupt"]:
@@ -279,6 +286,12 @@ def finish(job: Job, state: PartialState) -> None:
             labels = None if job.images.labels is None else job.images.labels[part.positions]
             writer.append(part.latents, labels, part.masks)
     job.parts.remove()
+    if errors:
+        state.print(f"What was left out, and why, is kept in {Path(out) / FILES['manifest']} (origin.left_out)")
+    dataset = open_latents(out, manifest.input_size, manifest.in_channels, manifest.num_classes)
+    warning = manifest.std_warning(dataset.measure()[2])
+    if warning:
+        state.print(warning)
     state.print(f"{out}: {manifest.count} images of {manifest.num_classes} classes, {manifest.num_held_out} of them held out")
     state.print(
         f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents data.path={out}"
@@ -289,7 +302,7 @@ def _final_manifest(job: Job, errors: dict[int, str], state: PartialState) -> La
     origin = {
         **job.parts.about,
         "crop": "shrunk by box filter and bicubic, cut out of the middle, as ADM does",
-        "left_out": [job.images.names[position] for position in errors],
+        "left_out": [*errors.values()],
         "environment": environment(state.device),
     }
     count = len(job.images.names) - len(errors)

@@ -2,6 +2,9 @@
 
 import hashlib
 import re
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +26,7 @@ PUBLISHED = {
 # An autoencoder works on so many pixels at once: 8 images of 256x256. A fixed number, so that no result depends on how much
 # memory happens to be free. benchmarks/encoding.py measures what it takes.
 PIXELS_AT_ONCE = 8 * 256 * 256
+TIMEOUT_SEC = 10
 
 
 class Encoder(Protocol):
@@ -139,13 +143,7 @@ def encoder_for(
         ValueError: it can not be loaded, or it is another one.
     """
     name = encoder or manifest.encoder
-    try:
-        found = load_encoder(name, device, bf16)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. It is needed to draw pictures or scores of these latents; training goes without: "
-            "train.sample_every=null evaluation=none"
-        ) from error
+    found = load_encoder(name, device, bf16)
     # Converted latents do not tell the weights: there the autoencoder that the user names is taken at his word.
     other_kind = (found.name == IDENTITY) != (manifest.encoder == IDENTITY)
     other_weights = manifest.encoder_hash is not None and found.weights_hash != manifest.encoder_hash
@@ -214,6 +212,8 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
     from diffusers.utils import logging
 
     on_the_hub = not Path(name).is_dir()
+    if Path(name).is_absolute() and on_the_hub:
+        raise ValueError(f"encoder={asked} is not there (any more): say with encoder=FOLDER where it is now")
     if on_the_hub and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         known = ", ".join([IDENTITY, *PUBLISHED])
         raise ValueError(
@@ -229,12 +229,28 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
         if not on_the_hub:
             raise ValueError(f"encoder={asked} can not be read as an AutoencoderKL: {_first_line(error)}") from error
     try:
+        _reach_the_hub()
         return _whole(asked, *AutoencoderKL.from_pretrained(name, **options))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(
-            f"encoder={asked} is neither in the cache nor can {name} be downloaded ({_first_line(error)}): "
-            "bring it here by other means and give its folder, as encoder=FOLDER"
+            f"encoder={asked} is neither in the cache nor can it be downloaded ({_first_line(error)}): where there is a "
+            f"network, `hf download {name} --local-dir FOLDER` brings it; then give encoder=FOLDER"
         ) from error
+
+
+def _reach_the_hub() -> None:
+    """Raise an OSError where there is no network: the libraries would find out by waiting, and give another reason."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise OSError("HF_HUB_OFFLINE is set")
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT_SEC).close()
+    except urllib.error.HTTPError:
+        return  # an answer all the same
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):  # of which the libraries know more
+            raise OSError(f"{constants.ENDPOINT}: {error.reason}") from error
 
 
 def _whole(asked: str, net: torch.nn.Module, info: dict[str, list[str]]) -> torch.nn.Module:

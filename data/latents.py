@@ -19,6 +19,7 @@ from data.manifest import FILES, LatentManifest, read_manifest
 
 NUM_FINGERPRINT_ENTRIES = 64
 HELD_OUT_SEED = 0
+MEASURED_ENTRIES, ENTRIES_AT_ONCE = 4096, 256
 
 
 class LatentDataset:
@@ -58,6 +59,19 @@ class LatentDataset:
         if mirrored is not None:
             masks = torch.where(torch.from_numpy(mirrored).bool()[:, None, None], masks.flip(-1), masks)
         return (masks > 0).float() if self.manifest.conditioning_type == "segmentation" else masks.float() / 255
+
+    def measure(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return mean (C,) and standard deviation (C,) of what a network sees, and that of all channels; on some entries."""
+        ids = np.unique(np.linspace(0, self.manifest.count - 1, min(MEASURED_ENTRIES, self.manifest.count)).astype(int))
+        generator, (total, squares) = torch.Generator().manual_seed(0), torch.zeros(2, self.manifest.in_channels).double()
+        for part in np.array_split(ids, -(-len(ids) // ENTRIES_AT_ONCE)):
+            latents = self.manifest.to_latents(self.read(part)[0], generator).double()
+            total += latents.sum(dim=(0, 2, 3))
+            squares += latents.square().sum(dim=(0, 2, 3))
+        count = len(ids) * self.manifest.input_size**2
+        means, powers = total / count, squares / count
+        std = (powers.mean() - means.mean().square()).clamp(min=0).sqrt()
+        return means, (powers - means.square()).clamp(min=0).sqrt(), std
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map would be pickled as the whole array; a worker process opens the file instead.

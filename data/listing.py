@@ -22,7 +22,7 @@ class ImageList:
     Args:
         labels: (count,) int64; None for images without classes.
         class_names: None where the classes have numbers only.
-        num_ignored: how many files lie there that are no images.
+        ignored: files that lie there and are no images.
     """
 
     names: list[str]
@@ -30,7 +30,7 @@ class ImageList:
     labels: np.ndarray | None
     num_classes: int
     class_names: tuple[str, ...] | None
-    num_ignored: int = 0
+    ignored: tuple[str, ...] = ()
 
 
 def list_images(path: str | Path) -> ImageList:
@@ -61,7 +61,7 @@ def list_images(path: str | Path) -> ImageList:
     if LABELS_FILE in files:
         labels = read_labels(opener, names, path)
         grouped = (labels, 0 if labels is None else int(labels.max()) + 1, None)
-        return ImageList(names, opener, *grouped, num_ignored=len(files) - len(names) - 1)
+        return ImageList(names, opener, *grouped, ignored=_others(files, names))
     deeper = [name for name in files if name.endswith(f"/{LABELS_FILE}")]
     if deeper:
         raise ValueError(f"source={path}: {deeper[0]} tells the labels only where it lies at the top: give that folder")
@@ -69,7 +69,7 @@ def list_images(path: str | Path) -> ImageList:
     if classes:
         _check_all_classes_have_images(files, names, classes, path)
     grouped = _numbered(classes) if classes else (None, 0, None)
-    return ImageList(names, opener, *grouped, num_ignored=len(files) - len(names))
+    return ImageList(names, opener, *grouped, ignored=_others(files, names))
 
 
 def read_labels(opener: Callable[[str], BinaryIO], names: Sequence[str], path: Path) -> np.ndarray | None:
@@ -121,6 +121,10 @@ class MaskFiles:
     def open(self, name: str) -> BinaryIO:
         """Open the mask of an image."""
         return self._open(self._files[_stem(name)])
+
+
+def _others(files: list[str], names: list[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(files) - {*names, LABELS_FILE}))
 
 
 def _from_list(path: Path) -> ImageList:

@@ -157,9 +157,13 @@ class LatentManifest:
         if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
             return None
         return (
-            f"warning: the latents have a standard deviation of {std:.3g}, their manifest promises {self.std:g}: "
-            f"scale={self.scale} or shift={self.shift} may be wrong, or the latents; `python -m data.report FOLDER` shows them"
+            f"warning: what the network sees has a standard deviation of {std:.3g}, the manifest promises {self.std:g}. "
+            f"If these are the right latents, {self._fitting(std)} in manifest.json keeps the promise: they are stored without"
         )
+
+    def _fitting(self, std: float) -> str:
+        factors = self.scale if isinstance(self.scale, tuple) else (self.scale,)
+        return "scale " + ", ".join(f"{factor * self.std / std:.4g}" for factor in factors) if std else "another scale"
 
     def _normalise(self, raw: torch.Tensor) -> torch.Tensor:
         return (raw - _column(self.shift, raw.device)) * _column(self.scale, raw.device)

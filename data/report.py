@@ -10,18 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from data.encoders import encoder_for, image_decoder
-from data.latents import LatentDataset, open_latents
+from data.latents import MEASURED_ENTRIES, LatentDataset, open_latents
 from data.manifest import read_manifest
 from training.machine import start_process
 
-MEASURED_ENTRIES = 4096
-ENTRIES_AT_ONCE = 256
 CLASSES_SHOWN = 10
 SHEET_COLUMNS, SHEET_ROWS = 8, 6
 NAME_LENGTH = 18
+DARKENED = 0.75
 
 
 def describe(dataset: LatentDataset) -> list[str]:
@@ -33,7 +31,6 @@ def describe(dataset: LatentDataset) -> list[str]:
         f"entries    {m.count}, of them {m.num_held_out} held out" + (", each with its mirror image" if m.mirrors else ""),
         f"latents    {size}{m.in_channels}x{m.input_size}x{m.input_size}, {m.kind} in {m.dtype}, {scale}",
         f"encoder    {m.encoder}, weights {(m.encoder_hash or 'without a hash')[:16]}",
-        f"masks      {m.conditioning_type or 'none'}",
     ]
 
 
@@ -54,26 +51,27 @@ def count_classes(dataset: LatentDataset) -> list[str]:
 def measure(dataset: LatentDataset) -> list[str]:
     """Say what mean and standard deviation the network sees, by channel, and what was promised."""
     manifest = dataset.manifest
-    ids = np.unique(np.linspace(0, manifest.count - 1, min(MEASURED_ENTRIES, manifest.count)).astype(int))
-    generator = torch.Generator().manual_seed(0)
-    count, total, squares = 0, torch.zeros(manifest.in_channels).double(), torch.zeros(manifest.in_channels).double()
-    for part in tqdm(np.array_split(ids, -(-len(ids) // ENTRIES_AT_ONCE)), desc="measure", unit="batch"):
-        latents = manifest.to_latents(dataset.read(part)[0], generator).double()
-        count += latents[:, 0].numel()
-        total += latents.sum(dim=(0, 2, 3))
-        squares += latents.square().sum(dim=(0, 2, 3))
-    means = total / count
-    stds = (squares / count - means.square()).clamp(min=0).sqrt()
-    std = (squares.sum() / count / len(means) - (total.sum() / count / len(means)) ** 2).clamp(min=0).sqrt()
+    means, stds, std = dataset.measure()
     promise = "nothing is promised" if manifest.std is None else f"promised: {manifest.std:g}"
-    lines = [f"the network sees, measured on {len(ids)} entries:", f"    std {std:.4f} over all channels ({promise})"]
+    lines = [f"the network sees (measured on at most {MEASURED_ENTRIES} entries):"]
+    lines += [f"    std {std:.4f} over all channels ({promise})"]
     shown = list(zip(means.tolist(), stds.tolist(), strict=True))
     lines += [f"    channel {channel}: mean {mean:+.4f}, std {s:.4f}" for channel, (mean, s) in enumerate(shown)]
     warning = manifest.std_warning(std)
     return lines + ([warning] if warning else [])
 
 
-def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None) -> None:
+def describe_masks(dataset: LatentDataset) -> list[str]:
+    """Say how much the masks weigh."""
+    if dataset.masks is None:
+        return ["masks      none"]
+    ids = np.unique(np.linspace(0, dataset.manifest.count - 1, min(MEASURED_ENTRIES, dataset.manifest.count)).astype(int))
+    masks = dataset.read_masks(ids)
+    empty = float((masks.flatten(1).max(dim=1).values == 0).float().mean())
+    return [f"masks      {dataset.manifest.conditioning_type}, mean weight {masks.mean():.3f}, {empty:.1%} without any weight"]
+
+
+def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None, title: str) -> None:
     """Decode entries from all over the data set into one picture, each with its class, and its mirror image beside it."""
     import matplotlib
 
@@ -88,6 +86,7 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
     mirrored = np.arange(len(ids)) % 2 if manifest.mirrors else None
     stored, labels = dataset.read(ids, mirrored)
     images = decode(manifest.to_means(stored))
+    masks = None if dataset.masks is None else dataset.read_masks(ids, mirrored).numpy()
     rows = -(-len(ids) // SHEET_COLUMNS)
     figure, axes = plt.subplots(
         rows, SHEET_COLUMNS, figsize=(1.7 * SHEET_COLUMNS, 1.95 * rows), layout="constrained", squeeze=False
@@ -96,10 +95,14 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
         axis.axis("off")
     for i, (axis, image) in enumerate(zip(axes.flat, images, strict=False)):
         name = "" if labels is None else _class_name(dataset, int(labels[i]))
-        title = "mirror image" if mirrored is not None and mirrored[i] else f"{ids[i]}  {name}"
-        axis.set_title(title if len(title) <= NAME_LENGTH else f"{title[: NAME_LENGTH - 1]}…", fontsize=8)
+        caption = "mirror image" if mirrored is not None and mirrored[i] else f"{ids[i]}  {name}"
+        axis.set_title(caption if len(caption) <= NAME_LENGTH else f"{caption[: NAME_LENGTH - 1]}…", fontsize=8)
         axis.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=255)
-    figure.suptitle(f"{manifest.count} entries of {manifest.encoder}, decoded (entry, class)", fontsize=10)
+        if masks is not None:  # what weighs nothing is darkened
+            extent = (-0.5, image.shape[1] - 0.5, image.shape[0] - 0.5, -0.5)
+            axis.imshow(np.zeros_like(masks[i]), cmap="gray", vmin=0, vmax=1, alpha=DARKENED * (1 - masks[i]), extent=extent)
+    darkened = "; darkened: what the masks weigh down" if masks is not None else ""
+    figure.suptitle(f"{title}: {num_entries} of {manifest.count} entries, decoded (entry, class{darkened})", fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -129,8 +132,8 @@ def main() -> None:
         manifest = read_manifest(path)
         dataset = open_latents(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
         print("\n".join([f"folder     {path}", *describe(dataset), *count_classes(dataset)]))
-        print("\n".join(measure(dataset)))
-        draw_sheet(dataset, file, state.device, arguments.encoder)
+        print("\n".join([*describe_masks(dataset), *measure(dataset)]))
+        draw_sheet(dataset, file, state.device, arguments.encoder, path.resolve().name)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"picture    {file}")

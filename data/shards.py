@@ -146,7 +146,7 @@ def _fetch(path: str, name: str) -> bytes:
         with gopen(url) as stream:
             data = stream.read()
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"data.path={path} must hold shards, but {name} can not be read: {error}") from error
+        raise FileNotFoundError(f"data.path={path} must hold shards, but {url} is not there or can not be reached") from error
     if not data:
         raise FileNotFoundError(
             f"data.path={path} must hold shards (`python -m data.make_shards` writes them), but {url} is not there"

@@ -12,6 +12,7 @@ TEXT_COLUMNS = 100
 
 def save_grid(images: np.ndarray, file: Path, columns: int) -> None:
     """Write images (N, H, W, C) uint8 row by row into one PNG; small images are enlarged, pixel by pixel."""
+    columns = min(columns, len(images))
     zoom = max(1, SMALLEST_TILE // images.shape[1])
     tiles = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
     tiles = np.pad(tiles, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))

@@ -103,7 +103,7 @@ def test_a_run_is_scored_without_files(folder, tmp_path):
 def test_training_draws_grids_and_resumes_bitwise_on_moments_and_mirrors(folder, tmp_path, capsys):
     options = (*RUN, f"data.path={folder / 'latents'}", "train.sample_every=3", "train.eval_every=3")
     tiny_run(tmp_path / "whole", *options)
-    assert "warning: the latents" not in capsys.readouterr().out
+    assert "warning: what the network sees" not in capsys.readouterr().out
     tiny_run(tmp_path / "parts", *options, "train.total_steps=3")
     tiny_run(tmp_path / "parts", *options, f"data.encoder={shutil.copytree(folder / 'vae', tmp_path / 'moved')}")
     assert metrics(tmp_path / "whole")[-1] == metrics(tmp_path / "parts")[-1]
@@ -139,10 +139,10 @@ def test_a_wrong_scale_is_a_warning_at_step_0_and_only_there(folder, tmp_path, c
     options = (*RUN, f"data.path={tmp_path / 'latents'}")
     tiny_run(tmp_path / "run", *options, "train.total_steps=2")
     out = capsys.readouterr().out
-    assert out.count("warning: the latents have a standard deviation of 0.") == 1
-    assert "their manifest promises 1: scale=0.18215" in out
+    assert out.count("warning: what the network sees has a standard deviation of 0.") == 1
+    assert "the manifest promises 1. If these are the right latents, scale 0." in out
     tiny_run(tmp_path / "run", *options)
-    assert "warning: the latents" not in capsys.readouterr().out
+    assert "warning: what the network sees" not in capsys.readouterr().out
 
 
 def test_masked_latents_train_with_the_masked_loss(folder, tmp_path):
@@ -161,7 +161,10 @@ def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
     manifest = json.loads((tmp_path / "latents" / "manifest.json").read_text())
     (tmp_path / "latents" / "manifest.json").write_text(json.dumps({**manifest, "encoder": str(tmp_path / "gone")}))
     options = (*RUN, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
-    with pytest.raises(UserMistake, match=r"gone must be one of identity, .*training goes without: train\.sample_every=null"):
+    with pytest.raises(
+        UserMistake,
+        match=r"gone is not there \(any more\): say with encoder=FOLDER .*Training goes without: train\.sample_every=null",
+    ):
         train.main(composed(*options, "train.sample_every=2"))
     assert not (tmp_path / "run").exists()
     train.main(composed(*options))

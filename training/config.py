@@ -306,11 +306,18 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         ValueError: a mandatory key has no value.
     """
-    missing = OmegaConf.missing_keys(cfg)
+    missing = _missing(OmegaConf.to_container(cfg))
     if missing:
         hint = " (a latent folder; data/README.md tells how one is made)" if "data.path" in missing else ""
         raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{hint}")
     return OmegaConf.to_container(cfg, resolve=True)
+
+
+def _missing(node: Any, key: str = "") -> list[str]:
+    """Return the mandatory keys without a value; OmegaConf's own search fails where an interpolation needs one."""
+    if isinstance(node, dict):
+        return [found for name, child in node.items() for found in _missing(child, f"{key}.{name}" if key else name)]
+    return [key] if node == MISSING else []
 
 
 def build(node: dict[str, Any]) -> Callable[..., Any]:

@@ -133,6 +133,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, resumed_step: int) -> str:
     """Return what a user wants to see before a run starts."""
     train, resolved, cost = config["train"], details["resolved"], details["cost"]
+    blind = train["eval_every"] and not details["data"]["manifest"]["num_held_out"]
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
     lines = [
         f"run        {config['output_dir']}" + (f", resumed at step {resumed_step}" if resumed_step else ""),
@@ -145,6 +146,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
         f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks",
         *([f"data       {details['data']['note']}"] if "note" in details["data"] else []),
+        *(["evaluation no val_loss_dense: the data have no held-out entries (num_held_out)"] if blind else []),
         f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}",
     ]
     if resolved["compile"]:

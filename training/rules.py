@@ -22,7 +22,7 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
         check_positive(f"train.{key}", train[key])
     for key in ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every"):
         if train[key] is not None:
-            check_positive(f"train.{key}", train[key])
+            check_positive(f"train.{key}", train[key], otherwise=", or null")
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", COMPILE)):
         train[key] = train[key].lower()  # a YAML `true` arrives as "True"
         check_choice(f"train.{key}", train[key], choices)
@@ -86,10 +86,10 @@ def check_sampling(sampler: dict[str, Any], guidance_scale: float, num_classes: 
         raise ValueError(f"guidance.guidance_scale={guidance_scale} must be 1 for an unconditional network (num_classes=0)")
 
 
-def check_positive(key: str, value: float) -> None:
-    """Raise a ValueError unless the value is greater than 0."""
+def check_positive(key: str, value: float, otherwise: str = "") -> None:
+    """Raise a ValueError unless the value is greater than 0; `otherwise` says what else it may be."""
     if not value > 0:
-        raise ValueError(f"{key}={value} must be greater than 0")
+        raise ValueError(f"{key}={value} must be greater than 0{otherwise}")
 
 
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:

@@ -93,7 +93,7 @@ def test_photographs_become_moments_of_both_mirror_images(tmp_path, photos, vae,
 def test_without_mirrors_there_are_none_and_one_in_a_hundred_is_held_out(tmp_path, photos, vae):
     dataset = run(photos, tmp_path / "out", vae, "mirrors=false")
     assert dataset.stored.shape == (10, 8, 16, 16)
-    assert dataset.manifest.num_held_out == 0
+    assert dataset.manifest.num_held_out == 1
     both = run(photos, tmp_path / "both", vae)
     np.testing.assert_allclose(dataset.stored, both.stored[:, 0], rtol=2e-3, atol=1e-3)
 
@@ -142,6 +142,21 @@ def test_what_was_stopped_goes_on_and_ends_the_same(tmp_path, photos, vae, small
     assert sorted(written_before + again) == [0, 1, 2], "what was done is not done again"
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_who_stops_it_is_told_how_it_goes_on(tmp_path, photos, vae, small_parts, monkeypatch, capsys):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(encode, "encode_batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(photos, tmp_path / "out", vae)
+    assert f"stopped: {tmp_path / 'out.partial'} keeps what is done, and the same command goes on" in capsys.readouterr().out
+
+
+def test_a_scale_that_does_not_fit_is_told_with_one_that_does(tmp_path, photos, capsys):
+    vae = write_autoencoder(tmp_path / "vae", scaling_factor=0.18215)
+    dataset = run(photos, tmp_path / "out", vae)
+    printed = capsys.readouterr().out
+    fitting = float(printed.partition("the right latents, scale ")[2].split()[0])
+    assert abs(float(dataset.measure()[2]) * fitting / 0.18215 - 1) < 1e-3
 
 
 def test_a_part_that_was_half_written_is_no_part(tmp_path, photos, vae, small_parts, monkeypatch):
@@ -220,7 +235,9 @@ def test_corrupt_images_are_listed_and_may_be_left_out_or_mended(tmp_path, vae, 
     assert left.manifest.count == 8
     assert left.labels.tolist() == perfect.labels[good].tolist() == [0] * 4 + [1] * 4
     np.testing.assert_allclose(left.stored, perfect.stored[good], rtol=2e-3, atol=1e-3)
-    assert left.manifest.origin["left_out"] == ["china/001.jpg", "flower/002.png"]
+    told = left.manifest.origin["left_out"]
+    assert [line.partition(": ")[0] for line in told] == ["china/001.jpg", "flower/002.png"]
+    assert "cannot identify image" in told[1]
 
 
 def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts, monkeypatch):
@@ -511,4 +528,5 @@ def test_names_that_are_no_text_and_lines_of_pixels_are_images_like_others(tmp_p
         run(folder, tmp_path / "out", vae)
     dataset = run(folder, tmp_path / "other", vae, "skip_corrupt=true")
     assert dataset.manifest.count == 1
-    assert dataset.manifest.origin["left_out"] == [os.fsdecode(b"\xfe.png")]
+    (told,) = dataset.manifest.origin["left_out"]
+    assert told.startswith(r"\udcfe.png: cannot identify image")

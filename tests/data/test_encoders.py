@@ -132,9 +132,23 @@ def test_an_autoencoder_that_is_not_here_says_how_to_bring_it(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match=r"encoder=sdxl is neither in the cache nor can stabilityai/sdxl-vae be downloaded .*FOLDER"
+        ValueError,
+        match=r"encoder=sdxl is neither .* \(HF_HUB_OFFLINE is set\): .*`hf download stabilityai/sdxl-vae --local-dir",
     ):
         load_encoder("sdxl", CPU)
+
+
+def test_without_a_network_the_reason_is_the_network(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    with pytest.raises(ValueError, match=r"can it be downloaded \(http://127.0.0.1:9: .*refused"):
+        load_encoder("sdxl", CPU)
+
+
+def test_a_folder_that_is_gone_is_named():
+    with pytest.raises(ValueError, match=r"encoder=/nowhere/vae is not there \(any more\): say with encoder=FOLDER where"):
+        load_encoder("/nowhere/vae", CPU)
 
 
 def test_another_autoencoder_than_the_manifests_is_refused_unless_forced(folder, tmp_path):

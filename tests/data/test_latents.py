@@ -353,7 +353,8 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
     warning = manifest.std_warning(torch.tensor(std))
     assert bool(warning) == warned
     if warned:
-        assert f"standard deviation of {std:.3g}, their manifest promises 1: scale=0.18215" in warning
+        assert f"standard deviation of {std:.3g}, the manifest promises 1." in warning
+        assert f"scale {0.18215 / std:.4g} in manifest.json keeps the promise" in warning
     assert LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity").std_warning(torch.tensor(9.0)) is None
 
 

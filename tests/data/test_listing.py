@@ -138,7 +138,7 @@ def test_no_class_vanishes_without_a_word(tmp_path):
             list_images(path)
     write(folder, ["b/1.png"])
     assert list_images(folder).class_names == ("a", "b", "c")
-    assert list_images(folder).num_ignored == 1
+    assert list_images(folder).ignored == ("b/0.gif",)
 
 
 def test_labels_that_lie_too_deep_are_not_overlooked(tmp_path):

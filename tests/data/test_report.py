@@ -47,7 +47,7 @@ def test_numbers_and_picture(tmp_path, vae, monkeypatch, capsys):
     # Half of mean 1 and standard deviation 2; over all channels the means add to the spread.
     assert "channel 0: mean +0.50" in out
     assert "std 1.02" in out and "(promised: 1)" in out
-    assert "warning: the latents" not in out
+    assert "warning: what" not in out
     picture = np.asarray(Image.open(tmp_path / "a_report.png").convert("RGB"))
     assert picture.shape[1] > 800
     assert picture.std() > 20
@@ -71,16 +71,39 @@ def test_mirror_images_stand_beside_their_images(tmp_path, vae, monkeypatch):
         return lambda latents: (drawn.append(latents), np.zeros((len(latents), 8, 8, 3), np.uint8))[1]
 
     monkeypatch.setattr(report, "image_decoder", watched)
-    report.draw_sheet(dataset, tmp_path / "sheet.png", torch.device("cpu"), vae)
+    report.draw_sheet(dataset, tmp_path / "sheet.png", torch.device("cpu"), vae, "title")
     ids = np.linspace(0, 599, 24).astype(int)
     for side in (0, 1):
         expected = dataset.manifest.to_means(torch.from_numpy(np.array(dataset.stored[ids, side])))
         assert torch.equal(drawn[0][side::2], expected)
 
 
+def test_masks_are_shown(tmp_path, vae, monkeypatch, capsys):
+    pictures = {}
+    for name in ("plain", "masked"):
+        masks = None
+        if name == "masked":
+            masks = np.zeros((4, 16, 16), np.uint8)
+            masks[1:, :, :8] = 255
+        manifest = LatentManifest(
+            4, (4, 16, 16), "float16", "samples", 0, vae, conditioning_type="mask" if name == "masked" else None
+        )
+        with LatentWriter(tmp_path / name, manifest) as writer:
+            writer.append(np.random.default_rng(0).standard_normal((4, 4, 16, 16)), None, masks)
+        call(monkeypatch, tmp_path / name)
+        pictures[name] = np.asarray(Image.open(tmp_path / f"{name}_report.png").convert("L")).astype(int)
+    out = capsys.readouterr().out
+    assert "masks      none" in out
+    assert "masks      mask, mean weight 0.375, 25.0% without any weight" in out
+    darker = pictures["masked"] < pictures["plain"] - 20
+    assert darker.mean() > 0.05
+
+
 def test_a_scale_that_does_not_keep_its_promise_is_told(tmp_path, vae):
     dataset = write(tmp_path / "a", vae, scale=0.18215 * 0.5)
-    assert any(line.startswith("warning: the latents have a standard deviation of 0.18") for line in report.measure(dataset))
+    assert any(
+        line.startswith("warning: what the network sees has a standard deviation of 0.18") for line in report.measure(dataset)
+    )
     assert not any("warning" in line for line in report.measure(write(tmp_path / "b", vae, scale=0.18, std=None)))
 
 

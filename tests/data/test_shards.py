@@ -222,8 +222,16 @@ def listing(**changes):
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (lambda folder: (folder / "manifest.json").unlink(), FileNotFoundError, "must hold shards, but manifest.json"),
-        (lambda folder: (folder / "shards.json").unlink(), FileNotFoundError, "must hold shards, but shards.json"),
+        (
+            lambda folder: (folder / "manifest.json").unlink(),
+            FileNotFoundError,
+            "must hold shards, but .*manifest.json is not there",
+        ),
+        (
+            lambda folder: (folder / "shards.json").unlink(),
+            FileNotFoundError,
+            "must hold shards, but .*shards.json is not there",
+        ),
         (spoil("manifest.json", lambda data: data[:40]), ValueError, "manifest.json is not a latent manifest"),
         (spoil("shards.json", lambda data: data[:40]), ValueError, "shards.json is damaged"),
         (spoil("shards.json", lambda data: b"[]"), ValueError, "shards.json is damaged"),

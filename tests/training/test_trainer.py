@@ -128,7 +128,7 @@ def test_moments_of_an_encoder_that_is_not_at_hand_train_and_resume_bitwise(tmp_
     tiny_run(tmp_path / "parts", *overrides)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     with pytest.raises(
-        ValueError, match=r"encoder=some-vae must be one of identity, .* training goes without: train\.sample_every=null"
+        ValueError, match=r"encoder=some-vae must be one of identity, .*Training goes without: train\.sample_every=null"
     ):
         tiny_trainer(tmp_path / "pictures", *overrides, "train.sample_every=2")
     assert not (tmp_path / "pictures" / "manifest.json").exists()
