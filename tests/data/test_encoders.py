@@ -212,3 +212,16 @@ def test_records_tell_name_and_hash(folder):
     assert IdentityEncoder().describe() == {"name": "identity", "weights_hash": None}
     assert KLEncoder(folder, CPU).describe() == {"name": folder, "weights_hash": KLEncoder(folder, CPU).weights_hash}
     json.dumps(KLEncoder(folder, CPU).describe())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_encodes_and_decodes_what_the_cpu_does(folder):
+    """In fp32, to what sums in another order leave."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    on_cpu, on_gpu = KLEncoder(folder, CPU), KLEncoder(folder, torch.device("cuda"))
+    assert on_gpu.weights_hash == on_cpu.weights_hash
+    latents = torch.randn(2, 4, 16, 16)
+    torch.testing.assert_close(on_gpu.encode(IMAGES), on_cpu.encode(IMAGES), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(on_gpu.decode(latents), on_cpu.decode(latents), rtol=1e-3, atol=1e-3)
+    assert image_decoder(manifest(on_gpu), on_gpu)(latents.cuda()).shape == (2, 32, 32, 3)
