@@ -206,8 +206,10 @@ class Trainer:
 
     def _after_first_window(self) -> None:
         if self.after_first_window and any(self.ratios):
+            self.progress.set_description("time the routes")
             self.after_first_window(self.ratios)
             self.after_first_window = None
+            self.progress.set_description("train")
 
     def _save_and_evaluate(self) -> None:
         last = self.step == self.total_steps
@@ -220,7 +222,10 @@ class Trainer:
             self._save()
         if last and self.step % self.log_every:
             self._log_training()  # after the save: a longer run goes on as if it had not been written
+        if due:
+            self.progress.set_description("evaluate")
         values = {key: value for evaluator in due for key, value in evaluator.run(self.step)}
+        self.progress.set_description("train")
         if values:
             self._log(values)
             self.show(f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in values.items()))
