@@ -21,7 +21,16 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from omegaconf import DictConfig
 
-from data import encoder_for, image_decoder, manifest_from, open_images, open_latents, read_manifest, real_images
+from data import (
+    encoder_for,
+    encoder_record,
+    image_decoder,
+    manifest_from,
+    open_images,
+    open_latents,
+    read_manifest,
+    real_images,
+)
 from diffusion import ImageSource
 from evaluation import AdmSuite, DigitsEvaluator, InceptionDetector, Processes, make_reference, open_reference
 from evaluation.files import fingerprint, sha256
@@ -184,7 +193,7 @@ class DrawnSamples:
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are."""
-        drawn = {**self.run.protocol, "encoder": self.encoder.describe(), "weights_sha256": self.weights_sha256}
+        drawn = {**self.run.protocol, "encoder": encoder_record(self.encoder), "weights_sha256": self.weights_sha256}
         return {"num_samples": self.count, "shape": self.shape, "drawn": drawn}
 
 

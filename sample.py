@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from data import encoder_for, image_decoder, manifest_from
+from data import encoder_for, encoder_record, image_decoder, manifest_from
 from diffusion import ImageSource
 from evaluation.files import sha256
 from evaluation.pictures import save_grid
@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> None:
     if state.is_main_process:
         record = {
             **run.protocol,
-            "encoder": encoder.describe(),
+            "encoder": encoder_record(encoder),
             "weights_sha256": weights_sha256,
             "samples_sha256": sha256(output),
         }

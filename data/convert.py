@@ -47,18 +47,13 @@ def main(cfg: DictConfig) -> None:
     with configuration.user_mistakes():
         request = configuration.resolve(cfg)
         chosen, path = check_request(request), Path(request["source"])
-        print(
-            "\n".join(
-                [f"format={request['format']}: {chosen.about}. Assumed:", *(f"  {line}" for line in chosen.assumptions())]
-            )
-        )
+        print("\n  ".join([f"format={request['format']}: {chosen.about}. Assumed:", *chosen.assumptions()]))
         source = chosen.open(path)
         sampled = check_numbers(chosen, source, path)
         manifest = describe(request, chosen, source, sampled)
         with LatentWriter(request["out"], manifest) as writer:
-            for start, stored in tqdm(
-                pieces(chosen, source), total=-(-manifest.count // ENTRIES_AT_ONCE), desc="convert", unit="piece"
-            ):
+            bar = {"total": -(-manifest.count // ENTRIES_AT_ONCE), "desc": "convert", "unit": "piece"}
+            for start, stored in tqdm(pieces(chosen, source), **bar):
                 labels = None if source.labels is None else source.labels[start : start + len(stored)]
                 writer.append(stored, labels)
     out = request["out"]
@@ -101,7 +96,7 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
         raise ValueError(f"source={path} holds no entries")
     if chosen.mirrored and source.at is None:
         raise ValueError("mirrored=true needs a format whose entries can be read in any order: maskdit_lmdb, repa, edm2")
-    if chosen.mirrored and (source.count % 2 or not source.count):
+    if chosen.mirrored and source.count % 2:
         raise ValueError(f"source={path}: {source.count} entries can not be images and as many mirror images: mirrored=false")
     half = source.count // 2 if chosen.mirrored else source.count
     if source.at is None:

@@ -263,20 +263,9 @@ def finish(job: Job, state: PartialState) -> None:
     Raises:
         ValueError: images are corrupt.
     """
-    errors, count = job.parts.errors(range(job.parts.num_parts)), len(job.images.names)
+    errors = job.parts.errors(range(job.parts.num_parts))
     if errors:
-        report = job.parts.path / "corrupt.txt"
-        report.write_text("".join(f"{error}\n" for error in errors.values()))
-        shown = [*errors.values()][:CORRUPT_SHOWN]
-        more = [f"... all of them in {report}"] if len(errors) > CORRUPT_SHOWN else []
-        state.print("\n".join([f"{len(errors)} of {count} images are corrupt:", *shown, *more]))
-        if len(errors) == count:
-            raise ValueError(f"source={job.request['source']}: all {count} images are corrupt")
-        if not job.request["skip_corrupt"]:
-            raise ValueError(
-                f"{len(errors)} images are corrupt, and nothing was put together: mend them, or leave them out with "
-                "skip_corrupt=true, and run the command again: what is encoded is kept"
-            )
+        tell_corrupt(job, [*errors.values()])
     out, manifest = job.request["out"], _final_manifest(job, errors, state)
     whole = job.parts.path / "whole"
     shutil.rmtree(whole, ignore_errors=True)  # of a process that was killed
@@ -296,6 +285,25 @@ def finish(job: Job, state: PartialState) -> None:
     state.print(
         f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents data.path={out}"
     )
+
+
+def tell_corrupt(job: Job, errors: list[str]) -> None:
+    """List the images that could not be read.
+
+    Raises:
+        ValueError: nobody said that they may be left out, or there are no others.
+    """
+    report, count = job.parts.path / "corrupt.txt", len(job.images.names)
+    report.write_text("".join(f"{error}\n" for error in errors))
+    more = [f"... all of them in {report}"] if len(errors) > CORRUPT_SHOWN else []
+    print("\n".join([f"{len(errors)} of {count} images are corrupt:", *errors[:CORRUPT_SHOWN], *more]))
+    if len(errors) == count:
+        raise ValueError(f"source={job.request['source']}: all {count} images are corrupt")
+    if not job.request["skip_corrupt"]:
+        raise ValueError(
+            f"{len(errors)} images are corrupt, and nothing was put together: mend them, or leave them out with "
+            "skip_corrupt=true, and run the command again: what is encoded is kept"
+        )
 
 
 def _final_manifest(job: Job, errors: dict[int, str], state: PartialState) -> LatentManifest:

@@ -49,8 +49,6 @@ class Encoder(Protocol):
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor: ...
 
-    def describe(self) -> dict[str, str | None]: ...
-
 
 class IdentityEncoder:
     """The pixels themselves, in [-1, 1]."""
@@ -65,10 +63,6 @@ class IdentityEncoder:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """latents (N, C, H, W) -> images (N, C, H, W), nominally in [-1, 1]."""
         return latents
-
-    def describe(self) -> dict[str, str | None]:
-        """Return what a record of decoded images needs to tell."""
-        return {"name": self.name, "weights_hash": self.weights_hash}
 
 
 class KLEncoder:
@@ -105,10 +99,6 @@ class KLEncoder:
         """latents (N, C, H, W) -> images (N, 3, factor * H, factor * W) fp32, nominally in [-1, 1], on the CPU."""
         pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
         return torch.cat([self._decode(part) for part in _slices(latents, pixels)])
-
-    def describe(self) -> dict[str, str | None]:
-        """Return what a record of decoded images needs to tell."""
-        return {"name": self.name, "weights_hash": self.weights_hash}
 
     def _encode(self, images: torch.Tensor) -> torch.Tensor:
         pixels = images.to(self.device).float() / 127.5 - 1
@@ -155,6 +145,11 @@ def encoder_for(
     if found.latent_channels not in (None, manifest.in_channels):
         raise ValueError(f"encoder={name} has latents of {found.latent_channels} channels, these have {manifest.in_channels}")
     return found
+
+
+def encoder_record(encoder: Encoder) -> dict[str, str | None]:
+    """Return what a record of decoded images tells of their encoder."""
+    return {"name": encoder.name, "weights_hash": encoder.weights_hash}
 
 
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:

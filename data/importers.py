@@ -171,7 +171,7 @@ def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) ->
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if not tars:
         raise ValueError(f"source={path} holds no .tar files")
-    classes = [(key, _decimal(data, f"{tar}: {key}.cls")) for tar in tars for key, data in _members(tar, "cls", suffix)]
+    classes = [(key, _class(data, f"{tar}: {key}.cls")) for tar in tars for key, data in _members(tar, "cls", suffix)]
     keys, labels = [key for key, _ in classes], np.array([label for _, label in classes], dtype=np.int64)
 
     def entries() -> Iterator[np.ndarray]:
@@ -200,7 +200,7 @@ def open_lmdb(path: Path) -> Source:
         inner = [folder.name for folder in sorted(path.glob("*")) if (folder / "data.mdb").is_file()]
         hint = f"; there is one in {path / inner[0]}" if inner else ""
         raise ValueError(f"source={path} is no LMDB: {error}{hint}") from error
-    classes = (_decimal(_value(transaction, f"y-{i}", path), f"source={path}: y-{i}") for i in range(count))
+    classes = (_class(_value(transaction, f"y-{i}", path), f"source={path}: y-{i}") for i in range(count))
     labels = np.array(list(classes), dtype=np.int64)
 
     def at(i: int) -> np.ndarray:
@@ -258,10 +258,16 @@ def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]
 
 
 def _decimal(data: bytes, name: str) -> int:
-    text = data.strip()
-    if not text.isdigit() or len(text) > len(str(MOST_CLASSES)):
+    if not data.strip().isdigit():
         raise ValueError(f"{name} is {data[:20]!r}, must be a number 0, 1, ...")
-    return int(text)
+    return int(data)
+
+
+def _class(data: bytes, name: str) -> int:
+    number = _decimal(data, name)
+    if number >= MOST_CLASSES:
+        raise ValueError(f"{name} is {data[:20]!r}, must be less than {MOST_CLASSES}")
+    return number
 
 
 def _check_size(environment: Any, path: Path) -> None:

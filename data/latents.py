@@ -60,9 +60,13 @@ class LatentDataset:
             masks = torch.where(torch.from_numpy(mirrored).bool()[:, None, None], masks.flip(-1), masks)
         return (masks > 0).float() if self.manifest.conditioning_type == "segmentation" else masks.float() / 255
 
+    def spread_ids(self, most: int) -> np.ndarray:
+        """Return entries from all over the folder, each once."""
+        return np.unique(np.linspace(0, self.manifest.count - 1, most).astype(int))
+
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return mean (C,) and standard deviation (C,) of what a network sees, and that of all channels; on some entries."""
-        ids = np.unique(np.linspace(0, self.manifest.count - 1, min(MEASURED_ENTRIES, self.manifest.count)).astype(int))
+        ids = self.spread_ids(MEASURED_ENTRIES)
         generator, (total, squares) = torch.Generator().manual_seed(0), torch.zeros(2, self.manifest.in_channels).double()
         for part in np.array_split(ids, -(-len(ids) // ENTRIES_AT_ONCE)):
             latents = self.manifest.to_latents(self.read(part)[0], generator).double()
@@ -89,7 +93,7 @@ class LatentDataset:
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
-        ids = np.unique(np.linspace(0, self.manifest.count - 1, NUM_FINGERPRINT_ENTRIES).astype(int))
+        ids = self.spread_ids(NUM_FINGERPRINT_ENTRIES)
         digest.update(self.stored[ids].tobytes())
         if self.masks is not None:
             digest.update(self.masks[ids].tobytes())

@@ -65,10 +65,19 @@ def list_images(path: str | Path) -> ImageList:
     deeper = [name for name in files if name.endswith(f"/{LABELS_FILE}")]
     if deeper:
         raise ValueError(f"source={path}: {deeper[0]} tells the labels only where it lies at the top: give that folder")
-    classes = _class_folders(names, path)
-    if classes:
-        _check_all_classes_have_images(files, names, classes, path)
-    grouped = _numbered(classes) if classes else (None, 0, None)
+    depth = _depth_of_classes(names)
+    outside = [name for name in names if name.count("/") <= depth]
+    if outside and len(outside) < len(names):
+        raise ValueError(f"source={path}: {outside[0]} lies in no class folder, other images do")
+    if outside:
+        return ImageList(names, opener, None, 0, None, ignored=_others(files, names))
+    grouped = _numbered([name.split("/")[depth] for name in names])
+    # Without a class folder whose files are all of unknown formats every later class would have another number.
+    outer = names[0].split("/")[:depth]
+    inside = [file.split("/") for file in files if file.count("/") > depth]
+    empty = {parts[depth] for parts in inside if parts[:depth] == outer} - set(grouped[2])
+    if empty:
+        raise ValueError(f"source={path}: class folder {min(empty)} holds files, but no images of a known format")
     return ImageList(names, opener, *grouped, ignored=_others(files, names))
 
 
@@ -143,7 +152,7 @@ def _from_list(path: Path) -> ImageList:
     if missing:
         raise FileNotFoundError(f"source={path}: {missing[0]} not found ({len(missing)} of {len(names)} images are not there)")
     are_numbers = all(c.isdecimal() for c in classes)
-    too_large = [c for c in classes if are_numbers and len(c) > len(str(MOST_CLASSES))]
+    too_large = [c for c in classes if are_numbers and int(c) >= MOST_CLASSES]
     if too_large:
         raise ValueError(f"source={path}: class {too_large[0]} must be less than {MOST_CLASSES}")
     numbers = np.array(classes, dtype=np.int64) if are_numbers else None
@@ -151,28 +160,13 @@ def _from_list(path: Path) -> ImageList:
     return ImageList(names, lambda name: (path.parent / name).open("rb"), *grouped)
 
 
-def _class_folders(names: list[str], path: Path) -> list[str] | None:
-    """Return the class folder of each name; None where there are none."""
+def _depth_of_classes(names: list[str]) -> int:
+    """Return how many folders lie around all images, with folders in them."""
     folders = [name.split("/")[:-1] for name in names]
-    while all(len(parts) > 1 and parts[0] == folders[0][0] for parts in folders):
-        folders = [parts[1:] for parts in folders]
-    outside = [name for name, parts in zip(names, folders, strict=True) if not parts]
-    if len(outside) == len(names):
-        return None
-    if outside:
-        raise ValueError(f"source={path}: {outside[0]} lies in no class folder, other images do")
-    return [parts[0] for parts in folders]
-
-
-def _check_all_classes_have_images(files: list[str], names: list[str], classes: list[str], path: Path) -> None:
-    """Refuse class folders whose files are all of unknown formats: without them every later class would have another number."""
-    outer = names[0].split("/")[: names[0].split("/").index(classes[0])]
-    inside = [file.split("/") for file in files]
-    found = {parts[len(outer)] for parts in inside if parts[: len(outer)] == outer and len(parts) > len(outer) + 1}
-    if found - set(classes):
-        raise ValueError(
-            f"source={path}: class folder {min(found - set(classes))} holds files, but no images of a known format"
-        )
+    depth = 0
+    while all(len(parts) > depth + 1 and parts[depth] == folders[0][depth] for parts in folders):
+        depth += 1
+    return depth
 
 
 def _numbered(classes: Sequence[str]) -> tuple[np.ndarray, int, tuple[str, ...]]:

@@ -158,7 +158,7 @@ class LatentManifest:
             return None
         return (
             f"warning: what the network sees has a standard deviation of {std:.3g}, the manifest promises {self.std:g}. "
-            f"If these are the right latents, {self._fitting(std)} in manifest.json keeps the promise: they are stored without"
+            f"If these are the right latents, {self._fitting(std)} in manifest.json keeps the promise"
         )
 
     def _fitting(self, std: float) -> str:

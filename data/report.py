@@ -65,8 +65,7 @@ def describe_masks(dataset: LatentDataset) -> list[str]:
     """Say how much the masks weigh."""
     if dataset.masks is None:
         return ["masks      none"]
-    ids = np.unique(np.linspace(0, dataset.manifest.count - 1, min(MEASURED_ENTRIES, dataset.manifest.count)).astype(int))
-    masks = dataset.read_masks(ids)
+    masks = dataset.read_masks(dataset.spread_ids(MEASURED_ENTRIES))
     empty = float((masks.flatten(1).max(dim=1).values == 0).float().mean())
     return [f"masks      {dataset.manifest.conditioning_type}, mean weight {masks.mean():.3f}, {empty:.1%} without any weight"]
 
@@ -81,8 +80,8 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
     manifest = dataset.manifest
     decode = image_decoder(manifest, encoder_for(manifest, device, encoder))
     per_entry = 2 if manifest.mirrors else 1
-    num_entries = min(manifest.count, SHEET_COLUMNS * SHEET_ROWS // per_entry)
-    ids = np.linspace(0, manifest.count - 1, num_entries).astype(int).repeat(per_entry)
+    chosen = dataset.spread_ids(SHEET_COLUMNS * SHEET_ROWS // per_entry)
+    ids = chosen.repeat(per_entry)
     mirrored = np.arange(len(ids)) % 2 if manifest.mirrors else None
     stored, labels = dataset.read(ids, mirrored)
     images = decode(manifest.to_means(stored))
@@ -102,7 +101,7 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
             extent = (-0.5, image.shape[1] - 0.5, image.shape[0] - 0.5, -0.5)
             axis.imshow(np.zeros_like(masks[i]), cmap="gray", vmin=0, vmax=1, alpha=DARKENED * (1 - masks[i]), extent=extent)
     darkened = "; darkened: what the masks weigh down" if masks is not None else ""
-    figure.suptitle(f"{title}: {num_entries} of {manifest.count} entries, decoded (entry, class{darkened})", fontsize=10)
+    figure.suptitle(f"{title}: {len(chosen)} of {manifest.count} entries, decoded (entry, class{darkened})", fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     plt.close(figure)

@@ -81,9 +81,10 @@ def main() -> None:
                 tqdm.write(damage)
         if found:
             sys.exit(f"error: {path}: {len(found)} of {total} blocks are damaged: make them anew, or bring them from a copy")
-        missing = {FILES["latents"], SHARDS_FILE} & {file.name for file in path.iterdir()} - (manifest.checksums or {}).keys()
-        if missing:
-            raise ValueError(f"{path / min(missing)} has no checksums in the manifest: nobody can tell whether it is whole")
+        held = {file.name for file in path.iterdir() if file.suffix in (".npy", ".tar") or file.name == SHARDS_FILE}
+        unknown = held - (manifest.checksums or {}).keys()
+        if unknown:
+            raise ValueError(f"{path / min(unknown)} has no checksums in the manifest: nobody can tell whether it is whole")
         opener = open_shards if (path / SHARDS_FILE).exists() else open_latents
         opener(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
     except (ValueError, OSError) as error:

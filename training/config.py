@@ -317,6 +317,8 @@ def _missing(node: Any, key: str = "") -> list[str]:
     """Return the mandatory keys without a value; OmegaConf's own search fails where an interpolation needs one."""
     if isinstance(node, dict):
         return [found for name, child in node.items() for found in _missing(child, f"{key}.{name}" if key else name)]
+    if isinstance(node, list):
+        return [found for i, child in enumerate(node) for found in _missing(child, f"{key}.{i}")]
     return [key] if node == MISSING else []
 
 

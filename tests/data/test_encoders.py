@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data import IdentityEncoder, KLEncoder, LatentManifest, encoder_for, image_decoder, load_encoder, to_uint8
+from data import IdentityEncoder, KLEncoder, LatentManifest, encoder_for, encoder_record, image_decoder, load_encoder, to_uint8
 from data import encoders as module
 from tests.photos import photographs, write_autoencoder
 
@@ -209,9 +209,10 @@ def test_bf16_is_used_where_asked_and_only_there(folder):
 
 
 def test_records_tell_name_and_hash(folder):
-    assert IdentityEncoder().describe() == {"name": "identity", "weights_hash": None}
-    assert KLEncoder(folder, CPU).describe() == {"name": folder, "weights_hash": KLEncoder(folder, CPU).weights_hash}
-    json.dumps(KLEncoder(folder, CPU).describe())
+    encoder = KLEncoder(folder, CPU)
+    assert encoder_record(IdentityEncoder()) == {"name": "identity", "weights_hash": None}
+    assert encoder_record(encoder) == {"name": folder, "weights_hash": encoder.weights_hash}
+    json.dumps(encoder_record(encoder))
 
 
 @pytest.mark.gpu

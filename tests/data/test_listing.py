@@ -48,6 +48,12 @@ def test_folders_around_all_images_do_not_count(tmp_path):
         assert list_images(path).class_names == ("n01", "n02")
     write(tmp_path / "deep", ["cat/day/0.png", "dog/day/0.png"])
     assert list_images(tmp_path / "deep").class_names == ("cat", "dog")
+    write(tmp_path / "same", ["a/a/0.png", "a/b/0.png"])
+    assert list_images(tmp_path / "same").class_names == ("a", "b")
+    (tmp_path / "same" / "a" / "c").mkdir()
+    (tmp_path / "same" / "a" / "c" / "0.gif").write_bytes(b"GIF89a")
+    with pytest.raises(ValueError, match="class folder c holds files"):
+        list_images(tmp_path / "same")
     write(tmp_path / "one", ["only/0.png", "only/1.png"])
     assert list_images(tmp_path / "one").class_names == ("only",)
 
@@ -156,9 +162,10 @@ def test_absurd_classes_and_lists_that_are_no_text_are_refused(tmp_path):
         (folder / "dataset.json").write_text(json.dumps({"labels": [["0.png", label]]}))
         with pytest.raises(ValueError, match="has no label 0, 1, "):
             list_images(folder)
-    (tmp_path / "list.txt").write_text(f"edm/0.png {10**30}\n")
-    with pytest.raises(ValueError, match="must be less than 1000000"):
-        list_images(tmp_path / "list.txt")
+    for number in (10**30, 1_000_000):
+        (tmp_path / "list.txt").write_text(f"edm/0.png {number}\n")
+        with pytest.raises(ValueError, match=f"class {number} must be less than 1000000"):
+            list_images(tmp_path / "list.txt")
     (tmp_path / "list.txt").write_bytes(b"edm/\xff.png 3\n")
     with pytest.raises(ValueError, match=r"list.txt is no list: it is not text in UTF-8"):
         list_images(tmp_path / "list.txt")

@@ -38,6 +38,9 @@ def test_pictures(tmp_path, dataset):
     assert np.array_equal(picture[2:34:4, 2:34:4], images[0, :, :, 0])
     assert not picture[36:, 2 * 36 :].any()
     colour = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
+    save_grid(colour[:1], tmp_path / "one.png", columns=10)
+    with Image.open(tmp_path / "one.png") as one, Image.open(tmp_path / "new" / "grid.png") as grid:
+        assert one.width < grid.width / 5, "no more columns than images"
     save_grid(colour, tmp_path / "colour.png", columns=2)
     assert np.asarray(Image.open(tmp_path / "colour.png")).shape == (136, 136, 3)
 

@@ -134,6 +134,13 @@ def test_moments_of_an_encoder_that_is_not_at_hand_train_and_resume_bitwise(tmp_
     assert not (tmp_path / "pictures" / "manifest.json").exists()
 
 
+def test_a_run_without_held_out_entries_says_what_it_will_not_tell(tmp_path, capsys):
+    tiny_run(tmp_path / "blind", "data.num_held_out=0", "train.eval_every=2", "train.total_steps=2")
+    assert "no val_loss_dense: the data have no held-out entries" in capsys.readouterr().out
+    tiny_run(tmp_path / "seeing", "train.eval_every=2", "train.total_steps=2")
+    assert "no val_loss_dense" not in capsys.readouterr().out
+
+
 def test_metrics_have_a_line_per_log_point(tmp_path):
     trainer = tiny_run(tmp_path, "train.log_every=2", "train.total_steps=5")
     lines = metrics(tmp_path, clocks=True)
