@@ -145,6 +145,9 @@ def test_no_class_vanishes_without_a_word(tmp_path):
     write(folder, ["b/1.png"])
     assert list_images(folder).class_names == ("a", "b", "c")
     assert list_images(folder).ignored == ("b/0.gif",)
+    (tmp_path / "x" / "devkit" / "data").mkdir(parents=True)
+    (tmp_path / "x" / "devkit" / "data" / "readme.txt").write_text("beside the folder of the classes, not among them")
+    assert list_images(tmp_path / "x").class_names == ("a", "b", "c")
 
 
 def test_labels_that_lie_too_deep_are_not_overlooked(tmp_path):
