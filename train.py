@@ -19,6 +19,7 @@ import torch.nn as nn
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from joblib import cpu_count
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -37,12 +38,12 @@ from data import (
 )
 from diffusion import ImageSource
 from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
-from models import cost_of, token_mask
+from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights
 from training.ema import EMA
-from training.machine import resolve_auto, start_process
+from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.provenance import RunFolder, environment, follows_the_total, summary
 from training.rules import DIGITS_EVALUATOR
 from training.speed import SpeedCheck, micro_step, most_graphs
@@ -77,6 +78,8 @@ def main(cfg: DictConfig) -> None:
             return
         saved = run.manifest()["resolved"] if run.has_results() else {}
         resolved = resolve_auto(config, saved, state.device, state.num_processes)
+        if resolved["keep_freed_memory"]:
+            keep_freed_memory()
         trainer = build_trainer(config, resolved, run, dataset)
     run_training(trainer, run)
 
@@ -93,6 +96,8 @@ def build_trainer(
     num_lengths = len(plan.lengths(settings["masked_loss"]))
     accelerator = _start_accelerator(resolved["mixed_precision"], num_lengths)
     device = accelerator.device
+    dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
+    resolved = {**resolved, "attention": resolve_attention(config["model"]["attention"], device.type, dtype)}
     net.to(device)
     cost = cost_of(net, mask_coverage=_mask_coverage(plan, dataset, masks_to_tokens, settings["batch_size"]))
     checkpoint = latest_checkpoint(run.path)
@@ -130,7 +135,7 @@ def build_trainer(
     else:
         counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
         masking = {"with_masks": settings["masked_loss"], "token_mask": counting}
-        micro_batches = partial(stream, dataset, **order, **masking, num_workers=settings["num_workers"])
+        micro_batches = partial(stream, dataset, **order, **masking, num_workers=min(settings["num_workers"], cpu_count()))
     return Trainer(
         accelerator=accelerator,
         precond=precond,

@@ -2,6 +2,6 @@
 
 from models.cost import Cost, cost_of
 from models.dit import DiT
-from models.layers import token_mask
+from models.layers import resolve_attention, token_mask
 
-__all__ = ["Cost", "DiT", "cost_of", "token_mask"]
+__all__ = ["Cost", "DiT", "cost_of", "resolve_attention", "token_mask"]

@@ -10,18 +10,29 @@ import torch
 import torch.nn as nn
 from timm.layers import Mlp, SwiGLU
 
-from models.layers import Attention, modulate
+from models.layers import Attention, gelu, modulate
+
+
+class GELU(nn.Module):
+    """`models.layers.gelu` as a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(x)
 
 
 class DiTBlock(nn.Module):
-    """Transformer block with adaptive layer norm (adaLN). [DiT]"""
+    """Transformer block with adaptive layer norm (adaLN). [DiT]
+
+    Args:
+        attention: its backend, see `models.layers.Attention`.
+    """
 
     has_rope = False
 
-    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float):
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, attention: str):
         super().__init__()
         self.norm1, self.norm2 = self._norm(hidden_size), self._norm(hidden_size)
-        self.attn = self._attention(hidden_size, num_heads)
+        self.attn = self._attention(hidden_size, num_heads, attention)
         self.mlp = self._mlp(hidden_size, mlp_ratio)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
@@ -34,11 +45,11 @@ class DiTBlock(nn.Module):
     def _norm(self, hidden_size: int) -> nn.Module:
         return nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
 
-    def _attention(self, hidden_size: int, num_heads: int) -> nn.Module:
-        return Attention(hidden_size, num_heads)
+    def _attention(self, hidden_size: int, num_heads: int, attention: str) -> nn.Module:
+        return Attention(hidden_size, num_heads, attention)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
-        return Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"))
+        return Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=GELU)
 
 
 class ModernBlock(DiTBlock):
@@ -49,8 +60,8 @@ class ModernBlock(DiTBlock):
     def _norm(self, hidden_size: int) -> nn.Module:
         return nn.RMSNorm(hidden_size, elementwise_affine=False, eps=1e-6)
 
-    def _attention(self, hidden_size: int, num_heads: int) -> nn.Module:
-        return Attention(hidden_size, num_heads, qk_norm=True)
+    def _attention(self, hidden_size: int, num_heads: int, attention: str) -> nn.Module:
+        return Attention(hidden_size, num_heads, attention, qk_norm=True)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
         # Two thirds of the width, in eights: the gate is a third matrix, and the parameters stay about the same.

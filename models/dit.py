@@ -29,6 +29,7 @@ from routing import (
 )
 
 INITS = ("adaln_zero", "xavier")
+ATTENTIONS = ("auto", "sdpa", "explicit")
 
 
 class DiT(nn.Module):
@@ -42,6 +43,7 @@ class DiT(nn.Module):
         init: `adaln_zero` starts every block as the identity and the output at zero [DiT]; `xavier` is the
             initialisation of the public TREAD code, which overwrites those zeros.
         block: `dit`, or `modern`: RMSNorm, QK-norm, SwiGLU, and rotary positions in place of the position table.
+        attention: backend of the attention; `auto` chooses by device and precision, see `models.layers.Attention`.
         num_prefix_tokens: learned tokens before those of the image; they take part in attention and never bypass.
         routes: windows of blocks that a part of the tokens bypasses; none gives a plain DiT.
         importance_weight: 0 draws the kept tokens at random, 1 keeps those of the largest L1 norm.
@@ -51,7 +53,7 @@ class DiT(nn.Module):
         gradient_checkpointing: recompute each block in the backward pass: less memory, one more forward.
 
     Raises:
-        ValueError: sizes that do not divide, an unknown `init`, or an invalid route.
+        ValueError: sizes that do not divide, an unknown choice, or an invalid route.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class DiT(nn.Module):
         learn_sigma: bool = False,
         init: str = "adaln_zero",
         block: str = "dit",
+        attention: str = "auto",
         num_prefix_tokens: int = 0,
         routes: Sequence[Route] = (),
         importance_weight: float = 0.0,
@@ -91,7 +94,7 @@ class DiT(nn.Module):
             raise ValueError(f"model.class_dropout_prob={class_dropout_prob} must be in [0, 1)")
         if not 0 <= importance_weight <= 1:
             raise ValueError(f"model.importance_weight={importance_weight} must be in [0, 1]")
-        for name, value, choices in (("init", init, INITS), ("block", block, BLOCKS)):
+        for name, value, choices in (("init", init, INITS), ("block", block, BLOCKS), ("attention", attention, ATTENTIONS)):
             if value not in choices:
                 raise ValueError(f"model.{name}={value} must be one of {', '.join(choices)}")
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
@@ -121,7 +124,7 @@ class DiT(nn.Module):
             pos_embed = sincos_position_table(hidden_size, grid_size).unsqueeze(0)  # (1, T, D)
         self.register_buffer("pos_embed", pos_embed)
         self.register_buffer("rope", rope, persistent=False)
-        self.blocks = nn.ModuleList(BLOCKS[block](hidden_size, num_heads, mlp_ratio) for _ in range(depth))
+        self.blocks = nn.ModuleList(BLOCKS[block](hidden_size, num_heads, mlp_ratio, attention) for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size, out_channels)
         self._initialize_weights(zero=init == "adaln_zero")
 

@@ -16,25 +16,45 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
     return x * (1 + scale) + shift
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v for q, k, v (N, H, L, d), by the backend that is fast where the tensors are."""
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        # The backward pass of the fused CPU kernel is slow in bf16; plain matrix products are several times faster.
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (N, H, L, L)
-        return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
-    return F.scaled_dot_product_attention(q, k, v)
+def resolve_attention(backend: str, device_type: str, dtype: torch.dtype) -> str:
+    """Return the backend that `auto` takes for tensors of this kind: the fused kernel but for bf16 on a CPU.
+
+    There the backward pass of the fused kernel is slow, and plain matrix products are faster at every length that was
+    measured, 64 to 4096 (benchmarks/LOG.md).
+    """
+    if backend != "auto":
+        return backend
+    return "explicit" if device_type == "cpu" and dtype == torch.bfloat16 else "sdpa"
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """softmax(q k^T / sqrt(d)) v for q, k, v (N, H, L, d); see `Attention` for the backends."""
+    if resolve_attention(backend, v.device.type, v.dtype) == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (N, H, L, L)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU in the form that [DiT] uses, with tanh."""
+    if x.device.type == "cpu" and torch.compiler.is_compiling():
+        # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): compiled, one exponential is cheaper than tanh.
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return F.gelu(x, approximate="tanh")
 
 
 class Attention(nn.Module):
     """Multi-head self-attention.
 
     Args:
+        attention: `sdpa` is torch's fused kernel, `explicit` two matrix products with a softmax in fp32 between them; `auto`
+            chooses by device and precision, see `resolve_attention`.
         qk_norm: normalise queries and keys by their root mean square, with a learned scale for each channel of a head.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, qk_norm: bool = False):
+    def __init__(self, hidden_size: int, num_heads: int, attention: str, qk_norm: bool = False):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.backend = num_heads, attention
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.q_norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6) if qk_norm else None
@@ -49,7 +69,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
         if rope is not None:
             q, k = (apply_rot_embed_cat(z, rope.unsqueeze(1)) for z in (q, k))
-        x = attention(q.to(v.dtype), k.to(v.dtype), v).transpose(1, 2).reshape(N, L, D)
+        x = attention(q.to(v.dtype), k.to(v.dtype), v, self.backend).transpose(1, 2).reshape(N, L, D)
         return self.proj(x)
 
 

@@ -220,9 +220,9 @@ def test_processes_must_divide_the_batch():
 def test_auto_is_decided_once_and_kept():
     config, cpu = validated(), torch.device("cpu")
     saved = {"mixed_precision": "bf16", "compile": True, "micro_batch_size": 16}
-    assert resolve_auto(config, saved, cpu, 2) == saved
+    assert resolve_auto(config, saved, cpu, 2).items() > saved.items()
     fresh = resolve_auto(validated("train.compile=false", "train.mixed_precision=no"), {}, cpu, 2)
-    assert fresh == {"mixed_precision": "no", "compile": False, "micro_batch_size": 16}
+    assert fresh.items() > {"mixed_precision": "no", "compile": False, "micro_batch_size": 16}.items()
 
 
 def test_the_launcher_may_not_contradict_the_precision(monkeypatch):

@@ -43,6 +43,7 @@ class TrainConfig:
     micro_batch_size: int | None = None  # None: batch_size / number of processes
     mixed_precision: str = "auto"
     compile: str = "auto"
+    keep_freed_memory: str = "auto"  # on a CPU; does not change results
     grad_clip: float | None = None
     log_every: int = 50
     save_every: int = MISSING

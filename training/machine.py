@@ -1,6 +1,8 @@
 """What this machine offers, and what a run makes of it: device, threads, precision, compilation."""
 
+import ctypes
 import os
+import platform
 import shutil
 import sysconfig
 from datetime import timedelta
@@ -13,6 +15,9 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from joblib import cpu_count
 
+# Parameters of glibc's mallopt, and the variables by which a user sets them.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
@@ -32,6 +37,16 @@ def start_process(timeout: timedelta | None = None) -> PartialState:
     return state
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed for the next step, as the allocator of a GPU does, for the rest of the process.
+
+    It would otherwise give every large tensor back to the kernel and take fresh pages for the next one (benchmarks/LOG.md).
+    """
+    libc = ctypes.CDLL(None)
+    for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+        libc.mallopt(parameter, 2**31 - 1)
+
+
 def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int) -> dict[str, Any]:
     """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun with.
 
@@ -48,10 +63,14 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
     if compiled == "auto":
         compiled = saved["compile"] if "compile" in saved else _can_compile(device)
     micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"] // num_processes
+    keep = train["keep_freed_memory"]
+    if keep == "true" and not _is_glibc():
+        raise ValueError("train.keep_freed_memory=true needs the C library glibc, which this machine does not have")
     resolved = {
         "mixed_precision": precision,
         "compile": compiled in (True, "true"),
         "micro_batch_size": micro_batch_size,
+        "keep_freed_memory": _can_keep_freed_memory(device) if keep == "auto" else keep == "true",
     }
     # `accelerate launch` sets this variable to "no" where nobody chose.
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -68,11 +87,25 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
     return resolved
 
 
+def bf16_instructions() -> set[str]:
+    """Return those of the processor's instructions that multiply bf16 numbers, as Linux names them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return BF16_FLAGS & set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+
+
 def _has_fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    cpuinfo = Path("/proc/cpuinfo")
-    return device.type == "cpu" and cpuinfo.exists() and bool(BF16_FLAGS & set(cpuinfo.read_text().split()))
+    return device.type == "cpu" and bool(bf16_instructions())
+
+
+def _can_keep_freed_memory(device: torch.device) -> bool:
+    chosen_by_user = any(os.environ.get(name) for name in MALLOC_VARIABLES)
+    return device.type == "cpu" and _is_glibc() and not chosen_by_user
+
+
+def _is_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"
 
 
 def _can_compile(device: torch.device) -> bool:

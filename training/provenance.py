@@ -14,6 +14,8 @@ import torch.nn as nn
 import yaml
 from joblib import cpu_count
 
+from training.machine import bf16_instructions
+
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
@@ -33,6 +35,7 @@ FREE_KEYS = (
     "train.eval_every",
     "train.sample_every",
     "train.keep_last",
+    "train.keep_freed_memory",
     "train.milestone_every",
     "train.num_workers",
 )
@@ -144,7 +147,8 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         f"batch      {train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}, "
         f"{details['num_processes']} process(es) on {details['device']}",
         f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
-        f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks",
+        f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks, {resolved['attention']} attention",
+        *(["memory     what a step frees is kept for the next one"] if resolved["keep_freed_memory"] else []),
         *([f"data       {details['data']['note']}"] if "note" in details["data"] else []),
         *(["evaluation no val_loss_dense: the data have no held-out entries (num_held_out)"] if blind else []),
         f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}",
@@ -167,7 +171,8 @@ def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {cpu_count()} cores"
+    bf16 = "".join(f", {flag}" for flag in sorted(bf16_instructions()))
+    return f"{names[0] if names else platform.processor()}, {cpu_count()} cores{bf16}"
 
 
 def _git(*arguments: str) -> str | None:

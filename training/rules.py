@@ -7,7 +7,7 @@ DIGITS_EVALUATOR = "evaluation.DigitsEvaluator"
 STREAMED_DATA = "data.open_shards"
 METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
-COMPILE = ("auto", "true", "false")
+SWITCH = ("auto", "true", "false")
 NUM_SEEDS = 2**32  # what the CPU's generator tells apart
 
 
@@ -23,7 +23,7 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
     for key in ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every"):
         if train[key] is not None:
             check_positive(f"train.{key}", train[key], otherwise=", or null")
-    for key, choices in (("mixed_precision", PRECISIONS), ("compile", COMPILE)):
+    for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
         train[key] = train[key].lower()  # a YAML `true` arrives as "True"
         check_choice(f"train.{key}", train[key], choices)
     if train["num_workers"] < 0:

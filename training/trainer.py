@@ -107,19 +107,19 @@ class Trainer:
         micro_batches = iter(self.micro_batches(self.step))
         bar = {"initial": self.step, "total": self.total_steps, "desc": "train", "unit": "step", "mininterval": 1.0}
         with tqdm(**bar, disable=not self.accelerator.is_main_process) as self.progress:
-            self._resume_clock()
+            self.resume_clock()
             while True:
                 self._save_and_evaluate()
                 if self.step == self.total_steps:
                     break
-                self._train_step(micro_batches)
+                self.train_step(micro_batches)
                 self.step += 1
                 self.progress.update()
                 if self.step % self.log_every == 0:
-                    self._pause_clock()
-                    self._log_training()
+                    self.pause_clock()
+                    self.log_training()
                     self._after_first_window()
-                    self._resume_clock()
+                    self.resume_clock()
 
     def show(self, text: str) -> None:
         """Print on the first process, above the progress bar."""
@@ -132,7 +132,8 @@ class Trainer:
             if writer:
                 writer.close()
 
-    def _train_step(self, micro_batches: Iterator[MicroBatch]) -> None:
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> None:
+        """Take one optimizer step on this process's next micro-batches; the caller counts `step`."""
         self.net.train()
         num_processes = self.accelerator.num_processes
         indices = range(self.accelerator.process_index, self.batch_size // self.micro_batch_size, num_processes)
@@ -156,9 +157,10 @@ class Trainer:
                 num_bypassed = self.route_plan.num_forced_bypassed(routing["force_keep"], self.ratios)
                 self.window[WINDOW.index("num_forced_bypassed")] += num_bypassed
         self.window[WINDOW.index("selection_ratio")] += sum(self.ratios) / max(1, len(self.ratios))
-        self._update_weights(loss)
+        self.update_weights(loss)
 
-    def _update_weights(self, loss: torch.Tensor) -> None:
+    def update_weights(self, loss: torch.Tensor) -> None:
+        """Clip, step and average the weights, and add to the sums of the window."""
         grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
         if self.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip, grad_norm)
@@ -177,7 +179,8 @@ class Trainer:
         state = np.random.SeedSequence([self.seed, self.step, micro_index]).generate_state(1, np.uint64)
         return torch.Generator(self.device).manual_seed(int(state[0]))
 
-    def _log_training(self) -> None:
+    def log_training(self) -> None:
+        """Write a line of the steps since the last one."""
         # SYNC: the sums of the window come to the host.
         sums = self.accelerator.reduce(self.window, "sum").div(self.accelerator.num_processes).tolist()
         loss, grad_norm, landed, skipped, selection_ratio, num_forced_bypassed = sums
@@ -217,11 +220,11 @@ class Trainer:
         save = (self._is_due(self.save_every) or last) and self.step > self.saved_step
         if self.step == 0 or not (save or due):
             return
-        self._pause_clock()
+        self.pause_clock()
         if save:
             self._save()
         if last and self.step % self.log_every:
-            self._log_training()  # after the save: a longer run goes on as if it had not been written
+            self.log_training()  # after the save: a longer run goes on as if it had not been written
         if due:
             self.progress.set_description("evaluate")
         values = {key: value for evaluator in due for key, value in evaluator.run(self.step)}
@@ -229,7 +232,7 @@ class Trainer:
         if values:
             self._log(values)
             self.show(f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in values.items()))
-        self._resume_clock()
+        self.resume_clock()
 
     def _is_due(self, every: int) -> bool:
         return self.step > 0 and self.step % every == 0
@@ -261,10 +264,12 @@ class Trainer:
             # On another number of processes each takes the mean of what there was.
             self.window += windows[self.accelerator.process_index] if same else windows.mean(dim=0)
 
-    def _pause_clock(self) -> None:
+    def pause_clock(self) -> None:
+        """Stop counting time as that of training."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # SYNC: steps that are still queued belong to training, not to what follows.
         self.train_time_sec += time.perf_counter() - self.clock_start
 
-    def _resume_clock(self) -> None:
+    def resume_clock(self) -> None:
+        """Count time as that of training from here on."""
         self.clock_start = time.perf_counter()

@@ -1,8 +1,10 @@
+from itertools import product
+
 import pytest
 import torch
 
 from models import DiT
-from models.layers import attention, sincos_position_table
+from models.layers import attention, gelu, resolve_attention, sincos_position_table
 from routing import Route, num_tokens_kept
 from tests.networks import PAPER, small_batch, small_dit
 
@@ -190,13 +192,42 @@ def test_block_after_a_route_runs_in_fp32_only_where_it_is_asked():
         assert dtypes == [torch.bfloat16] * 5 + [expected] + [torch.bfloat16] * 2
 
 
-def test_attention_backends_agree():
-    q, k, v = torch.randn(3, 2, 4, 16, 8, requires_grad=True).unbind(0)
-    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(attention(q, k, v), reference)
-    explicit = attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
-    assert explicit.dtype == torch.bfloat16
-    torch.testing.assert_close(explicit.float(), reference, atol=0.02, rtol=0.02)
+@pytest.mark.parametrize(("backend", "dtype"), list(product(("auto", "sdpa", "explicit"), (torch.float32, torch.bfloat16))))
+def test_attention_backends_agree(backend, dtype):
+    """Values and gradients, with the definition in fp64."""
+    qkv = torch.randn(3, 2, 4, 16, 8, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv.unbind(0)
+    weight = torch.randn(2, 4, 16, 8)
+    reference = (q @ k.mT / 8**0.5).softmax(dim=-1) @ v
+    ours = attention(*qkv.to(dtype).unbind(0), backend)
+    assert ours.dtype == dtype
+    gradients = [torch.autograd.grad((x * weight).sum(), qkv)[0] for x in (reference, ours)]
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(ours.double(), reference, **tolerance)
+    torch.testing.assert_close(*gradients[::-1], **tolerance)
+
+
+def test_attention_is_explicit_on_a_cpu_in_bf16_unless_told_otherwise():
+    bf16, fp32 = torch.bfloat16, torch.float32
+    chosen = [resolve_attention("auto", device, dtype) for device in ("cpu", "cuda") for dtype in (bf16, fp32)]
+    assert chosen == ["explicit", "sdpa", "sdpa", "sdpa"]
+    assert [resolve_attention(backend, "cpu", bf16) for backend in ("sdpa", "explicit")] == ["sdpa", "explicit"]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "explicit"])
+def test_every_block_takes_the_backend_of_the_network(backend, monkeypatch):
+    calls = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("models.layers.F.scaled_dot_product_attention", lambda *qkv: calls.append(1) or fused(*qkv))
+    small_dit(attention=backend)(*small_batch())
+    assert len(calls) == (8 if backend == "sdpa" else 0)
+
+
+def test_the_compiled_gelu_is_the_same_function():
+    x = torch.linspace(-12, 12, 1001, requires_grad=True)
+    reference, compiled = gelu(x.double()), torch.compile(gelu, dynamic=False)(x)
+    torch.testing.assert_close(compiled.double(), reference, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (compiled, reference)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

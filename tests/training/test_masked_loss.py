@@ -88,7 +88,7 @@ def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path,
         return losses[-1][0]
 
     trainer.loss_fn = remember
-    trainer._train_step(iter([micro_batch]))
+    trainer.train_step(iter([micro_batch]))
     ((loss, arguments),) = losses
     assert torch.equal(arguments["loss_mask"], micro_batch.masks)
     assert torch.equal(arguments["force_keep"], torch.nn.functional.max_pool2d(micro_batch.masks, 2).flatten(1) > 0)
@@ -120,6 +120,6 @@ def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, 
     micro_batches = [next(loader), next(loader)]
     trainer.step = 1  # step 0 looks at its batch, on purpose
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trainer._train_step(iter(micro_batches))
+        trainer.train_step(iter(micro_batches))
         with pytest.raises(DataDependentOutputException):
-            trainer._log_training()  # which does ask
+            trainer.log_training()  # which does ask

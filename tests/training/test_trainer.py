@@ -46,14 +46,14 @@ def test_an_interrupted_run_ends_bitwise_like_one_that_was_not(tmp_path, variant
     overrides = VARIANTS[variant]
     tiny_run(tmp_path / "whole", *overrides)
     trainer, run = tiny_trainer(tmp_path / "stopped", *overrides)
-    step = trainer._train_step
+    step = trainer.train_step
 
     def stop(micro_batches):
         if trainer.step == stop_before:
             raise KeyboardInterrupt
         step(micro_batches)
 
-    trainer._train_step = stop
+    trainer.train_step = stop
     with pytest.raises(KeyboardInterrupt):
         train.run_training(trainer, run)
     assert run.manifest()["status"] == "interrupted"
@@ -151,13 +151,14 @@ def test_metrics_have_a_line_per_log_point(tmp_path):
     assert trainer.step == 5
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["status"] == "finished"
-    assert manifest["resolved"] == {"mixed_precision": "no", "compile": False, "micro_batch_size": 8}
+    expected = {"mixed_precision": "no", "compile": False, "micro_batch_size": 8, "attention": "sdpa"}
+    assert manifest["resolved"].items() > expected.items()
     assert {"commit", "versions", "device", "command", "data"} <= manifest.keys()
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path):
     trainer, run = tiny_trainer(tmp_path / "run")
-    to_latents, step = trainer.to_latents, trainer._train_step
+    to_latents, step = trainer.to_latents, trainer.train_step
     states = []
 
     def poison(stored, generator):
@@ -168,7 +169,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path):
         state = [*trainer.net.parameters(), *trainer.ema.net.parameters(), trainer.ema.num_updates]
         states.append([tensor.detach().clone() for tensor in state])
 
-    trainer.to_latents, trainer._train_step = poison, remember
+    trainer.to_latents, trainer.train_step = poison, remember
     train.run_training(trainer, run)
     assert all(torch.equal(a, b) for a, b in zip(states[3], states[4], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(states[4], states[5], strict=True))
@@ -192,8 +193,8 @@ def test_accumulation_sums_to_the_gradient_of_the_whole_batch(tmp_path):
         gradients.append([parameter.grad.clone() for parameter in trainer.parameters])
     trainer.net.zero_grad()
     seen = []
-    trainer._update_weights = lambda loss: seen.extend(parameter.grad.clone() for parameter in trainer.parameters)
-    trainer._train_step(iter(trainer.micro_batches(0)))
+    trainer.update_weights = lambda loss: seen.extend(parameter.grad.clone() for parameter in trainer.parameters)
+    trainer.train_step(iter(trainer.micro_batches(0)))
     for total, *parts in zip(seen, *gradients, strict=True):
         torch.testing.assert_close(total, sum(parts) / 4)
 
