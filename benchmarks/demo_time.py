@@ -12,7 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from training import config as configuration
-from training.machine import resolve_auto, start_process
+from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.speed import interleaved_seconds
 
 NUM_SAMPLES = 500  # as in the Makefile
@@ -28,6 +28,8 @@ def main() -> None:
         config = configuration.validate(compose("config", overrides=["run_name=demo"]))
     state = start_process()
     resolved = resolve_auto(config, {}, state.device, 1)
+    if resolved["keep_freed_memory"]:
+        keep_freed_memory()
     net = configuration.build_net(config).to(state.device)
     precond = configuration.build_precond(config, net)
     loss_fn = configuration.build(config["diffusion"]["loss"])()

@@ -6,7 +6,6 @@ A tiny autoencoder of random weights shows what reading and writing cost beside 
 weights as well, what encoding and decoding at 256x256 cost on this machine. The record goes to benchmarks/results/.
 """
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -19,12 +18,12 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 from tqdm import tqdm
 
-from benchmarks.memory import memory_gib
+from benchmarks.memory import peak_gib, reset_peak
+from benchmarks.results import measured, write_results
 from data import KLEncoder, encode
 from data.encoders import PIXELS_AT_ONCE
 from data.images import read_image
 from training.machine import start_process
-from training.provenance import environment
 
 NUM_IMAGES, REPEATS, RESOLUTION = 512, 3, 256
 SLICE = PIXELS_AT_ONCE // RESOLUTION**2
@@ -32,20 +31,17 @@ SLICE = PIXELS_AT_ONCE // RESOLUTION**2
 FULL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32}
 TINY = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     """Measure, print and record."""
     state = start_process()
     with tempfile.TemporaryDirectory() as folder:
-        found = {"tiny": time_program(Path(folder)), "full": time_network(Path(folder), state.device)}
-    RESULTS.mkdir(exist_ok=True)
-    record = {"environment": environment(state.device), "images": NUM_IMAGES, "resolution": RESOLUTION, **found}
-    (RESULTS / f"encoding_{state.device.type}.json").write_text(json.dumps(record, indent=2) + "\n")
+        rows = time_program(Path(folder)) + time_network(Path(folder), state.device)
+    write_results("encoding", rows, state.device)
 
 
-def time_program(folder: Path) -> dict[str, list[float]]:
+def time_program(folder: Path) -> list[dict[str, Any]]:
     """Time data.encode with a tiny autoencoder, and its reading and network by themselves, on 512 cuts of photographs."""
     from sklearn.datasets import load_sample_images
 
@@ -68,22 +64,23 @@ def time_program(folder: Path) -> dict[str, list[float]]:
     print(f"a tiny autoencoder, {RESOLUTION}x{RESOLUTION}, medians of {REPEATS}:")
     for name, values in found.items():
         print(f"  {name}: {median(values):.1f} images per second")
-    return {f"{name}, images per second": values for name, values in found.items()}
+    return [measured(f"tiny: {name}", "images/s", values) for name, values in found.items()]
 
 
-def time_network(folder: Path, device: torch.device) -> dict[str, Any]:
+def time_network(folder: Path, device: torch.device) -> list[dict[str, Any]]:
     """Time one slice through an autoencoder of full size, and take its peak of memory."""
     encoder = KLEncoder(str(_save_autoencoder(folder / "full", FULL)), device)
     images = torch.randint(0, 256, (SLICE, 3, RESOLUTION, RESOLUTION), dtype=torch.uint8)
     latents = torch.randn(SLICE, 4, RESOLUTION // 8, RESOLUTION // 8)
-    found: dict[str, Any] = {}
+    rows = []
     for name, call, argument in (("encode", encoder.encode, images), ("decode", encoder.decode, latents)):
-        before = _reset_peak(device)
+        before = reset_peak(device)
         times = [_seconds(call, argument) for _ in tqdm(range(REPEATS), desc=f"full size, {name}")]
-        found[f"{name}, images per second"] = [SLICE / t for t in times]
-        found[f"{name}, peak of a slice of {SLICE}, GiB"] = _peak_gib(device) - before
-        print(f"full size, {name}: {SLICE / median(times):.2f} images per second, {_peak_gib(device) - before:.1f} GiB")
-    return found
+        held = peak_gib(device) - before
+        rows.append(measured(f"full: {name}", "images/s", [SLICE / t for t in times]))
+        rows.append(measured(f"full: {name}, peak of a slice of {SLICE}", "GiB", held))
+        print(f"full size, {name}: {SLICE / median(times):.2f} images per second, {held:.1f} GiB")
+    return rows
 
 
 def _save_autoencoder(folder: Path, sizes: dict[str, Any]) -> Path:
@@ -105,19 +102,6 @@ def _read(files: list[Path]) -> None:
     for file in files:
         with file.open("rb") as f:
             read_image(f, RESOLUTION)
-
-
-def _reset_peak(device: torch.device) -> float:
-    """Begin a new peak, and return what is held now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / 2**30
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM begins anew
-    return memory_gib("VmRSS")
-
-
-def _peak_gib(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else memory_gib("VmHWM")
 
 
 def _seconds(call: Any, *arguments: Any) -> float:

@@ -5,28 +5,28 @@
 Every way to take the Frechet distance is first checked to give the same number. The record goes to benchmarks/results/.
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.linalg import eigvals, sqrtm
 from torchvision.models import inception_v3
 
-from benchmarks.memory import memory_gib
+from benchmarks.memory import peak_gib, reset_peak
+from benchmarks.results import measured, write_results
 from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from training.machine import start_process
-from training.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
 REPEATS = 3
 NUM_REFERENCE, NUM_SAMPLES, BATCH_SIZE, IMAGE_SIZE = 10_000, 50_000, 64, 256
-RESULTS = Path(__file__).parent / "results"
+CPU = torch.device("cpu")
 
 Moments = tuple[np.ndarray, np.ndarray]
 
@@ -75,15 +75,11 @@ def moments(count: int, seed: int) -> Moments:
 def main() -> None:
     """Measure, print and record."""
     device = start_process().device
-    record = {"frechet_distance": time_distances(device), "precision_recall": time_precision_recall(device)}
-    record["detector"] = time_detector(device)
-    RESULTS.mkdir(exist_ok=True)
-    file = RESULTS / f"evaluation_speed_{device.type}.json"
-    file.write_text(json.dumps({**record, "environment": environment(device)}, indent=2) + "\n")
-    print(f"record {file}")
+    rows = [*time_distances(device), *time_precision_recall(device), *time_detector(device)]
+    write_results("evaluation_speed", rows, device)
 
 
-def time_distances(device: torch.device) -> dict[str, float]:
+def time_distances(device: torch.device) -> list[dict[str, Any]]:
     """Time the ways to take the Frechet distance at 2048 dimensions; always on the CPU, as in the suite."""
     ways: dict[str, Callable[..., float]] = {
         "evaluation.frechet_distance": frechet_distance,
@@ -104,29 +100,27 @@ def time_distances(device: torch.device) -> dict[str, float]:
     singular = (*moments(NUM_POOL_FEATURES // 2, 1), *moments(NUM_REFERENCE, 2))
     start = time.perf_counter()
     frechet_distance(*singular)
-    found = {"evaluation.frechet_distance, singular covariance": time.perf_counter() - start}
-    return {name: median(times) for name, times in seconds.items()} | found
+    once = time.perf_counter() - start
+    rows = [measured(f"Frechet distance: {name}", "s", times) for name, times in seconds.items()]
+    return [*rows, measured("Frechet distance: evaluation.frechet_distance, singular covariance", "s", once)]
 
 
-def time_precision_recall(device: torch.device) -> dict[str, float]:
+def time_precision_recall(device: torch.device) -> list[dict[str, Any]]:
     """Time precision and recall of 10,000 reference images and 50,000 samples, once each way."""
     reference, samples = features(NUM_REFERENCE, 1), features(NUM_SAMPLES, 2)
-    found = {}
+    rows = []
     for exact in (False, True):
-        name = "fp32" if exact else "fp16 rule"
-        before = memory_gib("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        name = f"precision and recall: {'fp32' if exact else 'fp16 rule'}"
+        before = reset_peak(CPU)
         start = time.perf_counter()
-        values = precision_recall(reference, samples, exact=exact, device=device)
-        found[f"{name}, seconds"] = time.perf_counter() - start
-        found[f"{name}, values"] = list(values)
-        found[f"{name}, memory_gib beside the features"] = memory_gib("VmHWM") - before
-    for name, value in found.items():
-        print(f"precision and recall of {NUM_REFERENCE:,} and {NUM_SAMPLES:,}, {name}: {value}")
-    return found
+        precision, recall = precision_recall(reference, samples, exact=exact, device=device)
+        rows.append(measured(name, "s", time.perf_counter() - start))
+        rows.append(measured(f"{name}, beside the features", "GiB", peak_gib(CPU) - before))
+        print(f"{name}, {NUM_REFERENCE:,} and {NUM_SAMPLES:,}: {precision} {recall}, {rows[-2]['median']:.0f} s")
+    return rows
 
 
-def time_detector(device: torch.device) -> dict[str, float]:
+def time_detector(device: torch.device) -> list[dict[str, Any]]:
     """Time the network, in its default memory layout and in the other, and the resizing alone."""
     from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
 
@@ -147,11 +141,11 @@ def time_detector(device: torch.device) -> dict[str, float]:
         "resizing alone": lambda: interpolate_bilinear_2d_like_tensorflow1x(x.float(), size=(299, 299), align_corners=False),
     }
     seconds = interleaved_seconds(ways, device, REPEATS)
-    found = {name: BATCH_SIZE / median(times) for name, times in seconds.items()}
+    rows = [measured(f"detector: {name}", "images/s", [BATCH_SIZE / t for t in times]) for name, times in seconds.items()]
     print(f"| network, fp32, batch {BATCH_SIZE}, {IMAGE_SIZE}x{IMAGE_SIZE} | images per second |\n|---|--:|")
-    for name, value in found.items():
-        print(f"| {name} | {value:.1f} |")
-    return found
+    for row in rows:
+        print(f"| {row['what']} | {row['median']:.1f} |")
+    return rows
 
 
 if __name__ == "__main__":

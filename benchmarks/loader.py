@@ -9,7 +9,6 @@ benchmarks/results/.
 """
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -17,22 +16,22 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from benchmarks.memory import memory_gib
+from benchmarks.results import measured, write_results
 from data import LatentDataset, LatentManifest, LatentWriter, open_latents, stream
 from data.manifest import FILES, to_json
-from training.provenance import environment
 
 SHAPE, NUM_CLASSES = (8, 32, 32), 1000
 GIB, ENTRY_BYTES = 2**30, 8 * 32 * 32 * 2
 COUNT = 2 * GIB // ENTRY_BYTES
 IMAGENET_COUNT = 1_281_167
 BATCH_SIZE, REPEATS, STARTS = 256, 5, 7
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -44,13 +43,11 @@ def main() -> None:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, so that the figures are those of one
     with tempfile.TemporaryDirectory(dir=parser.parse_args().folder) as folder:
-        found = {"start": time_start(Path(folder) / "sparse"), "reading": time_reading(Path(folder) / "full")}
-    RESULTS.mkdir(exist_ok=True)
-    record = {"environment": environment(torch.device("cpu")), **found}
-    (RESULTS / "loader_cpu.json").write_text(json.dumps(record, indent=2) + "\n")
+        rows = time_start(Path(folder) / "sparse") + time_reading(Path(folder) / "full")
+    write_results("loader", rows, torch.device("cpu"))
 
 
-def time_reading(path: Path) -> dict[str, float | list[float]]:
+def time_reading(path: Path) -> list[dict[str, Any]]:
     """Read every entry once in random order, cold and warm, by itself and as the batches of training."""
     manifest = LatentManifest(COUNT, SHAPE, "float16", "moments", NUM_CLASSES, "benchmark")
     rng = np.random.default_rng(0)
@@ -83,21 +80,17 @@ def time_reading(path: Path) -> dict[str, float | list[float]]:
         warm.append(COUNT / _seconds(read, dataset))
         training.append(COUNT / _seconds(train, dataset))
         held.append(memory_gib("RssAnon"))
-    found = {
-        "entries": COUNT,
-        "cold, entries per second, n = 1": cold,
-        "warm, entries per second": warm,
-        "warm, batches of training, entries per second": training,
-        "growth of anonymous memory, most against least, MiB": (max(held) - min(held)) * 1024,
-    }
+    rows = [measured(f"{COUNT} entries: cold", "entries/s", cold), measured(f"{COUNT} entries: warm", "entries/s", warm)]
+    rows.append(measured(f"{COUNT} entries: warm, as the batches of training", "entries/s", training))
+    rows.append(measured("anonymous memory, most against least", "MiB", (max(held) - min(held)) * 1024))
     print(f"{COUNT:,} entries of 16 KiB in random order, one core, medians of {REPEATS}:")
     print(f"  cold   {cold:12,.0f} entries per second (n = 1)")
     print(f"  warm   {median(warm):12,.0f} entries per second; as the batches of training {median(training):,.0f}")
     print(f"  memory {(max(held) - min(held)) * 1024:12.1f} MiB between most and least that are not the file's")
-    return found
+    return rows
 
 
-def time_start(path: Path) -> dict[str, float | list[float]]:
+def time_start(path: Path) -> list[dict[str, Any]]:
     """Open a folder as large as ImageNet with mirror images, and read the first batch of a training; the file is sparse."""
     manifest = LatentManifest(
         IMAGENET_COUNT, SHAPE, "float16", "moments", NUM_CLASSES, "benchmark", mirrors=True, num_held_out=5000
@@ -122,7 +115,9 @@ def time_start(path: Path) -> dict[str, float | list[float]]:
         f"{IMAGENET_COUNT:,} entries with mirror images, {2 * ENTRY_BYTES * IMAGENET_COUNT / 1e9:.0f} GB, medians of {STARTS}:"
     )
     print(f"  open {median(opening):.3f} s; to the first batch {median(starting):.3f} s (the first time {starting[0]:.3f} s)")
-    return {"entries": IMAGENET_COUNT, "open, seconds": opening, "to the first batch, seconds": starting}
+    later = [measured("open", "s", opening), measured("to the first batch", "s", starting)]
+    rows = [measured("to the first batch, the first time", "s", starting[0]), *later]
+    return [row | {"what": f"{IMAGENET_COUNT} entries with mirror images: {row['what']}"} for row in rows]
 
 
 def _open(path: Path, manifest: LatentManifest) -> LatentDataset:

@@ -6,26 +6,22 @@ The setting is DiT-S/2 at 256 tokens, batch 64, one route. Each part is timed wi
 benchmarks/results/.
 """
 
-import json
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.results import measured, write_results
 from diffusion import EDMLoss, EDMPrecond
 from models import DiT
 from routing import Route, end_route, sample_ids_keep, start_route, token_importance
 from training.ema import EMA
 from training.machine import resolve_auto, start_process
-from training.provenance import environment
 from training.speed import interleaved_seconds
 
 N, T, D, K = 64, 256, 384, 128
 REPEATS, STEP_REPEATS = 25, 3
 LARGEST_SHARE = 0.02
-RESULTS = Path(__file__).parent / "results"
 
 
 def select_topk(device: torch.device) -> torch.Tensor:
@@ -84,7 +80,8 @@ def move_by_shuffle(x: torch.Tensor, ids_keep: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Measure, print and record."""
     device = start_process().device
-    settings = {"mixed_precision": "auto", "compile": "auto", "batch_size": N, "micro_batch_size": None}
+    settings = dict.fromkeys(("mixed_precision", "compile", "keep_freed_memory"), "auto")
+    settings |= {"batch_size": N, "micro_batch_size": None}
     resolved = resolve_auto({"train": settings}, {}, device, 1)  # as a run would
     x = torch.randn(N, T, D, device=device)
     ids_keep = sample_ids_keep(N, T, 0.5, device=device)
@@ -104,12 +101,13 @@ def main() -> None:
     }
     for name, function in moves.items():
         assert torch.equal(function(x, ids_keep), x), name
-    milliseconds = {}
+    seconds = {}
     for group in (selections, {name: with_backward(function, x, ids_keep) for name, function in moves.items()}):
-        seconds = interleaved_seconds(group, device, REPEATS)
-        milliseconds |= {name: 1000 * median(times) for name, times in seconds.items()}
+        seconds |= interleaved_seconds(group, device, REPEATS)
     step = training_step(device, resolved)
-    milliseconds["whole routed step"] = 1000 * median(interleaved_seconds({"step": step}, device, STEP_REPEATS)["step"])
+    seconds |= interleaved_seconds({"whole routed step": step}, device, STEP_REPEATS)
+    rows = [measured(name, "ms", [1000 * t for t in times]) for name, times in seconds.items()]
+    milliseconds = {row["what"]: row["median"] for row in rows}
     ours = [name for name in milliseconds if name.endswith("(routing.sample_ids_keep)") and "importance" not in name]
     overhead = sum(milliseconds[name] for name in [*ours, "gather, scatter (routing)"])
     share = overhead / milliseconds["whole routed step"]
@@ -117,10 +115,7 @@ def main() -> None:
     print("\n".join(f"| {name} | {value:.2f} |" for name, value in milliseconds.items()))
     verdict = "within" if share <= LARGEST_SHARE else "ABOVE"
     print(f"\nselect, start and end take {share:.2%} of a routed step, {verdict} the {LARGEST_SHARE:.0%} allowed: {resolved}")
-    RESULTS.mkdir(exist_ok=True)
-    record = {"milliseconds": milliseconds, "share_of_step": share, "resolved": resolved, "repeats": [REPEATS, STEP_REPEATS]}
-    file = RESULTS / f"routing_overhead_{device.type}.json"
-    file.write_text(json.dumps({**record, "environment": environment(device)}, indent=2) + "\n")
+    write_results("routing_overhead", rows, device)
 
 
 def with_backward(

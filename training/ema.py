@@ -29,8 +29,6 @@ class EMA:
             decay = torch.minimum(decay, (1 + self.num_updates) / (10 + self.num_updates))
         weight = (1 - decay) * (1 - skipped)
         averages = list(self.net.parameters())
-        # average += weight * (parameter - average)
-        differences = torch._foreach_sub(list(net.parameters()), averages)
-        torch._foreach_mul_(differences, weight)
-        torch._foreach_add_(averages, differences)
+        # average += weight * (parameter - average); the weight stays on the device
+        torch._foreach_lerp_(averages, list(net.parameters()), [weight] * len(averages))
         self.num_updates += 1 - skipped

@@ -1,0 +1,489 @@
+"""What a training step takes: against the plain step, routed against dense, at several lengths, under masks, and part by part.
+
+    python -m benchmarks.train_step                    the standard rows of this device; the record goes to benchmarks/results/
+    python -m benchmarks.train_step model/size=b_2 train.batch_size=64 train.compile=false
+                                                       one setting, in the keys of train.py; it is printed, not recorded
+
+What is timed is the trainer that train.py builds, on latents read from a folder. Each kind of step runs in a process of its
+own, and they take turns. Before that, loss and gradients are compared with those of the plain step (benchmarks/plain_step.py).
+benchmarks/README.md has the rules, benchmarks/LOG.md what was tried.
+"""
+
+import argparse
+import io
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from hydra import compose, initialize_config_dir
+from tqdm import tqdm
+
+import train
+from benchmarks.memory import peak_gib, reset_peak
+from benchmarks.plain_step import PlainDiT, PlainStep
+from benchmarks.results import write_results
+from data import LatentManifest, LatentWriter
+from models import DiT, cost_of
+from routing import num_tokens_kept
+from training import config as configuration
+from training.machine import keep_freed_memory, resolve_auto, start_process
+from training.provenance import RunFolder
+from training.speed import speedup
+from training.trainer import Trainer
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+REPEATS, PART_REPEATS = 9, 3
+CHECK_SAMPLES = 4
+TOLERANCES = {"no": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}  # of loss and gradients, relative
+NUM_CLASSES, IN_CHANNELS = 1000, 4
+ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # a dense twin has none
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bf16, dense, as NVIDIA specifies them
+QUIET = ("train.eval_every=null", "train.sample_every=null", "evaluation=none", "train.total_steps=1000000")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared: overrides of train.py, side of the latents, what masks cover, and whether the plain step takes part."""
+
+    name: str
+    overrides: tuple[str, ...]
+    input_size: int = 32
+    mask_coverage: float | None = None  # of the tokens; None trains without masks
+    plain: bool = False
+
+
+def standard_settings(device: torch.device) -> list[Setting]:
+    """Return the rows of the table in README, for a CPU or for a GPU."""
+    on_gpu = device.type == "cuda"
+    size, tokens_at_once = ("b_2", 65536) if on_gpu else ("s_2", 4096)
+
+    def of(size: str, num_samples: int, *more: str) -> tuple[str, ...]:
+        return (f"model/size={size}", f"train.batch_size={num_samples}", *more)
+
+    settings = [Setting("the plain step", of("s_2", 16), plain=True)]
+    if on_gpu:
+        checkpointing = "model.gradient_checkpointing=true"
+        settings.append(Setting("XL/2", of("xl_2", 256)))
+        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, checkpointing)))
+    for side in (16, 32, 64, 128):
+        num_tokens = (side // 2) ** 2
+        settings.append(Setting(f"{num_tokens} tokens", of(size, tokens_at_once // num_tokens), input_size=side))
+    masked = of(size, tokens_at_once // 256, "train.masked_loss=true")
+    settings += [Setting(f"masks, {coverage:.0%}", masked, mask_coverage=coverage) for coverage in (0.0, 0.25, 0.5)]
+    return settings
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="keys of train.py; none: the standard rows of this device")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"turns of each process; default {REPEATS}")
+    parser.add_argument("--input-size", type=int, default=32, help="side of the latents of one setting; default 32")
+    arguments = parser.parse_args()
+    device = start_process().device
+    settings = standard_settings(device)
+    if arguments.overrides:
+        settings = [Setting("given", tuple(arguments.overrides), arguments.input_size, plain=True)]
+    peaks = {precision: peak_flops(precision, device) for precision in TOLERANCES}
+    rows = []
+    for setting in settings:
+        print(f"{setting.name}: {' '.join(setting.overrides)}", flush=True)
+        found = measure(setting, arguments.repeats, peaks)
+        print(table(found), flush=True)
+        rows += found
+    if not arguments.overrides:
+        write_results("train_step", rows, device)
+
+
+def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
+    """Compare with the plain step, then time all kinds of step in turn; return a row for each."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = {kind: overrides_of(setting, kind, Path(folder)) for kind in ("dense", "routed")}
+        write_latents(Path(folder) / "latents", setting)
+        if setting.plain:
+            for kind, of_kind in overrides.items():
+                for precision in (("train.mixed_precision=no", "train.compile=false"), ()):
+                    with Worker(check, Path(folder), kind, (*of_kind, *precision)) as worker:
+                        print(f"  {kind}, {worker.ready}", flush=True)
+        kinds: dict[str, tuple[Any, str]] = {"dense": (ours, "dense"), "routed": (ours, "routed")}
+        if setting.plain:
+            kinds |= {"plain dense": (plain, "dense"), "plain routed": (plain, "routed")}
+        workers = {name: Worker(of, Path(folder), kind, overrides[kind]) for name, (of, kind) in kinds.items()}
+        try:
+            seconds = {name: [] for name in workers}
+            for _ in tqdm(range(repeats), desc="  turns", leave=False):
+                for name, worker in workers.items():
+                    seconds[name].append(worker.ask("step"))
+            rows = []
+            for name, worker in workers.items():
+                rows.append(worker.ready | {"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage})
+                rows[-1] |= timing(seconds[name], rows[-1], peaks)
+                rows[-1] |= {"peak_memory_gib": worker.ask("memory")}
+                if worker.kind is ours:
+                    rows[-1] |= worker.ask("parts")
+        finally:
+            for worker in workers.values():
+                worker.close()
+    for row in rows:
+        if row["step"].endswith("routed"):
+            twin = "plain dense" if row["step"].startswith("plain") else "dense"
+            row["speedup_over_dense"] = speedup(seconds[twin], seconds[row["step"]])
+            row["share_of_ceiling"] = row["speedup_over_dense"] / row["predicted_speedup"]
+        if of_plain := seconds.get(f"plain {row['step']}"):
+            row["speedup_over_plain"] = speedup(of_plain, seconds[row["step"]])
+            # What matrix products alone would take at the peak.
+            row["possible_over_plain"] = median(of_plain) * row["peak_tflops"] / row["model_tflop"]
+    return rows
+
+
+def timing(seconds: Sequence[float], row: dict[str, Any], peaks: dict[str, tuple[float, str]]) -> dict[str, Any]:
+    """Return time, images per second and utilisation of a step."""
+    peak, source = peaks[row["mixed_precision"]]
+    return {
+        "ms": 1000 * median(seconds),
+        "ms_least": 1000 * min(seconds),
+        "ms_most": 1000 * max(seconds),
+        "n": len(seconds),
+        "images_per_sec": row["batch_size"] / median(seconds),
+        "utilisation": row["model_tflop"] * 1e12 / median(seconds) / peak,
+        "peak_tflops": peak / 1e12,
+        "peak_is": source,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a table to read."""
+    columns = {
+        "step": "{}",
+        "ms": "{:.1f}",
+        "images_per_sec": "{:.2f}",
+        "utilisation": "{:.1%}",
+        "peak_memory_gib": "{:.2f}",
+        "speedup_over_dense": "{:.3f}x",
+        "predicted_speedup": "{:.3f}x",
+        "share_of_ceiling": "{:.1%}",
+        "speedup_over_plain": "{:.2f}x",
+        "possible_over_plain": "{:.2f}x",
+        "share_outside": "{:.1%}",
+    }
+    lines = ["| " + " | ".join(columns) + " |", "|---|" + "--:|" * (len(columns) - 1)]
+    for row in rows:
+        cells = (form.format(row[key]) if row.get(key) is not None else "" for key, form in columns.items())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def peak_flops(precision: str, device: torch.device) -> tuple[float, str]:
+    """Return FLOPs per second of large matrix products in a precision: as specified, else the best of several measured."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    specified = [flops for gpu, flops in PEAK_FLOPS.items() if gpu in name]
+    if specified and precision == "bf16":
+        return specified[0], "specified"
+    size = 8192 if device.type == "cuda" else 1536
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    return 2 * size**3 / min(_seconds(lambda: a @ b, device) for _ in range(20)), f"product of {size}"
+
+
+def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
+    """Return the overrides of the dense or the routed run of a setting."""
+    own = setting.overrides
+    if kind == "dense":
+        own = tuple(override for override in own if not override.startswith(ROUTED_KEYS))
+    model = "model=dit" if kind == "dense" else "model=tread"
+    return (model, "data=latents", f"data.path={folder / 'latents'}", *QUIET, *own)
+
+
+def write_latents(path: Path, setting: Setting) -> None:
+    """Write moments of noise, with masks that cover the upper part of the image where masks are asked for."""
+    count, side = 512 * 32 // max(32, setting.input_size), setting.input_size
+    shape = (2 * IN_CHANNELS, side, side)
+    masks = None
+    if setting.mask_coverage is not None:
+        masks = np.zeros((count, side, side), np.uint8)
+        masks[:, : round(side * setting.mask_coverage)] = 255
+    manifest = LatentManifest(
+        count,
+        shape,
+        "float16",
+        "moments",
+        NUM_CLASSES,
+        "benchmark",
+        scale=0.5,
+        conditioning_type=None if masks is None else "mask",
+    )
+    rng = np.random.default_rng(0)
+    with LatentWriter(path, manifest) as writer:
+        stored = rng.standard_normal((count, *shape), dtype=np.float32)
+        stored[:, IN_CHANNELS:] = -10  # the logarithm of a small variance
+        writer.append(stored, rng.integers(NUM_CLASSES, size=count), masks)
+
+
+class Worker:
+    """A process that builds one kind of step and runs it when asked.
+
+    Args:
+        kind: `ours`, `plain` or `check`, called in the process.
+
+    Raises:
+        RuntimeError: the process failed; its traceback stands above.
+    """
+
+    def __init__(self, kind: Callable[..., None], folder: Path, name: str, overrides: Sequence[str]):
+        context = multiprocessing.get_context("spawn")
+        self.kind, (self.connection, other) = kind, context.Pipe()
+        self.process = context.Process(target=kind, args=(other, folder, name, overrides))
+        self.process.start()
+        other.close()
+        self.ready = self._receive()
+
+    def ask(self, word: str) -> Any:
+        """Send a word, and return the answer."""
+        self.connection.send(word)
+        return self._receive()
+
+    def close(self) -> None:
+        """End the process."""
+        self.connection.close()
+        self.process.join()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _receive(self) -> Any:
+        try:
+            return self.connection.recv()
+        except EOFError as error:
+            raise RuntimeError("the process of a step has failed") from error
+
+
+def serve(connection: Connection, ready: Any, answers: dict[str, Callable[[], Any]]) -> None:
+    """Say that all is built, and answer until the other side closes."""
+    connection.send(ready)
+    while True:
+        try:
+            word = connection.recv()
+        except EOFError:
+            return
+        connection.send(answers[word]())
+
+
+def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
+    """Build the trainer that train.py would build, in a folder of its own; return it and a row that describes it."""
+    configuration.register()
+    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+        config = configuration.validate(compose("config", overrides=["run_name=benchmark", *overrides]))
+    state = start_process()
+    resolved = resolve_auto(config, {}, state.device, 1)
+    if resolved["keep_freed_memory"]:
+        keep_freed_memory()
+    run = RunFolder(tempfile.mkdtemp(dir=folder))
+    with redirect_stdout(io.StringIO()):  # the summary of a run
+        trainer = train.build_trainer(config, resolved, run, configuration.build(config["data"])())
+    return trainer, describe(trainer.net, resolved, config)
+
+
+def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return what is timed; model FLOPs do not count what checkpointing computes twice."""
+    with torch.device("meta"):
+        plain_net = configuration.build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
+    cost = cost_of(plain_net)
+    routes = " ".join(f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes)
+    return {
+        "parameters": cost.num_parameters,
+        "hidden_size": config["model"]["hidden_size"],
+        "depth": config["model"]["depth"],
+        "num_tokens": net.num_tokens,
+        "routes": routes,
+        "batch_size": config["train"]["batch_size"],
+        **{key: resolved[key] for key in ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")},
+        "gradient_checkpointing": net.gradient_checkpointing,
+        "threads": torch.get_num_threads(),
+        "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
+        "predicted_speedup": cost_of(net).predicted_speedup if net.routes else None,
+    }
+
+
+def ours(connection: Connection, folder: Path, name: str, overrides: Sequence[str]) -> None:
+    """Serve the steps of the trainer."""
+    trainer, row = build(folder, overrides)
+    batches = iter(trainer.micro_batches(0))
+
+    def step() -> None:
+        trainer.train_step(batches)
+        trainer.step += 1
+
+    reset_peak(trainer.device)
+    _warm_up(step, trainer.device)
+    answers = {
+        "step": lambda: _turn(step, trainer.device),
+        "memory": lambda: peak_gib(trainer.device),
+        "parts": lambda: shares(trainer, batches),
+    }
+    serve(connection, row, answers)
+
+
+def plain(connection: Connection, folder: Path, name: str, overrides: Sequence[str]) -> None:
+    """Serve the plain step of the same sizes."""
+    trainer, row = build(folder, (*overrides, "train.compile=false", "train.keep_freed_memory=false"))
+    device, batch_size = trainer.device, trainer.batch_size
+    step = plain_step(trainer, _latents(trainer, batch_size))
+    del trainer
+    reset_peak(device)
+    _warm_up(step, device)
+    answers = {"step": lambda: _turn(step, device), "memory": lambda: peak_gib(device)}
+    serve(connection, row | {"mixed_precision": "no", "compile": False, "keep_freed_memory": False}, answers)
+
+
+def check(connection: Connection, folder: Path, name: str, overrides: Sequence[str]) -> None:
+    """Compare loss and gradients with those of the plain step, from the same weights, data and random numbers.
+
+    Raises:
+        AssertionError: they differ by more than `TOLERANCES`.
+    """
+    overrides = [override for override in overrides if not override.startswith("train.batch_size=")]
+    trainer, row = build(folder, [*overrides, f"train.batch_size={CHECK_SAMPLES}"])
+    perturb(trainer.net)
+    batch = _latents(trainer, CHECK_SAMPLES)
+    loss_error, gradient_error = errors(trainer, batch, plain_step(trainer, batch))
+    how = f"{'bf16' if row['mixed_precision'] == 'bf16' else 'fp32'}, {'compiled' if row['compile'] else 'uncompiled'}"
+    found = f"{how}: loss within {loss_error:.1e}, gradients within {gradient_error:.1e} of the plain step"
+    largest_loss_error, largest_gradient_error = TOLERANCES[row["mixed_precision"]]
+    assert loss_error <= largest_loss_error and gradient_error <= largest_gradient_error, found
+    serve(connection, found, {})
+
+
+def errors(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], step: PlainStep) -> tuple[float, float]:
+    """Return how far loss and gradients of a trainer are from those of the plain step, relative to their size."""
+    expected = step.loss(torch.Generator(trainer.device).manual_seed(0))
+    expected.backward()
+    generator = torch.Generator(trainer.device).manual_seed(0)
+    loss = trainer.loss_fn(trainer.precond.train(), *batch, generator=generator).mean()
+    trainer.accelerator.backward(loss)
+    gradients = {name: parameter.grad for name, parameter in trainer.net.named_parameters()}
+    expected_gradients = {name: parameter.grad for name, parameter in step.net.named_parameters()}
+    differences = [gradients[name] - gradient for name, gradient in expected_gradients.items()]
+    difference, norm = (torch.nn.utils.get_total_norm(all_) for all_ in (differences, list(expected_gradients.values())))
+    return (abs(loss - expected) / expected).item(), (difference / norm).item()
+
+
+def plain_step(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> PlainStep:
+    """Return the plain step with the weights of a trainer's network."""
+    net = trainer.net
+    (route,) = net.routes or [None]
+    num_kept = num_tokens_kept(net.num_tokens, route.selection_ratio) if route else net.num_tokens
+    window = (route.start_layer_idx, route.end_layer_idx) if route else (0, 0)
+    attn = net.blocks[0].attn
+    sizes = (net.input_size, net.patch_size, net.in_channels, attn.proj.in_features, len(net.blocks), attn.num_heads)
+    plain_net = PlainDiT(*sizes, net.num_classes, *window).to(trainer.device)
+    plain_net.load_state_dict(net.state_dict())
+    return PlainStep(plain_net, *batch, net.num_classes, num_kept)
+
+
+def shares(trainer: Trainer, batches: Iterator[Any]) -> dict[str, float]:
+    """Run steps whose parts are timed one by one, and return the share of each in the whole.
+
+    The parts wait for the device in turn, so that what usually overlaps is counted in full.
+    """
+    device, spent, loss_fn = trainer.device, {}, trainer.loss_fn
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            _wait(device)
+            start = time.perf_counter()
+            result = function(*arguments)
+            _wait(device)
+            spent[part] = spent.get(part, 0.0) + time.perf_counter() - start
+            return result
+
+        return call
+
+    def forward(*tensors: Any, generator: Any, selection_ratio: Any, force_keep: Any, loss_mask: Any) -> torch.Tensor:
+        routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
+        return timed("forward", partial(loss_fn, generator=generator, **routing, loss_mask=loss_mask))(*tensors)
+
+    read = timed("data", batches.__next__)
+    trainer.loss_fn = forward
+    trainer.accelerator.backward = timed("backward", trainer.accelerator.backward)
+    trainer.to_latents = timed("data", trainer.to_latents)
+    trainer.ema.update = timed("ema", trainer.ema.update)
+    trainer.update_weights = timed("optimizer", trainer.update_weights)
+    trainer.progress = tqdm(disable=True)
+
+    def stepping() -> None:
+        trainer.train_step(iter(read, None))
+        trainer.step += 1
+
+    stepping()
+    spent.clear()
+    whole = sum(_seconds(stepping, device) for _ in range(PART_REPEATS))
+    spent["optimizer"] -= spent["ema"]  # with clipping
+    trainer.resume_clock()
+    trainer.pause_clock()
+    spent["log"] = PART_REPEATS * _seconds(trainer.log_training, device) / trainer.log_every
+    whole += spent["log"]
+    found = {f"share_{part}": seconds / whole for part, seconds in spent.items()}
+    return found | {"share_outside": 1 - found["share_forward"] - found["share_backward"]}
+
+
+def _latents(trainer: Trainer, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    net, generator = trainer.net, torch.Generator(trainer.device).manual_seed(1)
+    shape = (num_samples, net.in_channels, net.input_size, net.input_size)
+    x = 0.5 * torch.randn(shape, generator=generator, device=trainer.device)
+    return x, torch.randint(net.num_classes, (num_samples,), generator=generator, device=trainer.device)
+
+
+@torch.no_grad()
+def perturb(net: DiT) -> None:
+    """Randomise the weights that start at zero: they would hide most of the network."""
+    torch.manual_seed(0)
+    for parameter in net.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.05)
+
+
+def _warm_up(step: Callable[[], None], device: torch.device) -> None:
+    for _ in range(2):
+        step()
+    _wait(device)
+
+
+def _turn(step: Callable[[], None], device: torch.device) -> float:
+    """Return the seconds of a step; on a GPU the mean of ten, after one untimed, and the memory is left to the next process."""
+    if device.type != "cuda":
+        return _seconds(step, device)
+    step()
+    seconds = _seconds(lambda: [step() for _ in range(10)], device) / 10
+    torch.cuda.empty_cache()
+    return seconds
+
+
+def _seconds(function: Callable[[], Any], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    function()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The plain step is the same step, its comparison sees a difference, and the record tells where it comes from."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import train_step
+from benchmarks.results import measured, read_results, write_results
+from benchmarks.sampling import build as build_for_sampling
+from benchmarks.sampling import measure as measure_sampling
+from tests.runs import ROOT, validated
+
+CPU = torch.device("cpu")
+SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "train.batch_size=4")
+FP32 = ("train.mixed_precision=no", "train.compile=false", "train.num_workers=0")
+
+
+@pytest.fixture
+def trainer_of(tmp_path):
+    """Build the trainer of the dense or the routed run of a small setting, as the benchmark does."""
+
+    def build(kind, *overrides, input_size=8, mask_coverage=None):
+        setting = train_step.Setting("test", (*SMALL, *FP32, *overrides), input_size, mask_coverage)
+        train_step.write_latents(tmp_path / "latents", setting)
+        return train_step.build(tmp_path, train_step.overrides_of(setting, kind, tmp_path))
+
+    return build
+
+
+def errors(trainer, spoil=lambda step: None):
+    train_step.perturb(trainer.net)
+    batch = train_step._latents(trainer, 4)
+    step = train_step.plain_step(trainer, batch)
+    spoil(step)
+    return train_step.errors(trainer, batch, step)
+
+
+@pytest.mark.parametrize("kind", ["dense", "routed"])
+def test_the_plain_step_has_the_same_loss_and_gradients(trainer_of, kind):
+    trainer, row = trainer_of(kind)
+    assert bool(row["routes"]) == (kind == "routed")
+    loss_error, gradient_error = errors(trainer)
+    assert loss_error < 1e-6
+    assert gradient_error < 1e-5
+
+
+def longer_window(step):
+    step.net.end += 1
+
+
+def fewer_tokens(step):
+    step.num_kept -= 1
+
+
+def another_weight(step):
+    with torch.no_grad():
+        step.net.blocks[3].attn.proj.bias += 1
+
+
+@pytest.mark.parametrize("spoil", [longer_window, fewer_tokens, another_weight])
+def test_the_comparison_sees_another_step(trainer_of, spoil):
+    loss_error, gradient_error = errors(trainer_of("routed")[0], spoil)
+    tolerances = train_step.TOLERANCES["no"]
+    assert loss_error > tolerances[0]
+    assert gradient_error > tolerances[1]
+
+
+def test_the_plain_step_learns(trainer_of):
+    trainer, _ = trainer_of("routed")
+    step = train_step.plain_step(trainer, train_step._latents(trainer, 4))
+    weights, averages = ([p.clone() for p in net.parameters()] for net in (step.net, step.average))
+    step()
+    assert any(not torch.equal(*pair) for pair in zip(weights, step.net.parameters(), strict=True))
+    moved = [(a - b).abs().max() for a, b in zip(averages, step.average.parameters(), strict=True)]
+    assert 0 < max(moved) < 1e-4
+
+
+def test_parts_add_up_to_a_step(trainer_of):
+    trainer, _ = trainer_of("routed", "train.masked_loss=true", mask_coverage=0.25)
+    found = train_step.shares(trainer, iter(trainer.micro_batches(0)))
+    parts = ("data", "forward", "backward", "optimizer", "ema", "log")
+    assert found.keys() == {f"share_{part}" for part in (*parts, "outside")}
+    assert all(share > 0 for share in found.values())
+    assert sum(found[f"share_{part}"] for part in parts) <= 1
+    assert found["share_outside"] == pytest.approx(1 - found["share_forward"] - found["share_backward"])
+
+
+def test_model_flops_leave_out_what_is_computed_twice(trainer_of):
+    rows = [trainer_of("dense", f"model.gradient_checkpointing={value}")[1] for value in ("true", "false")]
+    assert [row["gradient_checkpointing"] for row in rows] == [True, False]
+    assert rows[0]["model_tflop"] == rows[1]["model_tflop"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_standard_settings_are_valid(tmp_path, device):
+    settings = train_step.standard_settings(torch.device(device))
+    names = [setting.name for setting in settings]
+    assert {"64 tokens", "256 tokens", "1024 tokens", "4096 tokens", "masks, 0%", "masks, 25%", "masks, 50%"} < set(names)
+    assert ("XL/2" in names) == (device == "cuda")
+    for setting in settings:
+        folder = tmp_path / re.sub(r"\W", "", setting.name)
+        train_step.write_latents(folder / "latents", setting)
+        for kind in ("dense", "routed"):
+            config = validated(*train_step.overrides_of(setting, kind, folder))
+            assert bool(config["model"]["routes"]) == (kind == "routed")
+
+
+def test_a_record_tells_where_it_comes_from(tmp_path):
+    rows = [measured("a", "ms", [3.0, 1.0, 2.0]), {"what": "b, c", "median": 1 / 3, "more": True}]
+    file = write_results("test", rows, CPU, tmp_path)
+    version = re.escape(torch.__version__.split("+")[0])
+    assert re.fullmatch(rf"test_[\w-]+_torch-{version}\.csv", file.name)
+    head = [line for line in file.read_text().splitlines() if line.startswith("# ")]
+    for key in ("date", "command", "commit", "uncommitted_changes", "versions", "processor"):
+        assert any(line.startswith(f"# {key}: ") for line in head)
+    first, second = read_results(file)
+    assert (first["median"], first["least"], first["most"], first["n"]) == ("2", "1", "3", "3")
+    assert (second["what"], second["median"], second["more"], second["n"]) == ("b, c", "0.333333", "True", "")
+
+
+def test_batched_guidance_is_compared_with_two_forwards_before_it_is_timed(monkeypatch):
+    monkeypatch.setattr("benchmarks.sampling.REPEATS", 1)
+    monkeypatch.setattr("benchmarks.sampling.NUM_STEPS", 2)
+    precond = build_for_sampling("tiny").eval()
+    rows = measure_sampling(precond, 2, "fp32", CPU)
+    assert [row["unit"] for row in rows] == ["ms", "ms", "ms", "x", "images/s"]
+    monkeypatch.setattr("benchmarks.sampling.guided_denoiser", lambda *arguments: lambda x, sigma: x)
+    with pytest.raises(AssertionError, match="not close"):
+        measure_sampling(precond, 2, "fp32", CPU)
+
+
+@pytest.mark.slow
+def test_one_setting_is_measured_and_nothing_is_recorded():
+    before = set((ROOT / "benchmarks" / "results").iterdir())
+    command = [sys.executable, "-m", "benchmarks.train_step", "--repeats", "1", "--input-size", "8", *SMALL, *FP32]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(re.findall(r"loss within \S+, gradients within \S+ of the plain step", result.stdout)) == 4
+    assert {"dense", "routed", "plain dense", "plain routed"} == set(
+        re.findall(r"^  \| ([a-z ]+) \| [0-9.]+ \|", result.stdout, re.M)
+    )
+    assert set((ROOT / "benchmarks" / "results").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_the_time_to_the_first_step_is_that_of_whole_programs(tmp_path):
+    from benchmarks.start import start
+
+    assert 1 < start(("model=dit", "train.compile=false", "train.batch_size=8"), tmp_path / "run", tmp_path / "cache") < 600
