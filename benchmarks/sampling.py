@@ -22,7 +22,7 @@ from training.machine import start_process
 from training.speed import interleaved_seconds, speedup
 
 GUIDANCE_SCALE, NUM_STEPS = 1.5, 40
-REPEATS, SAMPLING_REPEATS = 15, 3
+REPEATS, SAMPLING_REPEATS = 15, 1
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ from evaluation.files import PUBLISHED
 from tests.runs import ROOT, composed
 from training import config as configuration
 
-DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("data", "routing", "evaluation"))]
+FOLDERS = ("data", "routing", "evaluation", "benchmarks")
+DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 TEXT = "\n".join(document.read_text() for document in DOCUMENTS)
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
 COMMANDS = [
@@ -51,6 +52,9 @@ def test_commands_compose_and_validate(command):
     if words[:2] == ["python", "-m"] and words[2] in WITHOUT_CONFIG:
         assert len(words[3:]) == WITHOUT_CONFIG[words[2]]
         return
+    if words[:2] == ["python", "-m"] and words[2] == "benchmarks.train_step":
+        configuration.validate(composed("model=tread", "data=synthetic", *words[3:]))
+        return
     program, overrides = overrides_of(command)
     if program != "train.py":
         request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
@@ -73,6 +77,18 @@ def test_examples_run(example, tmp_path, monkeypatch):
     exec(compile(example, "example", "exec"), {})
 
 
+def test_benchmarks_that_are_named_exist_and_the_other_way_round():
+    named = set(re.findall(r"python -m benchmarks\.(\w+)", (ROOT / "benchmarks" / "README.md").read_text()))
+    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py") if "__main__" in file.read_text()}
+    assert named == programs
+
+
+def test_records_that_are_named_exist_and_the_other_way_round():
+    texts = [document.read_text() for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]]
+    named = {name for text in texts for name in re.findall(r"results/([\w.-]+\.csv)", text)}
+    assert named == {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for command in COMMANDS:
@@ -81,7 +97,7 @@ def test_make_targets_exist():
 
 
 def test_links_lead_to_files():
-    for document in DOCUMENTS:
+    for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             assert target.startswith("http") or (document.parent / target).exists(), target
 

@@ -4,13 +4,16 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks import train_step
 from benchmarks.results import measured, read_results, write_results
 from benchmarks.sampling import build as build_for_sampling
 from benchmarks.sampling import measure as measure_sampling
+from benchmarks.speed_picture import draw, predictions
 from tests.runs import ROOT, validated
 
 CPU = torch.device("cpu")
@@ -24,7 +27,8 @@ def trainer_of(tmp_path):
 
     def build(kind, *overrides, input_size=8, mask_coverage=None):
         setting = train_step.Setting("test", (*SMALL, *FP32, *overrides), input_size, mask_coverage)
-        train_step.write_latents(tmp_path / "latents", setting)
+        if not (tmp_path / "latents").exists():
+            train_step.write_latents(tmp_path / "latents", setting)
         return train_step.build(tmp_path, train_step.overrides_of(setting, kind, tmp_path))
 
     return build
@@ -130,6 +134,15 @@ def test_batched_guidance_is_compared_with_two_forwards_before_it_is_timed(monke
     monkeypatch.setattr("benchmarks.sampling.guided_denoiser", lambda *arguments: lambda x, sigma: x)
     with pytest.raises(AssertionError, match="not close"):
         measure_sampling(precond, 2, "fp32", CPU)
+
+
+def test_the_picture_shows_what_the_flops_promise(tmp_path):
+    predicted = predictions(384, 12, 6)
+    assert list(predicted) == [64, 256, 1024, 4096]
+    assert predicted[256] == pytest.approx(1.44, abs=0.005)
+    draw({256: 1.4}, 384, tmp_path / "speed.png")
+    with Image.open(tmp_path / "speed.png") as image:
+        assert np.asarray(image.convert("L")).std() > 10
 
 
 @pytest.mark.slow
