@@ -128,7 +128,7 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
                     seconds[name].append(worker.ask("step"))
             rows = []
             for name, worker in workers.items():
-                rows.append(worker.ready | {"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage})
+                rows.append({"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage} | worker.ready)
                 rows[-1] |= timing(seconds[name], rows[-1], peaks)
                 rows[-1] |= {"peak_memory_gib": worker.ask("memory")}
                 if worker.kind is ours:
