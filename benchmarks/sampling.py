@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from hydra import compose, initialize_config_dir
 
 from benchmarks.results import measured, write_results
-from benchmarks.train_step import CONFIGS
+from benchmarks.runs import compose_config
 from diffusion import edm_sampler, guided_denoiser
 from training import config as configuration
 from training.machine import start_process
@@ -48,11 +47,8 @@ def main() -> None:
 
 def build(size: str) -> nn.Module:
     """Return a dense network of a size in its preconditioning, with random weights, for latents of 4x32x32."""
-    configuration.register()
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-        overrides = ["run_name=benchmark", "model=dit", "data=synthetic", f"model/size={size}"]
-        overrides += ["data.input_size=32", "data.num_classes=1000"]
-        config = configuration.validate(compose("config", overrides=overrides))
+    data = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
+    config = compose_config(("model=dit", *data, f"model/size={size}"))
     torch.manual_seed(0)
     net = configuration.build_net(config)
     for parameter in net.parameters():  # a network that starts at zero would predict nothing

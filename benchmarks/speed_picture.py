@@ -51,7 +51,7 @@ def draw(measured: dict[int, float], hidden_size: int, out: Path) -> None:
         (line,) = axes.plot(list(predicted), list(predicted.values()), label=f"{name}, predicted from FLOPs")
         if size[0] == hidden_size:
             axes.plot(list(measured), list(measured.values()), "o", color=line.get_color(), label=f"{name}, measured")
-    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    axes.set_ylim(bottom=1.0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(predicted), [str(tokens) for tokens in predicted])
     axes.set_xlabel("tokens")

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.results import measured, write_results
-from benchmarks.train_step import Setting, write_latents
+from benchmarks.runs import Setting, write_latents
 from training.provenance import PROJECT
 
 REPEATS = 3

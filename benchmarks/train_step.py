@@ -10,56 +10,46 @@ benchmarks/README.md has the rules, benchmarks/LOG.md what was tried.
 """
 
 import argparse
-import io
-import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
 from tqdm import tqdm
 
-import train
 from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.plain_step import PlainDiT, PlainStep
+from benchmarks.processes import ProcessFailed, Worker, serve
 from benchmarks.results import write_results
-from data import LatentManifest, LatentWriter
-from models import DiT, cost_of
+from benchmarks.runs import Setting, build, compose_config, overrides_of, write_latents
+from models import DiT
 from routing import num_tokens_kept
 from training import config as configuration
-from training.machine import keep_freed_memory, resolve_auto, start_process
-from training.provenance import RunFolder
+from training.machine import start_process
 from training.speed import speedup
 from training.trainer import Trainer
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 REPEATS, PART_REPEATS = 9, 3
 CHECK_SAMPLES = 4
 TOLERANCES = {"no": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}  # of loss and gradients, relative
-NUM_CLASSES, IN_CHANNELS = 1000, 4
-ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # a dense twin has none
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bf16, dense, as NVIDIA specifies them
-QUIET = ("train.eval_every=null", "train.sample_every=null", "evaluation=none", "train.total_steps=1000000")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is compared: overrides of train.py, side of the latents, what masks cover, and whether the plain step takes part."""
-
-    name: str
-    overrides: tuple[str, ...]
-    input_size: int = 32
-    mask_coverage: float | None = None  # of the tokens; None trains without masks
-    plain: bool = False
+PLAIN_KNOWS = {
+    "block": "dit",
+    "mlp_ratio": 4.0,
+    "class_dropout_prob": 0.1,
+    "num_prefix_tokens": 0,
+    "importance_weight": 0.0,
+    "removal": True,
+    "fp32_after_route": False,
+    "learn_sigma": False,
+}
 
 
 def standard_settings(device: torch.device) -> list[Setting]:
@@ -78,7 +68,7 @@ def standard_settings(device: torch.device) -> list[Setting]:
     for side in (16, 32, 64, 128):
         num_tokens = (side // 2) ** 2
         settings.append(Setting(f"{num_tokens} tokens", of(size, tokens_at_once // num_tokens), input_size=side))
-    masked = of(size, tokens_at_once // 256, "train.masked_loss=true")
+    masked = of(size, tokens_at_once // 256)
     settings += [Setting(f"masks, {coverage:.0%}", masked, mask_coverage=coverage) for coverage in (0.0, 0.25, 0.5)]
     return settings
 
@@ -91,51 +81,54 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="keys of train.py; none: the standard rows of this device")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"turns of each process; default {REPEATS}")
     parser.add_argument("--input-size", type=int, default=32, help="side of the latents of one setting; default 32")
+    parser.add_argument("--mask-coverage", type=float, help="fraction of the tokens that masks hold; default: no masks")
     arguments = parser.parse_args()
     device = start_process().device
     settings = standard_settings(device)
     if arguments.overrides:
-        settings = [Setting("given", tuple(arguments.overrides), arguments.input_size, plain=True)]
+        settings = [Setting("given", tuple(arguments.overrides), arguments.input_size, arguments.mask_coverage, plain=True)]
     peaks = {precision: peak_flops(precision, device) for precision in TOLERANCES}
     rows = []
     for setting in settings:
         print(f"{setting.name}: {' '.join(setting.overrides)}", flush=True)
-        found = measure(setting, arguments.repeats, peaks)
-        print(table(found), flush=True)
-        rows += found
-    if not arguments.overrides:
-        write_results("train_step", rows, device)
+        try:
+            rows += (found := measure(setting, arguments.repeats, peaks))
+            print(table(found), flush=True)
+        except ProcessFailed as error:  # out of memory, say: the other settings are still worth having
+            rows.append({"setting": setting.name, "step": str(error)})
+            print(f"  {error}", flush=True)
+        if not arguments.overrides:
+            write_results("train_step", rows, device)
+    if any("failed" in row["step"] for row in rows):
+        sys.exit(1)
 
 
 def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
     """Compare with the plain step, then time all kinds of step in turn; return a row for each."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         overrides = {kind: overrides_of(setting, kind, Path(folder)) for kind in ("dense", "routed")}
         write_latents(Path(folder) / "latents", setting)
-        if setting.plain:
-            for kind, of_kind in overrides.items():
-                for precision in (("train.mixed_precision=no", "train.compile=false"), ()):
-                    with Worker(check, Path(folder), kind, (*of_kind, *precision)) as worker:
-                        print(f"  {kind}, {worker.ready}", flush=True)
+        unknown = unknown_to_plain(compose_config(overrides["routed"]))
+        if unknown:
+            print(f"  not compared with the plain step, which does not know {', '.join(unknown)}", flush=True)
+        else:
+            compare(Path(folder), overrides)
         kinds: dict[str, tuple[Any, str]] = {"dense": (ours, "dense"), "routed": (ours, "routed")}
-        if setting.plain:
+        if setting.plain and not unknown:
             kinds |= {"plain dense": (plain, "dense"), "plain routed": (plain, "routed")}
-        workers = {name: Worker(of, Path(folder), kind, overrides[kind]) for name, (of, kind) in kinds.items()}
-        try:
-            seconds = {name: [] for name in workers}
-            for _ in tqdm(range(repeats), desc="  turns", leave=False):
-                for name, worker in workers.items():
-                    seconds[name].append(worker.ask("step"))
-            rows = []
+        workers = {
+            name: stack.enter_context(Worker(of, Path(folder), kind, overrides[kind])) for name, (of, kind) in kinds.items()
+        }
+        seconds = {name: [] for name in workers}
+        for _ in tqdm(range(repeats), desc="  turns", leave=False):
             for name, worker in workers.items():
-                rows.append({"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage} | worker.ready)
-                rows[-1] |= timing(seconds[name], rows[-1], peaks)
-                rows[-1] |= {"peak_memory_gib": worker.ask("memory")}
-                if worker.kind is ours:
-                    rows[-1] |= worker.ask("parts")
-        finally:
-            for worker in workers.values():
-                worker.close()
+                seconds[name].append(worker.ask("step"))
+        rows = []
+        for name, worker in workers.items():
+            row = {"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage} | worker.ready
+            row |= timing(seconds[name], row, peaks)
+            row |= {"peak_memory_gib": worker.ask("memory")}
+            rows.append(row | worker.ask("parts"))
     for row in rows:
         if row["step"].endswith("routed"):
             twin = "plain dense" if row["step"].startswith("plain") else "dense"
@@ -146,6 +139,24 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
             # What matrix products alone would take at the peak.
             row["possible_over_plain"] = median(of_plain) * row["peak_tflops"] / row["model_tflop"]
     return rows
+
+
+def unknown_to_plain(config: dict[str, Any]) -> list[str]:
+    """Return the keys of a configuration that the plain step can not follow."""
+    unknown = [f"model.{key}={config['model'][key]}" for key, known in PLAIN_KNOWS.items() if config["model"][key] != known]
+    if len(config["model"]["routes"]) > 1:
+        unknown.append("several routes")
+    if config["train"]["masked_loss"]:
+        unknown.append("masks")
+    return unknown
+
+
+def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:
+    """Compare loss and gradients with those of the plain step, in fp32 and as they will be timed."""
+    for kind, of_kind in overrides.items():
+        for precision in (("train.mixed_precision=no", "train.compile=false"), ()):
+            with Worker(check, folder, kind, (*of_kind, *precision)) as worker:
+                print(f"  {kind}, {worker.ready}", flush=True)
 
 
 def timing(seconds: Sequence[float], row: dict[str, Any], peaks: dict[str, tuple[float, str]]) -> dict[str, Any]:
@@ -196,128 +207,6 @@ def peak_flops(precision: str, device: torch.device) -> tuple[float, str]:
     return 2 * size**3 / min(_seconds(lambda: a @ b, device) for _ in range(20)), f"product of {size}"
 
 
-def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
-    """Return the overrides of the dense or the routed run of a setting."""
-    own = setting.overrides
-    if kind == "dense":
-        own = tuple(override for override in own if not override.startswith(ROUTED_KEYS))
-    model = "model=dit" if kind == "dense" else "model=tread"
-    return (model, "data=latents", f"data.path={folder / 'latents'}", *QUIET, *own)
-
-
-def write_latents(path: Path, setting: Setting) -> None:
-    """Write moments of noise, with masks that cover the upper part of the image where masks are asked for."""
-    count, side = 512 * 32 // max(32, setting.input_size), setting.input_size
-    shape = (2 * IN_CHANNELS, side, side)
-    masks = None
-    if setting.mask_coverage is not None:
-        masks = np.zeros((count, side, side), np.uint8)
-        masks[:, : round(side * setting.mask_coverage)] = 255
-    manifest = LatentManifest(
-        count,
-        shape,
-        "float16",
-        "moments",
-        NUM_CLASSES,
-        "benchmark",
-        scale=0.5,
-        conditioning_type=None if masks is None else "mask",
-    )
-    rng = np.random.default_rng(0)
-    with LatentWriter(path, manifest) as writer:
-        stored = rng.standard_normal((count, *shape), dtype=np.float32)
-        stored[:, IN_CHANNELS:] = -10  # the logarithm of a small variance
-        writer.append(stored, rng.integers(NUM_CLASSES, size=count), masks)
-
-
-class Worker:
-    """A process that builds one kind of step and runs it when asked.
-
-    Args:
-        kind: `ours`, `plain` or `check`, called in the process.
-
-    Raises:
-        RuntimeError: the process failed; its traceback stands above.
-    """
-
-    def __init__(self, kind: Callable[..., None], folder: Path, name: str, overrides: Sequence[str]):
-        context = multiprocessing.get_context("spawn")
-        self.kind, (self.connection, other) = kind, context.Pipe()
-        self.process = context.Process(target=kind, args=(other, folder, name, overrides))
-        self.process.start()
-        other.close()
-        self.ready = self._receive()
-
-    def ask(self, word: str) -> Any:
-        """Send a word, and return the answer."""
-        self.connection.send(word)
-        return self._receive()
-
-    def close(self) -> None:
-        """End the process."""
-        self.connection.close()
-        self.process.join()
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _receive(self) -> Any:
-        try:
-            return self.connection.recv()
-        except EOFError as error:
-            raise RuntimeError("the process of a step has failed") from error
-
-
-def serve(connection: Connection, ready: Any, answers: dict[str, Callable[[], Any]]) -> None:
-    """Say that all is built, and answer until the other side closes."""
-    connection.send(ready)
-    while True:
-        try:
-            word = connection.recv()
-        except EOFError:
-            return
-        connection.send(answers[word]())
-
-
-def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
-    """Build the trainer that train.py would build, in a folder of its own; return it and a row that describes it."""
-    configuration.register()
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-        config = configuration.validate(compose("config", overrides=["run_name=benchmark", *overrides]))
-    state = start_process()
-    resolved = resolve_auto(config, {}, state.device, 1)
-    if resolved["keep_freed_memory"]:
-        keep_freed_memory()
-    run = RunFolder(tempfile.mkdtemp(dir=folder))
-    with redirect_stdout(io.StringIO()):  # the summary of a run
-        trainer = train.build_trainer(config, resolved, run, configuration.build(config["data"])())
-    return trainer, describe(trainer.net, resolved, config)
-
-
-def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return what is timed; model FLOPs do not count what checkpointing computes twice."""
-    with torch.device("meta"):
-        plain_net = configuration.build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
-    cost = cost_of(plain_net)
-    routes = " ".join(f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes)
-    return {
-        "parameters": cost.num_parameters,
-        "hidden_size": config["model"]["hidden_size"],
-        "depth": config["model"]["depth"],
-        "num_tokens": net.num_tokens,
-        "routes": routes,
-        "batch_size": config["train"]["batch_size"],
-        **{key: resolved[key] for key in ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")},
-        "gradient_checkpointing": net.gradient_checkpointing,
-        "threads": torch.get_num_threads(),
-        "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
-        "predicted_speedup": cost_of(net).predicted_speedup if net.routes else None,
-    }
-
-
 def ours(connection: Connection, folder: Path, name: str, overrides: Sequence[str]) -> None:
     """Serve the steps of the trainer."""
     trainer, row = build(folder, overrides)
@@ -345,7 +234,7 @@ def plain(connection: Connection, folder: Path, name: str, overrides: Sequence[s
     del trainer
     reset_peak(device)
     _warm_up(step, device)
-    answers = {"step": lambda: _turn(step, device), "memory": lambda: peak_gib(device)}
+    answers = {"step": lambda: _turn(step, device), "memory": lambda: peak_gib(device), "parts": dict}
     serve(connection, row | {"mixed_precision": "no", "compile": False, "keep_freed_memory": False}, answers)
 
 
@@ -355,7 +244,9 @@ def check(connection: Connection, folder: Path, name: str, overrides: Sequence[s
     Raises:
         AssertionError: they differ by more than `TOLERANCES`.
     """
-    overrides = [override for override in overrides if not override.startswith("train.batch_size=")]
+    overrides = [
+        override for override in overrides if not override.startswith(("train.batch_size=", "train.micro_batch_size="))
+    ]
     trainer, row = build(folder, [*overrides, f"train.batch_size={CHECK_SAMPLES}"])
     perturb(trainer.net)
     batch = _latents(trainer, CHECK_SAMPLES)
@@ -460,6 +351,8 @@ def _warm_up(step: Callable[[], None], device: torch.device) -> None:
     for _ in range(2):
         step()
     _wait(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the other processes need the memory
 
 
 def _turn(step: Callable[[], None], device: torch.device) -> float:
@@ -486,4 +379,4 @@ def _wait(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    configuration.run(main)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import train_step
+from benchmarks import runs, train_step
 from benchmarks.results import measured, read_results, write_results
 from benchmarks.sampling import build as build_for_sampling
 from benchmarks.sampling import measure as measure_sampling
@@ -26,10 +26,10 @@ def trainer_of(tmp_path):
     """Build the trainer of the dense or the routed run of a small setting, as the benchmark does."""
 
     def build(kind, *overrides, input_size=8, mask_coverage=None):
-        setting = train_step.Setting("test", (*SMALL, *FP32, *overrides), input_size, mask_coverage)
+        setting = runs.Setting("test", (*SMALL, *FP32, *overrides), input_size, mask_coverage)
         if not (tmp_path / "latents").exists():
-            train_step.write_latents(tmp_path / "latents", setting)
-        return train_step.build(tmp_path, train_step.overrides_of(setting, kind, tmp_path))
+            runs.write_latents(tmp_path / "latents", setting)
+        return runs.build(tmp_path, runs.overrides_of(setting, kind, tmp_path))
 
     return build
 
@@ -83,7 +83,7 @@ def test_the_plain_step_learns(trainer_of):
 
 
 def test_parts_add_up_to_a_step(trainer_of):
-    trainer, _ = trainer_of("routed", "train.masked_loss=true", mask_coverage=0.25)
+    trainer, _ = trainer_of("routed", mask_coverage=0.25)
     found = train_step.shares(trainer, iter(trainer.micro_batches(0)))
     parts = ("data", "forward", "backward", "optimizer", "ema", "log")
     assert found.keys() == {f"share_{part}" for part in (*parts, "outside")}
@@ -106,9 +106,9 @@ def test_standard_settings_are_valid(tmp_path, device):
     assert ("XL/2" in names) == (device == "cuda")
     for setting in settings:
         folder = tmp_path / re.sub(r"\W", "", setting.name)
-        train_step.write_latents(folder / "latents", setting)
+        runs.write_latents(folder / "latents", setting)
         for kind in ("dense", "routed"):
-            config = validated(*train_step.overrides_of(setting, kind, folder))
+            config = validated(*runs.overrides_of(setting, kind, folder))
             assert bool(config["model"]["routes"]) == (kind == "routed")
 
 

@@ -1,0 +1,112 @@
+"""Runs as train.py would make them, for programs that time them: their settings, data and trainers."""
+
+import io
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hydra import compose, initialize_config_dir
+
+import train
+from data import LatentManifest, LatentWriter
+from models import DiT, cost_of
+from training import config as configuration
+from training.machine import keep_freed_memory, resolve_auto, start_process
+from training.provenance import RunFolder
+from training.trainer import Trainer
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+NUM_CLASSES, IN_CHANNELS = 1000, 4
+ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # a dense twin has none
+QUIET = ("train.eval_every=null", "train.sample_every=null", "evaluation=none", "train.total_steps=1000000")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared: overrides of train.py, side of the latents, what masks cover, and whether the plain step takes part."""
+
+    name: str
+    overrides: tuple[str, ...]
+    input_size: int = 32
+    mask_coverage: float | None = None  # of the tokens; None trains without masks
+    plain: bool = False
+
+
+def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
+    """Return the overrides of the dense or the routed run of a setting."""
+    own = setting.overrides if setting.mask_coverage is None else (*setting.overrides, "train.masked_loss=true")
+    if kind == "dense":
+        own = tuple(override for override in own if not override.startswith(ROUTED_KEYS))
+    model = "model=dit" if kind == "dense" else "model=tread"
+    return (model, "data=latents", f"data.path={folder / 'latents'}", *QUIET, *own)
+
+
+def write_latents(path: Path, setting: Setting) -> None:
+    """Write moments of noise, with masks that cover the upper part of the image where masks are asked for."""
+    count, side = 512 * 32 // max(32, setting.input_size), setting.input_size
+    shape = (2 * IN_CHANNELS, side, side)
+    masks = None
+    if setting.mask_coverage is not None:
+        masks = np.zeros((count, side, side), np.uint8)
+        masks[:, : round(side * setting.mask_coverage)] = 255
+    manifest = LatentManifest(
+        count,
+        shape,
+        "float16",
+        "moments",
+        NUM_CLASSES,
+        "benchmark",
+        scale=0.5,
+        conditioning_type=None if masks is None else "mask",
+    )
+    rng = np.random.default_rng(0)
+    with LatentWriter(path, manifest) as writer:
+        stored = rng.standard_normal((count, *shape), dtype=np.float32)
+        stored[:, IN_CHANNELS:] = -10  # the logarithm of a small variance
+        writer.append(stored, rng.integers(NUM_CLASSES, size=count), masks)
+
+
+def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration that train.py would have with these overrides."""
+    configuration.register()
+    with configuration.user_mistakes(), initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+        return configuration.validate(compose("config", overrides=["run_name=benchmark", *overrides]))
+
+
+def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
+    """Build the trainer that train.py would build, in a folder of its own; return it and a row that describes it."""
+    config = compose_config(overrides)
+    state = start_process()
+    resolved = resolve_auto(config, {}, state.device, 1)
+    if resolved["keep_freed_memory"]:
+        keep_freed_memory()
+    run = RunFolder(tempfile.mkdtemp(dir=folder))
+    with redirect_stdout(io.StringIO()):  # the summary of a run
+        trainer = train.build_trainer(config, resolved, run, configuration.build(config["data"])())
+    return trainer, describe(trainer.net, resolved, config)
+
+
+def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return what is timed; model FLOPs do not count what checkpointing computes twice."""
+    with torch.device("meta"):
+        plain_net = configuration.build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
+    cost = cost_of(plain_net)
+    routes = " ".join(f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes)
+    return {
+        "parameters": cost.num_parameters,
+        "hidden_size": config["model"]["hidden_size"],
+        "depth": config["model"]["depth"],
+        "num_tokens": net.num_tokens,
+        "routes": routes,
+        "batch_size": config["train"]["batch_size"],
+        **{key: resolved[key] for key in ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")},
+        "gradient_checkpointing": net.gradient_checkpointing,
+        "threads": torch.get_num_threads(),
+        "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
+        "predicted_speedup": cost_of(net).predicted_speedup if net.routes else None,
+    }
