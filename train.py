@@ -19,7 +19,6 @@ import torch.nn as nn
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
-from joblib import cpu_count
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -135,7 +134,7 @@ def build_trainer(
     else:
         counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
         masking = {"with_masks": settings["masked_loss"], "token_mask": counting}
-        micro_batches = partial(stream, dataset, **order, **masking, num_workers=min(settings["num_workers"], cpu_count()))
+        micro_batches = partial(stream, dataset, **order, **masking, num_workers=resolved["num_workers"])
     return Trainer(
         accelerator=accelerator,
         precond=precond,

@@ -24,6 +24,7 @@ from data import KLEncoder, encode
 from data.encoders import PIXELS_AT_ONCE
 from data.images import read_image
 from training.machine import start_process
+from training.provenance import environment
 
 NUM_IMAGES, REPEATS, RESOLUTION = 512, 3, 256
 SLICE = PIXELS_AT_ONCE // RESOLUTION**2
@@ -36,9 +37,10 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 def main() -> None:
     """Measure, print and record."""
     state = start_process()
+    found = environment(state.device)
     with tempfile.TemporaryDirectory() as folder:
         rows = time_program(Path(folder)) + time_network(Path(folder), state.device)
-    write_results("encoding", rows, state.device)
+    write_results("encoding", rows, found)
 
 
 def time_program(folder: Path) -> list[dict[str, Any]]:

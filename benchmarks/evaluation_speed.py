@@ -22,6 +22,7 @@ from benchmarks.results import measured, write_results
 from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from training.machine import start_process
+from training.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
 REPEATS = 3
@@ -75,8 +76,9 @@ def moments(count: int, seed: int) -> Moments:
 def main() -> None:
     """Measure, print and record."""
     device = start_process().device
+    found = environment(device)
     rows = [*time_distances(device), *time_precision_recall(device), *time_detector(device)]
-    write_results("evaluation_speed", rows, device)
+    write_results("evaluation_speed", rows, found)
 
 
 def time_distances(device: torch.device) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from benchmarks.memory import memory_gib
 from benchmarks.results import measured, write_results
 from data import LatentDataset, LatentManifest, LatentWriter, open_latents, stream
 from data.manifest import FILES, to_json
+from training.provenance import environment
 
 SHAPE, NUM_CLASSES = (8, 32, 32), 1000
 GIB, ENTRY_BYTES = 2**30, 8 * 32 * 32 * 2
@@ -42,9 +43,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the folders are written; default: the system's for temporary files")
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, so that the figures are those of one
+    found = environment(torch.device("cpu"))
     with tempfile.TemporaryDirectory(dir=parser.parse_args().folder) as folder:
         rows = time_start(Path(folder) / "sparse") + time_reading(Path(folder) / "full")
-    write_results("loader", rows, torch.device("cpu"))
+    write_results("loader", rows, found)
 
 
 def time_reading(path: Path) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ class PlainDiT(nn.Module):
     ) -> torch.Tensor:
         """x (N, C, H, W), c_noise (N,), class_labels (N,), ids_keep (N, K) or None -> F_x (N, C, H, W)."""
         N, C, H, W = x.shape
-        x = self.x_embedder(x) + self.pos_embed  # (N, T, D)
+        x = self.x_embedder(x).contiguous() + self.pos_embed  # (N, T, D)
         angles = c_noise.unsqueeze(1) * self.frequencies
         c = self.t_embedder.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))  # (N, D)
         c = c + self.y_embedder.embedding_table(class_labels)

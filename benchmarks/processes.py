@@ -24,14 +24,17 @@ class Worker:
     def __init__(self, kind: Callable[..., None], folder: Path, name: str, overrides: Sequence[str]):
         context = multiprocessing.get_context("spawn")
         self.name, (self.connection, other) = name, context.Pipe()
-        self.process = context.Process(target=kind, args=(other, folder, name, overrides))
+        self.process = context.Process(target=kind, args=(other, folder, overrides))
         self.process.start()
         other.close()
         self.ready = self._receive()
 
     def ask(self, word: str) -> Any:
         """Send a word, and return the answer."""
-        self.connection.send(word)
+        try:
+            self.connection.send(word)
+        except BrokenPipeError as error:
+            raise ProcessFailed(self._failure()) from error
         return self._receive()
 
     def __enter__(self) -> "Worker":
@@ -45,8 +48,11 @@ class Worker:
     def _receive(self) -> Any:
         try:
             return self.connection.recv()
-        except EOFError as error:
-            raise ProcessFailed(f"failed: the process of the {self.name} step, as it says above") from error
+        except (EOFError, ConnectionResetError) as error:
+            raise ProcessFailed(self._failure()) from error
+
+    def _failure(self) -> str:
+        return f"failed: the process of the {self.name} step, as it says above"
 
 
 def serve(connection: Connection, ready: Any, answers: dict[str, Callable[[], Any]]) -> None:

@@ -9,23 +9,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from training.provenance import environment
-
 RESULTS = Path(__file__).parent / "results"
 
 
-def write_results(name: str, rows: Sequence[Mapping[str, Any]], device: torch.device, folder: Path = RESULTS) -> Path:
-    """Write rows, which may have different columns, to a file named by program, device and torch; return its path."""
-    found = environment(device)
-    where = found["processor"] if device.type == "cpu" else found["device"]
+def write_results(name: str, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Write rows, which may have different columns, to a file named by program, device and torch; return its path.
+
+    Args:
+        environment: of `training.provenance`, as it was when the measurement began.
+    """
+    where = environment["processor"] if environment["device"] == "cpu" else environment["device"]
     slug = re.sub(r"[^A-Za-z0-9]+", "-", where).strip("-")
-    file = folder / f"{name}_{slug}_torch-{found['versions']['torch']}.csv"
+    file = folder / f"{name}_{slug}_torch-{environment['versions']['torch'].split('+')[0]}.csv"
     folder.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with file.open("w", newline="") as f:
-        for key, value in {"date": date.today().isoformat(), **found}.items():
+        for key, value in {"date": date.today().isoformat(), **environment}.items():
             f.write(f"# {key}: {json.dumps(value) if isinstance(value, dict) else value}\n")
         writer = csv.DictWriter(f, columns)
         writer.writeheader()

@@ -16,7 +16,8 @@ from diffusion import EDMLoss, EDMPrecond
 from models import DiT
 from routing import Route, end_route, sample_ids_keep, start_route, token_importance
 from training.ema import EMA
-from training.machine import resolve_auto, start_process
+from training.machine import keep_freed_memory, resolve_auto, start_process
+from training.provenance import environment
 from training.speed import interleaved_seconds
 
 N, T, D, K = 64, 256, 384, 128
@@ -80,9 +81,12 @@ def move_by_shuffle(x: torch.Tensor, ids_keep: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Measure, print and record."""
     device = start_process().device
+    found = environment(device)
     settings = dict.fromkeys(("mixed_precision", "compile", "keep_freed_memory"), "auto")
-    settings |= {"batch_size": N, "micro_batch_size": None}
+    settings |= {"batch_size": N, "micro_batch_size": None, "num_workers": 0}
     resolved = resolve_auto({"train": settings}, {}, device, 1)  # as a run would
+    if resolved["keep_freed_memory"]:
+        keep_freed_memory()
     x = torch.randn(N, T, D, device=device)
     ids_keep = sample_ids_keep(N, T, 0.5, device=device)
     selections = {
@@ -115,7 +119,8 @@ def main() -> None:
     print("\n".join(f"| {name} | {value:.2f} |" for name, value in milliseconds.items()))
     verdict = "within" if share <= LARGEST_SHARE else "ABOVE"
     print(f"\nselect, start and end take {share:.2%} of a routed step, {verdict} the {LARGEST_SHARE:.0%} allowed: {resolved}")
-    write_results("routing_overhead", rows, device)
+    how = {key: resolved[key] for key in ("mixed_precision", "compile", "keep_freed_memory")}
+    write_results("routing_overhead", [row | how for row in rows], found)
 
 
 def with_backward(

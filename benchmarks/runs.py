@@ -13,7 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 import train
-from data import LatentManifest, LatentWriter
+from data import LatentManifest, LatentWriter, mask_coverage
 from models import DiT, cost_of
 from training import config as configuration
 from training.machine import keep_freed_memory, resolve_auto, start_process
@@ -87,15 +87,17 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
         keep_freed_memory()
     run = RunFolder(tempfile.mkdtemp(dir=folder))
     with redirect_stdout(io.StringIO()):  # the summary of a run
-        trainer = train.build_trainer(config, resolved, run, configuration.build(config["data"])())
-    return trainer, describe(trainer.net, resolved, config)
+        trainer = train.build_trainer(config, resolved, run, dataset := configuration.build(config["data"])())
+    masks_to_tokens = trainer.token_mask
+    coverage = mask_coverage(dataset, masks_to_tokens, config["train"]["batch_size"]) if masks_to_tokens else 0.0
+    return trainer, describe(trainer.net, resolved, config, coverage)
 
 
-def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverage: float) -> dict[str, Any]:
     """Return what is timed; model FLOPs do not count what checkpointing computes twice."""
     with torch.device("meta"):
         plain_net = configuration.build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
-    cost = cost_of(plain_net)
+    cost = cost_of(plain_net, mask_coverage=coverage)
     routes = " ".join(f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes)
     return {
         "parameters": cost.num_parameters,
@@ -108,5 +110,5 @@ def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any]) -> dict
         "gradient_checkpointing": net.gradient_checkpointing,
         "threads": torch.get_num_threads(),
         "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
-        "predicted_speedup": cost_of(net).predicted_speedup if net.routes else None,
+        "predicted_speedup": cost_of(net, mask_coverage=coverage).predicted_speedup if net.routes else None,
     }

@@ -18,7 +18,8 @@ from benchmarks.runs import compose_config
 from diffusion import edm_sampler, guided_denoiser
 from training import config as configuration
 from training.machine import start_process
-from training.speed import interleaved_seconds, speedup
+from training.provenance import environment
+from training.speed import interleaved_seconds
 
 GUIDANCE_SCALE, NUM_STEPS = 1.5, 40
 REPEATS, SAMPLING_REPEATS = 15, 1
@@ -27,6 +28,7 @@ REPEATS, SAMPLING_REPEATS = 15, 1
 def main() -> None:
     """Measure, print and record."""
     device = start_process().device
+    found = environment(device)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sampling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,7 +44,7 @@ def main() -> None:
         unit = row["unit"]
         values = " | ".join(f"{row[key]:.4g} {unit}" for key in ("median", "least", "most"))
         print(f"| {row['precision']} | {row['what']} | {values} | {row['n']} |")
-    write_results("sampling", rows, device)
+    write_results("sampling", rows, found)
 
 
 def build(size: str) -> nn.Module:
@@ -92,7 +94,7 @@ def measure(precond: nn.Module, num_samples: int, precision: str, device: torch.
     drawing = interleaved_seconds({"draw": draw}, device, SAMPLING_REPEATS)["draw"]
     one, two, _ = seconds.values()
     rows = [measured(name, "ms", [1000 * t for t in times]) for name, times in seconds.items()]
-    rows.append(measured("two forwards against one batched", "x", speedup(two, one)) | {"n": len(one)})
+    rows.append(measured("two forwards against one batched", "x", [a / b for a, b in zip(two, one, strict=True)]))
     per_sec = [num_samples / t for t in drawing]
     rows.append(measured(f"guided samples, {NUM_STEPS} Heun steps ({2 * NUM_STEPS - 1} evaluations)", "images/s", per_sec))
     return [{"precision": precision} | row for row in rows]

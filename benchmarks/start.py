@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.results import measured, write_results
 from benchmarks.runs import Setting, write_latents
-from training.provenance import PROJECT
+from training.provenance import PROJECT, environment
 
 REPEATS = 3
 ONE_STEP = ("train.total_steps=1", "train.log_every=1", "train.eval_every=null", "train.sample_every=null", "evaluation=none")
@@ -33,6 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"starts of each kind; default {REPEATS}")
     repeats = parser.parse_args().repeats
+    found = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_latents(folder / "latents", Setting("", ()))
@@ -52,15 +53,17 @@ def main() -> None:
     print("| from the command to the first step | median | least | most | n |\n|---|--:|--:|--:|--:|")
     for row in rows:
         print(f"| {row['what']} | {row['median']:.1f} s | {row['least']:.1f} s | {row['most']:.1f} s | {row['n']} |")
-    write_results("start", rows, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    write_results("start", rows, found)
 
 
 def start(overrides: tuple[str, ...], output: Path, cache: Path) -> float:
     """Run one step in a new process; return the seconds from its start to its first line of metrics."""
     began = time.time()  # not perf_counter: compared with the time of a file
     command = [sys.executable, "train.py", *overrides, *ONE_STEP, f"output_dir={output}"]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    subprocess.run(command, cwd=PROJECT, env=environment, check=True, capture_output=True)
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    result = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"{' '.join(command)} has failed:\n{result.stderr[-3000:]}")
     return (output / "metrics.jsonl").stat().st_mtime - began
 
 

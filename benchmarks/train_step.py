@@ -1,6 +1,7 @@
 """What a training step takes: against the plain step, routed against dense, at several lengths, under masks, and part by part.
 
-    python -m benchmarks.train_step                    the standard rows of this device; the record goes to benchmarks/results/
+    python -m benchmarks.train_step                    the standard rows of this device, half an hour on two cores; the record
+                                                       goes to benchmarks/results/
     python -m benchmarks.train_step model/size=b_2 train.batch_size=64 train.compile=false
                                                        one setting, in the keys of train.py; it is printed, not recorded
 
@@ -10,6 +11,7 @@ benchmarks/README.md has the rules, benchmarks/LOG.md what was tried.
 """
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -33,13 +35,19 @@ from models import DiT
 from routing import num_tokens_kept
 from training import config as configuration
 from training.machine import start_process
+from training.provenance import environment
 from training.speed import speedup
 from training.trainer import Trainer
 
 REPEATS, PART_REPEATS = 9, 3
 CHECK_SAMPLES = 4
 TOLERANCES = {"no": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}  # of loss and gradients, relative
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bf16, dense, as NVIDIA specifies them
+PEAK_FLOPS = {  # bf16, dense, as NVIDIA specifies them
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+}
 PLAIN_KNOWS = {
     "block": "dit",
     "mlp_ratio": 4.0,
@@ -83,12 +91,19 @@ def main() -> None:
     parser.add_argument("--input-size", type=int, default=32, help="side of the latents of one setting; default 32")
     parser.add_argument("--mask-coverage", type=float, help="fraction of the tokens that masks hold; default: no masks")
     arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"--repeats {arguments.repeats} must be at least 1")
+    if arguments.mask_coverage is not None and not 0 <= arguments.mask_coverage <= 1:
+        parser.error(f"--mask-coverage {arguments.mask_coverage} must be in [0, 1]")
+    if not arguments.overrides and (arguments.input_size != 32 or arguments.mask_coverage is not None):
+        parser.error("--input-size and --mask-coverage are of one setting: give its keys, model/size=s_2 for example")
     device = start_process().device
+    found_here = environment(device)
     settings = standard_settings(device)
     if arguments.overrides:
         settings = [Setting("given", tuple(arguments.overrides), arguments.input_size, arguments.mask_coverage, plain=True)]
     peaks = {precision: peak_flops(precision, device) for precision in TOLERANCES}
-    rows = []
+    rows, failed = [], False
     for setting in settings:
         print(f"{setting.name}: {' '.join(setting.overrides)}", flush=True)
         try:
@@ -96,11 +111,11 @@ def main() -> None:
             print(table(found), flush=True)
         except ProcessFailed as error:  # out of memory, say: the other settings are still worth having
             rows.append({"setting": setting.name, "step": str(error)})
+            failed = True
             print(f"  {error}", flush=True)
         if not arguments.overrides:
-            write_results("train_step", rows, device)
-    if any("failed" in row["step"] for row in rows):
-        sys.exit(1)
+            write_results("train_step", rows, found_here)
+    sys.exit(failed)
 
 
 def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
@@ -108,7 +123,10 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         overrides = {kind: overrides_of(setting, kind, Path(folder)) for kind in ("dense", "routed")}
         write_latents(Path(folder) / "latents", setting)
-        unknown = unknown_to_plain(compose_config(overrides["routed"]))
+        config = compose_config(overrides["routed"])
+        if config["routing"]["schedule"] != "constant" or config["routing"]["off_last_steps"]:
+            raise configuration.UserMistake("routing.schedule and routing.off_last_steps: a step is timed at one ratio only")
+        unknown = unknown_to_plain(config)
         if unknown:
             print(f"  not compared with the plain step, which does not know {', '.join(unknown)}", flush=True)
         else:
@@ -133,7 +151,7 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
         if row["step"].endswith("routed"):
             twin = "plain dense" if row["step"].startswith("plain") else "dense"
             row["speedup_over_dense"] = speedup(seconds[twin], seconds[row["step"]])
-            row["share_of_ceiling"] = row["speedup_over_dense"] / row["predicted_speedup"]
+            row["share_of_predicted"] = row["speedup_over_dense"] / row["predicted_speedup"]
         if of_plain := seconds.get(f"plain {row['step']}"):
             row["speedup_over_plain"] = speedup(of_plain, seconds[row["step"]])
             # What matrix products alone would take at the peak.
@@ -184,7 +202,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "peak_memory_gib": "{:.2f}",
         "speedup_over_dense": "{:.3f}x",
         "predicted_speedup": "{:.3f}x",
-        "share_of_ceiling": "{:.1%}",
+        "share_of_predicted": "{:.1%}",
         "speedup_over_plain": "{:.2f}x",
         "possible_over_plain": "{:.2f}x",
         "share_outside": "{:.1%}",
@@ -199,15 +217,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def peak_flops(precision: str, device: torch.device) -> tuple[float, str]:
     """Return FLOPs per second of large matrix products in a precision: as specified, else the best of several measured."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    specified = [flops for gpu, flops in PEAK_FLOPS.items() if gpu in name]
-    if specified and precision == "bf16":
-        return specified[0], "specified"
+    if precision == "bf16" and name in PEAK_FLOPS:
+        return PEAK_FLOPS[name], "specified"
     size = 8192 if device.type == "cuda" else 1536
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     return 2 * size**3 / min(_seconds(lambda: a @ b, device) for _ in range(20)), f"product of {size}"
 
 
-def ours(connection: Connection, folder: Path, name: str, overrides: Sequence[str]) -> None:
+def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
     """Serve the steps of the trainer."""
     trainer, row = build(folder, overrides)
     batches = iter(trainer.micro_batches(0))
@@ -226,19 +243,20 @@ def ours(connection: Connection, folder: Path, name: str, overrides: Sequence[st
     serve(connection, row, answers)
 
 
-def plain(connection: Connection, folder: Path, name: str, overrides: Sequence[str]) -> None:
+def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
     """Serve the plain step of the same sizes."""
     trainer, row = build(folder, (*overrides, "train.compile=false", "train.keep_freed_memory=false"))
     device, batch_size = trainer.device, trainer.batch_size
     step = plain_step(trainer, _latents(trainer, batch_size))
     del trainer
+    gc.collect()
     reset_peak(device)
     _warm_up(step, device)
     answers = {"step": lambda: _turn(step, device), "memory": lambda: peak_gib(device), "parts": dict}
     serve(connection, row | {"mixed_precision": "no", "compile": False, "keep_freed_memory": False}, answers)
 
 
-def check(connection: Connection, folder: Path, name: str, overrides: Sequence[str]) -> None:
+def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
     """Compare loss and gradients with those of the plain step, from the same weights, data and random numbers.
 
     Raises:
@@ -327,6 +345,7 @@ def shares(trainer: Trainer, batches: Iterator[Any]) -> dict[str, float]:
     trainer.pause_clock()
     spent["log"] = PART_REPEATS * _seconds(trainer.log_training, device) / trainer.log_every
     whole += spent["log"]
+    _hand_back(device)
     found = {f"share_{part}": seconds / whole for part, seconds in spent.items()}
     return found | {"share_outside": 1 - found["share_forward"] - found["share_backward"]}
 
@@ -351,8 +370,7 @@ def _warm_up(step: Callable[[], None], device: torch.device) -> None:
     for _ in range(2):
         step()
     _wait(device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the other processes need the memory
+    _hand_back(device)
 
 
 def _turn(step: Callable[[], None], device: torch.device) -> float:
@@ -361,8 +379,13 @@ def _turn(step: Callable[[], None], device: torch.device) -> float:
         return _seconds(step, device)
     step()
     seconds = _seconds(lambda: [step() for _ in range(10)], device) / 10
-    torch.cuda.empty_cache()
+    _hand_back(device)
     return seconds
+
+
+def _hand_back(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the other processes need the memory
 
 
 def _seconds(function: Callable[[], Any], device: torch.device) -> float:

@@ -16,8 +16,8 @@ from accelerate.utils import parse_flag_from_env
 from joblib import cpu_count
 
 # Parameters of glibc's mallopt, and the variables by which a user sets them.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
@@ -42,9 +42,10 @@ def keep_freed_memory() -> None:
 
     It would otherwise give every large tensor back to the kernel and take fresh pages for the next one (benchmarks/LOG.md).
     """
-    libc = ctypes.CDLL(None)
-    for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-        libc.mallopt(parameter, 2**31 - 1)
+    # No tensor has a mapping of its own, and the free end of the heap is never given back, however large it is.
+    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
+        if not ctypes.CDLL(None).mallopt(parameter, value):
+            raise OSError(f"the C library refuses mallopt({parameter}, {value}): set train.keep_freed_memory=false")
 
 
 def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int) -> dict[str, Any]:
@@ -70,6 +71,7 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
         "mixed_precision": precision,
         "compile": compiled in (True, "true"),
         "micro_batch_size": micro_batch_size,
+        "num_workers": min(train["num_workers"], cpu_count()),
         "keep_freed_memory": _can_keep_freed_memory(device) if keep == "auto" else keep == "true",
     }
     # `accelerate launch` sets this variable to "no" where nobody chose.

@@ -41,6 +41,9 @@ FREE_KEYS = (
 )
 
 
+# Keys that came later than the first runs, and what those did.
+LATER_KEYS = {"model.attention": "auto"}
+
 # What a resumed run must not change either, where it scores its samples: scores of one name must mean the same.
 SCORING_KEYS = ("evaluation", "guidance", "sampler")
 
@@ -85,7 +88,7 @@ class RunFolder:
         """
         if not self.has_results():
             return
-        old, new = _flatten(yaml.safe_load(self.config_file.read_text())), _flatten(config)
+        old, new = LATER_KEYS | _flatten(yaml.safe_load(self.config_file.read_text())), _flatten(config)
         free_keys = set(FREE_KEYS)
         if follows_the_total(config):
             free_keys.remove("train.total_steps")
@@ -125,7 +128,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "command": " ".join([os.path.relpath(sys.argv[0], PROJECT), *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -145,7 +148,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         *(f"route      {line}" for line in details["routes"]),
         *([f"saving     {_saving(net, cost)}"] if net.routes else []),
         f"batch      {train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}, "
-        f"{details['num_processes']} process(es) on {details['device']}",
+        f"{details['num_processes']} process(es) on {details['device']}, {resolved['num_workers']} reading ahead",
         f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
         f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks, {resolved['attention']} attention",
         *(["memory     what a step frees is kept for the next one"] if resolved["keep_freed_memory"] else []),

@@ -14,7 +14,11 @@ from benchmarks.results import measured, read_results, write_results
 from benchmarks.sampling import build as build_for_sampling
 from benchmarks.sampling import measure as measure_sampling
 from benchmarks.speed_picture import draw, predictions
+from models import cost_of
+from tests.networks import PAPER, small_dit
 from tests.runs import ROOT, validated
+from training import config as configuration
+from training.provenance import environment
 
 CPU = torch.device("cpu")
 SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "train.batch_size=4")
@@ -98,6 +102,35 @@ def test_model_flops_leave_out_what_is_computed_twice(trainer_of):
     assert rows[0]["model_tflop"] == rows[1]["model_tflop"]
 
 
+def test_the_dense_twin_differs_in_its_routes_alone(trainer_of):
+    routes = ("model/routes=max_speed", "model.routes.0.selection_ratio=0.6", "routing.off_last_steps=null")
+    assert trainer_of("routed", *routes)[1]["routes"] == "1-6:0.6"
+    dense = trainer_of("dense", *routes)[1]
+    assert dense["routes"] == ""
+    assert dense == trainer_of("dense")[1]
+
+
+def test_windows_that_grow_for_masks_are_counted(trainer_of):
+    row = trainer_of("routed", mask_coverage=0.75)[1]
+    dense = trainer_of("dense", mask_coverage=0.75)[1]
+    assert row["predicted_speedup"] == pytest.approx(dense["model_tflop"] / row["model_tflop"])
+    half = cost_of(small_dit([PAPER])).predicted_speedup
+    assert 1 < row["predicted_speedup"] < half - 0.05
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("routing.schedule=linear", "routing.end_factor=0.5"), "a step is timed at one ratio only"),
+        (("train.batch_size=0",), r"train\.batch_size=0 must be greater than 0"),
+    ],
+)
+def test_a_setting_that_can_not_be_timed_is_refused(overrides, message):
+    setting = runs.Setting("test", (*SMALL, *FP32, *overrides), 8)
+    with pytest.raises(configuration.UserMistake, match=message):
+        train_step.measure(setting, 1, {})
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_standard_settings_are_valid(tmp_path, device):
     settings = train_step.standard_settings(torch.device(device))
@@ -114,7 +147,7 @@ def test_standard_settings_are_valid(tmp_path, device):
 
 def test_a_record_tells_where_it_comes_from(tmp_path):
     rows = [measured("a", "ms", [3.0, 1.0, 2.0]), {"what": "b, c", "median": 1 / 3, "more": True}]
-    file = write_results("test", rows, CPU, tmp_path)
+    file = write_results("test", rows, environment(CPU), tmp_path)
     version = re.escape(torch.__version__.split("+")[0])
     assert re.fullmatch(rf"test_[\w-]+_torch-{version}\.csv", file.name)
     head = [line for line in file.read_text().splitlines() if line.startswith("# ")]

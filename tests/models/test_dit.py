@@ -227,6 +227,8 @@ def test_the_compiled_gelu_is_the_same_function():
     x = torch.linspace(-12, 12, 1001, requires_grad=True)
     reference, compiled = gelu(x.double()), torch.compile(gelu, dynamic=False)(x)
     torch.testing.assert_close(compiled.double(), reference, rtol=1e-5, atol=1e-6)
+    far = (x > -6.5) & (x < -5)  # where 1 + tanh has cancelled all digits in fp32: only the compiled form is exact
+    torch.testing.assert_close(compiled[far].double(), reference[far], rtol=1e-3, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (compiled, reference)), rtol=1e-5, atol=1e-6)
 
 
