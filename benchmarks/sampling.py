@@ -3,7 +3,8 @@
     python -m benchmarks.sampling                          DiT-XL/2 on a GPU, DiT-S/2 on a CPU; batch 4
     python -m benchmarks.sampling --size b_2 --batch 16
 
-In fp32, as sample.py draws unless told otherwise, and in bf16. The record goes to benchmarks/results/.
+In fp32, as sample.py draws unless told otherwise, and in bf16, on latents of 4x32x32 (256 tokens at patch 2; 1024 for the size
+tiny, whose patch is 1). With --record NAME the record goes to benchmarks/results/.
 """
 
 import argparse
@@ -34,17 +35,22 @@ def main() -> None:
     )
     parser.add_argument("--size", default="xl_2" if device.type == "cuda" else "s_2", help="a file of configs/model/size")
     parser.add_argument("--batch", type=int, default=4, help="images drawn at once; default 4")
+    parser.add_argument("--record", help="name of the record, sampling for the committed one; default: none is written")
     arguments = parser.parse_args()
+    if arguments.batch < 1:
+        parser.error(f"--batch {arguments.batch} must be at least 1")
     precond = build(arguments.size).to(device).eval().requires_grad_(False)
     setting = {"size": arguments.size, "batch": arguments.batch}
-    rows = [row for precision in ("fp32", "bf16") for row in measure(precond, arguments.batch, precision, device)]
-    rows = [setting | row for row in rows]
-    print("| precision | what | median | least | most | n |\n|---|---|--:|--:|--:|--:|")
-    for row in rows:
-        unit = row["unit"]
-        values = " | ".join(f"{row[key]:.4g} {unit}" for key in ("median", "least", "most"))
-        print(f"| {row['precision']} | {row['what']} | {values} | {row['n']} |")
-    write_results("sampling", rows, found)
+    print(f"{arguments.size}, {precond.net.num_tokens} tokens, batch {arguments.batch}: some minutes on a CPU", flush=True)
+    print("| precision | what | median | least | most | n |\n|---|---|--:|--:|--:|--:|", flush=True)
+    rows = []
+    for precision in ("fp32", "bf16"):
+        for row in measure(precond, arguments.batch, precision, device):
+            values = " | ".join(f"{row[key]:.4g} {row['unit']}" for key in ("median", "least", "most"))
+            print(f"| {precision} | {row['what']} | {values} | {row['n']} |", flush=True)
+            rows.append(setting | row)
+    if arguments.record:
+        write_results(arguments.record, rows, found)
 
 
 def build(size: str) -> nn.Module:
@@ -101,4 +107,4 @@ def measure(precond: nn.Module, num_samples: int, precision: str, device: torch.
 
 
 if __name__ == "__main__":
-    main()
+    configuration.run(main)

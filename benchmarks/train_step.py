@@ -3,7 +3,7 @@
     python -m benchmarks.train_step                    the standard rows of this device, half an hour on two cores; the record
                                                        goes to benchmarks/results/
     python -m benchmarks.train_step model/size=b_2 train.batch_size=64 train.compile=false
-                                                       one setting, in the keys of train.py; it is printed, not recorded
+                                                       one setting, in the keys of train.py, printed; some minutes
 
 What is timed is the trainer that train.py builds, on latents read from a folder. Each kind of step runs in a process of its
 own, and they take turns. Before that, loss and gradients are compared with those of the plain step (benchmarks/plain_step.py).
@@ -90,7 +90,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"turns of each process; default {REPEATS}")
     parser.add_argument("--input-size", type=int, default=32, help="side of the latents of one setting; default 32")
     parser.add_argument("--mask-coverage", type=float, help="fraction of the tokens that masks hold; default: no masks")
-    arguments = parser.parse_args()
+    parser.add_argument("--record", help="name of the record; default: train_step for the standard rows, none for one setting")
+    arguments = parser.parse_intermixed_args()
+    if any(override.startswith(("model=", "data=", "data.")) for override in arguments.overrides):
+        parser.error("model and data are not yours to give: dense and routed steps are both timed, on latents of noise")
     if arguments.repeats < 1:
         parser.error(f"--repeats {arguments.repeats} must be at least 1")
     if arguments.mask_coverage is not None and not 0 <= arguments.mask_coverage <= 1:
@@ -113,8 +116,8 @@ def main() -> None:
             rows.append({"setting": setting.name, "step": str(error)})
             failed = True
             print(f"  {error}", flush=True)
-        if not arguments.overrides:
-            write_results("train_step", rows, found_here)
+        if record := arguments.record or (None if arguments.overrides else "train_step"):
+            write_results(record, rows, found_here)
     sys.exit(failed)
 
 
@@ -135,14 +138,17 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
         if setting.plain and not unknown:
             kinds |= {"plain dense": (plain, "dense"), "plain routed": (plain, "routed")}
         workers = {
-            name: stack.enter_context(Worker(of, Path(folder), kind, overrides[kind])) for name, (of, kind) in kinds.items()
+            name: stack.enter_context(Worker(of, Path(folder), kind, overrides[kind]))
+            for name, (of, kind) in tqdm(kinds.items(), desc="  build, compile, warm up", leave=False)
         }
+        for name, worker in workers.items():
+            print(f"  {name}: {in_words(worker.ready)}", flush=True)
         seconds = {name: [] for name in workers}
         for _ in tqdm(range(repeats), desc="  turns", leave=False):
             for name, worker in workers.items():
                 seconds[name].append(worker.ask("step"))
         rows = []
-        for name, worker in workers.items():
+        for name, worker in tqdm(workers.items(), desc="  parts", leave=False):
             row = {"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage} | worker.ready
             row |= timing(seconds[name], row, peaks)
             row |= {"peak_memory_gib": worker.ask("memory")}
@@ -177,6 +183,16 @@ def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:
                 print(f"  {kind}, {worker.ready}", flush=True)
 
 
+def in_words(row: dict[str, Any]) -> str:
+    """Return what a process times."""
+    sizes = f"{row['parameters'] / 1e6:.1f}M parameters, {row['depth']} blocks, {row['num_tokens']} tokens"
+    precision = "bf16" if row["mixed_precision"] == "bf16" else "fp32"
+    words = [sizes, f"batch {row['batch_size']}", precision, "compiled" if row["compile"] else "uncompiled"]
+    if row["routes"]:
+        words.append(f"routes {row['routes']} (blocks:fraction that bypasses)")
+    return ", ".join(words)
+
+
 def timing(seconds: Sequence[float], row: dict[str, Any], peaks: dict[str, tuple[float, str]]) -> dict[str, Any]:
     """Return time, images per second and utilisation of a step."""
     peak, source = peaks[row["mixed_precision"]]
@@ -207,6 +223,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "possible_over_plain": "{:.2f}x",
         "share_outside": "{:.1%}",
     }
+    columns["n"] = "{}"
+    columns = {key: form for key, form in columns.items() if any(row.get(key) is not None for row in rows)}
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "--:|" * (len(columns) - 1)]
     for row in rows:
         cells = (form.format(row[key]) if row.get(key) is not None else "" for key, form in columns.items())

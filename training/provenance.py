@@ -151,7 +151,11 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         f"{details['num_processes']} process(es) on {details['device']}, {resolved['num_workers']} reading ahead",
         f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
         f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks, {resolved['attention']} attention",
-        *(["memory     what a step frees is kept for the next one"] if resolved["keep_freed_memory"] else []),
+        *(
+            [f"memory     what a step frees is {_freed(resolved)} (train.keep_freed_memory)"]
+            if details["device"] == "cpu"
+            else []
+        ),
         *([f"data       {details['data']['note']}"] if "note" in details["data"] else []),
         *(["evaluation no val_loss_dense: the data have no held-out entries (num_held_out)"] if blind else []),
         f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}",
@@ -168,6 +172,10 @@ def _saving(net: nn.Module, cost: dict[str, float]) -> str:
         f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps of {cost['predicted_speedup']:.2f}x fewer "
         f"FLOPs (if all tokens that may bypass these blocks did: {cost['ceiling']:.2f}x)"
     )
+
+
+def _freed(resolved: dict[str, Any]) -> str:
+    return "kept for the next one" if resolved["keep_freed_memory"] else "given back to the system"
 
 
 def _processor() -> str:

@@ -73,6 +73,19 @@ def test_a_longer_run_continues_a_finished_one_as_if_it_had_not_stopped(tmp_path
     assert_same_run(tmp_path / "whole", tmp_path / "raised")
 
 
+def test_a_run_of_before_a_key_was_there_continues(tmp_path):
+    """The key that came later has the value of what the run did; another value is still refused."""
+    tiny_run(tmp_path, "train.total_steps=2")
+    file = tmp_path / "config.yaml"
+    without = "".join(line for line in file.read_text().splitlines(keepends=True) if "attention:" not in line)
+    assert len(without) < len(file.read_text())
+    file.write_text(without)
+    with pytest.raises(ValueError, match=r"model\.attention: auto -> explicit"):
+        tiny_trainer(tmp_path, "model.attention=explicit")
+    tiny_run(tmp_path)
+    assert metrics(tmp_path)[-1]["step"] == 6
+
+
 def test_the_total_may_not_fall_below_what_is_done(tmp_path):
     tiny_run(tmp_path / "raised")
     with pytest.raises(ValueError, match=r"train\.total_steps=3 must be at least the 6 steps"):
