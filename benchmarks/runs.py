@@ -112,3 +112,12 @@ def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverag
         "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
         "predicted_speedup": cost_of(net, mask_coverage=coverage).predicted_speedup if net.routes else None,
     }
+
+
+@torch.no_grad()
+def perturb(net: DiT) -> None:
+    """Randomise the weights that start at zero: they would hide most of the network."""
+    torch.manual_seed(0)
+    for parameter in net.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.05)

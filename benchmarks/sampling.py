@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks.results import measured, write_results
-from benchmarks.runs import compose_config
+from benchmarks.runs import compose_config, perturb
 from diffusion import edm_sampler, guided_denoiser
 from training import config as configuration
 from training.machine import start_process
@@ -59,9 +59,7 @@ def build(size: str) -> nn.Module:
     config = compose_config(("model=dit", *data, f"model/size={size}"))
     torch.manual_seed(0)
     net = configuration.build_net(config)
-    for parameter in net.parameters():  # a network that starts at zero would predict nothing
-        if not parameter.any():
-            nn.init.normal_(parameter, std=0.02)
+    perturb(net)
     return configuration.build_precond(config, net)
 
 

@@ -30,8 +30,7 @@ from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.plain_step import PlainDiT, PlainStep
 from benchmarks.processes import ProcessFailed, Worker, serve
 from benchmarks.results import write_results
-from benchmarks.runs import Setting, build, compose_config, overrides_of, write_latents
-from models import DiT
+from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
 from routing import num_tokens_kept
 from training import config as configuration
 from training.machine import start_process
@@ -222,8 +221,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "speedup_over_plain": "{:.2f}x",
         "possible_over_plain": "{:.2f}x",
         "share_outside": "{:.1%}",
+        "n": "{}",
     }
-    columns["n"] = "{}"
     columns = {key: form for key, form in columns.items() if any(row.get(key) is not None for row in rows)}
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "--:|" * (len(columns) - 1)]
     for row in rows:
@@ -373,15 +372,6 @@ def _latents(trainer: Trainer, num_samples: int) -> tuple[torch.Tensor, torch.Te
     shape = (num_samples, net.in_channels, net.input_size, net.input_size)
     x = 0.5 * torch.randn(shape, generator=generator, device=trainer.device)
     return x, torch.randint(net.num_classes, (num_samples,), generator=generator, device=trainer.device)
-
-
-@torch.no_grad()
-def perturb(net: DiT) -> None:
-    """Randomise the weights that start at zero: they would hide most of the network."""
-    torch.manual_seed(0)
-    for parameter in net.parameters():
-        if not parameter.any():
-            parameter.normal_(std=0.05)
 
 
 def _warm_up(step: Callable[[], None], device: torch.device) -> None:

@@ -6,6 +6,7 @@ from dataclasses import MISSING, asdict, fields
 import pytest
 import torch
 from hydra.errors import HydraException
+from joblib import cpu_count
 from omegaconf.errors import OmegaConfBaseException
 
 import fid
@@ -203,6 +204,12 @@ def test_values_are_converted_to_the_types_of_the_signature():
 def test_compile_means_what_it_says(written, compiled):
     resolved = resolve_auto(validated(f"train.compile={written}"), {}, torch.device("cpu"), 1)
     assert resolved["compile"] is compiled
+
+
+def test_no_more_processes_read_ahead_than_there_are_cores():
+    cpu, most = torch.device("cpu"), cpu_count()
+    workers = [resolve_auto(validated(f"train.num_workers={n}"), {}, cpu, 1)["num_workers"] for n in (0, most, most + 7)]
+    assert workers == [0, most, most]
 
 
 def test_processes_that_do_not_fit_the_micro_batches_of_a_run_are_told_so():

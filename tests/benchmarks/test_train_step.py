@@ -39,7 +39,7 @@ def trainer_of(tmp_path):
 
 
 def errors(trainer, spoil=lambda step: None):
-    train_step.perturb(trainer.net)
+    runs.perturb(trainer.net)
     batch = train_step._latents(trainer, 4)
     step = train_step.plain_step(trainer, batch)
     spoil(step)
@@ -181,7 +181,7 @@ def test_the_picture_shows_what_the_flops_promise(tmp_path):
 @pytest.mark.slow
 def test_one_setting_is_measured_and_nothing_is_recorded():
     before = set((ROOT / "benchmarks" / "results").iterdir())
-    command = [sys.executable, "-m", "benchmarks.train_step", "--repeats", "1", "--input-size", "8", *SMALL, *FP32]
+    command = [sys.executable, "-m", "benchmarks.train_step", *SMALL, "--repeats", "1", "--input-size", "8", *FP32]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert len(re.findall(r"loss within \S+, gradients within \S+ of the plain step", result.stdout)) == 4
     assert {"dense", "routed", "plain dense", "plain routed"} == set(
