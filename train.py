@@ -8,6 +8,7 @@ Running the same command again resumes.
 """
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from data import (
     ShardStream,
     count_forced,
     encoder_for,
+    entries_by_step,
     held_out_batches,
     image_decoder,
     mask_coverage,
     open_images,
     real_images,
+    shards_by_step,
     stream,
 )
 from diffusion import ImageSource
@@ -42,11 +45,14 @@ from routing import RoutePlan
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights
 from training.ema import EMA
+from training.history import LossHistory, NotFinite
 from training.machine import keep_freed_memory, resolve_auto, start_process
-from training.provenance import RunFolder, environment, follows_the_total, summary
+from training.processes import check_same, decided_by_first
+from training.provenance import RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import DIGITS_EVALUATOR
 from training.speed import SpeedCheck, micro_step, most_graphs
-from training.trackers import MetricsFile, Tracker
+from training.stopping import TRY_AGAIN, StopRequest
+from training.trackers import BackgroundTracker, MetricsFile
 from training.trainer import Trainer
 
 GRID_SAMPLES, GRID_COLUMNS = 10, 10
@@ -70,6 +76,7 @@ def main(cfg: DictConfig) -> None:
                 "train.masked_loss=true needs masks: conditioning_type of the latent manifest is null, "
                 "it must be mask or segmentation (data/README.md)"
             )
+        check_same(state, _facts(config, dataset))
         run.check(config, dataset.describe())
         if run.is_finished(config["train"]["total_steps"]):
             longer = "" if follows_the_total(config) else "raise train.total_steps to go on, or "
@@ -77,10 +84,18 @@ def main(cfg: DictConfig) -> None:
             return
         saved = run.manifest()["resolved"] if run.has_results() else {}
         resolved = resolve_auto(config, saved, state.device, state.num_processes)
+        check_same(state, {key: resolved[key] for key in ("mixed_precision", "compile", "micro_batch_size")})
         if resolved["keep_freed_memory"]:
             keep_freed_memory()
         trainer = build_trainer(config, resolved, run, dataset)
-    run_training(trainer, run)
+    if run_training(trainer, run):
+        raise SystemExit(TRY_AGAIN)
+
+
+def _facts(config: dict[str, Any], dataset: LatentDataset | ShardDataset) -> dict[str, Any]:
+    """Return what processes must agree on: ranks that train on different things would average nonsense."""
+    data = {"fingerprint of the data": dataset.describe()["fingerprint"], "code (sha256)": source_sha256()}
+    return {**flatten(config), **data, "torch": torch.__version__}
 
 
 def build_trainer(
@@ -99,8 +114,7 @@ def build_trainer(
     resolved = {**resolved, "attention": resolve_attention(config["model"]["attention"], device.type, dtype)}
     net.to(device)
     cost = cost_of(net, mask_coverage=_mask_coverage(plan, dataset, masks_to_tokens, settings["batch_size"]))
-    checkpoint = latest_checkpoint(run.path)
-    if settings["init_from"] and not checkpoint:
+    if settings["init_from"] and not latest_checkpoint(run.path):
         if not Path(settings["init_from"]).exists():
             raise FileNotFoundError(f"train.init_from={settings['init_from']} is not there: it must be a run or a weights file")
         load_weights(net, settings["init_from"])
@@ -113,8 +127,11 @@ def build_trainer(
     loss_fn = configuration.build(config["diffusion"]["loss"])()
     evaluators = _evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn)
     checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
+    show = tqdm.write if accelerator.is_main_process else _say_nothing
+    checkpoint = decided_by_first(accelerator, lambda: run.hold(show) or checkpoints.newest_whole(show))
     state = checkpoints.load(checkpoint, net, ema.net, optimizer, device) if checkpoint else None
     if state and state["step"] > settings["total_steps"]:
+        run.release()
         raise ValueError(
             f"train.total_steps={settings['total_steps']} must be at least the {state['step']} steps of {run.path}"
         )
@@ -126,12 +143,16 @@ def build_trainer(
         details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe(), "data": dataset.describe()}
         details["scores"] = [evaluator.describe() for _, evaluator in evaluators if isinstance(evaluator, AdmEvaluator)]
         metrics_file, tracker = _begin(run, config, details, net, state)
+    num_processes, micro_batch_size = accelerator.num_processes, resolved["micro_batch_size"]
+    places = torch.arange(settings["batch_size"]).view(-1, micro_batch_size)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
     order = {"seed": config["seed"], **batch_sizes, **share, "pin_memory": device.type == "cuda"}
     if isinstance(dataset, ShardDataset):
         micro_batches = partial(ShardStream, dataset, **order)
+        entries = shards_by_step(dataset, config["seed"], **batch_sizes, num_processes=num_processes)
     else:
+        entries = entries_by_step(dataset, config["seed"], settings["batch_size"])
         counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
         masking = {"with_masks": settings["masked_loss"], "token_mask": counting}
         micro_batches = partial(stream, dataset, **order, **masking, num_workers=resolved["num_workers"])
@@ -155,10 +176,18 @@ def build_trainer(
             device=device,
             compiled=resolved["compile"],
             num_lengths=num_lengths,
-            report=run.update if accelerator.is_main_process else lambda found: None,
-            show=tqdm.write if accelerator.is_main_process else lambda text: None,
+            report=partial(_report, run, show) if accelerator.is_main_process else _say_nothing,
+            show=show,
         ),
         checkpoints=checkpoints,
+        stop_request=StopRequest(settings["max_time_sec"]),
+        history=LossHistory(
+            places[accelerator.process_index :: num_processes].flatten(),
+            settings["log_every"],
+            entries,
+            settings["max_skipped_steps"],
+            device,
+        ),
         metrics_file=metrics_file,
         tracker=tracker,
         seed=config["seed"],
@@ -168,32 +197,70 @@ def build_trainer(
     )
 
 
+def _say_nothing(what: Any) -> None:
+    pass
+
+
+def _report(run: RunFolder, show: Callable[[str], None], found: dict[str, Any]) -> None:
+    """Write what was found into the manifest, if there is room."""
+    try:
+        run.update(found)
+    except OSError as error:
+        show(f"warning: {run.manifest_file}: {error}")
+
+
 def _begin(
     run: RunFolder, config: dict[str, Any], details: dict[str, Any], net: nn.Module, state: dict[str, Any] | None
-) -> tuple[MetricsFile, Tracker | None]:
+) -> tuple[MetricsFile, BackgroundTracker | None]:
     """Write what the run is, tell it to the user, and open what the run writes to."""
-    tracker = configuration.build(config["tracker"])() if config["tracker"] else None
-    run.begin(config, {**details, "status": "running"})
-    metrics_file = MetricsFile(run.path / "metrics.jsonl", state["metrics_size"] if state else 0)
-    print(summary(config, details, net, resumed_step=state["step"] if state else 0), flush=True)
+    step = state["step"] if state else 0
+    details["changes"] = changes(run.manifest(), details) if state else []
+    run.begin(config, details, step)
+    kept = (state["metrics_size"], state["metrics_waiting"]) if state else ()
+    metrics_file = MetricsFile(run.path / "metrics.jsonl", *kept, show=tqdm.write)
+    tracker = BackgroundTracker(configuration.build(config["tracker"]), tqdm.write) if config["tracker"] else None
+    print(summary(config, details, net, resumed_step=step), flush=True)
     return metrics_file, tracker
 
 
-def run_training(trainer: Trainer, run: RunFolder) -> None:
-    """Fit, and record in the manifest how it ended."""
-    status = "failed"
+def run_training(trainer: Trainer, run: RunFolder) -> str:
+    """Fit, and record in the manifest how it ended.
+
+    Returns:
+        Why it was stopped before the end; empty at the end.
+
+    Raises:
+        Explained: the run could not go on, for a reason that one line tells.
+    """
+    again = "run the same command again to go on"
     try:
-        trainer.fit()
-        status = "finished"
+        with trainer.stop_request.listening():
+            reason = trainer.fit()
+        if trainer.metrics_file:
+            trainer.metrics_file.flush()
+            run.update({"status": "stopped" if reason else "finished", "reason": reason, "step": trainer.step})
     except KeyboardInterrupt:
-        status = "interrupted"
-        trainer.show(f"interrupted at step {trainer.step}: run the same command again to go on from the last checkpoint")
+        if trainer.metrics_file:
+            run.update({"status": "interrupted", "step": trainer.step})
+        trainer.show(f"interrupted at step {trainer.step}: {again} from the checkpoint of step {trainer.saved_step}")
+        raise
+    except Exception as error:
+        details = error.details if isinstance(error, NotFinite) else {}
+        process = trainer.accelerator.process_index
+        first = run.fail(process, f"{type(error).__name__}: {error}", {"step": trainer.step, **details})
+        if first["process"] != process:
+            raise configuration.Explained(f"process {first['process']} failed first: {first['reason']}") from error
+        if isinstance(error, NotFinite | OSError):
+            raise configuration.Explained(str(error)) from error
         raise
     finally:
-        if trainer.metrics_file:
-            run.update({"status": status, "step": trainer.step})
         trainer.close()
-    trainer.show(f"{run.path} is finished. Sample from it: accelerate launch sample.py run={run.path} num_samples=500")
+        run.release()
+    if reason:
+        trainer.show(f"stopped at step {trainer.step}, which is saved ({reason}): {again}")
+    else:
+        trainer.show(f"{run.path} is finished. Sample from it: accelerate launch sample.py run={run.path} num_samples=500")
+    return reason
 
 
 def _start_accelerator(mixed_precision: str, num_lengths: int) -> Accelerator:

@@ -127,7 +127,7 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
         write_latents(Path(folder) / "latents", setting)
         config = compose_config(overrides["routed"])
         if config["routing"]["schedule"] != "constant" or config["routing"]["off_last_steps"]:
-            raise configuration.UserMistake("routing.schedule and routing.off_last_steps: a step is timed at one ratio only")
+            raise configuration.Explained("routing.schedule and routing.off_last_steps: a step is timed at one ratio only")
         unknown = unknown_to_plain(config)
         if unknown:
             print(f"  not compared with the plain step, which does not know {', '.join(unknown)}", flush=True)

@@ -15,8 +15,8 @@ from data.encoders import (
 from data.images import ImageFiles, NpzImages, centre_crop, open_images
 from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest, manifest_from, read_manifest
-from data.shards import ShardDataset, ShardStream, open_shards
-from data.stream import MicroBatch, StreamOrder, count_forced, held_out_batches, mask_coverage, stream
+from data.shards import ShardDataset, ShardStream, open_shards, shards_by_step
+from data.stream import MicroBatch, StreamOrder, count_forced, entries_by_step, held_out_batches, mask_coverage, stream
 from data.synthetic import synthetic
 from data.writer import LatentWriter
 
@@ -38,6 +38,7 @@ __all__ = [
     "encode_images",
     "encoder_for",
     "encoder_record",
+    "entries_by_step",
     "held_out_batches",
     "image_decoder",
     "load_encoder",
@@ -48,6 +49,7 @@ __all__ = [
     "open_shards",
     "read_manifest",
     "real_images",
+    "shards_by_step",
     "stream",
     "synthetic",
     "to_uint8",

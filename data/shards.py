@@ -9,7 +9,7 @@ import io
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import lru_cache
@@ -236,8 +236,30 @@ class ShardStream:
             latents = latents[np.arange(count), rng.integers(2, size=count)]
         return (latents,) if labels is None else (latents, labels)
 
+    def shards_at_start(self) -> str:
+        """Name the shards that the first entry may come from."""
+        _, shards, _ = next(self.groups())
+        return " or ".join(self.dataset.names[i] for i in shards)
+
     def _micro_batch(self, latents: np.ndarray, labels: np.ndarray | None = None) -> MicroBatch:
         tensors = [None if array is None else torch.from_numpy(array) for array in (latents, labels)]
         if self.pin_memory:
             tensors = [None if tensor is None else tensor.pin_memory() for tensor in tensors]
         return MicroBatch(*tensors, masks=None, num_forced=0)
+
+
+def shards_by_step(
+    dataset: ShardDataset, seed: int, batch_size: int, micro_batch_size: int, num_processes: int
+) -> Callable[[int], list[str]]:
+    """Return a function that names, for each sample of the batch after so many steps, the shards that it may come from."""
+
+    def names(step: int) -> list[str]:
+        sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "pin_memory": False}
+        streams = [
+            ShardStream(dataset, step, seed=seed, **sizes, process_index=i, num_processes=num_processes)
+            for i in range(num_processes)
+        ]
+        of_processes = [stream.shards_at_start() for stream in streams]
+        return [of_processes[i // micro_batch_size % num_processes] for i in range(batch_size)]
+
+    return names

@@ -64,12 +64,16 @@ class StreamOrder:
     def __iter__(self) -> Iterator[Draw]:
         step = self.start_step
         while True:
-            batch = self.entries(step * self.batch_size + np.arange(self.batch_size))
+            batch = self.batch(step)
             mirrored = self._draw_mirrored(step) if self.mirrors else None
             for micro in range(self.process_index, self.batch_size // self.micro_batch_size, self.num_processes):
                 here = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
                 yield Draw(batch[here], None if mirrored is None else mirrored[here], batch)
             step += 1
+
+    def batch(self, step: int) -> np.ndarray:
+        """Return the entries (batch_size,) of the batch after `step` steps, in the order of its micro-batches."""
+        return self.entries(step * self.batch_size + np.arange(self.batch_size))
 
     def entries(self, positions: np.ndarray) -> np.ndarray:
         """Return the entries at positions of the stream; a batch may straddle permutations."""
@@ -133,6 +137,13 @@ def stream(
     )
     reader = _Reader(dataset, with_masks, token_mask)
     return DataLoader(reader, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory)
+
+
+def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Callable[[int], list[int]]:
+    """Return a function that names the entries of the batch after so many steps, in the order of its micro-batches."""
+    whole = {"micro_batch_size": batch_size, "start_step": 0, "process_index": 0, "num_processes": 1}
+    order = StreamOrder(dataset.train_ids, seed=seed, batch_size=batch_size, **whole)
+    return lambda step: order.batch(step).tolist()
 
 
 def count_forced(dataset: LatentDataset, ids: np.ndarray, token_mask: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:

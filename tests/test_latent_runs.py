@@ -15,7 +15,7 @@ from tests.inception import write_random_weights
 from tests.photos import write_autoencoder, write_photographs
 from tests.runs import TINY, composed, metrics, tiny_run
 from training.checkpoint import latest_checkpoint
-from training.config import UserMistake
+from training.config import Explained
 
 RUN = ("data=latents", "model/size=tiny", "sampler.num_steps=2", *TINY[1:], "model.depth=4", "model.routes=[]", "model=dit")
 
@@ -78,7 +78,7 @@ def test_another_autoencoder_is_refused_and_a_moved_one_found(folder, tmp_path):
     again, record = draw(folder, f"encoder={moved}")
     assert np.array_equal(again, images)
     assert record["encoder"]["name"] == str(moved)
-    with pytest.raises(UserMistake, match=r"other has weights .* must be the same .*allow_other_encoder=true"):
+    with pytest.raises(Explained, match=r"other has weights .* must be the same .*allow_other_encoder=true"):
         draw(folder, f"encoder={other}")
     forced, record = draw(folder, f"encoder={other}", "allow_other_encoder=true")
     assert not np.array_equal(forced, images)
@@ -162,7 +162,7 @@ def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
     (tmp_path / "latents" / "manifest.json").write_text(json.dumps({**manifest, "encoder": str(tmp_path / "gone")}))
     options = (*RUN, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
     with pytest.raises(
-        UserMistake,
+        Explained,
         match=r"gone is not there \(any more\): say with encoder=FOLDER .*Training goes without: train\.sample_every=null",
     ):
         train.main(composed(*options, "train.sample_every=2"))

@@ -1,15 +1,18 @@
 """Checkpoints: tensors and plain types only, written beside their place and renamed when they are whole.
 
 A checkpoint is a folder `step_00001000` with `net.safetensors`, `ema.safetensors` (the weights to sample from, usable on
-their own), `optimizer.safetensors` and `state.json`.
+their own), `optimizer.safetensors`, `state.json`, and `SHA256SUMS` of these four, which are held against it before they are
+used (`sha256sum -c SHA256SUMS` does the same by hand).
 """
 
 import argparse
+import hashlib
 import json
 import os
 import pickle
 import re
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from safetensors.torch import load_file, save_file
 
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 WRAPPERS = ("module.", "_orig_mod.", "model.", "net.")
+SUMS = "SHA256SUMS"
+CONTENT = {"net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"}
 
 
 class CheckpointFolder:
@@ -35,29 +40,61 @@ class CheckpointFolder:
         self.folder, self.keep_last, self.milestone_every = folder, keep_last, milestone_every
 
     def save(self, step: int, net: nn.Module, ema: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Write a checkpoint of `step`, then remove those that are no longer kept."""
+        """Write a checkpoint of `step`, then remove those that are no longer kept.
+
+        Raises:
+            OSError: it could not be written; what was there before is still there.
+        """
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".{final.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _save_tensors(partial / "net.safetensors", net.state_dict())
-        _save_tensors(partial / "ema.safetensors", ema.state_dict())
-        _save_tensors(partial / "optimizer.safetensors", _optimizer_tensors(net, optimizer))
-        (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        if final.exists():
-            shutil.rmtree(final)
+        for left_over in self.folder.glob(".step_*"):  # of a process that was killed while it saved or removed
+            shutil.rmtree(left_over)
+        try:
+            partial.mkdir(parents=True)
+            _save_tensors(partial / "net.safetensors", net.state_dict())
+            _save_tensors(partial / "ema.safetensors", ema.state_dict())
+            _save_tensors(partial / "optimizer.safetensors", _optimizer_tensors(net, optimizer))
+            (partial / "state.json").write_text(json.dumps({"step": step, **state}) + "\n")
+            (partial / SUMS).write_text("".join(f"{_digest(file)}  {file.name}\n" for file in sorted(partial.iterdir())))
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _discard(final)
         partial.rename(final)
         _sync(self.folder)
         self._remove_old()
+
+    def newest_whole(self, show: Callable[[str], None]) -> Path | None:
+        """Return the newest checkpoint that is as it was written, or None if there is none at all.
+
+        Damaged ones are told of and put aside, as `step_N.damaged`, so that nothing counts or uses them.
+
+        Raises:
+            ValueError: there are checkpoints, and all are damaged, or the newest has no digests.
+        """
+        found = steps_in(self.folder)
+        for _, path in reversed(found):
+            damage = damage_of(path)
+            if damage is None:
+                return path
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            show(f"warning: {path} is damaged ({damage}), put aside as {aside.name}; the checkpoint before it is used")
+        if found:
+            raise ValueError(
+                f"{self.folder}: none of the checkpoints is whole, so the run can not go on: start another, run_name=NAME"
+            )
+        return None
 
     def load(
         self, path: Path, net: nn.Module, ema: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> dict[str, Any]:
         """Load a checkpoint into its objects and return what was saved as `state`, with the step."""
-        load_weights(net, path / "net.safetensors")
-        load_weights(ema, path / "ema.safetensors")
+        _load_into(net, path / "net.safetensors")
+        _load_into(ema, path / "ema.safetensors")
         tensors = _load_tensors(path / "optimizer.safetensors", device)
         saved = optimizer.state_dict()
         for i, name in enumerate(_trained_names(net)):
@@ -67,9 +104,10 @@ class CheckpointFolder:
         return json.loads((path / "state.json").read_text())
 
     def _remove_old(self) -> None:
+        # All that are found were written by this run or held against their digests when it began.
         for step, path in steps_in(self.folder)[: -self.keep_last]:
             if not self.milestone_every or step % self.milestone_every:
-                shutil.rmtree(path)
+                _discard(path)
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
@@ -84,6 +122,26 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
     return found[-1][1] if found else None
 
 
+def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
+    """Say what is wrong with files of a checkpoint; None where each is as it was written.
+
+    Raises:
+        ValueError: it has no digests.
+    """
+    sums = checkpoint / SUMS
+    if not sums.is_file():
+        raise ValueError(
+            f"{checkpoint} has no {SUMS}. If an earlier version wrote it and it is whole: "
+            f"cd {checkpoint} && sha256sum *.safetensors state.json > {SUMS}"
+        )
+    try:
+        digests = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
+        wrong = [name for name in sorted(names) if digests.get(name) != _digest(checkpoint / name)]
+    except (OSError, ValueError) as error:
+        return str(error)
+    return f"{', '.join(wrong)} is not what was written" if wrong else None
+
+
 def load_weights(net: nn.Module, source: str | Path) -> None:
     """Load weights into a network, by name.
 
@@ -94,9 +152,16 @@ def load_weights(net: nn.Module, source: str | Path) -> None:
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
-        ValueError: the file can not be read, or its names or shapes are not those of the network.
+        ValueError: the file can not be read, is not as its checkpoint was written, or its names or shapes are not those of
+            the network.
     """
     file = _weights_file(Path(source))
+    if (file.parent / SUMS).is_file() and (damage := damage_of(file.parent, [file.name])):
+        raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
+    _load_into(net, file)
+
+
+def _load_into(net: nn.Module, file: Path) -> None:
     tensors = {_strip(name): tensor for name, tensor in _load_tensors(file, torch.device("cpu")).items()}
     expected = net.state_dict()
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
@@ -142,7 +207,23 @@ def _load_tensors(file: Path, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    except SafetensorError as error:  # a full disk, among others
+        raise OSError(f"{file}: {error}") from error
+
+
+def _discard(checkpoint: Path) -> None:
+    """Remove a checkpoint; at no moment does a part of it look like one."""
+    if checkpoint.exists():
+        hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
+        checkpoint.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _strip(name: str) -> str:

@@ -51,6 +51,8 @@ class TrainConfig:
     sample_every: int | None = None
     keep_last: int = 2
     milestone_every: int | None = None
+    max_time_sec: float | None = None
+    max_skipped_steps: int = 10
     num_workers: int = 0
     init_from: str | None = None
     masked_loss: bool = False
@@ -252,8 +254,8 @@ def _manifest_key(reader: str, path: str, key: str) -> Any:
     return getattr(get_object(reader)(path), key)
 
 
-class UserMistake(Exception):
-    """Something that the user can mend, found before any work was done."""
+class Explained(Exception):
+    """An end that one line explains: to whom it is shown, a traceback tells no more."""
 
 
 @contextmanager
@@ -262,7 +264,7 @@ def user_mistakes() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        raise UserMistake(str(error)) from error
+        raise Explained(str(error)) from error
 
 
 def run(main: Callable[[], None]) -> None:
@@ -271,7 +273,7 @@ def run(main: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print in its own way
     try:
         main()
-    except (UserMistake, HydraException, OmegaConfBaseException) as error:
+    except (Explained, HydraException, OmegaConfBaseException) as error:
         if show_traceback:
             raise
         cause = error.__cause__ if isinstance(error, HydraException) else None

@@ -49,13 +49,14 @@ def keep_freed_memory() -> None:
 
 
 def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int) -> dict[str, Any]:
-    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun with.
+    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun with,
+    but for micro-batches that its processes can not share.
 
     Args:
         saved: what an earlier start of this run decided; empty for a new run.
 
     Raises:
-        ValueError: the launcher asks for another precision, or the processes do not divide the batch.
+        ValueError: the launcher asks for another precision.
     """
     train = config["train"]
     precision, compiled = train["mixed_precision"], train["compile"]
@@ -63,7 +64,9 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
         precision = saved.get("mixed_precision") or ("bf16" if _has_fast_bf16(device) else "no")
     if compiled == "auto":
         compiled = saved["compile"] if "compile" in saved else _can_compile(device)
-    micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"] // num_processes
+    micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"]
+    if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
+        micro_batch_size = train["batch_size"] // num_processes
     keep = train["keep_freed_memory"]
     if keep == "true" and not _is_glibc():
         raise ValueError("train.keep_freed_memory=true needs the C library glibc, which this machine does not have")
@@ -80,11 +83,6 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
         raise ValueError(
             f"train.mixed_precision={train['mixed_precision']} gives {precision} here, "
             f"but the launcher asks for {launched}: they must agree"
-        )
-    if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
-        raise ValueError(
-            f"{num_processes} processes can not share train.batch_size={train['batch_size']} in the micro-batches of "
-            f"{micro_batch_size} that this run was begun with"
         )
     return resolved
 

@@ -1,10 +1,15 @@
 """What a run was: its configuration, commit, versions, device, command and data, kept beside its results."""
 
+import fcntl
+import hashlib
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,13 @@ from joblib import cpu_count
 from training.machine import bf16_instructions
 
 PROJECT = Path(__file__).resolve().parents[1]
+SOURCES = (
+    "*.py",
+    "configs/**/*.yaml",
+    *(f"{p}/**/*.py" for p in ("data", "diffusion", "evaluation", "models", "routing", "training")),
+)
+START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
+HOLD_WITHIN_SEC = 60.0  # for the last process of an earlier start, which may still be saving
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
 # What a resumed run may change: none of it changes the weights that a step gives.
@@ -36,6 +48,8 @@ FREE_KEYS = (
     "train.sample_every",
     "train.keep_last",
     "train.keep_freed_memory",
+    "train.max_skipped_steps",
+    "train.max_time_sec",
     "train.milestone_every",
     "train.num_workers",
 )
@@ -54,10 +68,37 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.config_file, self.manifest_file = self.path / "config.yaml", self.path / "manifest.json"
+        self.failure_file, self._lock = self.path / ".failure.json", None
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest; empty before the run has started."""
-        return json.loads(self.manifest_file.read_text()) if self.manifest_file.is_file() else {}
+        """Return the manifest; empty before the run has started.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        if not self.manifest_file.is_file():
+            return {}
+        try:
+            manifest = json.loads(self.manifest_file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{self.manifest_file} is damaged: {error}") from error
+        if not isinstance(manifest, dict):
+            raise ValueError(f"{self.manifest_file} is damaged: it holds no object")
+        return manifest
+
+    def config(self) -> dict[str, Any]:
+        """Return the configuration of a run that was started.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        try:
+            config = yaml.safe_load(self.config_file.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.config_file} is damaged: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"{self.config_file} is damaged: it holds no configuration")
+        return config
 
     def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return configuration and manifest of a run that was started.
@@ -68,7 +109,7 @@ class RunFolder:
         for file in (self.config_file, self.manifest_file):
             if not file.is_file():
                 raise FileNotFoundError(f"run={self.path} is no run: {file} not found")
-        return yaml.safe_load(self.config_file.read_text()), self.manifest()
+        return self.config(), self.manifest()
 
     def has_results(self) -> bool:
         """Say whether there is anything here that another run must not overwrite."""
@@ -88,7 +129,7 @@ class RunFolder:
         """
         if not self.has_results():
             return
-        old, new = LATER_KEYS | _flatten(yaml.safe_load(self.config_file.read_text())), _flatten(config)
+        old, new = LATER_KEYS | flatten(self.config()), flatten(config)
         free_keys = set(FREE_KEYS)
         if follows_the_total(config):
             free_keys.remove("train.total_steps")
@@ -107,11 +148,64 @@ class RunFolder:
         if self.manifest()["data"]["fingerprint"] != data["fingerprint"]:
             raise ValueError(f"output_dir={self.path} was begun with other data: start this run elsewhere with run_name=NAME")
 
-    def begin(self, config: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Write the configuration and the manifest of a run that starts or resumes."""
+    def hold(self, show: Callable[[str], None]) -> None:
+        """Keep the folder for this process until it ends, however it ends: two that write here would spoil each other's work.
+
+        Raises:
+            OSError: it can not be written to.
+            ValueError: another process holds it, and does not end within a minute.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("a+")
+        for attempt in range(int(HOLD_WITHIN_SEC)):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == 0:
+                    show(f"{self.path} is in use by another process ({self._holder()}); waiting for its end")
+                time.sleep(1.0)
+        else:
+            raise ValueError(
+                f"output_dir={self.path} is in use by another process ({self._holder()}): end it, or choose run_name=NAME"
+            )
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.flush()
+        self.failure_file.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let another process have the folder."""
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def _holder(self) -> str:
+        self._lock.seek(0)
+        return self._lock.read()
+
+    def fail(self, process_index: int, reason: str, details: dict[str, Any]) -> dict[str, Any]:
+        """Record why the run failed, and return what failed first: often another process, whose end was this one's."""
+        failure = {"process": process_index, "reason": reason, **details}
+        try:
+            with self.failure_file.open("x") as file:  # for one of them alone
+                file.write(json.dumps(failure))
+            self.update({"status": "failed", "failure": failure})
+        except FileExistsError:
+            return json.loads(self.failure_file.read_text() or "{}")
+        except OSError as error:  # no room even for this
+            failure["reason"] += f" (not recorded in {self.manifest_file}: {error})"
+        return failure
+
+    def begin(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
+        """Write the configuration and the manifest of a run that starts or resumes at a step."""
         _write(self.config_file, yaml.safe_dump(config, sort_keys=False))
-        self.update(manifest)
+        start = {
+            "step": step,
+            **{key: details[key] for key in ("command", "commit", "source_sha256", "num_processes", "changes")},
+        }
+        starts = [*(self.manifest().get("starts", []) if step else []), start]
+        self.update({**details, "status": "running", "reason": None, "failure": None, "starts": starts})
 
     def update(self, fields: dict[str, Any]) -> None:
         """Change fields of the manifest."""
@@ -123,11 +217,34 @@ def follows_the_total(config: dict[str, Any]) -> bool:
     return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
 
 
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Say what differs between this start of a run and the one before it, and what that means.
+
+    Args:
+        old, new: manifests.
+    """
+    said = []
+    if old["num_processes"] != new["num_processes"]:
+        order = "each process reads other shards from here on" if "note" in new["data"] else "the order of the data stays"
+        said.append(f"{old['num_processes']} process(es) -> {new['num_processes']}: {order}, sums are rounded differently")
+    sizes = [manifest["resolved"]["micro_batch_size"] for manifest in (old, new)]
+    if sizes[0] != sizes[1]:
+        said.append(f"micro-batches of {sizes[0]} -> {sizes[1]}: noise, dropped labels and tokens are other draws from here on")
+    if old.get("source_sha256") != new["source_sha256"]:
+        said.append(f"the code is another (commit {old['commit']} -> {new['commit']})")
+    for key, value in {"device": new["device"], "processor": new["processor"], **new["versions"]}.items():
+        before = {**old, **old["versions"]}.get(key)
+        if before != value:
+            said.append(f"{key} {before} -> {value}: results may differ by rounding")
+    return said
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Return commit, versions, device, processor and command of this process."""
     return {
         "command": " ".join([os.path.relpath(sys.argv[0], PROJECT), *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD"),
+        "source_sha256": source_sha256(),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
@@ -158,6 +275,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         ),
         *([f"data       {details['data']['note']}"] if "note" in details["data"] else []),
         *(["evaluation no val_loss_dense: the data have no held-out entries (num_held_out)"] if blind else []),
+        *(f"changed    {change}" for change in details["changes"]),
         f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}",
     ]
     if resolved["compile"]:
@@ -194,13 +312,25 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip()
 
 
-def _flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries by their dotted keys."""
     if not isinstance(config, dict):
         return {prefix: config}
-    return {k: v for key, value in config.items() for k, v in _flatten(value, f"{prefix}.{key}" if prefix else key).items()}
+    return {k: v for key, value in config.items() for k, v in flatten(value, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def source_sha256() -> str:
+    """Return a hash of all that this project's programs consist of, committed or not."""
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in SOURCES for file in PROJECT.glob(pattern)}):
+        digest.update(f"{file.relative_to(PROJECT).as_posix()} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def _write(file: Path, text: str) -> None:
     partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text)
+    with partial.open("w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
     partial.replace(file)

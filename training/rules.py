@@ -18,9 +18,9 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
         ValueError: with the dotted key, the value and the rule.
     """
     train = config["train"]
-    for key in ("total_steps", "batch_size", "log_every", "save_every", "keep_last"):
+    for key in ("total_steps", "batch_size", "log_every", "save_every", "keep_last", "max_skipped_steps"):
         check_positive(f"train.{key}", train[key])
-    for key in ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every"):
+    for key in ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every", "max_time_sec"):
         if train[key] is not None:
             check_positive(f"train.{key}", train[key], otherwise=", or null")
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):

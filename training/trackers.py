@@ -1,14 +1,23 @@
-"""Where metrics go: `metrics.jsonl` beside the run, always, and one tracker of the user's choice."""
+"""Where metrics go: `metrics.jsonl` beside the run, always, and one tracker of the user's choice.
+
+Neither can stop a training: lines that can not be written wait for room, and a tracker runs in a thread of its own.
+"""
 
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
+
+CLOSE_WITHIN_SEC = 60.0
 
 
 class Tracker(Protocol):
-    """What the trainer asks of a tracker."""
+    """What is asked of a tracker. Any error ends its use, not the training."""
 
     def log(self, values: dict[str, float], step: int) -> None: ...
 
@@ -18,25 +27,101 @@ class Tracker(Protocol):
 class MetricsFile:
     """Append one JSON object per log point to `metrics.jsonl`.
 
+    Lines that a full disk does not take are kept, in memory and in checkpoints, and written as soon as there is room.
+
     Args:
         size: length in bytes to cut an existing file back to: what lies behind belongs to steps that will be run again.
+        waiting: lines that had no room when `size` was measured.
+        show: prints a warning.
+
+    Raises:
+        OSError: the file can not be opened.
     """
 
-    def __init__(self, path: Path, size: int = 0):
-        self._file = path.open("a")
-        if self.size() > size:
-            os.truncate(path, size)
+    def __init__(self, path: Path, size: int = 0, waiting: str = "", show: Callable[[str], None] = print):
+        self.path, self.show = path, show
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        found = os.fstat(self._descriptor).st_size
+        if found < size:
+            show(f"warning: {path} has {found} bytes, the checkpoint knows of {size}: lines from before it are missing")
+        if found > size:
+            os.ftruncate(self._descriptor, size)
+        self._size, self._waiting, self._warned = min(found, size), waiting.encode(), False
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Write a line, or keep it until there is room."""
+        self._waiting += (json.dumps({"step": step, **values}) + "\n").encode()
+        try:
+            self.flush()
+        except OSError as error:
+            if not self._warned:
+                self.show(
+                    f"warning: {self.path}: {error}. Its lines are kept, in checkpoints too, and written when there is room"
+                )
+            self._warned = True
 
-    def size(self) -> int:
-        """Return the length of the file in bytes."""
-        return os.fstat(self._file.fileno()).st_size
+    def flush(self) -> None:
+        """Write the lines that wait.
+
+        Raises:
+            OSError: there is still no room.
+        """
+        while self._waiting:
+            # At a place, not at the end: what an attempt without room left there is written over.
+            num_written = os.pwrite(self._descriptor, self._waiting, self._size)
+            self._size += num_written
+            self._waiting = self._waiting[num_written:]
+        self._warned = False
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the file, after what is in the file has reached the disk."""
+        if not self._waiting:
+            os.fsync(self._descriptor)
+        return {"metrics_size": self._size, "metrics_waiting": self._waiting.decode()}
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._descriptor)
+
+
+class BackgroundTracker:
+    """Run a tracker in a thread of its own, so that a slow or failing one costs the training nothing.
+
+    Args:
+        build: makes the tracker, in the thread.
+        show: prints a warning.
+    """
+
+    def __init__(self, build: Callable[[], Tracker], show: Callable[[str], None]):
+        self._build, self.show = build, show
+        self._lines: SimpleQueue[tuple[dict[str, float], int] | None] = SimpleQueue()
+        self._failed = False
+        self._thread = Thread(target=self._run, name="tracker", daemon=True)
+        self._thread.start()
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Hand a line over."""
+        if not self._failed:
+            self._lines.put((values, step))
+
+    def close(self) -> None:
+        """Wait for what was handed over, but not for ever."""
+        self._lines.put(None)
+        self._thread.join(CLOSE_WITHIN_SEC)
+        if self._thread.is_alive():
+            self._switch_off(f"it did not end within {CLOSE_WITHIN_SEC:g} s")
+
+    def _run(self) -> None:
+        try:
+            tracker = self._build()
+            while line := self._lines.get():
+                tracker.log(*line)
+            tracker.close()
+        except Exception as error:  # whatever a service and its library may come to: the training is worth more
+            self._switch_off(f"{type(error).__name__}: {error}")
+
+    def _switch_off(self, reason: str) -> None:
+        self._failed = True
+        self.show(f"warning: the tracker is switched off ({' '.join(reason.split())}); metrics.jsonl has every line")
 
 
 class WandbTracker:
@@ -68,11 +153,14 @@ class TensorBoardTracker:
     def __init__(self, folder: str):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(folder)
+        self._open, self._writer = partial(SummaryWriter, folder), None
 
     def log(self, values: dict[str, float], step: int) -> None:
+        # Points that an earlier start of the run drew behind the checkpoint that this one resumed from are taken back.
+        self._writer = self._writer or self._open(purge_step=step)
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer:
+            self._writer.close()

@@ -14,11 +14,18 @@ import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from training.checkpoint import CheckpointFolder
 from training.ema import EMA
-from training.trackers import MetricsFile, Tracker
+from training.history import LossHistory, NotFinite
+from training.stopping import StopRequest
+from training.trackers import BackgroundTracker, MetricsFile
+
+STEPS_IN_RESERVE = 5  # of the mean time: what may still be under way when a run must end in time
+SLOW_DISK = 100e6  # bytes per second, until a first save tells
+LARGEST_NAMED = 5
 
 # Sums since the last log point.
 WINDOW = ("loss", "grad_norm", "landed", "skipped", "selection_ratio", "num_forced_bypassed")
@@ -56,6 +63,8 @@ class Trainer:
         evaluators: (every how many steps, evaluator).
         after_first_window: called with the last step's ratios at the first log point where tokens bypass, when everything
             is compiled.
+        stop_request: says when all processes are to save and end.
+        history: keeps what single steps gave until the next log point.
         metrics_file: gets every line; None on all processes but the first, like `tracker`.
         batch_size, micro_batch_size: the global batch, and the part of it that one forward takes.
         grad_clip: largest norm of the gradient; None does not clip.
@@ -78,8 +87,10 @@ class Trainer:
         evaluators: Sequence[tuple[int, Evaluator]],
         after_first_window: Callable[[tuple[float, ...]], None] | None,
         checkpoints: CheckpointFolder,
+        stop_request: StopRequest,
+        history: LossHistory,
         metrics_file: MetricsFile | None,
-        tracker: Tracker | None,
+        tracker: BackgroundTracker | None,
         seed: int,
         total_steps: int,
         batch_size: int,
@@ -95,6 +106,7 @@ class Trainer:
         self.micro_batches, self.to_latents, self.check_std = micro_batches, to_latents, check_std
         self.evaluators, self.checkpoints = evaluators, checkpoints
         self.after_first_window = after_first_window
+        self.stop_request, self.history = stop_request, history
         self.metrics_file, self.tracker = metrics_file, tracker
         self.seed, self.total_steps, self.grad_clip = seed, total_steps, grad_clip
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
@@ -102,16 +114,25 @@ class Trainer:
         self.parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
         self._restore(state)
 
-    def fit(self) -> None:
-        """Train until `total_steps`."""
+    def fit(self) -> str:
+        """Train until `total_steps`, or until asked to stop.
+
+        Returns:
+            Why it stopped before the end; empty at the end.
+
+        Raises:
+            NotFinite: too many steps in a row had to be skipped.
+            OSError: what is to be saved last can not be written.
+        """
         micro_batches = iter(self.micro_batches(self.step))
         bar = {"initial": self.step, "total": self.total_steps, "desc": "train", "unit": "step", "mininterval": 1.0}
         with tqdm(**bar, disable=not self.accelerator.is_main_process) as self.progress:
             self.resume_clock()
+            self.fit_start = self.clock_start
             while True:
-                self._save_and_evaluate()
-                if self.step == self.total_steps:
-                    break
+                reason = self._save_and_evaluate()
+                if reason or self.step == self.total_steps:
+                    return reason
                 self.train_step(micro_batches)
                 self.step += 1
                 self.progress.update()
@@ -137,7 +158,7 @@ class Trainer:
         self.net.train()
         num_processes = self.accelerator.num_processes
         indices = range(self.accelerator.process_index, self.batch_size // self.micro_batch_size, num_processes)
-        loss = torch.zeros((), device=self.device)
+        loss, sample_losses = torch.zeros((), device=self.device), []
         for index in indices:
             *tensors, num_forced = next(micro_batches)
             stored, labels, masks = (t if t is None else t.to(self.device, non_blocking=True) for t in tensors)
@@ -151,16 +172,22 @@ class Trainer:
             with nullcontext() if last else self.accelerator.no_sync(self.precond):
                 losses = self.loss_fn(self.precond, x, labels, generator=generator, **routing, loss_mask=masks)
                 micro_loss = losses.mean() / len(indices)
-                self.accelerator.backward(micro_loss)
+                # A loss that is not finite makes the gradients so too, on all processes: the step is skipped.
+                self.accelerator.backward(micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan))
             loss += micro_loss.detach()
+            sample_losses.append(losses)
             if masks is not None:
                 num_bypassed = self.route_plan.num_forced_bypassed(routing["force_keep"], self.ratios)
                 self.window[WINDOW.index("num_forced_bypassed")] += num_bypassed
         self.window[WINDOW.index("selection_ratio")] += sum(self.ratios) / max(1, len(self.ratios))
-        self.update_weights(loss)
+        self.history.add(loss, self.update_weights(loss), sample_losses)
 
-    def update_weights(self, loss: torch.Tensor) -> None:
-        """Clip, step and average the weights, and add to the sums of the window."""
+    def update_weights(self, loss: torch.Tensor) -> torch.Tensor:
+        """Clip, step and average the weights, and add to the sums of the window.
+
+        Returns:
+            Whether the step was skipped: 0 or 1, 0-d, on the device.
+        """
         grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
         if self.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip, grad_norm)
@@ -174,6 +201,7 @@ class Trainer:
         landed = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
         self.window[:3] += landed.nan_to_num(0.0, 0.0, 0.0)  # loss, grad_norm, landed
         self.window[WINDOW.index("skipped")] += skipped
+        return skipped
 
     def _generator(self, micro_index: int) -> torch.Generator:
         state = np.random.SeedSequence([self.seed, self.step, micro_index]).generate_state(1, np.uint64)
@@ -195,17 +223,35 @@ class Trainer:
         if self.net.routes:
             values["selection_ratio"] = selection_ratio / num_steps
             values["num_forced_bypassed"] = round(num_forced_bypassed * self.accelerator.num_processes)
-        self._log(values)
+        try:
+            found = self.history.report(self.step, self._rows())
+        except NotFinite as error:
+            self._log({**values, "skipped_steps": error.details["skipped_steps"]})
+            raise NotFinite(f"{error}. {self._largest_norms()}", error.details) from error
+        self._log({**values, **found})
+        for kind, steps in found.items():
+            for step in steps:
+                what = "skipped, not finite" if kind == "skipped_steps" else f"loss {step['loss']:.4g}, a spike"
+                self.show(f"step {step['step']}: {what}; largest losses in entries {step['entries']}")
         self.progress.set_postfix(loss=f"{values['loss'] or float('nan'):.4f}", img_per_sec=f"{values['images_per_sec']:.0f}")
         self.window.zero_()
         self.window_start_sec = self.train_time_sec
 
-    def _log(self, values: dict[str, float | None]) -> None:
+    def _rows(self) -> list[list[list[float]]]:
+        # SYNC: what single steps gave comes to the host, from all processes.
+        return self.accelerator.gather(self.history.rows[: self.history.num_rows].unsqueeze(0)).tolist()
+
+    def _largest_norms(self) -> str:
+        norms = {name: parameter.norm().item() for name, parameter in self.net.named_parameters()}
+        largest = sorted(norms, key=norms.get, reverse=True)[:LARGEST_NAMED]
+        return "Largest parameter norms: " + ", ".join(f"{name} {norms[name]:.4g}" for name in largest)
+
+    def _log(self, values: dict[str, Any]) -> None:
         values = {"num_images": self.step * self.batch_size, **values}
         if self.metrics_file:
             self.metrics_file.log(values, self.step)
         if self.tracker:
-            self.tracker.log({key: value for key, value in values.items() if value is not None}, self.step)
+            self.tracker.log({key: value for key, value in values.items() if isinstance(value, int | float)}, self.step)
 
     def _after_first_window(self) -> None:
         if self.after_first_window and any(self.ratios):
@@ -214,50 +260,84 @@ class Trainer:
             self.after_first_window = None
             self.progress.set_description("train")
 
-    def _save_and_evaluate(self) -> None:
-        last = self.step == self.total_steps
+    def _save_and_evaluate(self) -> str:
+        """Do what is due between two steps, and return why the run is to stop here, if it is."""
+        last, stop = self.step == self.total_steps, self._stop()
         due = [evaluator for every, evaluator in self.evaluators if self._is_due(every) or last]
-        save = (self._is_due(self.save_every) or last) and self.step > self.saved_step
-        if self.step == 0 or not (save or due):
-            return
+        save = (self._is_due(self.save_every) or last or stop) and self.step > self.saved_step
+        unlogged = last and self.step % self.log_every
+        if self.step == 0 or not (save or due or unlogged):
+            return stop
         self.pause_clock()
         if save:
-            self._save()
-        if last and self.step % self.log_every:
+            self._save(must=bool(last or stop))
+        if unlogged and not stop:
             self.log_training()  # after the save: a longer run goes on as if it had not been written
-        if due:
+        values = {}
+        for evaluator in due:
+            start = time.perf_counter()
+            # What is due and not done is done when the run goes on.
+            stop = stop or self._stop(evaluation=True)
+            if stop:
+                return stop
             self.progress.set_description("evaluate")
-        values = {key: value for evaluator in due for key, value in evaluator.run(self.step)}
+            values |= evaluator.run(self.step)
+            self.longest_evaluation_sec = max(self.longest_evaluation_sec, time.perf_counter() - start)
         self.progress.set_description("train")
         if values:
             self._log(values)
             self.show(f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in values.items()))
         self.resume_clock()
+        return stop
+
+    def _stop(self, evaluation: bool = False) -> str:
+        mean_step_sec = (time.perf_counter() - self.fit_start) / max(1, self.step - self.first_step)
+        reserve_sec = self.longest_save_sec + STEPS_IN_RESERVE * mean_step_sec
+        return self.stop_request.agreed(reserve_sec + (self.longest_evaluation_sec if evaluation else 0.0))
 
     def _is_due(self, every: int) -> bool:
         return self.step > 0 and self.step % every == 0
 
-    def _save(self) -> None:
+    def _save(self, must: bool) -> None:
+        """Save, or say why not: a disk that is full for now must not cost what is in memory, unless this is the last chance."""
+        start = time.perf_counter()
         # SYNC: everything comes to the host. Each process keeps its own sums, so that a resumed window adds up bitwise.
         windows = self.accelerator.gather(self.window.unsqueeze(0)).tolist()
+        history = self.history.state(self._rows())
+        error = None
         if self.accelerator.is_main_process:
             state = {
                 "train_time_sec": self.train_time_sec,
                 "window_start_sec": self.window_start_sec,
                 "windows": windows,
                 "num_ema_updates": int(self.ema.num_updates),
-                "metrics_size": self.metrics_file.size(),
+                "history": history,
             }
-            self.checkpoints.save(self.step, self.net, self.ema.net, self.optimizer, state)
-        self.saved_step = self.step
-        self.accelerator.wait_for_everyone()
+            try:
+                state |= self.metrics_file.state()
+                self.checkpoints.save(self.step, self.net, self.ema.net, self.optimizer, state)
+            except OSError as caught:
+                error = str(caught)
+        (error,) = broadcast_object_list([error])  # also waits for the first process
+        if error is None:
+            self.saved_step = self.step
+        else:
+            kept = f"the last checkpoint is that of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
+            if must:
+                raise OSError(f"step {self.step} could not be saved: {error}; {kept}")
+            self.show(f"warning: step {self.step} could not be saved: {error}; {kept}. Training goes on and will save again")
+        self.longest_save_sec = max(self.longest_save_sec, time.perf_counter() - start)
 
     def _restore(self, state: dict[str, Any] | None) -> None:
-        self.step = self.saved_step = state["step"] if state else 0
+        self.step = self.saved_step = self.first_step = state["step"] if state else 0
         self.train_time_sec = state["train_time_sec"] if state else 0.0
         self.window_start_sec = state["window_start_sec"] if state else 0.0
         self.window = torch.zeros(len(WINDOW), device=self.device)
+        # The weights, their average, and two numbers of the optimizer for each.
+        num_bytes = 4 * 4 * sum(parameter.numel() for parameter in self.net.parameters())
+        self.longest_save_sec, self.longest_evaluation_sec = num_bytes / SLOW_DISK, 0.0
         if state:
+            self.history.restore(state["history"], self.accelerator.process_index, self.accelerator.num_processes)
             self.ema.num_updates.fill_(state["num_ema_updates"])
             windows = torch.tensor(state["windows"], device=self.device)
             same = len(windows) == self.accelerator.num_processes

@@ -127,7 +127,7 @@ def test_windows_that_grow_for_masks_are_counted(trainer_of):
 )
 def test_a_setting_that_can_not_be_timed_is_refused(overrides, message):
     setting = runs.Setting("test", (*SMALL, *FP32, *overrides), 8)
-    with pytest.raises(configuration.UserMistake, match=message):
+    with pytest.raises(configuration.Explained, match=message):
         train_step.measure(setting, 1, {})
 
 

@@ -14,7 +14,7 @@ from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_s
 from data.make_shards import write_shards
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from training.checkpoint import latest_checkpoint
-from training.config import UserMistake
+from training.config import Explained
 from training.rules import STREAMED_DATA
 
 COUNT, HELD_OUT, SHARD = 60, 5, 7  # 55 entries in 8 shards, the last of 6
@@ -306,7 +306,7 @@ def test_rules_of_streams(folder, latents, tmp_path):
     assert STREAMED_DATA == "data.open_shards"
     with pytest.raises(ValueError, match=r"train.num_workers=2 must be 0 for data=stream"):
         tiny_trainer(tmp_path / "r", *RUN, f"data.path={folder}", "train.num_workers=2")
-    with pytest.raises(UserMistake, match=r"train.masked_loss=true needs masks"):
+    with pytest.raises(Explained, match=r"train.masked_loss=true needs masks"):
         train.main(composed(*RUN, f"output_dir={tmp_path / 'r'}", f"data.path={folder}", "train.masked_loss=true"))
     other = tmp_path / "other"
     write_shards(latents, other, SHARD + 1)
