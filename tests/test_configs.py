@@ -107,13 +107,13 @@ def test_items_of_the_route_list_are_overridden_by_number():
 
 
 WRONG = [
-    (["+model.hiden_size=3"], r"model\.hiden_size=3 is not known: DiT takes .*hidden_size"),
-    (["model.depth=abc"], r"model\.depth='abc' must be of type <class 'int'>"),
+    (["+model.hiden_size=3"], r"model\.hiden_size=3 is not known: did you mean hidden_size\?"),
+    (["model.depth=abc"], r"model\.depth='abc' must be of type int"),
     (["model.num_heads=3.5"], r"model\.num_heads=3\.5 must be of type"),
     (["model.fp32_after_route=7.5"], r"model\.fp32_after_route=7\.5"),
-    (["diffusion.loss.P_mean=x"], r"diffusion\.loss\.P_mean='x' must be of type <class 'float'>"),
-    (["sampler.num_steps=many"], r"sampler\.num_steps='many' must be of type <class 'int'>"),
-    (["+sampler.num_step=3"], r"sampler\.num_step=3 is not known: edm_sampler takes .*num_steps"),
+    (["diffusion.loss.P_mean=x"], r"diffusion\.loss\.P_mean='x' must be of type float"),
+    (["sampler.num_steps=many"], r"sampler\.num_steps='many' must be of type int"),
+    (["+sampler.num_step=3"], r"sampler\.num_step=3 is not known: did you mean num_steps\?"),
     (["sampler._target_=diffusion.nothing"], r"sampler\._target_=diffusion\.nothing can not be imported"),
     (["+tracker.mode=online"], r"tracker=\{'mode': 'online'\} must name a _target_"),
     (["model.routes=[]"], r"model\.routes=\[\]: TREAD training requires you to configure the routes"),

@@ -110,7 +110,7 @@ def test_a_sweep_runs_each_job_in_its_own_folder_as_if_alone_and_continues(tmp_p
 
 
 ERRORS = [
-    (["train.total_stepz=3"], "error: Could not override 'train.total_stepz'.: Key 'total_stepz' not in 'TrainConfig'"),
+    (["train.total_stepz=3"], "error: train.total_stepz is not known: did you mean train.total_steps?"),
     (["train.total_steps=abc"], "train.total_steps=abc: Value 'abc' of type 'str' could not be converted to Integer"),
     (["model/size=huge"], "Could not find 'model/size/huge' Available options in 'model/size': b_2"),
     (["model.routes=[]"], "TREAD training requires you to configure the routes"),
@@ -123,10 +123,9 @@ ERRORS = [
 def test_a_mistake_ends_in_one_message_and_no_traceback(tmp_path, overrides, message):
     result = start(ONE, "train.py", "run_name=r", *DIGITS, *overrides, folder=tmp_path, check=False)
     assert result.returncode != 0
-    assert message in result.stderr
-    *before, line = [line for line in result.stderr.splitlines() if line.strip()]
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")
-    assert all(line.startswith("Error executing job with overrides") for line in before)  # Hydra's own, which tells the job
+    assert message in line
     assert not (tmp_path / "runs").exists()
 
 

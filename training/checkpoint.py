@@ -190,7 +190,7 @@ def _weights_file(source: Path) -> Path:
 def _load_tensors(file: Path, device: torch.device) -> dict[str, torch.Tensor]:
     if file.suffix == ".safetensors":
         try:
-            return load_file(file, device=str(device))
+            return load_file(file, device="cpu" if device.type == "cpu" else str(device))  # it does not know cpu:0
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
     try:

@@ -9,12 +9,14 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +29,10 @@ from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from training.messages import did_you_mean, explain
 from training.rules import check_groups, check_loop
 
 LONGEST_NAME = 160
-NOT_FOR_USERS = ("To append to your config", "full_key:", "reference_type=", "object_type=", "See https://")
 GROUPS_OF_TARGETS = ("model", "data", "sampler", "evaluation", "tracker")
 
 
@@ -218,18 +220,20 @@ class AdviceConfig:
     output: str | None = None  # None: inside the run
 
 
+SCHEMAS = {
+    "train": Config,
+    "sample": SampleConfig,
+    "fid": ScoreConfig,
+    "encode": EncodeConfig,
+    "convert": ConvertConfig,
+    "advise": AdviceConfig,
+}
+
+
 def register() -> None:
     """Make the schemas and resolvers known to Hydra; entry points call this before they compose."""
     store = ConfigStore.instance()
-    schemas = {
-        "train": Config,
-        "sample": SampleConfig,
-        "fid": ScoreConfig,
-        "encode": EncodeConfig,
-        "convert": ConvertConfig,
-        "advise": AdviceConfig,
-    }
-    for name, schema in schemas.items():
+    for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver("default_run_name", _default_run_name, replace=True)
     OmegaConf.register_new_resolver("latent_manifest", partial(_manifest_key, "data.read_manifest"), replace=True)
@@ -254,8 +258,11 @@ def _manifest_key(reader: str, path: str, key: str) -> Any:
     return getattr(get_object(reader)(path), key)
 
 
-class Explained(Exception):
-    """An end that one line explains: to whom it is shown, a traceback tells no more."""
+class Explained(SystemExit):
+    """An end that one line explains: to whom it is shown, a traceback tells no more.
+
+    Hydra lets it through as it is, where it would put words of its own before an Exception.
+    """
 
 
 @contextmanager
@@ -264,7 +271,9 @@ def user_mistakes() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        raise Explained(str(error)) from error
+        hydra = HydraConfig.get() if HydraConfig.initialized() else None
+        job = f" (in the job {' '.join(hydra.overrides.task)})" if hydra and hydra.mode == RunMode.MULTIRUN else ""
+        raise Explained(f"{error}{job}") from error
 
 
 def run(main: Callable[[], None]) -> None:
@@ -273,18 +282,29 @@ def run(main: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print in its own way
     try:
         main()
-    except (Explained, HydraException, OmegaConfBaseException) as error:
-        if show_traceback:
+    except (Explained, HydraException, OmegaConfBaseException, ValueError) as error:
+        if show_traceback or not (isinstance(error, Explained) or _is_of_hydra(error)):
             raise
-        cause = error.__cause__ if isinstance(error, HydraException) else None
-        sys.exit(": ".join(["error", *(_one_line(e) for e in (error, cause) if e is not None)]))
+        sys.exit(f"error: {explanation(error, sys.argv[1:])}")
 
 
-def _one_line(error: BaseException) -> str:
-    """Return a message without what Hydra and OmegaConf add for their own developers."""
-    lines = [line.strip() for line in str(error).split("Config search path")[0].splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith(NOT_FOR_USERS))
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", text)
+def explanation(error: BaseException, arguments: Sequence[str]) -> str:
+    """Return one line for an error of Hydra, of OmegaConf, or of our own."""
+    texts = [str(error), *([str(error.__cause__)] if isinstance(error, HydraException) and error.__cause__ else [])]
+    return explain(texts, arguments, [f.name for schema in SCHEMAS.values() for f in _fields_within(schema)])
+
+
+def _is_of_hydra(error: BaseException) -> bool:
+    """Say whether an error comes from composing, in which Hydra raises bare ValueErrors, too."""
+    own = isinstance(error, HydraException | OmegaConfBaseException)
+    return own or "hydra" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+
+
+def _fields_within(schema: type) -> Iterator[Field]:
+    for found in fields(schema):
+        yield found
+        if is_dataclass(found.type):
+            yield from _fields_within(found.type)
 
 
 def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
@@ -307,13 +327,30 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration as plain types, every interpolation resolved.
 
     Raises:
-        ValueError: a mandatory key has no value.
+        ValueError: a mandatory key has no value, or a key was removed, or forced upon a group that does not know it.
     """
+    _check_keys(cfg)
     missing = _missing(OmegaConf.to_container(cfg))
     if missing:
         hint = " (a latent folder; data/README.md tells how one is made)" if "data.path" in missing else ""
         raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{hint}")
     return OmegaConf.to_container(cfg, resolve=True)
+
+
+def _check_keys(node: Any, key: str = "") -> None:
+    """Hold the keys against the schema: `++KEY=VALUE` and `~KEY` get by Hydra."""
+    if not isinstance(node, DictConfig):
+        return
+    schema = OmegaConf.get_type(node)
+    dotted = f"{key}." if key else ""
+    if is_dataclass(schema):
+        known = {found.name for found in fields(schema)}
+        for name in sorted(set(node) - known):
+            raise ValueError(f"{dotted}{name}={node[name]} is not known{did_you_mean(name, known)}")
+        for name in sorted(known - set(node)):
+            raise ValueError(f"{dotted}{name} must not be removed")
+    for name in node:
+        _check_keys(node._get_node(name), f"{dotted}{name}")
 
 
 def _missing(node: Any, key: str = "") -> list[str]:
@@ -360,7 +397,8 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     for name, value in given.items():
         if name not in parameters:
-            raise ValueError(f"{key}.{name}={value} is not known: {target.__name__} takes {', '.join(parameters)}")
+            hint = did_you_mean(name, parameters) or f": {target.__name__} takes {', '.join(parameters)}"
+            raise ValueError(f"{key}.{name}={value} is not known{hint}")
     checked = {}
     for name, parameter in parameters.items():
         plain = _plain(hints.get(name, Any))
@@ -369,7 +407,8 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
             try:
                 checked[name] = OmegaConf.to_container(OmegaConf.structured(schema(given[name])))[name]
             except OmegaConfBaseException as error:
-                raise ValueError(f"{key}.{name}={given[name]!r} must be of type {hints[name]}") from error
+                expected = getattr(hints[name], "__name__", hints[name])
+                raise ValueError(f"{key}.{name}={given[name]!r} must be of type {expected}") from error
         elif parameter.default is parameter.empty and plain is not Any:
             raise ValueError(f"{key}.{name} must be given: {target.__name__} needs it")
     return checked

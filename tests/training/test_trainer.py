@@ -206,7 +206,7 @@ def test_accumulation_sums_to_the_gradient_of_the_whole_batch(tmp_path):
         gradients.append([parameter.grad.clone() for parameter in trainer.parameters])
     trainer.net.zero_grad()
     seen = []
-    
+
     def look(loss):
         seen.extend(parameter.grad.clone() for parameter in trainer.parameters)
         return torch.zeros(())

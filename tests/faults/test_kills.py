@@ -1,0 +1,15 @@
+"""A run that was killed again and again ends like one that was not: 20 kills over the variants; `make soak` does more."""
+
+import pytest
+
+from tests.faults.killing import VARIANTS, kill_often
+
+NUM_KILLS = {"one process": 6, "accumulation": 5, "compiled": 3, "two processes": 6}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_that_is_killed_at_random_moments_ends_bitwise_like_one_that_was_not(tmp_path, name):
+    outcome = kill_often(tmp_path, VARIANTS[name], NUM_KILLS[name], seed=0)
+    assert outcome.lost == []
+    assert sum(outcome.kills.values()) == NUM_KILLS[name]
