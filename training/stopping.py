@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 # The order is the rank: where processes have several reasons, the last one is named.
-REASONS = ("", "the time limit train.max_time_sec", "its launcher is gone", "SIGUSR1", "SIGTERM")
+REASONS = ("", "the time limit train.max_time_sec", "the launcher is gone", "SIGUSR1", "SIGTERM")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # variables that torchrun and accelerate set
 TRY_AGAIN = os.EX_TEMPFAIL  # exit status of a run that was stopped: the same command goes on with it
@@ -58,7 +58,7 @@ class StopRequest:
         if self._signal:
             return self._signal
         if self._launcher is not None and os.getppid() != self._launcher:
-            return "its launcher is gone"
+            return "the launcher is gone"
         if self._ends is not None and time.time() + reserve_sec >= self._ends:
             return "the time limit train.max_time_sec"
         return ""

@@ -1,0 +1,65 @@
+"""Run train.py with a fault in one of its processes: python inject.py FAULT STEP PROCESS [KEY=VALUE ...]
+
+Each process leaves a hash of its weights in `weights_PROCESS`, so that they can be compared.
+"""
+
+import hashlib
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from training import provenance  # noqa: E402
+from training.trainer import Trainer  # noqa: E402
+
+fault, step, process = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+here = os.environ.get("RANK", "0")
+train_step, fit = Trainer.train_step, Trainer.fit
+
+
+def step_with_fault(self, micro_batches):
+    if self.step != step or process not in (here, "all"):
+        return train_step(self, micro_batches)
+    if fault == "raise":
+        raise RuntimeError("the cosmic ray")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "interrupt by a signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    loss_fn, to_latents = self.loss_fn, self.to_latents
+    if fault == "loss":
+        self.loss_fn = lambda *args, **kwargs: loss_fn(*args, **kwargs) + torch.inf
+    if fault == "batch":
+        self.to_latents = lambda *args: to_latents(*args).fill_(torch.nan)
+    if fault == "gradient":
+        self.parameters[0].register_hook(lambda gradient: gradient * torch.nan if self.step == step else gradient)
+    train_step(self, micro_batches)
+    self.loss_fn, self.to_latents = loss_fn, to_latents
+    return None
+
+
+def fit_and_leave_a_hash(self):
+    reason = fit(self)
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in self.net.parameters())
+    weights += b"".join(parameter.numpy().tobytes() for parameter in self.ema.net.parameters())
+    Path(f"weights_{here}").write_text(hashlib.sha256(weights).hexdigest())
+    return reason
+
+
+arguments = sys.argv[4:]
+if process == here and fault == "configuration":
+    arguments.append("optimizer.lr=0.5")
+if process == here and fault == "folder":  # a data.path that is not absolute means other data here
+    arguments.append(f"output_dir={Path('runs/r').resolve()}")
+    os.chdir("elsewhere")
+if process == here and fault == "code":
+    provenance.PROJECT = Path("elsewhere")
+Trainer.train_step, Trainer.fit = step_with_fault, fit_and_leave_a_hash
+sys.argv = [str(ROOT / "train.py"), *arguments]
+runpy.run_path(sys.argv[0], run_name="__main__")

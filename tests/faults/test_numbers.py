@@ -1,0 +1,193 @@
+"""Losses, gradients and batches that are not finite are skipped by all processes together, named, and end a run in time."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from tests.faults.killing import TWO
+from tests.faults.programs import inject
+from tests.runs import metrics, tiny_run, tiny_trainer
+from tests.training.test_trainer import assert_same_run
+from training.config import Explained
+from training.history import MOST_NAMED
+
+
+def poison(trainer, what, steps):
+    """Have a trainer meet what is not finite at some steps, in the third of eight samples where it is one sample's fault."""
+    step, loss_fn, to_latents = trainer.train_step, trainer.loss_fn, trainer.to_latents
+    value = {"nan": torch.nan, "inf": torch.inf}[what.split()[0]]
+
+    def spoil_loss(*args, **kwargs):
+        return loss_fn(*args, **kwargs) + torch.zeros(8).index_fill(0, torch.tensor(2), value)
+
+    def spoil_batch(*args):
+        return to_latents(*args).index_fill(0, torch.tensor(2), value)
+
+    def train_step(micro_batches):
+        bad = trainer.step in steps
+        trainer.loss_fn = spoil_loss if bad and "loss" in what else loss_fn
+        trainer.to_latents = spoil_batch if bad and "batch" in what else to_latents
+        hook = trainer.parameters[0].register_hook(lambda g: g * value) if bad and "gradient" in what else None
+        step(micro_batches)
+        if hook:
+            hook.remove()
+
+    trainer.train_step = train_step
+
+
+@pytest.mark.parametrize("what", ["nan loss", "inf loss", "nan gradient", "inf gradient", "nan batch", "inf batch"])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_named(tmp_path, what, capsys):
+    trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=3")
+    poison(trainer, what, {4})
+    states, step = [], trainer.train_step
+
+    def remember(micro_batches):
+        step(micro_batches)
+        tensors = [*trainer.net.parameters(), *trainer.ema.net.parameters(), trainer.ema.num_updates]
+        moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        states.append([tensor.detach().clone() for tensor in (*tensors, *moments)])
+
+    trainer.train_step = remember
+    train.run_training(trainer, run)
+    assert all(torch.equal(a, b) for a, b in zip(states[3], states[4], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(states[4], states[5], strict=True))
+    assert all(tensor.isfinite().all() for tensor in states[5])
+    first, second = metrics(tmp_path / "run")
+    assert "skipped_steps" not in first
+    (skipped,) = second["skipped_steps"]
+    assert (second["num_skipped_steps"], skipped["step"]) == (1, 5)
+    batch = trainer.history.entries(4)
+    assert set(skipped["entries"]) <= set(batch)
+    if "gradient" not in what:  # the sample at fault comes first
+        assert skipped["entries"][0] == batch[2]
+    assert f"step 5: skipped, not finite; largest losses in entries {skipped['entries']}" in capsys.readouterr().out
+    assert all(0 < line["loss"] < 10 for line in (first, second))
+
+
+def test_too_many_steps_in_a_row_end_the_run_at_the_next_log_point_and_say_where(tmp_path):
+    trainer, run = tiny_trainer(tmp_path, "train.log_every=4", "train.total_steps=12", "train.max_skipped_steps=3")
+    poison(trainer, "nan batch", {5, 6, 7, 8})
+    with pytest.raises(Explained) as caught:
+        train.run_training(trainer, run)
+    message = str(caught.value)
+    batch = trainer.history.entries(5)
+    assert "no finite loss or gradient in 3 or more steps in a row, from step 6 on (train.max_skipped_steps)" in message
+    assert f"its batch was {batch}" in message
+    name, norm = max(((n, p.norm().item()) for n, p in trainer.net.named_parameters()), key=lambda pair: pair[1])
+    assert f"Largest parameter norms: {name} {norm:.4g}" in message
+    assert trainer.step == 8
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [4, 8]
+    assert [skipped["step"] for skipped in lines[1]["skipped_steps"]] == [6, 7, 8]
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["status"] == "failed"
+    assert manifest["failure"]["step"] == 6
+    assert manifest["failure"]["entries"] == batch
+    assert manifest["failure"]["reason"].startswith("NotFinite: no finite loss")
+
+
+def test_steps_in_a_row_are_counted_across_log_points_and_resumes(tmp_path):
+    options = ("train.log_every=2", "train.total_steps=8", "train.save_every=1", "train.max_skipped_steps=4")
+    trainer, run = tiny_trainer(tmp_path, *options)
+    poison(trainer, "nan batch", range(1, 8))
+    step = trainer.train_step
+
+    def stop(micro_batches):
+        if trainer.step == 3:
+            raise KeyboardInterrupt
+        step(micro_batches)
+
+    trainer.train_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    trainer, run = tiny_trainer(tmp_path, *options)
+    poison(trainer, "nan batch", range(1, 8))
+    with pytest.raises(Explained, match="from step 2 on"):
+        train.run_training(trainer, run)
+    assert trainer.step == 6  # steps 2, 3, 4 and 5 are four in a row, step 6 is the next log point
+
+
+def test_steps_that_are_not_in_a_row_do_not_end_a_run(tmp_path):
+    trainer, run = tiny_trainer(tmp_path, "train.log_every=2", "train.total_steps=8", "train.max_skipped_steps=2")
+    poison(trainer, "nan loss", {1, 3, 5, 7})
+    train.run_training(trainer, run)
+    assert [line["num_skipped_steps"] for line in metrics(tmp_path)] == [1, 1, 1, 1]
+
+
+def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survives_a_resume(tmp_path, capsys):
+    options = ("train.log_every=7", "train.total_steps=140", "train.save_every=5", "train.batch_size=8")
+
+    def spoil(trainer):
+        loss_fn, step = trainer.loss_fn, trainer.train_step
+
+        def spiked(*args, **kwargs):
+            return loss_fn(*args, **kwargs) * torch.ones(8).index_fill(0, torch.tensor([1, 6]), 400.0)
+
+        def train_step(micro_batches):
+            trainer.loss_fn = spiked if trainer.step == 120 else loss_fn
+            step(micro_batches)
+
+        trainer.train_step = train_step
+
+    trainer, run = tiny_trainer(tmp_path / "whole", *options)
+    spoil(trainer)
+    train.run_training(trainer, run)
+    found = [spike for line in metrics(tmp_path / "whole") for spike in line.get("loss_spikes", [])]
+    (spike,) = found
+    batch = trainer.history.entries(120)
+    assert spike["step"] == 121
+    assert spike["loss"] > 20
+    assert set(spike["entries"][:2]) == {batch[1], batch[6]}
+    assert len(spike["entries"]) == MOST_NAMED
+    assert "step 121: loss" in capsys.readouterr().out
+
+    trainer, run = tiny_trainer(tmp_path / "parts", *options)
+    spoil(trainer)
+    step = trainer.train_step
+
+    def stop(micro_batches):
+        if trainer.step == 123:
+            raise KeyboardInterrupt
+        step(micro_batches)
+
+    trainer.train_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    assert not any("loss_spikes" in line for line in metrics(tmp_path / "parts"))  # that log point is still to come
+    trainer, run = tiny_trainer(tmp_path / "parts", *options)
+    assert trainer.first_step == 120
+    spoil(trainer)
+    train.run_training(trainer, run)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_new_level_of_the_loss_is_no_spike_for_ever(tmp_path):
+    history = tiny_trainer(tmp_path)[0].history
+    rng = np.random.default_rng(0)
+    assert not any(history._is_spike(loss) for loss in rng.normal(1.0, 0.1, 400))
+    spikes = [history._is_spike(loss) for loss in rng.normal(3.0, 0.1, 400)]
+    assert spikes[0]
+    assert not any(spikes[100:])
+    assert math.isclose(history.mean, 3.0, abs_tol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["loss", "gradient", "batch"])
+def test_all_processes_skip_what_is_not_finite_in_one_of_them(tmp_path, fault):
+    result = inject(TWO, fault, 3, 1, "train.log_every=3", "train.micro_batch_size=4", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    hashes = {(tmp_path / f"weights_{process}").read_text() for process in (0, 1)}
+    assert len(hashes) == 1
+    first, second = metrics(tmp_path / "runs/r")
+    assert (first["num_skipped_steps"], second["num_skipped_steps"]) == (0, 1)
+    (skipped,) = second["skipped_steps"]
+    assert skipped["step"] == 4
+    tiny_run(tmp_path / "alone", "train.log_every=3", "train.micro_batch_size=4")
+    assert metrics(tmp_path / "alone")[0]["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    if fault != "gradient":  # the entries at fault are those of process 1, the second half of the batch
+        trainer, _ = tiny_trainer(tmp_path / "other", "train.micro_batch_size=4")
+        assert set(skipped["entries"]) == set(trainer.history.entries(3)[4:])
