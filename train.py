@@ -47,7 +47,7 @@ from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weight
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
 from training.machine import keep_freed_memory, resolve_auto, start_process
-from training.processes import check_same, decided_by_first
+from training.processes import check_same, decided_by_first, lost_another
 from training.provenance import RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import DIGITS_EVALUATOR
 from training.speed import SpeedCheck, micro_step, most_graphs
@@ -128,7 +128,7 @@ def build_trainer(
     evaluators = _evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn)
     checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
     show = tqdm.write if accelerator.is_main_process else _say_nothing
-    checkpoint = decided_by_first(accelerator, lambda: run.hold(show) or checkpoints.newest_whole(show))
+    checkpoint = decided_by_first(accelerator, partial(_take, run, checkpoints, show))
     state = checkpoints.load(checkpoint, net, ema.net, optimizer, device) if checkpoint else None
     if state and state["step"] > settings["total_steps"]:
         run.release()
@@ -197,6 +197,16 @@ def build_trainer(
     )
 
 
+def _take(run: RunFolder, checkpoints: CheckpointFolder, show: Callable[[str], None]) -> Path | None:
+    """Take possession of a run's folder, and return the checkpoint to go on from."""
+    run.hold(show)
+    try:
+        return checkpoints.newest_whole(show)
+    except (ValueError, OSError):
+        run.release()
+        raise
+
+
 def _say_nothing(what: Any) -> None:
     pass
 
@@ -246,18 +256,21 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
         raise
     except Exception as error:
         details = error.details if isinstance(error, NotFinite) else {}
-        process = trainer.accelerator.process_index
-        first = run.fail(process, f"{type(error).__name__}: {error}", {"step": trainer.step, **details})
+        process, reason = trainer.accelerator.process_index, f"{type(error).__name__}: {error}"
+        if lost_another(error):
+            reason = f"another process is gone: {reason}"
+        first = run.fail(process, reason, {"step": trainer.step, **details})
         if first["process"] != process:
             raise configuration.Explained(f"process {first['process']} failed first: {first['reason']}") from error
-        if isinstance(error, NotFinite | OSError):
-            raise configuration.Explained(str(error)) from error
+        if isinstance(error, NotFinite | OSError) or lost_another(error):
+            raise configuration.Explained(reason if lost_another(error) else str(error)) from error
         raise
     finally:
         trainer.close()
         run.release()
     if reason:
-        trainer.show(f"stopped at step {trainer.step}, which is saved ({reason}): {again}")
+        saved = "which is saved" if trainer.step else "before the first"
+        trainer.show(f"stopped at step {trainer.step}, {saved} ({reason}): {again}")
     else:
         trainer.show(f"{run.path} is finished. Sample from it: accelerate launch sample.py run={run.path} num_samples=500")
     return reason

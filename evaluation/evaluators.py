@@ -72,8 +72,11 @@ class SampleGrid:
         images, _ = self.source(self.num_samples)
         if self.write:
             file = self.folder / f"step_{step:08d}.png"
-            save_grid(images, file, self.columns)
-            tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
+            try:
+                save_grid(images, file, self.columns)
+                tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
+            except OSError as error:  # a full disk, say: a picture is no reason to end a training
+                tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
         yield from ()
 
 

@@ -212,10 +212,10 @@ def test_no_more_processes_read_ahead_than_there_are_cores():
     assert workers == [0, most, most]
 
 
-def test_processes_that_do_not_fit_the_micro_batches_of_a_run_are_told_so():
+def test_micro_batches_that_the_processes_of_a_resumed_run_can_not_share_become_smaller():
     saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32}
-    with pytest.raises(ValueError, match=r"2 processes can not share train\.batch_size=32 in the micro-batches of 32"):
-        resolve_auto(validated(), saved, torch.device("cpu"), 2)
+    sizes = [resolve_auto(validated(), saved, torch.device("cpu"), n)["micro_batch_size"] for n in (1, 2, 4)]
+    assert sizes == [32, 16, 8]
 
 
 def test_processes_must_divide_the_batch():

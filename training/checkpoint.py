@@ -83,9 +83,9 @@ class CheckpointFolder:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
             show(f"warning: {path} is damaged ({damage}), put aside as {aside.name}; the checkpoint before it is used")
-        if found:
+        if found or list(self.folder.glob("*.damaged")):
             raise ValueError(
-                f"{self.folder}: none of the checkpoints is whole, so the run can not go on: start another, run_name=NAME"
+                f"{self.folder}: no checkpoint is whole, so the run can not go on: start another with run_name=NAME"
             )
         return None
 

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed import DistError
 
 T = TypeVar("T")
 LONGEST_VALUE = 80
@@ -45,3 +46,8 @@ def decided_by_first(state: PartialState, decide: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return decided
+
+
+def lost_another(error: BaseException) -> bool:
+    """Say whether an error is that of waiting for a process that is gone."""
+    return isinstance(error, DistError) or "gloo/transport" in str(error)  # gloo has no type for it

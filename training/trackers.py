@@ -55,9 +55,7 @@ class MetricsFile:
             self.flush()
         except OSError as error:
             if not self._warned:
-                self.show(
-                    f"warning: {self.path}: {error}. Its lines are kept, in checkpoints too, and written when there is room"
-                )
+                self.show(f"warning: {self.path}: {error}. Its lines wait, in checkpoints too, until there is room")
             self._warned = True
 
     def flush(self) -> None:

@@ -24,6 +24,7 @@ from training.stopping import StopRequest
 from training.trackers import BackgroundTracker, MetricsFile
 
 STEPS_IN_RESERVE = 5  # of the mean time: what may still be under way when a run must end in time
+END_SEC = 3.0  # for the end of the process itself
 SLOW_DISK = 100e6  # bytes per second, until a first save tells
 LARGEST_NAMED = 5
 
@@ -292,7 +293,7 @@ class Trainer:
 
     def _stop(self, evaluation: bool = False) -> str:
         mean_step_sec = (time.perf_counter() - self.fit_start) / max(1, self.step - self.first_step)
-        reserve_sec = self.longest_save_sec + STEPS_IN_RESERVE * mean_step_sec
+        reserve_sec = END_SEC + self.longest_save_sec + STEPS_IN_RESERVE * mean_step_sec
         return self.stop_request.agreed(reserve_sec + (self.longest_evaluation_sec if evaluation else 0.0))
 
     def _is_due(self, every: int) -> bool:

@@ -32,7 +32,7 @@ OPTIONS = (
     "model.hidden_size=32",
     "model.num_heads=4",
     "model.patch_size=2",
-    "train.total_steps=400",
+    "train.total_steps=240",
     "train.batch_size=8",
     "train.log_every=7",
     "train.save_every=5",
@@ -102,7 +102,7 @@ class Killed:
         if moment == "starting":
             time.sleep(rng.uniform(0, 6))
         else:
-            self._wait_for_training(process, before)
+            self.wait_for_training(process, before)
         if moment == "training":
             time.sleep(rng.uniform(0, 1.5))
         if moment == "saving":
@@ -123,7 +123,7 @@ class Killed:
         file = self.run / "config.yaml"  # written once in each start
         return file.stat().st_mtime if file.exists() else 0.0
 
-    def _wait_for_training(self, process: subprocess.Popen, before: float) -> None:
+    def wait_for_training(self, process: subprocess.Popen, before: float) -> None:
         deadline = time.monotonic() + STARTED_WITHIN_SEC
         while process.poll() is None and self._last_begin() == before:
             if time.monotonic() > deadline:

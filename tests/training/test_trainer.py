@@ -39,12 +39,20 @@ def assert_same_run(one, other):
     assert metrics(one) == metrics(other)
 
 
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory):
+    """A run of each variant that was left alone."""
+    folder = tmp_path_factory.mktemp("whole")
+    for variant, overrides in VARIANTS.items():
+        tiny_run(folder / variant, *overrides)
+    return folder
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stop_before", [1, 3, 4, 5])
-def test_an_interrupted_run_ends_bitwise_like_one_that_was_not(tmp_path, variant, stop_before):
+def test_an_interrupted_run_ends_bitwise_like_one_that_was_not(tmp_path, whole_runs, variant, stop_before):
     """The window of three steps between log points does not fit the two between checkpoints, on purpose."""
     overrides = VARIANTS[variant]
-    tiny_run(tmp_path / "whole", *overrides)
     trainer, run = tiny_trainer(tmp_path / "stopped", *overrides)
     step = trainer.train_step
 
@@ -59,7 +67,7 @@ def test_an_interrupted_run_ends_bitwise_like_one_that_was_not(tmp_path, variant
     assert run.manifest()["status"] == "interrupted"
     tiny_run(tmp_path / "stopped", *overrides)
     assert run.manifest()["status"] == "finished"
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert_same_run(whole_runs / variant, tmp_path / "stopped")
 
 
 @pytest.mark.parametrize("first_steps", [2, 3, 5])

@@ -1,0 +1,242 @@
+"""Full disks, read-only folders and damaged checkpoints cost neither the training nor what it has saved."""
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train
+from tests.faults.killing import ONE
+from tests.faults.programs import program
+from tests.runs import metrics, tiny_run, tiny_trainer
+from tests.training.test_trainer import assert_same_run
+from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, load_weights, steps_in
+from training.config import Explained
+from training.provenance import RunFolder
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "cut": cut,
+    "flipped bit": flip,
+    "empty": lambda file: os.truncate(file, 0),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("name", ["net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(tmp_path, whole, damage, name, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = latest_checkpoint(tmp_path / "run")
+    if (damage, name) == ("gone", "SHA256SUMS"):
+        pytest.skip("a checkpoint without digests is another case, tested below")
+    DAMAGES[damage](newest / name)
+    assert damage_of(newest)
+    tiny_run(tmp_path / "run")
+    assert f"warning: {newest} is damaged" in (said := capsys.readouterr().out)
+    assert f"put aside as {newest.name}.damaged" in said
+    assert "resumed at step 4" in said
+    assert newest.with_name(f"{newest.name}.damaged").is_dir()
+    assert_same_run(whole, tmp_path / "run")
+    assert damage_of(latest_checkpoint(tmp_path / "run")) is None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run whose manifest says that it was killed at its end."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    tiny_run(folder)
+    RunFolder(folder).update({"status": "running"})
+    return folder
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_does_not_begin_anew(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    for _, path in steps_in(tmp_path / "run/checkpoints"):
+        flip(path / "net.safetensors")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"no checkpoint is whole, so the run can not go on: start another with run_name="):
+            tiny_trainer(tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(whole)
+
+
+def test_a_checkpoint_without_digests_is_refused_with_what_makes_them(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = latest_checkpoint(tmp_path / "run")
+    (newest / "SHA256SUMS").unlink()
+    with pytest.raises(ValueError, match=r"has no SHA256SUMS. If an earlier version wrote it .* sha256sum") as caught:
+        tiny_trainer(tmp_path / "run")
+    os.system(str(caught.value).partition("it is whole: ")[2])
+    tiny_run(tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_nothing_is_sampled_from_a_damaged_checkpoint(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    net = tiny_trainer(tmp_path / "other")[0].net
+    load_weights(net, tmp_path / "run")
+    file = latest_checkpoint(tmp_path / "run") / "ema.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match=r"is damaged \(ema.safetensors is not what was written\)"):
+        load_weights(net, tmp_path / "run")
+
+
+def test_retention_counts_whole_checkpoints_alone(tmp_path, whole):
+    """Damaged ones that are newer must not push out the last good one."""
+    shutil.copytree(whole, tmp_path / "run")
+    flip(latest_checkpoint(tmp_path / "run") / "net.safetensors")
+    tiny_run(tmp_path / "run", "train.save_every=5", "train.keep_last=1", "train.total_steps=5")
+    ((step, path),) = steps_in(tmp_path / "run/checkpoints")
+    assert (step, damage_of(path)) == (5, None)
+
+
+def test_what_a_kill_left_of_saving_or_removing_is_never_used_and_goes_away(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=2, milestone_every=None)
+    net = torch.nn.Linear(1, 1)
+    for name in (".step_00000003.partial", ".step_00000001.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "net.safetensors").write_bytes(b"a part")
+    assert folder.newest_whole(print) is None
+    folder.save(5, net, net, torch.optim.AdamW(net.parameters()), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005"]
+
+
+def files_may_have(num_bytes):
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_nothing_of_the_run(tmp_path, capsys):
+    """Saving fails at steps 2 and 4 with the error of the system, then there is room again."""
+    tiny_run(tmp_path / "whole", "train.log_every=1")
+    trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
+    save, limit = trainer.checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def with_little_room(step, *args):
+        if step < 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        try:
+            save(step, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    trainer.checkpoints.save = with_little_room
+    train.run_training(trainer, run)
+    said = capsys.readouterr().out
+    assert "warning: step 2 could not be saved" in said
+    assert "File too large" in said
+    assert "there is no checkpoint yet. Training goes on and will save again" in said
+    assert [step for step, _ in steps_in(tmp_path / "run/checkpoints")] == [6]
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_run_only_where_it_would_end_without_its_last_checkpoint(tmp_path):
+    """The whole program under a limit that the checkpoints do not fit into, and again without it."""
+    result = program(ONE, "train.total_steps=2", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    full = program(ONE, folder=tmp_path, limit=files_may_have(100_000))
+    assert full.returncode == 1
+    assert "warning: step 4 could not be saved" in full.stdout
+    (line,) = [line for line in full.stderr.splitlines() if line.startswith("error")]
+    assert line.startswith("error: step 6 could not be saved: ")
+    assert line.endswith("the last checkpoint is that of step 2")
+    assert "Traceback" not in full.stderr
+    manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
+    assert manifest["status"] == "failed"
+    assert "step 6 could not be saved" in manifest["failure"]["reason"]
+    again = program(ONE, folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    tiny_run(tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "runs/r")
+
+
+def test_metrics_that_have_no_room_are_kept_and_written_when_there_is_room(tmp_path, capsys):
+    """The lines go to /dev/full; a checkpoint keeps them."""
+    tiny_run(tmp_path / "whole", "train.log_every=1")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(Explained, match="No space left on device"):
+        tiny_run(tmp_path / "run", "train.log_every=1")
+    said = capsys.readouterr().out
+    assert said.count("No space left on device. Its lines wait, in checkpoints too, until there is room") == 1
+    assert RunFolder(tmp_path / "run").manifest()["status"] == "failed"
+    (tmp_path / "run/metrics.jsonl").unlink()
+    tiny_run(tmp_path / "run", "train.log_every=1")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_metrics_are_written_once_where_room_comes_back_on_the_way(tmp_path):
+    tiny_run(tmp_path / "whole", "train.log_every=1")
+    trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
+    step, limit = trainer.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = []
+
+    def full_from_two_to_five(micro_batches):
+        if trainer.step == 2:  # room for a part of a line
+            size.append((tmp_path / "run/metrics.jsonl").stat().st_size + 10)
+        step(micro_batches)
+
+    log = trainer.metrics_file.flush
+
+    def flush():
+        if 2 < trainer.step < 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size[0], limit[1]))
+        try:
+            log()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    trainer.train_step, trainer.metrics_file.flush = full_from_two_to_five, flush
+    train.run_training(trainer, run)
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("folder", ["/sys/run", "/dev/null/run"])
+def test_a_folder_that_can_not_be_written_to_is_one_clear_error(tmp_path, folder):
+    with pytest.raises(OSError, match=folder):
+        tiny_trainer(folder)
+
+
+def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("training.provenance.HOLD_WITHIN_SEC", 1.0)
+    trainer, run = tiny_trainer(tmp_path)
+    before = (tmp_path / "manifest.json").read_text()
+    with pytest.raises(ValueError, match=rf"is in use by another process \(process {os.getpid()} on .*\): end it, or choose"):
+        tiny_trainer(tmp_path)
+    assert (tmp_path / "manifest.json").read_text() == before
+    assert "waiting for its end" in capsys.readouterr().out
+    train.run_training(trainer, run)
+    tiny_run(tmp_path, "train.total_steps=8")
+
+
+def test_a_damaged_manifest_or_configuration_of_a_run_is_named(tmp_path):
+    tiny_run(tmp_path, "train.total_steps=2")
+    for name, content in (("config.yaml", "a: [1"), ("config.yaml", "5"), ("manifest.json", "{"), ("manifest.json", "[]")):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"{name} is damaged"):
+            tiny_trainer(tmp_path)
+        (tmp_path / name).write_text(before)
+
+
+def test_lines_that_are_missing_before_a_checkpoint_are_told(tmp_path, capsys):
+    tiny_run(tmp_path, "train.total_steps=4", "train.log_every=1")
+    (tmp_path / "metrics.jsonl").write_text("")
+    tiny_run(tmp_path, "train.log_every=1")
+    assert "lines from before it are missing" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(tmp_path)] == [5, 6]

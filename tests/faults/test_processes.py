@@ -1,0 +1,119 @@
+"""Processes of one launch: they start alike or not at all, none waits for one that died, and their number may change."""
+
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from data import StreamOrder
+from tests.faults.killing import ALL_ENDED_WITHIN_SEC, ONE, TWO
+from tests.faults.programs import inject, program
+from tests.runs import ROOT, metrics
+from tests.training.test_trainer import write_latents
+from training.checkpoint import latest_checkpoint
+
+
+def lines_of(result):
+    return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["configuration", "folder", "code"])
+def test_processes_that_do_not_start_alike_refuse_together(tmp_path, fault):
+    data = ()
+    if fault == "folder":
+        write_latents(tmp_path / "latents", seed=0)
+        write_latents(tmp_path / "elsewhere/latents", seed=1)
+        data = ("data=latents", "data.path=latents", f"output_dir={tmp_path}/runs/r")
+    if fault == "code":
+        copied = shutil.copytree(
+            ROOT / "training", tmp_path / "elsewhere/training", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        (copied / "ema.py").write_text((copied / "ema.py").read_text() + "\n")
+    result = inject(TWO, fault, 0, 1, *data, folder=tmp_path)
+    assert result.returncode != 0
+    said = lines_of(result)
+    assert len(said) == 2  # one of each process
+    assert len(set(said)) == 1
+    assert said[0].startswith("error: the processes of this launch must start alike: ")
+    expected = {"configuration": "optimizer.lr is ", "folder": "fingerprint of the data is ", "code": "code (sha256) is "}
+    assert expected[fault] in said[0]
+    if fault == "configuration":
+        assert "optimizer.lr is 0.0001 in process 0, 0.5 in process 1" in said[0]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "process"), [("raise", 1), ("kill", 0), ("kill", 1)])
+def test_a_process_that_dies_takes_the_others_along_and_the_first_reason_is_recorded(tmp_path, fault, process):
+    start = time.monotonic()
+    result = inject(TWO, fault, 3, process, folder=tmp_path)
+    assert result.returncode != 0
+    assert time.monotonic() - start < ALL_ENDED_WITHIN_SEC
+    manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
+    if fault == "raise":
+        assert manifest["status"] == "failed"
+        assert manifest["failure"]["reason"] == "RuntimeError: the cosmic ray"
+        assert (manifest["failure"]["process"], manifest["failure"]["step"]) == (process, 3)
+    else:  # it could say nothing; the other one tells that it lost it
+        assert manifest["failure"]["process"] == 1 - process
+        assert "another process is gone" in manifest["failure"]["reason"]
+        assert "Signal 9" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_may_change_and_the_run_says_what_that_means(tmp_path):
+    """From one process to two and back; with micro-batches that both can share, the numbers stay, too."""
+    options = ("train.micro_batch_size=4", "train.log_every=1")
+    assert program(ONE, *options, "run_name=whole", folder=tmp_path).returncode == 0
+    for launcher, steps in ((ONE, 2), (TWO, 4), (ONE, 6)):
+        result = program(launcher, *options, f"train.total_steps={steps}", folder=tmp_path)
+        assert result.returncode == 0, result.stderr
+        changed = "process(es) -> " in result.stdout
+        assert changed == (steps > 2)
+    assert "changed    2 process(es) -> 1: the order of the data stays, sums are rounded differently" in result.stdout
+    whole, parts = tmp_path / "runs/whole", tmp_path / "runs/r"
+    for line, other in zip(metrics(whole), metrics(parts), strict=True):
+        assert other == pytest.approx(line, rel=1e-5)
+    for name, tensor in load_file(latest_checkpoint(whole) / "net.safetensors").items():
+        np.testing.assert_allclose(tensor, load_file(latest_checkpoint(parts) / "net.safetensors")[name], atol=1e-5)
+    starts = json.loads((parts / "manifest.json").read_text())["starts"]
+    assert [(start["step"], start["num_processes"]) for start in starts] == [(0, 1), (2, 2), (4, 1)]
+
+
+@pytest.mark.slow
+def test_micro_batches_that_new_processes_can_not_share_become_smaller(tmp_path):
+    assert program(ONE, "train.total_steps=2", folder=tmp_path).returncode == 0
+    result = program(TWO, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "micro-batches of 8 -> 4: noise, dropped labels and tokens are other draws from here on" in result.stdout
+    assert metrics(tmp_path / "runs/r")[-1]["step"] == 6
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    num_entries=st.integers(1, 70),
+    num_processes=st.integers(1, 4),
+    per_process=st.integers(1, 3),
+    micro_batch_size=st.integers(1, 5),
+)
+def test_all_processes_have_equally_many_batches_whatever_the_size_of_the_data(
+    num_entries, num_processes, per_process, micro_batch_size
+):
+    """No epoch ends for one process and not for the others; each is every entry once, over all of them."""
+    batch_size = num_processes * per_process * micro_batch_size
+    ids = np.arange(num_entries) * 3
+    whole = {"seed": 0, "batch_size": batch_size, "micro_batch_size": micro_batch_size, "start_step": 0}
+    orders = [iter(StreamOrder(ids, **whole, process_index=i, num_processes=num_processes)) for i in range(num_processes)]
+    seen = []
+    for _ in range(2 * num_entries // batch_size + 2):
+        micro_batches = [[next(order).ids for _ in range(per_process)] for order in orders]
+        assert {len(ids) for of_one in micro_batches for ids in of_one} == {micro_batch_size}
+        seen += [entry for turn in zip(*micro_batches, strict=True) for ids in turn for entry in ids]
+    for epoch in range(2):
+        assert sorted(seen[epoch * num_entries : (epoch + 1) * num_entries]) == ids.tolist()

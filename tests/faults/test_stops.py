@@ -1,0 +1,168 @@
+"""Signals, limits of time, launchers that die: the step is finished and saved, and the run goes on as if nothing had been."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+import train
+from tests.faults.killing import BIN, ENVIRONMENT, ONE, TWO, Killed, Variant
+from tests.faults.programs import program
+from tests.runs import metrics, tiny_run, tiny_trainer
+from tests.training.test_trainer import assert_same_run
+from training.stopping import TRY_AGAIN
+from training.trainer import STEPS_IN_RESERVE
+
+ACCELERATE = (str(BIN / "accelerate"), "launch")
+ALL_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(tmp_path, number, at, capsys):
+    """Also where nothing was to be saved, and within a window of the log."""
+    options = ("train.eval_every=4",)
+    tiny_run(tmp_path / "whole", *options)
+    trainer, run = tiny_trainer(tmp_path / "run", *options)
+    step = trainer.train_step
+
+    def signalled(micro_batches):
+        if trainer.step == at:
+            os.kill(os.getpid(), number)
+        step(micro_batches)
+
+    trainer.train_step = signalled
+    before = signal.getsignal(number)
+    assert train.run_training(trainer, run) == number.name
+    assert signal.getsignal(number) == before
+    assert trainer.step == trainer.saved_step == at + 1
+    manifest = run.manifest()
+    assert (manifest["status"], manifest["reason"], manifest["step"]) == ("stopped", number.name, at + 1)
+    assert f"stopped at step {at + 1}, which is saved ({number.name}): run the same command again" in capsys.readouterr().out
+    tiny_run(tmp_path / "run", *options)
+    manifest = run.manifest()
+    assert (manifest["status"], manifest["reason"]) == ("finished", None) or manifest["reason"] == ""
+    assert [start["step"] for start in manifest["starts"]] == [0, at + 1]
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_signal_at_the_end_or_before_an_evaluation_leaves_that_for_the_next_start(tmp_path):
+    options = ("train.eval_every=3", "train.log_every=4")
+    tiny_run(tmp_path / "whole", *options)
+    trainer, run = tiny_trainer(tmp_path / "run", *options)
+    step = trainer.train_step
+
+    def signalled(micro_batches):
+        step(micro_batches)
+        if trainer.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.train_step = signalled
+    assert train.run_training(trainer, run) == "SIGTERM"
+    assert (run.manifest()["status"], run.manifest()["step"]) == ("stopped", 6)
+    tiny_run(tmp_path / "run", *options)
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_what_was_to_be_logged_last_is_logged_by_the_next_start(tmp_path):
+    """A kill between the last checkpoint and the last line, which is at no log point."""
+    tiny_run(tmp_path / "whole", "train.log_every=4")
+    trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=4")
+
+    def killed():
+        raise KeyboardInterrupt
+
+    trainer.log_training, log = killed, trainer.log_training
+    step = trainer.train_step
+    trainer.train_step = lambda micro_batches: (
+        step(micro_batches),
+        setattr(trainer, "log_training", killed if trainer.step == 5 else log),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    assert trainer.saved_step == 6
+    tiny_run(tmp_path / "run", "train.log_every=4")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def wait_for_a_line(killed):
+    while not (killed.run / "metrics.jsonl").is_file() or not metrics(killed.run):
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_python_train_ends_with_the_documented_status(tmp_path):
+    killed = Killed(tmp_path / "run", Variant(ONE))
+    process = killed.start()
+    wait_for_a_line(killed)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == TRY_AGAIN == 75
+    assert json.loads((killed.run / "manifest.json").read_text())["status"] == "stopped"
+    assert "Traceback" not in (tmp_path / "run/output").read_text()
+
+
+LAUNCHES = {
+    "accelerate, SIGTERM": (ACCELERATE, signal.SIGTERM, "the launcher is gone"),
+    "torchrun, SIGTERM": (TWO, signal.SIGTERM, "SIGTERM"),
+    "torchrun, SIGUSR1": (TWO, signal.SIGUSR1, "the launcher is gone"),
+    "torchrun that handles all, SIGUSR1": ((*TWO, *ALL_SIGNALS), signal.SIGUSR1, "SIGUSR1"),
+    "torchrun, SIGKILL": (TWO, signal.SIGKILL, "the launcher is gone"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_under_a_launcher_the_checkpoint_and_the_status_are_the_contract(tmp_path, name):
+    launcher, number, reason = LAUNCHES[name]
+    killed = Killed(tmp_path / "run", Variant(launcher))
+    process = killed.start()
+    wait_for_a_line(killed)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    assert process.wait() != 0
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+    manifest = json.loads((killed.run / "manifest.json").read_text())
+    assert (manifest["status"], manifest["reason"]) == ("stopped", reason)
+    assert (killed.run / f"checkpoints/step_{manifest['step']:08d}").is_dir()
+    assert killed.wrong() == []
+
+
+@pytest.mark.slow
+def test_a_limit_of_time_is_kept(tmp_path):
+    start = time.monotonic()
+    limit = 15.0
+    result = program(
+        ONE, "train.total_steps=1000000", "train.save_every=1000000", f"train.max_time_sec={limit}", folder=tmp_path
+    )
+    assert result.returncode == TRY_AGAIN
+    assert time.monotonic() - start < limit
+    manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
+    assert (manifest["status"], manifest["reason"]) == ("stopped", "the time limit train.max_time_sec")
+    assert (tmp_path / f"runs/r/checkpoints/step_{manifest['step']:08d}").is_dir()
+
+
+def test_the_reserve_holds_the_steps_and_the_saving_that_are_still_to_come(tmp_path):
+    trainer, run = tiny_trainer(tmp_path, "train.max_time_sec=1e9")
+    asked = []
+    agreed = trainer.stop_request.agreed
+    trainer.stop_request.agreed = lambda reserve_sec: asked.append(reserve_sec) or agreed(reserve_sec)
+    train.run_training(trainer, run)
+    assert len(asked) == trainer.total_steps + 1
+    assert asked[-1] > trainer.longest_save_sec + STEPS_IN_RESERVE * 1e-3
+    trainer.stop_request._ends = time.time() + 10
+    assert agreed(9.0) == ""
+    assert agreed(10.1) == "the time limit train.max_time_sec"
+
+
+def test_a_run_without_a_launcher_outlives_its_parent(tmp_path):
+    """Only a launcher's end is a reason: nohup and & leave a run to itself."""
+    code = "import os; from training.stopping import StopRequest; print(StopRequest(None)._launcher)"
+    for name, expected in (("TORCHELASTIC_RUN_ID", str(os.getpid())), ("OTHER", "None")):
+        environment = {key: value for key, value in ENVIRONMENT.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC"))}
+        result = subprocess.run([*ONE, "-c", code], env={**environment, name: "1"}, capture_output=True, text=True, check=True)
+        assert result.stdout.strip() == expected

@@ -1,0 +1,119 @@
+"""Trackers that are slow, fail, have no network or no room: the training does not notice."""
+
+import socket
+import time
+from threading import Event
+
+import pytest
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train
+from tests.runs import metrics, tiny_run, tiny_trainer
+from training.trackers import BackgroundTracker, TensorBoardTracker
+
+
+class Recorder:
+    """A tracker that does at each line what it is told."""
+
+    def __init__(self, at_line=lambda step: None, at_close=lambda: None):
+        self.lines, self.at_line, self.at_close = [], at_line, at_close
+
+    def log(self, values, step):
+        self.at_line(step)
+        self.lines.append((values, step))
+
+    def close(self):
+        self.at_close()
+
+
+def fail(*_):
+    raise ConnectionError("the service is down")
+
+
+def test_every_line_reaches_the_tracker_before_it_is_closed(tmp_path):
+    recorder, said = Recorder(lambda step: time.sleep(0.05)), []
+    tracker = BackgroundTracker(lambda: recorder, said.append)
+    for step in range(5):
+        tracker.log({"loss": 1.0}, step)
+    assert len(recorder.lines) < 5
+    tracker.close()
+    assert [step for _, step in recorder.lines] == list(range(5))
+    assert said == []
+
+
+@pytest.mark.parametrize("when", ["build", "log", "close"])
+def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
+    recorder = Recorder(fail if when == "log" else lambda step: None, fail if when == "close" else lambda: None)
+    said = []
+    tracker = BackgroundTracker(fail if when == "build" else lambda: recorder, said.append)
+    for step in range(3):
+        tracker.log({"loss": 1.0}, step)
+        time.sleep(0.02)
+    tracker.close()
+    assert said == ["warning: the tracker is switched off (ConnectionError: the service is down); metrics.jsonl has every line"]
+    if when != "close":
+        assert recorder.lines == []
+
+
+def test_a_tracker_that_does_not_end_is_left_behind(monkeypatch):
+    monkeypatch.setattr("training.trackers.CLOSE_WITHIN_SEC", 0.2)
+    for_ever, said = Event(), []
+    tracker = BackgroundTracker(lambda: Recorder(lambda step: for_ever.wait()), said.append)
+    start = time.monotonic()
+    for step in range(100):
+        tracker.log({"loss": 1.0}, step)
+    tracker.close()
+    assert time.monotonic() - start < 5
+    assert len(said) == 1
+    assert "it did not end within 0.2 s" in said[0]
+    for_ever.set()
+
+
+def test_a_training_goes_on_without_its_tracker(tmp_path, capsys):
+    tiny_run(tmp_path / "plain")
+    trainer, run = tiny_trainer(tmp_path / "tracked")
+    trainer.tracker = BackgroundTracker(fail, trainer.show)
+    train.run_training(trainer, run)
+    assert metrics(tmp_path / "tracked") == metrics(tmp_path / "plain")
+    assert capsys.readouterr().out.count("the tracker is switched off") == 1
+
+
+def test_no_room_for_the_logs_of_a_tracker_is_no_reason_to_stop(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").write_text("a file where the folder should be")
+    tiny_run(tmp_path / "run", "tracker=tensorboard")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 6]
+    assert capsys.readouterr().out.count("the tracker is switched off") == 1
+
+
+@pytest.fixture
+def deaf_server():
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("network", ["none", "deaf"])
+def test_wandb_online_without_a_server_never_stops_training(tmp_path, network, deaf_server, monkeypatch, capsys):
+    monkeypatch.setattr("training.trackers.CLOSE_WITHIN_SEC", 2.0)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", deaf_server if network == "deaf" else "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    wandb.teardown()  # it reads these variables once
+    start = time.monotonic()
+    tiny_run(tmp_path / "run", "tracker=wandb", "tracker.mode=online")
+    assert time.monotonic() - start < 40
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 6]
+    assert capsys.readouterr().out.count("the tracker is switched off") == 1
+
+
+def test_points_that_a_resumed_run_draws_again_are_taken_back(tmp_path):
+    for steps in ((10, 20, 30), (20, 30, 40)):
+        tracker = TensorBoardTracker(str(tmp_path))
+        for step in steps:
+            tracker.log({"loss": float(steps[0])}, step)
+        tracker.close()
+        time.sleep(1.1)  # the name of a file has the second in it
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(10, 10.0), (20, 20.0), (30, 20.0), (40, 20.0)]
