@@ -118,6 +118,8 @@ class BackgroundTracker:
             self._switch_off(f"{type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
+        if self._failed:  # and was left behind with what it has to say since
+            return
         self._failed = True
         self.show(f"warning: the tracker is switched off ({' '.join(reason.split())}); metrics.jsonl has every line")
 
