@@ -34,11 +34,12 @@ from data import (
 from diffusion import ImageSource
 from evaluation import AdmSuite, DigitsEvaluator, InceptionDetector, Processes, make_reference, open_reference
 from evaluation.files import fingerprint, sha256
+from evaluation.inception import check_weights_file
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment
 from training.rules import check_choice, check_positive
-from training.sampling import open_run
+from training.sampling import check_run, open_run
 
 NUM_SAMPLES = 50_000  # of a run, unless told
 SAMPLING_KEYS = {field.name for field in fields(configuration.SamplingConfig)} - {"num_samples"}
@@ -60,6 +61,9 @@ def main(cfg: DictConfig) -> None:
     with configuration.user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
+        check_files(request)
+        if request["run"] is not None:
+            check_run(drawn(request))
         state = start_process()
         if request["mode"] == "reference":
             write_reference(request, state)
@@ -93,14 +97,34 @@ def check_request(request: dict[str, Any]) -> None:
         if key in keys and request[key] is None:
             hint = " (an .npz, a folder or a zip; or run=NAME to draw from a run)" if key == "samples" else ""
             raise ValueError(f"{key} must be given for {what}{hint}")
-    if request["resolution"] is not None:
-        check_positive("resolution", request["resolution"])
+    for key in ("resolution", "num_samples"):
+        if request[key] is not None:
+            check_positive(key, request[key])
     check_out(request)
     if request["samples"] and Path(request["samples"]).is_dir() and request["num_samples"] is None:
         raise ValueError(
             f"samples={request['samples']} is a folder, which may hold images of an earlier time: "
             "say with num_samples=N how many there must be"
         )
+
+
+def check_files(request: dict[str, Any]) -> None:
+    """Check that what is read is there.
+
+    Raises:
+        FileNotFoundError: with the key and the value.
+    """
+    download = ": `python -m evaluation.fetch` lists what can be downloaded" if request["suite"] == "adm" else ""
+    for key, hint in (("samples", ": sample.py writes one"), ("reference", download), ("images", "")):
+        if request[key] is not None and not Path(request[key]).exists():
+            raise FileNotFoundError(f"{key}={request[key]} not found{hint}")
+    if request["suite"] == "adm":
+        check_weights_file(Path(request["weights"]))
+
+
+def drawn(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what is asked of a run."""
+    return {**request, "num_samples": NUM_SAMPLES if request["num_samples"] is None else request["num_samples"]}
 
 
 def check_out(request: dict[str, Any]) -> None:
@@ -180,9 +204,9 @@ class DrawnSamples:
     """Samples drawn from a run while they are scored: the same as of samples in files."""
 
     def __init__(self, request: dict[str, Any], state: PartialState):
-        num_samples = NUM_SAMPLES if request["num_samples"] is None else request["num_samples"]
-        self.name = f"run={request['run']}"
-        self.run = open_run({**request, "num_samples": num_samples}, state)
+        request = drawn(request)
+        num_samples, self.name = request["num_samples"], f"run={request['run']}"
+        self.run = open_run(request, state)
         self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
         manifest = manifest_from(self.run.data["manifest"])
         self.encoder = encoder_for(manifest, state.device, **self.run.decoding)

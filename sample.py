@@ -24,7 +24,7 @@ from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment
 from training.rules import check_positive
-from training.sampling import open_run
+from training.sampling import check_run, open_run
 
 GRID_ROWS = 10
 
@@ -39,6 +39,7 @@ def main(cfg: DictConfig) -> None:
         check_positive("grid_columns", request["grid_columns"])
         if request["output"] and not request["output"].endswith(".npz"):
             raise ValueError(f"output={request['output']} must end in .npz; the picture and the protocol take its name")
+        check_run(request)
         state = start_process()
         run = open_run(request, state)
         weights_sha256 = sha256(run.weights)  # now: a run that still trains removes old checkpoints

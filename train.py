@@ -68,6 +68,7 @@ def main(cfg: DictConfig) -> None:
     with configuration.user_mistakes():
         config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
         run = RunFolder(config["output_dir"])
+        _check_files(config, run)
         state = start_process()
         with state.main_process_first():
             dataset = configuration.build(config["data"])()
@@ -90,6 +91,23 @@ def main(cfg: DictConfig) -> None:
         trainer = build_trainer(config, resolved, run, dataset)
     if run_training(trainer, run):
         raise SystemExit(TRY_AGAIN)
+
+
+def _check_files(config: dict[str, Any], run: RunFolder) -> None:
+    """Check that what is read is there.
+
+    Raises:
+        FileNotFoundError: with the key and the value.
+    """
+    source = config["train"]["init_from"]
+    if source and not latest_checkpoint(run.path) and not Path(source).exists():
+        raise FileNotFoundError(f"train.init_from={source} is not there: it must be a run or a weights file")
+    for key in ("reference", "weights"):
+        file = config["evaluation"].get(key)
+        if file is not None and not Path(file).exists():
+            raise FileNotFoundError(
+                f"evaluation.{key}={file} not found: `python -m evaluation.fetch` lists what can be downloaded"
+            )
 
 
 def _facts(config: dict[str, Any], dataset: LatentDataset | ShardDataset) -> dict[str, Any]:
@@ -115,8 +133,6 @@ def build_trainer(
     net.to(device)
     cost = cost_of(net, mask_coverage=_mask_coverage(plan, dataset, masks_to_tokens, settings["batch_size"]))
     if settings["init_from"] and not latest_checkpoint(run.path):
-        if not Path(settings["init_from"]).exists():
-            raise FileNotFoundError(f"train.init_from={settings['init_from']} is not there: it must be a run or a weights file")
         load_weights(net, settings["init_from"])
     ema = EMA(net, **config["ema"])
     if resolved["compile"]:

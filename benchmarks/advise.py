@@ -29,9 +29,11 @@ from data import LatentDataset, mask_coverage
 from models import cost_of, token_mask
 from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
 from training import config as configuration
-from training.checkpoint import latest_checkpoint, load_weights
+from training.checkpoint import load_weights
 from training.machine import start_process
 from training.provenance import RunFolder, environment
+from training.rules import check_positive
+from training.sampling import find_checkpoint
 from training.speed import interleaved_seconds, most_graphs, speedup
 
 LEAST_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
@@ -75,14 +77,14 @@ def main(cfg: DictConfig) -> None:
                 "the first and the last blocks must see all tokens, and hardly any would be left to bypass"
             )
         for key in ("num_samples", "repeats", "batch_size"):
-            if request[key] is not None and request[key] < 1:
-                raise ValueError(f"{key}={request[key]} must be at least 1")
-        checkpoint = request["checkpoint"] or latest_checkpoint(Path(request["run"]))
-        if checkpoint is None:
-            raise FileNotFoundError(f"run={request['run']} has no checkpoint yet")
+            if request[key] is not None:
+                check_positive(key, request[key])
+        if request["mask_coverage"] is not None and not 0 <= request["mask_coverage"] <= 1:
+            raise ValueError(f"mask_coverage={request['mask_coverage']} must be in [0, 1]")
+        checkpoint = find_checkpoint(Path(request["run"]), request["checkpoint"])
         device = start_process().device
         net = configuration.build_net(config).to(device)
-        load_weights(net, Path(checkpoint) / "ema.safetensors")
+        load_weights(net, checkpoint / "ema.safetensors")
         dataset = configuration.build(config["data"])()
         batch_size = request["batch_size"] or details["resolved"]["micro_batch_size"]
         coverage = _coverage(request["mask_coverage"], config, dataset)
@@ -109,8 +111,6 @@ def main(cfg: DictConfig) -> None:
 
 def _coverage(requested: float | None, config: dict[str, Any], dataset: LatentDataset) -> float:
     if requested is not None:
-        if not 0 <= requested <= 1:
-            raise ValueError(f"mask_coverage={requested} must be in [0, 1]")
         return requested
     if not config["train"]["masked_loss"] or config["routing"]["force_keep_overflow"] != "grow":
         return 0.0

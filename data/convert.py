@@ -32,7 +32,7 @@ from data.latents import check_labels
 from data.manifest import LatentManifest
 from data.writer import LatentWriter
 from training import config as configuration
-from training.rules import check_choice, check_positive
+from training.rules import check_choice, check_not_negative, check_positive
 
 SAMPLED = 512
 ENTRIES_AT_ONCE = 256
@@ -75,6 +75,7 @@ def check_request(request: dict[str, Any]) -> Format:
     for key in ("scale", "num_classes"):
         if request[key] is not None:
             check_positive(key, request[key])
+    check_not_negative("num_held_out", request["num_held_out"])
     encoder = PUBLISHED.get(request["encoder"], request["encoder"])
     if encoder not in (None, SD_VAE, SD_VAE_MSE) and request["scale"] is None:
         raise ValueError(f"encoder={encoder} may have another scale than the assumed one: give scale=NUMBER as well")

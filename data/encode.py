@@ -36,7 +36,7 @@ from data.writer import LatentWriter
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment
-from training.rules import check_choice, check_positive
+from training.rules import check_choice, check_not_negative, check_positive
 
 PART_IMAGES = 256
 IMAGES_AT_ONCE = 16
@@ -54,6 +54,7 @@ def main(cfg: DictConfig) -> None:
     with configuration.user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
+        check_sources(request)
         state = start_process(timeout=PATIENCE)
         encoder = load_encoder(request["encoder"], state.device, request["mixed_precision"] == "bf16")
         job = plan(request, encoder)
@@ -81,8 +82,21 @@ def check_request(request: dict[str, Any]) -> None:
         left = f" ({partial_folder(request)} is no longer needed)" if partial_folder(request).exists() else ""
         raise FileExistsError(f"out={request['out']} exists: move it away to write it anew, or choose another name{left}")
     check_positive("resolution", request["resolution"])
+    if request["num_held_out"] is not None:
+        check_not_negative("num_held_out", request["num_held_out"])
     check_choice("conditioning_type", request["conditioning_type"], ("mask", "segmentation"))
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
+
+
+def check_sources(request: dict[str, Any]) -> None:
+    """Check that what is read is there.
+
+    Raises:
+        FileNotFoundError: with the key and the value.
+    """
+    for key in ("source", "masks"):
+        if request[key] is not None and not Path(request[key]).exists():
+            raise FileNotFoundError(f"{key}={request[key]} not found")
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,14 @@ class EDMLoss:
         sigma_data: standard deviation of the latents, the same number that the preconditioning is given.
         kept_tokens_only: leave the pixels of tokens that bypassed a window out of the mean, as the first version of
             TREAD did (an ablation).
+
+    Raises:
+        ValueError: all noise levels are the same.
     """
 
     def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5, kept_tokens_only: bool = False):
+        if not P_std > 0:
+            raise ValueError(f"diffusion.loss.P_std={P_std} must be greater than 0")
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
         self.kept_tokens_only = kept_tokens_only
 

@@ -91,6 +91,19 @@ class InceptionDetector:
         return InceptionFeatures(pool, spatial, logits)
 
 
+def check_weights_file(file: Path) -> None:
+    """Check what can be checked of a file of weights without reading it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: its size is that of no such weights.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"weights={file} not found. {_where_found()}")
+    if not SMALLEST_FILE < file.stat().st_size < LARGEST_FILE:
+        raise ValueError(f"weights={file} has {file.stat().st_size} bytes: a part of a file, or another one. {_where_found()}")
+
+
 def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the state dict in a file of weights, and a record of the file: path, hash, and what was checked.
 
@@ -98,10 +111,7 @@ def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str,
         FileNotFoundError: there is no such file.
         ValueError: its hash is not the published one, or it can not be read.
     """
-    if not file.is_file():
-        raise FileNotFoundError(f"weights={file} not found. {_where_found()}")
-    if not SMALLEST_FILE < file.stat().st_size < LARGEST_FILE:
-        raise ValueError(f"weights={file} has {file.stat().st_size} bytes: a part of a file, or another one. {_where_found()}")
+    check_weights_file(file)
     record = {"path": str(file), "sha256": sha256(file)}
     if file.suffix == ".pb":
         return _from_graph(file), {**record, "checked": "names and shapes"}  # no hash of the graph is published

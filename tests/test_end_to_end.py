@@ -171,7 +171,7 @@ def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
     for program, overrides, message in (
         ("sample.py", ["run=nowhere"], "run=nowhere is no run"),
         ("sample.py", ["run=r", "output=x.png"], "output=x.png must end in .npz"),
-        ("sample.py", ["run=r", "num_steps=0"], "sampler.num_steps=0 must be greater than 0"),
+        ("sample.py", ["run=r", "num_steps=0"], "num_steps=0 must be greater than 0"),
         ("sample.py", ["run=r", "class_label=10"], "class_label=10 must be in [0, 9]"),
         ("fid.py", ["samples=nowhere.npz", "reference=x"], "samples=nowhere.npz not found"),
         ("fid.py", ["samples=noise.npz", "reference=x"], "noise.npz can not be read"),

@@ -229,7 +229,7 @@ def test_what_can_not_be_scored_is_refused_before_training(folder, tmp_path):
         ("train.save_every=3", r"train.eval_every=4 must be a multiple of train.save_every=3"),
         ("evaluation.reference=nowhere.npz", r"reference=nowhere.npz not found"),
         ("evaluation.weights=nowhere.pth", r"weights=nowhere.pth not found"),
-        ("evaluation.batch_size=0", r"batch_size=0 of the detector must be at least 1"),
+        ("evaluation.batch_size=0", r"evaluation.batch_size=0 must be greater than 0"),
         ("evaluation.num_samples=3", r"3 image\(s\) are too few"),
         ("data.in_channels=4", r"evaluation: images are \(8, 8, 4\), must be \(H, W, 3\)"),
     ):

@@ -17,23 +17,24 @@ from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 import torch.nn as nn
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
-from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from training.messages import did_you_mean, explain
-from training.rules import check_groups, check_loop
+from training.messages import did_you_mean, explain, one_line
+from training.rules import check_finite, check_groups, check_loop
 
 LONGEST_NAME = 160
-GROUPS_OF_TARGETS = ("model", "data", "sampler", "evaluation", "tracker")
+MAY_BE_EMPTY = ("evaluation", "tracker")
+GROUPS_OF_TARGETS = ("model", "data", "diffusion.precond", "diffusion.loss", "optimizer", "sampler", *MAY_BE_EMPTY)
 
 
 @dataclass
@@ -115,9 +116,9 @@ class Config:
     run_name: str = MISSING
     output_dir: str = MISSING
     seed: int = 0
+    data: dict[str, Any] = field(default_factory=dict)  # before the model, which takes its sizes: a mistake is told here
     model: dict[str, Any] = field(default_factory=dict)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
-    data: dict[str, Any] = field(default_factory=dict)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
@@ -212,7 +213,7 @@ class AdviceConfig:
     """What `benchmarks.advise` is asked; None means: as in the run."""
 
     run: str = MISSING
-    checkpoint: str | None = None  # None: the newest
+    checkpoint: str | None = None  # a step, a name or a path; None: the newest
     num_samples: int = 256
     batch_size: int | None = None
     repeats: int = 11
@@ -255,7 +256,7 @@ def _default_run_name(seed: int) -> str:
 
 
 def _manifest_key(reader: str, path: str, key: str) -> Any:
-    return getattr(get_object(reader)(path), key)
+    return getattr(named(reader)(path), key)
 
 
 class Explained(SystemExit):
@@ -290,6 +291,10 @@ def run(main: Callable[[], None]) -> None:
 
 def explanation(error: BaseException, arguments: Sequence[str]) -> str:
     """Return one line for an error of Hydra, of OmegaConf, or of our own."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} can not be read: must be KEY=VALUE, items of a list as routes.0.KEY, other signs in quotes"
+    if isinstance(error, InterpolationKeyError):
+        return f"{error.full_key}: {one_line(str(error))}"
     texts = [str(error), *([str(error.__cause__)] if isinstance(error, HydraException) and error.__cause__ else [])]
     return explain(texts, arguments, [f.name for schema in SCHEMAS.values() for f in _fields_within(schema)])
 
@@ -314,27 +319,31 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
         ValueError: with the dotted key, the value and the rule.
     """
     config = resolve(cfg)
-    _check_targets(config)
     check_loop(config, num_processes)
     check_groups(config)
     with torch.device("meta"):
         net = build_net(config)  # the network's own rules, without its memory
     build_route_plan(config, net)
+    build(config["diffusion"]["loss"])()
     return config
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """Return a configuration as plain types, every interpolation resolved.
+    """Return a configuration as plain types, every interpolation resolved, of the types that its schemas say.
 
     Raises:
-        ValueError: a mandatory key has no value, or a key was removed, or forced upon a group that does not know it.
+        ValueError: a mandatory key has no value, or a key was removed, or forced upon a group that does not know it; a value
+            is of another type than its `_target_` takes, or not finite.
     """
     _check_keys(cfg)
     missing = _missing(OmegaConf.to_container(cfg))
     if missing:
         hint = " (a latent folder; data/README.md tells how one is made)" if "data.path" in missing else ""
         raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{hint}")
-    return OmegaConf.to_container(cfg, resolve=True)
+    config = OmegaConf.to_container(cfg, resolve=True)
+    _check_targets(config)
+    check_finite(config)
+    return config
 
 
 def _check_keys(node: Any, key: str = "") -> None:
@@ -362,20 +371,29 @@ def _missing(node: Any, key: str = "") -> list[str]:
     return [key] if node == MISSING else []
 
 
+def named(name: str) -> Any:
+    """Return what a dotted name stands for: the last part names something in a module, be there a module of that name or not.
+
+    Raises:
+        ValueError, ImportError, AttributeError: there is nothing of that name.
+    """
+    return resolve_name(":".join(name.rsplit(".", 1)))
+
+
 def build(node: dict[str, Any]) -> Callable[..., Any]:
     """Return what the node's `_target_` names, with the node's other entries bound as arguments."""
-    return partial(get_object(node["_target_"]), **{key: value for key, value in node.items() if key != "_target_"})
+    return partial(named(node["_target_"]), **{key: value for key, value in node.items() if key != "_target_"})
 
 
 def build_net(config: dict[str, Any]) -> nn.Module:
     """Build the network of a validated configuration, on the current default device."""
-    route = get_object("routing.Route")
+    route = named("routing.Route")
     return build(config["model"])(routes=[route(**fields) for fields in config["model"]["routes"]])
 
 
 def build_route_plan(config: dict[str, Any], net: nn.Module) -> Any:
     """Build the plan that tells the routes of a network what to do at each step."""
-    plan = get_object("routing.RoutePlan")
+    plan = named("routing.RoutePlan")
     return plan(net.routes, net.num_tokens, config["train"]["total_steps"], **config["routing"])
 
 
@@ -430,13 +448,24 @@ def _check_targets(node: Any, key: str = "") -> None:
     for name, child in node.items():
         _check_targets(child, f"{key}.{name}" if key else name)
     if "_target_" in node:
-        try:
-            target = get_object(node["_target_"])
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"{key}._target_={node['_target_']} can not be imported: {error}") from error
+        target = _target(f"{key}._target_", node["_target_"])
         node.update(check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"}))
-    elif key in GROUPS_OF_TARGETS and node:
+    elif key in GROUPS_OF_TARGETS and (node or key not in MAY_BE_EMPTY):
         raise ValueError(f"{key}={node} must name a _target_")
     if key == "model":
-        route = get_object("routing.Route")
-        node["routes"] = [check_arguments(f"model.routes.{i}", route, fields) for i, fields in enumerate(node["routes"])]
+        route, given = named("routing.Route"), node.get("routes", [])
+        if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
+            raise ValueError(f"model.routes={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
+        node["routes"] = [check_arguments(f"model.routes.{i}", route, fields) for i, fields in enumerate(given)]
+
+
+def _target(key: str, name: Any) -> Callable[..., Any]:
+    if not isinstance(name, str):
+        raise ValueError(f"{key}={name} must be the dotted name of a class or a function")
+    try:
+        target = named(name)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ValueError(f"{key}={name} can not be imported: {error}") from error
+    if not callable(target):
+        raise ValueError(f"{key}={name} must be the dotted name of a class or a function")
+    return target

@@ -7,6 +7,16 @@ from pathlib import Path
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NOT_FOR_USERS = ("To append to your config", "full_key:", "reference_type=", "object_type=", "See https://", "^")
+CLEARER = (
+    (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", "must be a list, [VALUE,VALUE]"),
+    (r"Cannot merge DictConfig with ListConfig", "must be a list, [VALUE,VALUE]"),
+    (r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*", "is a group of keys, which are set one by one"),
+    (r"Cannot assign \w+ to Dict\[.*\]", "is a group of keys, which are set one by one"),
+    (r"field '[\w.]+' is not Optional", "must not be null"),
+    (r"\w+ \(DictConfig\) does not support deletion", "must not be removed"),
+    (r"list index out of range", "the list has no such item"),
+    (r"^invalid literal for int\(\) with base 10: ('.*')$", r"\1 is no item of a list: they have numbers, from 0"),
+)
 KEY_IN_FILE = re.compile(r"^\s*(\w+):", re.MULTILINE)
 
 
@@ -25,9 +35,10 @@ def explain(texts: Sequence[str], arguments: Sequence[str], keys: Iterable[str])
         named = [a for a in arguments if (CONFIGS / a.partition("=")[0].lstrip("+~")).is_dir()]
         options = [f"{a} (one of {', '.join(_options(a.partition('=')[0].lstrip('+~')))})" for a in named]
         return f"{'; '.join(options)}: the value of a group must be the name of one of its files"
-    if "LexerNoViableAlt" in text:
-        return text.replace("LexerNoViableAltException: ", "can not be read: ") + ": items of a list are set as routes.0.KEY"
-    return re.sub(r"^Error merging override (.*?): ", r"\1: ", text)
+    text = re.sub(r"^Error merging override (.*?): ", r"\1: ", text)
+    for pattern, words in CLEARER:
+        text = re.sub(pattern, words, text)
+    return text
 
 
 def did_you_mean(key: str, keys: Iterable[str]) -> str:

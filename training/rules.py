@@ -1,13 +1,17 @@
 """Rules of the training configuration that are about values, not types; README has the table of keys."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 DIGITS_EVALUATOR = "evaluation.DigitsEvaluator"
 STREAMED_DATA = "data.open_shards"
+SYNTHETIC_DATA = "data.synthetic"
 METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
 SWITCH = ("auto", "true", "false")
+TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
+MAY_BE_INFINITE = ("sampler.S_max",)
 NUM_SEEDS = 2**32  # what the CPU's generator tells apart
 
 
@@ -18,6 +22,9 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
         ValueError: with the dotted key, the value and the rule.
     """
     train = config["train"]
+    for key in ("run_name", "output_dir"):
+        if not config[key].strip():
+            raise ValueError(f"{key}='{config[key]}' must not be empty")
     for key in ("total_steps", "batch_size", "log_every", "save_every", "keep_last", "max_skipped_steps"):
         check_positive(f"train.{key}", train[key])
     for key in ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every", "max_time_sec"):
@@ -26,14 +33,15 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
         train[key] = train[key].lower()  # a YAML `true` arrives as "True"
         check_choice(f"train.{key}", train[key], choices)
-    if train["num_workers"] < 0:
-        raise ValueError(f"train.num_workers={train['num_workers']} must not be negative")
+    check_not_negative("train.num_workers", train["num_workers"])
     if not 0 <= config["seed"] < NUM_SEEDS:
         raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
     if not 0 <= config["ema"]["decay"] < 1:
         raise ValueError(f"ema.decay={config['ema']['decay']} must be in [0, 1)")
     optimizer = config["optimizer"]
     check_positive("optimizer.lr", optimizer["lr"])
+    for key in ("eps", "weight_decay"):
+        check_not_negative(f"optimizer.{key}", optimizer[key])
     if len(optimizer["betas"]) != 2 or not all(0 <= beta < 1 for beta in optimizer["betas"]):
         raise ValueError(f"optimizer.betas={optimizer['betas']} must be two numbers in [0, 1)")
     check_split(train["batch_size"], train["micro_batch_size"] or 1, num_processes)
@@ -51,16 +59,24 @@ def check_groups(config: dict[str, Any]) -> None:
         raise ValueError(f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. model/routes=paper")
     if method == "dit" and routes:
         raise ValueError(f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread")
-    diffusion, num_classes = config["diffusion"], config["model"]["num_classes"]
+    diffusion, data, num_classes = config["diffusion"], config["data"], config["model"]["num_classes"]
     check_positive("diffusion.sigma_data", diffusion["sigma_data"])
     for key in ("precond", "loss"):
         own = diffusion[key].get("sigma_data", diffusion["sigma_data"])
         if own != diffusion["sigma_data"]:
             raise ValueError(f"diffusion.{key}.sigma_data={own} must be diffusion.sigma_data={diffusion['sigma_data']}")
-    if num_classes != config["data"]["num_classes"]:
-        raise ValueError(f"model.num_classes={num_classes} must be data.num_classes={config['data']['num_classes']}")
-    check_sampling(config["sampler"], config["guidance"]["guidance_scale"], num_classes)
+    for key in ("input_size", "in_channels", "num_classes"):
+        if config["model"][key] != data[key]:
+            raise ValueError(f"model.{key}={config['model'][key]} must be data.{key}={data[key]}")
+    if data["_target_"] == SYNTHETIC_DATA:
+        check_synthetic(data)
+    check_sampler(config["sampler"])
+    check_guidance("guidance.guidance_scale", config["guidance"]["guidance_scale"], num_classes)
+    if "mode" in config["tracker"]:
+        check_choice("tracker.mode", config["tracker"]["mode"], TRACKER_MODES)
     evaluation = config["evaluation"]
+    if "batch_size" in evaluation:
+        check_positive("evaluation.batch_size", evaluation["batch_size"])
     if "num_samples" in evaluation and evaluation["num_samples"] < 2:
         raise ValueError(f"evaluation.num_samples={evaluation['num_samples']} must be at least 2")
     train = config["train"]
@@ -69,21 +85,55 @@ def check_groups(config: dict[str, Any]) -> None:
             f"train.eval_every={train['eval_every']} must be a multiple of train.save_every={train['save_every']} where "
             "samples are scored: what is scored must have been saved, so that a failure loses nothing"
         )
-    if config["data"]["_target_"] == STREAMED_DATA and train["num_workers"]:
+    if data["_target_"] == STREAMED_DATA and train["num_workers"]:
         raise ValueError(f"train.num_workers={train['num_workers']} must be 0 for data=stream, which reads ahead by itself")
-    if evaluation.get("_target_") == DIGITS_EVALUATOR and config["data"]["_target_"] != "data.digits":
+    if evaluation.get("_target_") == DIGITS_EVALUATOR and data["_target_"] != "data.digits":
         raise ValueError(f"evaluation._target_={evaluation['_target_']} scores digits: it needs data=digits")
 
 
-def check_sampling(sampler: dict[str, Any], guidance_scale: float, num_classes: int) -> None:
-    """Check what a sampler and guidance are asked to do.
+def check_finite(node: Any, key: str = "") -> None:
+    """Raise a ValueError where a number of a configuration is not finite."""
+    if isinstance(node, dict | list):
+        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+            check_finite(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, float) and not math.isfinite(node) and not (node == math.inf and key in MAY_BE_INFINITE):
+        raise ValueError(f"{key}={node} must be a finite number")
 
-    Raises:
-        ValueError: no steps, or guidance of an unconditional network.
-    """
-    check_positive("sampler.num_steps", sampler["num_steps"])
+
+def check_synthetic(data: dict[str, Any]) -> None:
+    """Raise a ValueError unless as many random latents can be drawn."""
+    check_positive("data.num_entries", data["num_entries"])
+    check_not_negative("data.seed", data["seed"])
+    if not 0 <= data["num_held_out"] < data["num_entries"]:
+        raise ValueError(
+            f"data.num_held_out={data['num_held_out']} must be in [0, {data['num_entries'] - 1}], of data.num_entries"
+        )
+
+
+def check_sampler(sampler: dict[str, Any]) -> None:
+    """Raise a ValueError unless the noise levels of a sampler fall from the largest to the smallest."""
+    for key in ("num_steps", "sigma_min", "rho"):
+        if key in sampler:
+            check_positive(f"sampler.{key}", sampler[key])
+    for key in ("S_churn", "S_min", "S_noise"):
+        if key in sampler:
+            check_not_negative(f"sampler.{key}", sampler[key])
+    for low, high in (("sigma_min", "sigma_max"), ("S_min", "S_max")):
+        if {low, high} <= sampler.keys() and not sampler[low] < sampler[high]:
+            raise ValueError(f"sampler.{high}={sampler[high]} must be greater than sampler.{low}={sampler[low]}")
+
+
+def check_guidance(key: str, guidance_scale: float, num_classes: int) -> None:
+    """Raise a ValueError where guidance has no meaning."""
+    check_not_negative(key, guidance_scale)
     if guidance_scale != 1 and not num_classes:
-        raise ValueError(f"guidance.guidance_scale={guidance_scale} must be 1 for an unconditional network (num_classes=0)")
+        raise ValueError(f"{key}={guidance_scale} must be 1 for an unconditional network (num_classes=0)")
+
+
+def check_not_negative(key: str, value: float) -> None:
+    """Raise a ValueError if the value is less than 0."""
+    if value < 0:
+        raise ValueError(f"{key}={value} must not be negative")
 
 
 def check_positive(key: str, value: float, otherwise: str = "") -> None:

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from training import config as configuration
 from training.checkpoint import latest_checkpoint, load_weights, steps_in
 from training.provenance import RunFolder
-from training.rules import NUM_SEEDS, check_choice, check_positive, check_sampling
+from training.rules import NUM_SEEDS, check_choice, check_guidance, check_positive
 
 LABELS = ("balanced", "random")
 RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
@@ -43,6 +43,22 @@ class OpenedRun:
     protocol: dict[str, Any]
 
 
+def check_run(request: dict[str, Any]) -> None:
+    """Check what is asked of a run before any device is touched.
+
+    Args:
+        request: `run`, and the keys of SamplingConfig.
+
+    Raises:
+        FileNotFoundError: there is no such run, or it has no such checkpoint.
+        ValueError: with the key, the value and the rule.
+    """
+    run = RunFolder(request["run"])
+    config, _ = run.read()
+    _settings(request, config)
+    find_checkpoint(run.path, request["checkpoint"])
+
+
 def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
     """Load the averaged weights of a run.
 
@@ -57,7 +73,7 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
     config, details = run.read()
     settings = _settings(request, config)
     # The first process chooses: a run that still trains may save between the looks of two.
-    (checkpoint,) = broadcast_object_list([_checkpoint(run.path, request["checkpoint"])])
+    (checkpoint,) = broadcast_object_list([find_checkpoint(run.path, request["checkpoint"])])
     weights = checkpoint / "ema.safetensors"
     net = configuration.build_net(config).to(state.device).eval()
     load_weights(net, weights)
@@ -85,8 +101,12 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
     )
 
 
-def _checkpoint(run_folder: Path, asked: str | None) -> Path:
-    """Return the folder of a checkpoint: the newest, or the one that is asked for by path, name or step."""
+def find_checkpoint(run_folder: Path, asked: str | None) -> Path:
+    """Return the folder of a checkpoint: the newest, or the one that is asked for by path, name or step.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     if asked is None:
         newest = latest_checkpoint(run_folder)
         if newest is None:
@@ -109,12 +129,16 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     check_choice("labels", request["labels"], LABELS)
     num_classes, label = config["model"]["num_classes"], request["class_label"]
     if label is not None and not 0 <= label < num_classes:
-        raise ValueError(f"class_label={label} must be in [0, {num_classes - 1}]")
+        classes = f"in [0, {num_classes - 1}]" if num_classes else "null for an unconditional network (num_classes=0)"
+        raise ValueError(f"class_label={label} must be {classes}")
     if label is not None and request["labels"] == "random":
         raise ValueError(f"class_label={label} leaves nothing to draw: labels={request['labels']} must not be given with it")
     scale = config["guidance"]["guidance_scale"] if request["guidance_scale"] is None else request["guidance_scale"]
-    sampler = {**config["sampler"], **({} if request["num_steps"] is None else {"num_steps": request["num_steps"]})}
-    check_sampling(sampler, scale, num_classes)
+    check_guidance("guidance_scale", scale, num_classes)
+    sampler = config["sampler"]
+    if request["num_steps"] is not None:
+        check_positive("num_steps", request["num_steps"])
+        sampler = {**sampler, "num_steps": request["num_steps"]}
     return {**{key: request[key] for key in RECORDED}, "guidance_scale": scale, "sampler": sampler}
 
 
