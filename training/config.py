@@ -27,9 +27,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from training.messages import did_you_mean, explain, one_line
+from training.messages import did_you_mean, explain
 from training.rules import check_finite, check_groups, check_loop
 
 LONGEST_NAME = 160
@@ -293,16 +293,14 @@ def explanation(error: BaseException, arguments: Sequence[str]) -> str:
     """Return one line for an error of Hydra, of OmegaConf, or of our own."""
     if isinstance(error, OverrideParseException):
         return f"{error.override} can not be read: must be KEY=VALUE, items of a list as routes.0.KEY, other signs in quotes"
-    if isinstance(error, InterpolationKeyError):
-        return f"{error.full_key}: {one_line(str(error))}"
     texts = [str(error), *([str(error.__cause__)] if isinstance(error, HydraException) and error.__cause__ else [])]
     return explain(texts, arguments, [f.name for schema in SCHEMAS.values() for f in _fields_within(schema)])
 
 
 def _is_of_hydra(error: BaseException) -> bool:
-    """Say whether an error comes from composing, in which Hydra raises bare ValueErrors, too."""
+    """Say whether an error comes from composing, in which Hydra and OmegaConf raise bare ValueErrors, too."""
     own = isinstance(error, HydraException | OmegaConfBaseException)
-    return own or "hydra" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+    return own or bool({"hydra", "omegaconf"} & {*Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts})
 
 
 def _fields_within(schema: type) -> Iterator[Field]:

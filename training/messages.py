@@ -17,6 +17,7 @@ CLEARER = (
     (r"list index out of range", "the list has no such item"),
     (r"^invalid literal for int\(\) with base 10: ('.*')$", r"\1 is no item of a list: they have numbers, from 0"),
 )
+INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
 KEY_IN_FILE = re.compile(r"^\s*(\w+):", re.MULTILINE)
 
 
@@ -50,6 +51,7 @@ def did_you_mean(key: str, keys: Iterable[str]) -> str:
 
 def one_line(text: str) -> str:
     """Return a message without what Hydra and OmegaConf add for their own developers."""
+    text = INTERPOLATED.sub(r"\2 takes its value from \1, which is not there", text)
     lines = [line.strip() for line in text.split("Config search path")[0].splitlines()]
     joined = " ".join(line for line in lines if line and not line.startswith(NOT_FOR_USERS))
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", joined)

@@ -1,0 +1,421 @@
+"""Every key of every program given a wrong value, every rule across keys broken: one line each, and no device is touched."""
+
+import ast
+import inspect
+import os
+import textwrap
+from contextlib import chdir
+from functools import cache
+from unittest import mock
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+import fid
+import sample
+import train
+from benchmarks import advise
+from data import convert, encode
+from diffusion import EDMLoss
+from evaluation import inception
+from models import DiT, layers
+from routing import RoutePlan, routes
+from tests.runs import ROOT, composed, validated
+from training import config as configuration
+from training import rules, sampling
+from training.provenance import flatten
+
+PROGRAMS = {"train": train, "sample": sample, "fid": fid, "encode": encode, "convert": convert, "advise": advise}
+
+INTEGER, NUMBER = "could not be converted to Integer", "could not be converted to Float"
+SWITCH, TEXT = "is not a valid bool", "Cannot convert 'list' to string"
+POSITIVE, NOT_NEGATIVE, FINITE = "must be greater than 0", "must not be negative", "must be a finite number"
+A_TEXT, A_SWITCH, AN_INTEGER = "must be of type str", "must be of type bool", "must be of type int"
+GONE = "can not be imported: "
+SYNTHETIC, IMAGENET = "data=synthetic", "data=imagenet256 data.path=x"
+ADM = "evaluation=adm_5k evaluation.reference=x"
+WANDB, TENSORBOARD = "tracker=wandb", "tracker=tensorboard"
+RUN = "run=r reference=file weights=weights.pth"
+FILES = "samples=file reference=file"
+MAKE = "mode=reference images=file out=new.npz"
+ENCODE, CONVERT = "source=file out=new", "format=repa source=file out=new"
+
+AS_PYTHON = {"null": "None", "1e3": "1000.0"}  # values that a line shows as Python writes them
+
+# Program -> (overrides, of which the last is wrong; the rule that its line must tell).
+KEYS = {
+    "train": [
+        ("method=sit", "must be one of dit, tread"),
+        ("run_name=''", "must not be empty"),
+        ("output_dir=''", "must not be empty"),
+        ("seed=-1", NOT_NEGATIVE),
+        ("data._target_=data.nothing", f"{GONE}module 'data' has no attribute 'nothing'"),
+        ("data.path=[1]", A_TEXT),
+        (f"{IMAGENET} data.encoder=[1]", "must be of type str | None"),
+        ("data.input_size=half", AN_INTEGER),
+        ("data.in_channels=1.5", AN_INTEGER),
+        ("data.num_classes=ten", AN_INTEGER),
+        ("data=digits_masked data.foreground_masks=maybe", A_SWITCH),
+        (f"{SYNTHETIC} data.num_entries=0", POSITIVE),
+        (f"{SYNTHETIC} data.num_held_out=1024", "must be in [0, 1023]"),
+        (f"{SYNTHETIC} data.seed=-1", NOT_NEGATIVE),
+        ("model._target_=models", "must be the dotted name of a class or a function"),
+        ("model.input_size=0", "must be data.input_size=8"),
+        ("model.in_channels=3", "must be data.in_channels=1"),
+        ("model.num_classes=7", "must be data.num_classes=10"),
+        ("model.patch_size=3", "must divide model.input_size=8"),
+        ("model.hidden_size=1e3", AN_INTEGER),
+        ("model.depth=0", POSITIVE),
+        ("model.num_heads=7", "must divide model.hidden_size=128"),
+        ("model.mlp_ratio=0", POSITIVE),
+        ("model.class_dropout_prob=1", "must be in [0, 1)"),
+        ("model.learn_sigma=maybe", A_SWITCH),
+        ("model.init=zero", "must be one of adaln_zero, xavier"),
+        ("model.block=old", "must be one of dit, modern"),
+        ("model.attention=flash", "must be one of auto, sdpa, explicit"),
+        ("model.num_prefix_tokens=-1", NOT_NEGATIVE),
+        ("model.importance_weight=1.5", "must be in [0, 1]"),
+        ("model.removal=maybe", A_SWITCH),
+        ("model.fp32_after_route=maybe", A_SWITCH),
+        ("model.gradient_checkpointing=maybe", A_SWITCH),
+        ("model.routes.0.selection_ratio=1", "must be in [0, 1)"),
+        ("model.routes.0.start_layer_idx=5", "(layer 5) must not come after end_layer_idx=-4 (layer 4) at depth=8"),
+        ("model.routes.0.end_layer_idx=8", "must be in [-8, 7] for depth=8"),
+        ("routing.schedule=sine", "must be one of constant, linear, cosine"),
+        ("routing.start_factor=0.5", "needs routing.schedule=linear or cosine"),
+        ("routing.schedule=linear routing.end_factor=2", "times selection_ratio=0.5 of the route of blocks 2 to 4 must be in"),
+        ("routing.schedule=linear routing.end_factor=0 routing.num_levels=1", "must be at least 2"),
+        ("routing.off_last_steps=1001", "must be in [1, 1000]"),
+        ("routing.force_keep_overflow=drop", "must be one of grow, bypass, error"),
+        ("diffusion.sigma_data=0", POSITIVE),
+        ("diffusion.precond._target_=diffusion.nothing", f"{GONE}module 'diffusion' has no attribute 'nothing'"),
+        ("diffusion.precond.sigma_data=0.9", "must be diffusion.sigma_data=0.5"),
+        ("diffusion.loss._target_=null", "must be the dotted name of a class or a function"),
+        ("diffusion.loss.P_mean=inf", FINITE),
+        ("diffusion.loss.P_std=0", POSITIVE),
+        ("diffusion.loss.sigma_data=0.9", "must be diffusion.sigma_data=0.5"),
+        ("diffusion.loss.kept_tokens_only=maybe", A_SWITCH),
+        ("optimizer._target_=torch.optim.Adamw", GONE),
+        ("optimizer.lr=nan", FINITE),
+        ("optimizer.betas=[0.9]", "must be two numbers in [0, 1)"),
+        ("optimizer.eps=-1", NOT_NEGATIVE),
+        ("optimizer.weight_decay=-1", NOT_NEGATIVE),
+        ("ema.decay=1", "must be in [0, 1)"),
+        ("ema.warmup=maybe", SWITCH),
+        ("sampler._target_=nothing", f"{GONE}No module named 'nothing'"),
+        ("sampler.num_steps=0", POSITIVE),
+        ("sampler.sigma_min=0", POSITIVE),
+        ("sampler.sigma_max=0.001", "must be greater than sampler.sigma_min=0.002"),
+        ("sampler.rho=0", POSITIVE),
+        ("sampler.S_churn=-1", NOT_NEGATIVE),
+        ("sampler.S_min=-1", NOT_NEGATIVE),
+        ("sampler.S_min=2 sampler.S_max=1", "must be greater than sampler.S_min=2.0"),
+        ("sampler.S_noise=-1", NOT_NEGATIVE),
+        ("guidance.guidance_scale=-1", NOT_NEGATIVE),
+        ("evaluation=digits evaluation._target_=evaluation.Nothing", f"{GONE}module 'evaluation' has no attribute 'Nothing'"),
+        ("evaluation=digits evaluation.num_samples=1", "must be at least 2"),
+        ("evaluation=adm_5k evaluation.reference=nowhere", "not found: `python -m evaluation.fetch` lists what can be"),
+        ("evaluation=adm_5k evaluation.reference=file evaluation.weights=nowhere", "not found"),
+        (f"{ADM} evaluation.batch_size=0", POSITIVE),
+        (f"{ADM} evaluation.precision_recall=maybe", A_SWITCH),
+        (f"{ADM} evaluation.exact_distances=maybe", A_SWITCH),
+        (f"{ADM} evaluation.kid=maybe", A_SWITCH),
+        (f"{ADM} evaluation.allow_unpublished_weights=maybe", A_SWITCH),
+        (f"{WANDB} tracker._target_=training.trackers", "must be the dotted name of a class or a function"),
+        (f"{WANDB} tracker.run_name=[1]", A_TEXT),
+        (f"{WANDB} tracker.project=[1]", A_TEXT),
+        (f"{WANDB} tracker.mode=on", "must be one of offline, online, disabled"),
+        (f"{TENSORBOARD} tracker.folder=[1]", A_TEXT),
+        ("train.total_steps=0", POSITIVE),
+        ("train.batch_size=0", POSITIVE),
+        ("train.micro_batch_size=0", f"{POSITIVE}, or null"),
+        ("train.mixed_precision=fp16", "must be one of auto, no, bf16"),
+        ("train.compile=maybe", "must be one of auto, true, false"),
+        ("train.keep_freed_memory=maybe", "must be one of auto, true, false"),
+        ("train.grad_clip=0", f"{POSITIVE}, or null"),
+        ("train.log_every=0", POSITIVE),
+        ("train.save_every=0", POSITIVE),
+        ("train.eval_every=0", f"{POSITIVE}, or null"),
+        ("train.sample_every=often", INTEGER),
+        ("train.keep_last=0", POSITIVE),
+        ("train.milestone_every=0", f"{POSITIVE}, or null"),
+        ("train.max_time_sec=inf", FINITE),
+        ("train.max_skipped_steps=0", POSITIVE),
+        ("train.num_workers=-1", NOT_NEGATIVE),
+        ("train.init_from=nowhere", "is not there: it must be a run or a weights file"),
+        ("train.masked_loss=7.5", SWITCH),
+    ],
+    "sample": [
+        ("run=nowhere", "is no run: nowhere/config.yaml not found"),
+        ("run=r checkpoint=5", "not found: run=r has steps 4"),
+        ("run=r num_samples=0", POSITIVE),
+        ("run=r batch_size=0", POSITIVE),
+        ("run=r first_seed=-1", f"{NOT_NEGATIVE}, and the last seed less than 4294967296"),
+        ("run=r labels=alphabetical", "must be one of balanced, random"),
+        ("run=r class_label=10", "must be in [0, 9]"),
+        ("run=r guidance_scale=-1", NOT_NEGATIVE),
+        ("run=r num_steps=0", POSITIVE),
+        ("run=r mixed_precision=fp16", "must be one of no, bf16"),
+        ("run=r encoder=[1]", TEXT),
+        ("run=r allow_other_encoder=maybe", SWITCH),
+        ("run=r output=x.png", "must end in .npz"),
+        ("run=r grid_columns=0", POSITIVE),
+    ],
+    "fid": [
+        ("mode=scores", "must be one of score, reference"),
+        ("suite=dam", "must be one of adm, digits"),
+        ("reference=file samples=nowhere.npz", "not found: sample.py writes one"),
+        ("samples=file reference=nowhere.npz", "not found: `python -m evaluation.fetch` lists what can be downloaded"),
+        ("mode=reference out=new.npz images=nowhere", "not found"),
+        (f"{MAKE} resolution=0", POSITIVE),
+        (f"{FILES} out=scores.txt", "must end in .json"),
+        (f"{FILES} weights=nowhere.pth", "not found. Expected: "),
+        (f"{FILES} allow_unpublished_weights=maybe", SWITCH),
+        (f"{FILES} precision_recall=maybe", SWITCH),
+        (f"{FILES} exact_distances=maybe", SWITCH),
+        (f"{FILES} kid=maybe", SWITCH),
+        (f"{FILES} detector_batch_size=0", POSITIVE),
+        ("reference=file weights=weights.pth run=nowhere", "is no run: nowhere/config.yaml not found"),
+        (f"{RUN} checkpoint=5", "not found: run=r has steps 4"),
+        (f"{RUN} num_samples=0", POSITIVE),
+        (f"{RUN} batch_size=0", POSITIVE),
+        (f"{RUN} first_seed=-1", NOT_NEGATIVE),
+        (f"{RUN} labels=alphabetical", "must be one of balanced, random"),
+        (f"{RUN} class_label=10", "must be in [0, 9]"),
+        (f"{RUN} guidance_scale=nan", FINITE),
+        (f"{RUN} num_steps=0", POSITIVE),
+        (f"{RUN} mixed_precision=fp16", "must be one of no, bf16"),
+        (f"{RUN} encoder=[1]", TEXT),
+        (f"{RUN} allow_other_encoder=maybe", SWITCH),
+    ],
+    "encode": [
+        ("out=new source=nowhere", "not found"),
+        ("source=file out=file", "exists: move it away"),
+        (f"{ENCODE} encoder=[1]", TEXT),
+        (f"{ENCODE} resolution=0", POSITIVE),
+        (f"{ENCODE} mirrors=maybe", SWITCH),
+        (f"{ENCODE} masks=nowhere", "not found"),
+        (f"{ENCODE} conditioning_type=depth", "must be one of mask, segmentation"),
+        (f"{ENCODE} num_held_out=-1", NOT_NEGATIVE),
+        (f"{ENCODE} mixed_precision=fp16", "must be one of no, bf16"),
+        (f"{ENCODE} skip_corrupt=maybe", SWITCH),
+    ],
+    "convert": [
+        ("source=file out=new format=zip", "must be one of tread_wds, maskdit_lmdb, maskdit_wds, repa, edm2"),
+        ("format=repa out=new source=nowhere", "not found"),
+        ("format=repa source=file out=file", "exists: move it away"),
+        (f"{CONVERT} num_classes=0", POSITIVE),
+        (f"{CONVERT} num_held_out=-1", NOT_NEGATIVE),
+        (f"{CONVERT} stored_as=jpeg", "must be one of samples, mean_logvar, mean_std"),
+        (f"{CONVERT} scaled=maybe", SWITCH),
+        (f"{CONVERT} mirrored=maybe", SWITCH),
+        (f"{CONVERT} encoder=other", "may have another scale than the assumed one: give scale=NUMBER as well"),
+        (f"{CONVERT} scale=-1", POSITIVE),
+    ],
+    "advise": [
+        ("run=nowhere", "is no run: nowhere/config.yaml not found"),
+        ("run=r checkpoint=5", "not found: run=r has steps 4"),
+        ("run=r num_samples=0", POSITIVE),
+        ("run=r batch_size=0", POSITIVE),
+        ("run=r repeats=0", POSITIVE),
+        ("run=r mask_coverage=2", "must be in [0, 1]"),
+        ("run=r output=[1]", TEXT),
+    ],
+}  # fmt: skip
+
+# (program, overrides, how the line begins): rules across keys, and what is not a value at all.
+RULES = [
+    ("train", "model.routes=[]", "model.routes=[]: TREAD training requires you to configure the routes"),
+    ("train", "model=dit model/routes=paper", "model.routes=[{'selection_ratio': 0.5, "),
+    ("train", "model.routes=half", "model.routes=half must be a list of routes, each {KEY: VALUE, ...}; [] for none"),
+    ("train", "model.routes=[5]", "model.routes=[5] must be a list of routes"),
+    ("train", "model/routes=advanced model.routes.1.end_layer_idx=5",
+     "model.routes.1 (layers 4..5) and model.routes.2 (layers 4..7) overlap at depth 8: routes must not share a layer"),
+    ("train", "model.routes.0.selection_ratio=0.001", "selection_ratio=0.001 of the route of blocks 2 to 4 lets none of"),
+    ("train", "model.hidden_size=30 model.num_heads=15", "model.hidden_size=30 must be a multiple of 4 for the position table"),
+    ("train", "model/block=modern model.hidden_size=12", "model.hidden_size / model.num_heads=3 must be a multiple of 4 for"),
+    ("train", f"{SYNTHETIC} data.num_classes=-1", "model.num_classes=-1 must not be negative"),
+    ("train", "data.input_size=0", "model.input_size=0 must be greater than 0"),
+    ("train", "routing.schedule=linear", "routing.schedule=linear needs routing.end_factor"),
+    ("train", f"{SYNTHETIC} data.num_classes=0 guidance=cfg", "guidance.guidance_scale=1.5 must be 1 for an unconditional"),
+    ("train", "evaluation=digits train.save_every=300", "train.eval_every=500 must be a multiple of train.save_every=300"),
+    ("train", "evaluation=digits data=synthetic", "evaluation._target_=evaluation.DigitsEvaluator scores digits: it needs"),
+    ("train", "data._target_=data.open_shards train.num_workers=2",
+     "train.num_workers=2 must be 0 for data=stream, which reads ahead by itself"),
+    ("train", "train.micro_batch_size=5", "train.batch_size=32 must be a multiple of train.micro_batch_size=5"),
+    ("train", "data=imagenet256", "data.path must be given, as KEY=VALUE (a latent folder"),
+    ("train", "data=latents data.path=nowhere", "data.path=nowhere must be a latent folder, but "),
+    ("train", "~train", "train must not be removed"),
+    ("train", "~train.batch_size", "~train.batch_size: must not be removed"),
+    ("train", "~data.num_classes", "model.num_classes takes its value from data.num_classes, which is not there"),
+    ("train", "~model.depth", "model.depth must be given: DiT needs it"),
+    ("train", "~sampler", "sampler={'num_steps': 18} must name a _target_"),
+    ("train", "~diffusion.loss._target_", "diffusion.loss={'P_mean': "),
+    ("train", "++train.total_stepz=3", "train.total_stepz=3 is not known: did you mean total_steps?"),
+    ("train", "++model.hiden_size=3", "model.hiden_size=3 is not known: did you mean hidden_size?"),
+    ("train", "train.total_stepz=3", "train.total_stepz is not known: did you mean train.total_steps?"),
+    ("train", "modle=dit", "modle is not known: did you mean "),
+    ("train", "optimizer=adam", "In 'config': Could not find 'optimizer/adam' Available options in 'optimizer': adamw"),
+    ("train", "optimizer.betas=3", "optimizer.betas=3: must be a list"),
+    ("train", "train=5", "train=5: is a group of keys, which are set one by one"),
+    ("train", "diffusion.loss=5", "diffusion.loss=5: is a group of keys, which are set one by one"),
+    ("train", "train.total_steps=null", "train.total_steps=null: must not be null"),
+    ("train", "train.total_steps", "train.total_steps can not be read: must be KEY=VALUE"),
+    ("train", "model.routes[0].selection_ratio=0.3", "model.routes[0].selection_ratio=0.3 can not be read: must be KEY=VALUE"),
+    ("train", "model.routes.1.selection_ratio=0.3", "model.routes.1.selection_ratio=0.3: the list has no such item"),
+    ("train", "model.routes.x=0.3", "'x' is no item of a list: they have numbers, from 0"),
+    ("train", "optimizer.lr=fast", f"optimizer.lr=fast: Value 'fast' of type 'str' {NUMBER}"),
+    ("sample", "num_samples=3", "run must be given, as KEY=VALUE"),
+    ("sample", "run=empty", "run=empty has no checkpoint yet"),
+    ("sample", "run=r labels=random class_label=3", "class_label=3 leaves nothing to draw: labels=random must not be"),
+    ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
+    ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
+    ("sample", "run=r first_seed=4294967290", "first_seed=4294967290 must not be negative, and the last seed less than"),
+    ("fid", "samples=file", "reference must be given for scoring samples in files"),
+    ("fid", "reference=file", "samples must be given for scoring samples in files (an .npz, a folder or a zip; or run=NAME"),
+    ("fid", f"{RUN} samples=file", "samples=file has no meaning for scoring a run"),
+    ("fid", f"{FILES} suite=digits kid=true", "kid=True has no meaning for suite=digits"),
+    ("fid", f"{MAKE} num_samples=5", "num_samples=5 has no meaning for mode=reference"),
+    ("fid", "reference=file samples=r", "samples=r is a folder, which may hold images of an earlier time"),
+    ("fid", "mode=reference images=file", "out must be given for mode=reference"),
+    ("fid", "mode=reference images=file out=there.npz", "out=there.npz is there already"),
+    ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: a part of a file, or another one"),
+    ("encode", "source=file", "out must be given, as KEY=VALUE"),
+    ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
+    ("advise", "run=shallow", "run=shallow: routes make no sense at model.depth=7, it must be at least 8"),
+    ("advise", "run=empty", "run=empty has no checkpoint yet"),
+]  # fmt: skip
+
+# Where rules are told: modules, classes and functions.
+TOLD_BY = [
+    rules, configuration, routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
+    layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files,
+    sampling.find_checkpoint, sampling._settings, sample.main, fid.main, fid.check_request, fid.check_out, fid.check_files,
+    encode.check_request, encode.check_sources, convert.check_request, advise.main,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """Go where there are some files, and runs with nothing in them but what tells what they are."""
+    folder = tmp_path_factory.mktemp("wrong")
+    runs = {"r": [], "empty": [], "shallow": ["model=dit", "model.depth=7"], "unconditional": [SYNTHETIC, "data.num_classes=0"]}
+    for name, overrides in runs.items():
+        (folder / name / "checkpoints").mkdir(parents=True)
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(validated(*overrides)))
+        (folder / name / "manifest.json").write_text("{}")
+        if name != "empty":
+            (folder / name / "checkpoints/step_00000004").mkdir()
+    for name in ("file", "there.npz"):
+        (folder / name).touch()
+    with (folder / "weights.pth").open("wb") as weights:
+        weights.truncate(inception.SMALLEST_FILE + 1)  # takes no room
+    with chdir(folder):
+        yield folder
+
+
+@cache
+def refusal(program, overrides):
+    """Return the end of a program that is started with overrides."""
+    arguments = overrides.split()
+    name = "config" if program == "train" else program
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch("sys.argv", [program, *arguments]),
+        mock.patch("training.machine.PartialState", side_effect=AssertionError("a device is touched")),
+        pytest.raises(SystemExit) as end,
+    ):
+        configuration.run(lambda: PROGRAMS[program].main(composed(*arguments, config_name=name)))
+    return end.value
+
+
+def line_of(program, overrides):
+    line = refusal(program, overrides).code
+    assert line.startswith("error: ")
+    assert "\n" not in line
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    ("program", "overrides", "rule"),
+    [pytest.param(program, *row, id=f"{program} {row[0]}") for program, table in KEYS.items() for row in table],
+)
+def test_a_wrong_value_is_told_with_key_value_and_rule(program, overrides, rule):
+    key, _, value = overrides.split()[-1].partition("=")
+    told, _, rest = line_of(program, overrides).partition("=")
+    assert told == key
+    assert rest.startswith((value, repr(value), AS_PYTHON.get(value, value)))
+    assert rule in rest
+
+
+@pytest.mark.parametrize(("program", "overrides", "expected"), RULES, ids=[f"{program} {row}" for program, row, _ in RULES])
+def test_a_broken_rule_is_told_in_one_line(program, overrides, expected):
+    assert line_of(program, overrides).startswith(expected)
+
+
+def keys_of(program):
+    """Return every key of a program, with all options of the groups that bring keys of their own."""
+    choices = [()]
+    if program == "train":
+        choices = [[f"{g}={f.stem}"] for g in ("data", "evaluation", "tracker") for f in (ROOT / "configs" / g).glob("*.yaml")]
+    found = set()
+    for overrides in choices:
+        name = "config" if program == "train" else program
+        config = OmegaConf.to_container(composed(*overrides, config_name=name))
+        if program == "train":
+            config["model"]["routes"] = {str(i): route for i, route in enumerate(config["model"]["routes"])}
+        found |= {key for key, value in flatten(config).items() if value != {}}
+    return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_key_is_given_a_wrong_value(program):
+    assert keys_of(program) == {overrides.split()[-1].partition("=")[0] for overrides, _ in KEYS[program]}
+
+
+def raises_of(source):
+    """Yield (file, first and last line) of every `raise` of an error of the user's in a module, class or function."""
+    source = inspect.unwrap(source)  # from what Hydra puts around it
+    lines, start = inspect.getsourcelines(source)
+    for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+        error = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(error, ast.Call) and error.func.id in ("ValueError", "FileNotFoundError", "FileExistsError"):
+            offset = max(start, 1) - 1
+            yield inspect.getsourcefile(source), node.lineno + offset, node.end_lineno + offset
+
+
+def lines_that_raised(error):
+    """Yield (file, line) of every step of the way of an error, and of the errors that it came from."""
+    while error:
+        trace = error.__traceback__
+        while trace:
+            yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def test_every_rule_is_broken_by_a_row():
+    rows = [(program, row[0]) for program, table in KEYS.items() for row in table] + [row[:2] for row in RULES]
+    raised = {step for row in rows for step in lines_that_raised(refusal(*row))}
+    known = [place for source in TOLD_BY for place in raises_of(source)]
+    assert len(known) > 60
+    unbroken = [
+        f"{file}:{first}" for file, first, last in known if not raised & {(file, line) for line in range(first, last + 1)}
+    ]
+    assert unbroken == []
+
+
+def test_nothing_is_said_beside_the_line(caplog, capsys):
+    """Hydra logs what it can not import, in lines of its own."""
+    refusal.__wrapped__("train", "sampler._target_=diffusion.nothing")
+    assert caplog.records == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_right_values_are_not_refused():
+    """A rule that refuses everything would pass all of the above."""
+    validated("sampler.S_max=inf", "sampler.S_churn=40", "optimizer.eps=0", "optimizer.weight_decay=0.1", "ema.decay=0")
+    validated("data=synthetic", "data.num_held_out=0", "data.seed=3", "tracker=wandb", "tracker.mode=online")
+    for request in ({"num_steps": 1}, {"guidance_scale": 0.0}, {"class_label": 9}, {"first_seed": 2**32 - 100}):
+        sampling.check_run({**composed("run=r", config_name="sample"), **request})
