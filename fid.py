@@ -31,6 +31,8 @@ from data import (
     read_manifest,
     real_images,
 )
+from data.arrays import read_member
+from data.images import ZIP_ERRORS
 from diffusion import ImageSource
 from evaluation import AdmSuite, DigitsEvaluator, InceptionDetector, Processes, make_reference, open_reference
 from evaluation.files import fingerprint, sha256
@@ -293,9 +295,9 @@ def read_labelled(file: Path) -> tuple[np.ndarray, np.ndarray]:
         raise FileNotFoundError(f"samples={file} not found: sample.py writes one")
     images = open_images(file)
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            labels = arrays.get("arr_1")
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        with zipfile.ZipFile(file) as archive:
+            labels = read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
+    except ZIP_ERRORS as error:
         raise ValueError(f"samples={file}: arr_1 can not be read: {error}") from error
     if images.count < 2 or labels is None or labels.shape != (images.count,):
         raise ValueError(f"samples={file} must hold 2 or more images (arr_0) and a label for each (arr_1)")
@@ -306,7 +308,7 @@ def read_json(file: Path) -> Any:
     """Read a JSON file; a damaged one is named."""
     try:
         return json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
 
 

@@ -27,7 +27,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from data.encoders import Encoder, load_encoder
-from data.images import IMAGE_ERRORS, centre_crop, read_image
+from data.images import IMAGE_ERRORS, centre_crop, open_picture, read_image
 from data.latents import open_latents
 from data.listing import ImageList, MaskFiles, list_images
 from data.manifest import FILES, LatentManifest
@@ -241,7 +241,7 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
         return image, None
     segmentation = job.manifest.conditioning_type == "segmentation"
     try:
-        with job.images.open(name) as file, Image.open(file) as header, job.masks.open(name) as mask_file:
+        with job.images.open(name) as file, open_picture(file) as header, job.masks.open(name) as mask_file:
             mask = read_mask(mask_file, header.size, resolution, segmentation)
     except ValueError as error:
         raise ValueError(f"its mask: {error}") from error
@@ -250,7 +250,7 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
 
 def read_mask(file: BinaryIO, size: tuple[int, int], resolution: int, segmentation: bool) -> np.ndarray:
     """Read the mask of an image of a size, and cut it (R, R) uint8 as the image is cut."""
-    with Image.open(file) as mask:
+    with open_picture(file) as mask:
         if mask.size != size:
             raise ValueError(f"it is {mask.size}, the image is {size}: they must agree")
         if segmentation:  # by the numbers in the file, whatever colours a palette gives them

@@ -1,6 +1,8 @@
 """Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in order, never as a whole."""
 
+import math
 import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -11,13 +13,18 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
+from data.arrays import check_size, member_size, read_header
+
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
 # What reading a zip raises where it is damaged, or (RuntimeError) encrypted or packed in a way that is not known.
 ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 # What PIL raises beside these where an image is damaged, or absurdly large.
-IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError)
+IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError, struct.error, TypeError, LookupError, MemoryError)
+FORMATS = ("PNG", "BMP", "PPM", "TIFF", "JPEG", "WEBP")  # whatever a file is called: PIL runs other programs for some others
+LARGEST_MEMBER = 2**30  # of a zip of files, unpacked
 SKIPPED_AT_ONCE = 2**20
+MOST_CHANNELS = 4
 LONGEST = 50  # a line of pixels would become an image of many gigabytes on the way to its square
 Batches = Iterator[tuple[int, np.ndarray]]
 
@@ -36,14 +43,18 @@ class NpzImages:
             raise FileNotFoundError(f"{self.path} not found")
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
-                shape, fortran_order, dtype = _read_header(member)
-                size = archive.getinfo("arr_0.npy").file_size - member.tell()
+                shape, fortran_order, dtype = read_header(member)
+                size = member_size(archive, "arr_0.npy") - member.tell()
         except (KeyError, *ZIP_ERRORS) as error:
             raise ValueError(f"{self.path} can not be read as an .npz with arr_0: {error}") from error
         if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
             raise ValueError(f"{self.path}: arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255")
-        if size != np.prod(shape, dtype=object):
-            raise ValueError(f"{self.path}: arr_0 holds {size} bytes, its shape {shape} needs {np.prod(shape, dtype=object)}")
+        if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MOST_CHANNELS:
+            raise ValueError(f"{self.path}: arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels")
+        try:
+            check_size(shape, dtype, size)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: arr_0 is damaged: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
 
     def batches(self, batch_size: int, process_index: int = 0, num_processes: int = 1) -> Batches:
@@ -51,7 +62,7 @@ class NpzImages:
         image_size = int(np.prod(self.shape))
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
-                _read_header(member)
+                read_header(member)
                 position = 0
                 for start in range(process_index * batch_size, self.count, num_processes * batch_size):
                     _skip(member, (start - position) * image_size)
@@ -144,7 +155,7 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
     Raises:
         IMAGE_ERRORS: it is damaged, or not of 8 bits.
     """
-    with Image.open(file) as image:
+    with open_picture(file) as image:
         # PIL cuts 16 bits to 8 without a word.
         if image.mode[0] in "IF" or ";16" in str(image.tile) or (not resolution and image.mode != "RGB"):
             raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
@@ -153,6 +164,15 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
                 raise ValueError(f"its size is {image.size}: one side must be at most {LONGEST} times the other")
             image = centre_crop(image.convert("RGB"), resolution)
         return np.asarray(image)
+
+
+def open_picture(file: BinaryIO) -> Image.Image:
+    """Open an image of one of the known formats; nothing but its header is read yet.
+
+    Raises:
+        IMAGE_ERRORS: it is of another format, damaged, or absurdly large.
+    """
+    return Image.open(file, formats=FORMATS)
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
@@ -166,12 +186,6 @@ def centre_crop(image: Image.Image, size: int) -> Image.Image:
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
     left, top = (image.width - size) // 2, (image.height - size) // 2
     return image.crop((left, top, left + size, top + size))
-
-
-def _read_header(member: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(member)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(member)
 
 
 def _skip(member: BinaryIO, num_bytes: int) -> None:
@@ -190,7 +204,14 @@ def list_files(path: Path) -> tuple[list[str], Callable[[str], BinaryIO]]:
             "rb"
         )
     archive = zipfile.ZipFile(path)
-    return _visible(name for name in archive.namelist() if not name.endswith("/")), archive.open
+    return _visible(name for name in archive.namelist() if not name.endswith("/")), lambda name: _open_member(archive, name)
+
+
+def _open_member(archive: zipfile.ZipFile, name: str) -> BinaryIO:
+    size = archive.getinfo(name).file_size
+    if size > LARGEST_MEMBER:
+        raise ValueError(f"{name} declares {size} bytes, must have at most {LARGEST_MEMBER}")
+    return archive.open(name)
 
 
 def images_of(names: list[str]) -> list[str]:

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from data.arrays import parse_array
 from data.images import ZIP_ERRORS, list_files
-from data.listing import LABELS_FILE, MOST_CLASSES, read_labels
-from data.manifest import FAR_STD
+from data.listing import LABELS_FILE, read_labels
+from data.manifest import FAR_STD, MOST_CLASSES
 from data.unpickle import unpickle_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
@@ -27,6 +28,8 @@ LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 FAR_MEAN = 0.75  # of the promised standard deviation: what an offset of a channel may be at most
 MOSTLY = 0.95
 TAR_END = 1024
+# What tarfile raises where an archive is damaged, or a member declares more than memory holds.
+TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError)
 MIRROR_MARGIN = 0.2  # of correlations: chance gives less
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
@@ -225,7 +228,7 @@ def open_npy_zip(path: Path) -> Source:
     def at(i: int) -> np.ndarray:
         try:
             with opener(names[i]) as file:
-                return _load_npy(file.read())
+                return parse_array(file.read())
         except ZIP_ERRORS as error:
             raise ValueError(f"source={path}: {names[i]} can not be read: {error}") from error
 
@@ -234,18 +237,20 @@ def open_npy_zip(path: Path) -> Source:
 
 def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]]:
     """Yield (key, content of KEY.WANTED) of each sample of a tar; each must have KEY.PARTNER as well."""
-    wanted_keys, partner_keys = set(), set()
+    wanted_keys, partner_keys, size = set(), set(), tar.stat().st_size
     try:
         with tarfile.open(tar, "r:") as archive:
             for member in archive:
                 key, _, suffix = member.name.rpartition("/")[2].partition(".")
                 if suffix == wanted and member.isreg():
+                    if member.issparse() or member.size > size:
+                        raise ValueError(f"{member.name} declares {member.size} bytes, more than are there")
                     wanted_keys.add(key)
                     yield key, archive.extractfile(member).read()
                 elif suffix == partner:
                     partner_keys.add(key)
                 archive.members = []  # or they pile up
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except TAR_ERRORS as error:
         raise ValueError(f"{tar} is damaged: {error}") from error
     with tar.open("rb") as file:
         file.seek(-min(TAR_END, tar.stat().st_size), io.SEEK_END)
@@ -279,14 +284,15 @@ def _check_size(environment: Any, path: Path) -> None:
 
 
 def _value(transaction: Any, key: str, path: Path) -> bytes:
-    value = transaction.get(key.encode())
+    import lmdb
+
+    try:
+        value = transaction.get(key.encode())
+    except lmdb.Error as error:
+        raise ValueError(f"source={path} is damaged: entry {key} can not be read: {error}") from error
     if value is None:
         raise ValueError(f"source={path} has no entry {key}")
     return value
-
-
-def _load_npy(data: bytes) -> np.ndarray:
-    return np.load(io.BytesIO(data), allow_pickle=False)
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:
@@ -300,7 +306,7 @@ def _column(value: float | tuple[float, ...]) -> np.ndarray:
 FORMATS = {
     "tread_wds": Format(
         "WebDataset of the official TREAD code: KEY.latent.npy and KEY.cls",
-        lambda path: open_tars(path, "latent.npy", _load_npy),
+        lambda path: open_tars(path, "latent.npy", parse_array),
         stored_as="samples",
         scaled=True,
     ),

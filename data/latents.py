@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.arrays import check_size, read_header
 from data.manifest import FILES, LatentManifest, read_manifest
 
 NUM_FINGERPRINT_ENTRIES = 64
@@ -143,9 +144,11 @@ def _open_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: the latent folder is not whole")
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        with file.open("rb") as opened:
+            found_shape, _, found_dtype = read_header(opened)
+            check_size(found_shape, found_dtype, file.stat().st_size - opened.tell())
+    except (ValueError, OSError) as error:
         raise ValueError(f"{file} is truncated or no .npy file: {error}") from error
-    if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise ValueError(f"{file} holds {array.dtype} {array.shape}, the manifest promises {dtype} {shape}")
-    return array
+    if found_dtype != np.dtype(dtype) or found_shape != shape:
+        raise ValueError(f"{file} holds {found_dtype} {found_shape}, the manifest promises {dtype} {shape}")
+    return np.load(file, mmap_mode="r", allow_pickle=False)

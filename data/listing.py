@@ -9,10 +9,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.images import LOSSLESS, ZIP_ERRORS, images_of, list_files
+from data.manifest import MOST_CLASSES
 
 LIST_SUFFIXES = (".txt", ".tsv", ".lst")
 LABELS_FILE = "dataset.json"
-MOST_CLASSES = 1_000_000  # beyond it a label is a mistake
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def read_labels(opener: Callable[[str], BinaryIO], names: Sequence[str], path: P
         with opener(LABELS_FILE) as file:
             entries = json.load(file)["labels"]
         known = None if entries is None else dict(entries)
-    except (*ZIP_ERRORS, KeyError, TypeError) as error:
+    except (*ZIP_ERRORS, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}/{LABELS_FILE} is not of the form {{'labels': [[name, label], ...]}}: {error!r}") from error
     if known is None:
         return None

@@ -14,6 +14,10 @@ KINDS = ("samples", "moments")
 DTYPES = ("float16", "float32")
 CONDITIONING_TYPES = (None, "mask", "segmentation")
 BLOCK_BYTES = 2**26
+MOST_CLASSES = 1_000_000  # beyond it a label is a mistake
+MOST_NUMBERS = 2**26  # of one entry: 4 channels of 4096x4096
+MOST_BLOCK_BYTES = 2**40
+LARGEST_NUMBER = 3e38  # that fp32 holds
 FAR_STD = 1.8  # data sets differ by less, a scale that was forgotten or applied twice by much more
 FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
 
@@ -78,6 +82,8 @@ class LatentManifest:
             raise ValueError(f"format_version={self.format_version} must be {FORMAT_VERSION}")
         if len(self.shape) != 3 or self.shape[1] != self.shape[2] or not all(_is_count(n) for n in self.shape):
             raise ValueError(f"shape={tuple(self.shape)} must be (channels, size, size)")
+        if math.prod(self.shape) > MOST_NUMBERS:
+            raise ValueError(f"shape={tuple(self.shape)} must be of at most {MOST_NUMBERS} numbers")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} must be one of {', '.join(DTYPES)}")
         if self.kind == "moments" and self.shape[0] % 2:
@@ -88,10 +94,13 @@ class LatentManifest:
             raise ValueError(f"mirrors={self.mirrors!r} must be true or false")
         if self.conditioning_type not in CONDITIONING_TYPES:
             raise ValueError(f"conditioning_type={self.conditioning_type} must be null, mask or segmentation")
-        if not _is_count(self.block_bytes):
-            raise ValueError(f"block_bytes={self.block_bytes} must be greater than 0")
+        if not _is_count(self.block_bytes) or self.block_bytes > MOST_BLOCK_BYTES:
+            raise ValueError(f"block_bytes={self.block_bytes} must be greater than 0, and at most {MOST_BLOCK_BYTES}")
         if self.checksums is not None and not all(isinstance(hashes, list) for hashes in self.checksums.values()):
             raise ValueError("checksums must be null, or a list of hashes for each file")
+        outside = [name for name in self.checksums or () if Path(name).name != name]
+        if outside:
+            raise ValueError(f"checksums are of {outside[0]!r}, must be of files in the folder itself")
 
     def _check_meaning(self) -> None:
         if not isinstance(self.encoder, str) or not isinstance(self.encoder_hash, str | None):
@@ -112,8 +121,10 @@ class LatentManifest:
             raise ValueError(f"pixel_range={self.pixel_range} must be two numbers: what black is, and what white is")
         if self.std is not None and not (_is_number(self.std) and self.std > 0):
             raise ValueError(f"std={self.std!r} must be a number greater than 0, or null")
-        if self.num_classes < 0 or (self.class_names is not None and len(self.class_names) != self.num_classes):
-            raise ValueError(f"class_names has {len(self.class_names or ())} names, must be num_classes={self.num_classes}")
+        if not isinstance(self.num_classes, int) or not 0 <= self.num_classes <= MOST_CLASSES:
+            raise ValueError(f"num_classes={self.num_classes!r} must be in [0, {MOST_CLASSES}]")
+        if self.class_names is not None and len(self.class_names) != self.num_classes:
+            raise ValueError(f"class_names has {len(self.class_names)} names, must be num_classes={self.num_classes}")
 
     @property
     def in_channels(self) -> int:
@@ -193,7 +204,7 @@ def parse_manifest(text: bytes, name: str) -> LatentManifest:
     """
     try:
         return manifest_from(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} is not a latent manifest: {error}") from error
 
 
@@ -209,7 +220,7 @@ def to_json(manifest: LatentManifest) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
 
 
 def _is_count(value: Any) -> bool:

@@ -7,6 +7,7 @@ removed after one without errors: whatever moment a process is killed at, a part
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from data.arrays import read_member
 from data.images import ZIP_ERRORS
 
 
@@ -50,14 +52,14 @@ class PartFolder:
         """Make the folder, or go on with the one that is there; return the parts that are still to do.
 
         Raises:
-            ValueError: it was begun with something else.
+            ValueError: it was begun with something else, or what it was begun with can not be read.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / "about.json"
         if not file.exists():
             with _replacing(file) as f:
                 f.write(json.dumps(self.about, indent=2).encode())
-        begun = json.loads(file.read_text())
+        begun = _read_json(file)
         changes = [f"{key}: {begun.get(key)} -> {value}" for key, value in self.about.items() if begun.get(key) != value]
         if changes:
             raise ValueError(f"{self.path} was begun with something else ({'; '.join(changes)}): go on with that, or remove it")
@@ -84,8 +86,9 @@ class PartFolder:
         """
         file = self._file(i)
         try:
-            with np.load(file, allow_pickle=False) as arrays:
-                return Part(arrays["latents"], arrays.get("masks"), arrays["positions"], self.errors([i]))
+            with zipfile.ZipFile(file) as archive:
+                masks = read_member(archive, "masks") if "masks.npy" in archive.namelist() else None
+                return Part(read_member(archive, "latents"), masks, read_member(archive, "positions"), self.errors([i]))
         except (KeyError, *ZIP_ERRORS) as error:
             if isinstance(error, OSError) and error.errno:
                 raise
@@ -95,7 +98,7 @@ class PartFolder:
     def errors(self, parts: list[int] | range) -> dict[int, str]:
         """Return the images that could not be read, by position, and why."""
         files = [self._errors(i) for i in parts]
-        found = [json.loads(file.read_text()) for file in files if file.exists()]
+        found = [_read_json(file) for file in files if file.exists()]
         return {int(position): error for errors in found for position, error in errors.items()}
 
     def remove(self) -> None:
@@ -107,6 +110,16 @@ class PartFolder:
 
     def _errors(self, i: int) -> Path:
         return self.path / f"{i:07d}.errors.json"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged ({error}): remove {file.parent} and start anew") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged (no object): remove {file.parent} and start anew")
+    return found
 
 
 @contextmanager

@@ -5,21 +5,23 @@ Each process reads shards of its own, a few at a time, and shuffles what it has 
 """
 
 import hashlib
-import io
 import json
+import math
 import re
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
-from tarfile import TarError
 from typing import Any
 
 import numpy as np
 import torch
 
+from data.arrays import parse_array
 from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, parse_manifest
 from data.stream import MicroBatch
@@ -28,6 +30,8 @@ SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
 ATTEMPTS, PAUSE_SEC = 3, 2.0
 ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # tell the draws of the streams apart
+MOST_HEADER_BYTES = 2**14  # of an .npy
+WELL_KNOWN = r"(https?|gs|s3|hf)://[\w.~:/@%+=,-]+"  # of other addresses and signs the shell would make something else
 NOTE = "streamed: a resumed run goes on at the same shard and sample, but is exempt from the promise of bitwise equality"
 
 
@@ -75,29 +79,42 @@ class ShardDataset:
                 time.sleep(PAUSE_SEC * attempt)
             try:
                 return self._read_shard(name, count)
-            except (OSError, ValueError, EOFError, KeyError, TarError) as error:
+            except (OSError, ValueError, EOFError, KeyError, OverflowError, tarfile.TarError) as error:
                 last = error
         raise ValueError(f"{self.url}/{name} can not be read, tried {ATTEMPTS} times: {last}") from last
 
     def _read_shard(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        from webdataset.tariterators import tarfile_samples
-
         manifest = self.manifest
-        latents = np.empty((count, *manifest.stored_shape[1:]), manifest.dtype)
-        labels, found = np.zeros(count, np.int64), 0
-        for sample in tarfile_samples([{"url": f"{self.url}/{name}"}]):
-            array = np.load(io.BytesIO(sample["latents.npy"]), allow_pickle=False)
-            if found == count or array.shape != latents.shape[1:] or array.dtype != latents.dtype:
-                raise ValueError(f"entry {found} is {array.dtype} {array.shape}, must be {latents.dtype} {latents.shape}")
-            latents[found] = array
-            labels[found] = int(sample["cls"]) if manifest.num_classes else 0
-            found += 1
-        if found != count:
-            raise ValueError(f"it holds {found} entries, must hold {count}")
+        dtype, shape = np.dtype(manifest.dtype), manifest.stored_shape[1:]
+        latents, labels = [], []  # no memory is taken for entries that are promised and not there
+        for sample in self._samples(name, math.prod(shape) * dtype.itemsize + MOST_HEADER_BYTES):
+            array = parse_array(sample["latents.npy"])
+            if len(latents) == count or array.shape != shape or array.dtype != dtype:
+                raise ValueError(
+                    f"entry {len(latents)} is {array.dtype} {array.shape}, must be {dtype} {shape}, {count} of them"
+                )
+            latents.append(array)
+            labels.append(int(sample["cls"]) if manifest.num_classes else 0)
+        if len(latents) != count:
+            raise ValueError(f"it holds {len(latents)} entries, must hold {count}")
         if not manifest.num_classes:
-            return latents, None
-        check_labels(labels, manifest.num_classes, Path(name))
-        return latents, labels
+            return np.stack(latents), None
+        check_labels(np.array(labels), manifest.num_classes, Path(name))
+        return np.stack(latents), np.array(labels, dtype=np.int64)
+
+    def _samples(self, name: str, most_bytes: int) -> Iterator[dict[str, bytes]]:
+        """Yield the content of the files of each sample, by what follows its key; a tar that is packed is refused."""
+        from webdataset import gopen
+
+        with gopen(f"{self.url}/{name}") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+            for _, members in groupby(archive, key=lambda member: member.name.partition(".")[0]):
+                sample = {}
+                for member in members:
+                    if not member.isreg() or member.issparse() or member.size > most_bytes:
+                        raise ValueError(f"{member.name} declares {member.size} bytes, must be a file of at most {most_bytes}")
+                    sample[member.name.partition(".")[2]] = archive.extractfile(member).read()
+                archive.members = []  # or they pile up
+                yield sample
 
 
 def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None) -> ShardDataset:
@@ -117,7 +134,7 @@ def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, 
         # Names are put after the path: one with a colon or a slash could lead anywhere.
         named = r"(train|held_out)-\d+\.tar"
         wrong = [name for name, n in shards.items() if not re.fullmatch(named, name) or type(n) is not int or n < 1]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}/{SHARDS_FILE} is damaged: {error}") from error
     if wrong or not shards:
         raise ValueError(f"{path}/{SHARDS_FILE} must list shards train-N.tar and held_out-N.tar: {(wrong or ['nothing'])[0]}")
@@ -141,6 +158,8 @@ def read_shard_manifest(path: str) -> LatentManifest:
 def _fetch(path: str, name: str) -> bytes:
     from webdataset import gopen
 
+    if re.match(r"[\w.+-]+:", path) and not re.fullmatch(WELL_KNOWN, path):
+        raise ValueError(f"data.path={path} must be a folder, or an address https://, gs://, s3:// or hf:// of plain signs")
     url = f"{path.rstrip('/')}/{name}"
     try:
         with gopen(url) as stream:

@@ -8,7 +8,9 @@ Shapes: N images.
 
 import hashlib
 import io
+import math
 import pickle
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +24,10 @@ GRAPH_NAME = "classify_image_graph_def.pb"
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
 NUM_SPATIAL_CHANNELS = 7
 SMALLEST_FILE, LARGEST_FILE = 10 * 2**20, 2**30
+MOST_NUMBERS = 2**22  # of one constant of the graph; its largest has 2048 x 1008
+# What damaged bytes make torch.load raise is written down nowhere.
+LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError, AttributeError)
+LOAD_ERRORS += (AssertionError, OverflowError, MemoryError, struct.error)
 
 
 class InceptionFeatures(NamedTuple):
@@ -122,11 +128,16 @@ def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str,
         )
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
+    except LOAD_ERRORS as error:
         # What torch says here is long, and advises to execute the file.
         raise ValueError(f"weights={file} can not be read as a state dict of plain tensors. {_where_found()}") from error
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"weights={file} must be a state dict: names and tensors. {_where_found()}")
+    for name, tensor in state.items():
+        if type(name) is not str or tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise ValueError(f"weights={file} must be a state dict: {name!r} is no plain tensor. {_where_found()}")
+        if tensor.nbytes > file.stat().st_size:
+            raise ValueError(f"weights={file}: {name} declares {tensor.nbytes} bytes, more than the file holds")
     checked = "sha256" if record["sha256"] == WEIGHTS_SHA256 else "names and shapes"
     return dict(state), {**record, "checked": checked}
 
@@ -167,12 +178,19 @@ def _from_graph(file: Path) -> dict[str, torch.Tensor]:
     def constant(name: str) -> torch.Tensor:
         if name not in nodes:
             raise ValueError(f"weights={file} has no constant {name}. {_where_found()}")
+        tensor = nodes[name].attr["value"].tensor
+        shape = [dim.size for dim in tensor.tensor_shape.dim]
+        if min(shape, default=0) < 0 or math.prod(shape) > MOST_NUMBERS:
+            raise ValueError(f"weights={file}: constant {name} is {shape}: must be at most {MOST_NUMBERS} numbers")
         try:
-            return torch.from_numpy(make_ndarray(nodes[name].attr["value"].tensor).astype(np.float32))
-        except (TypeError, ValueError) as error:
+            return torch.from_numpy(make_ndarray(tensor).astype(np.float32))
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
             raise ValueError(f"weights={file}: constant {name} can not be read: {error}") from error
 
-    state = {"fc.weight": constant("softmax/weights").T, "fc.bias": constant("softmax/biases")}
+    weights = constant("softmax/weights")
+    if weights.ndim != 2:
+        raise ValueError(f"weights={file}: softmax/weights is {tuple(weights.shape)}, must be (in, out)")
+    state = {"fc.weight": weights.T, "fc.bias": constant("softmax/biases")}
     for module, name in graph_names().items():
         kernel = constant(f"{name}/conv2d_params")
         if kernel.ndim != 4:

@@ -1,10 +1,11 @@
 """What images are scored against: statistics of the features of a data set, and some of its images. [ADM]"""
 
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -13,6 +14,11 @@ from evaluation.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, Incept
 
 NUM_KEPT = 10_000  # images of the data set, for precision and recall
 STATISTICS = {"mu": NUM_POOL_FEATURES, "mu_s": NUM_SPATIAL_FEATURES}  # beside each its covariance, sigma and sigma_s
+SHAPES = {mu: (n,) for mu, n in STATISTICS.items()} | {mu.replace("mu", "sigma"): (n, n) for mu, n in STATISTICS.items()}
+MOST_HASH_BYTES = 4 * 128
+# What reading an .npz raises where it is damaged, encrypted or packed in a way that is not known, or a header is nonsense.
+READ_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile, KeyError)
+READ_ERRORS += (SyntaxError, TypeError, LookupError, AttributeError, OverflowError, MemoryError, tokenize.TokenError)
 
 
 def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[dict[str, np.ndarray], Images | None]:
@@ -34,13 +40,13 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[d
     if not zipfile.is_zipfile(path):
         raise ValueError(f"reference={path} can not be read as an .npz: it is none, or truncated")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            has_images = "arr_0" in arrays
-            names = [name for mu in STATISTICS for name in (mu, mu.replace("mu", "sigma"))]
-            statistics = {name: arrays[name] for name in names if name in arrays}
-            made_by = str(arrays["weights"]) if "weights" in arrays else None
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        with zipfile.ZipFile(path) as archive:
+            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            statistics = {name: _read_numbers(archive, name, shape) for name, shape in SHAPES.items() if name in names}
+            made_by = _read_hash(archive) if "weights" in names else None
+    except READ_ERRORS as error:
         raise ValueError(f"reference={path} can not be read as an .npz: {error}") from error
+    has_images = "arr_0" in names
     _check_statistics(statistics, path)
     if "mu" not in statistics and not has_images:
         raise ValueError(f"reference={path} must hold mu and sigma, or images (arr_0)")
@@ -51,14 +57,40 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[d
     return statistics, open_images(path) if has_images else None
 
 
+def _read_numbers(archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]) -> np.ndarray:
+    """Read an array of floats of a known shape; what its header declares is looked at before memory is taken."""
+    with archive.open(f"{name}.npy") as file:
+        shape, dtype = _read_header(file)
+        if shape != expected:
+            raise ValueError(f"{name} is {shape}, must be {expected}: of another network")
+        if dtype.kind != "f":
+            raise ValueError(f"{name} is {dtype}, must be floats")
+    with archive.open(f"{name}.npy") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _read_hash(archive: zipfile.ZipFile) -> str:
+    with archive.open("weights.npy") as file:
+        shape, dtype = _read_header(file)
+        if shape != () or dtype.kind != "U" or dtype.itemsize > MOST_HASH_BYTES:
+            raise ValueError(f"weights is {dtype} {shape}, must be a hash")
+    with archive.open("weights.npy") as file:
+        return str(np.lib.format.read_array(file, allow_pickle=False))
+
+
+def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype
+
+
 def _check_statistics(statistics: dict[str, np.ndarray], path: Path) -> None:
-    for mu, length in STATISTICS.items():
+    for mu in STATISTICS:
         sigma = mu.replace("mu", "sigma")
         if (mu in statistics) != (sigma in statistics):
             raise ValueError(f"reference={path} must hold both of {mu} and {sigma}, or neither")
-        for name, shape in ((mu, (length,)), (sigma, (length, length))):
-            if name in statistics and statistics[name].shape != shape:
-                raise ValueError(f"reference={path}: {name} is {statistics[name].shape}, must be {shape}: of another network")
+        for name in (mu, sigma):
             if name in statistics and not np.isfinite(statistics[name]).all():
                 raise ValueError(f"reference={path}: {name} must be finite")
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from safetensors.torch import load_file, save_file
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 WRAPPERS = ("module.", "_orig_mod.", "model.", "net.")
 SUMS = "SHA256SUMS"
+# What damaged bytes make torch.load raise is written down nowhere.
+LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError, AttributeError)
+LOAD_ERRORS += (AssertionError, OverflowError, MemoryError, struct.error)
 CONTENT = {"net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"}
 
 
@@ -175,7 +179,10 @@ def _load_into(net: nn.Module, file: Path) -> None:
             hint = "; DiT and SiT checkpoints need model.learn_sigma=true" if name.startswith("final_layer.linear") else ""
             shapes = f"{tuple(tensors[name].shape)}, the network's is {tuple(tensor.shape)}"
             raise ValueError(f"{file}: {name} has shape {shapes}{hint}")
-    net.load_state_dict(tensors)
+    try:
+        net.load_state_dict(tensors)
+    except RuntimeError as error:  # tensors without memory, or of a type that can not be copied
+        raise ValueError(f"{file} holds more than plain tensors: {' '.join(str(error).split())[:200]}") from error
 
 
 def _weights_file(source: Path) -> Path:
@@ -191,17 +198,19 @@ def _load_tensors(file: Path, device: torch.device) -> dict[str, torch.Tensor]:
     if file.suffix == ".safetensors":
         try:
             return load_file(file, device="cpu" if device.type == "cpu" else str(device))  # it does not know cpu:0
-        except SafetensorError as error:
+        except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
     try:
         # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
+    except LOAD_ERRORS as error:
         raise ValueError(f"{file} is damaged, or holds more than plain tensors, which is not loaded") from error
     if isinstance(content, dict):
         content = next((content[key] for key in ("ema", "model", "state_dict") if isinstance(content.get(key), dict)), content)
-    if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
+    ):
         raise ValueError(f"{file} must hold named tensors, at its top or under ema, model or state_dict")
     return content
 

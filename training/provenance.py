@@ -80,7 +80,7 @@ class RunFolder:
             return {}
         try:
             manifest = json.loads(self.manifest_file.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.manifest_file} is damaged: {error}") from error
         if not isinstance(manifest, dict):
             raise ValueError(f"{self.manifest_file} is damaged: it holds no object")
@@ -94,7 +94,7 @@ class RunFolder:
         """
         try:
             config = yaml.safe_load(self.config_file.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(f"{self.config_file} is damaged: {error}") from error
         if not isinstance(config, dict):
             raise ValueError(f"{self.config_file} is damaged: it holds no configuration")

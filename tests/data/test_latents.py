@@ -369,7 +369,7 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
         ({"pixel_range": (1.0, 1.0)}, "must be two numbers: what black is, and what white is"),
         ({"class_names": ("a", "b")}, "class_names has 2 names, must be num_classes=5"),
         ({"block_bytes": 0}, "block_bytes=0 must be greater than 0"),
-        ({"num_classes": -1}, "must be num_classes=-1"),
+        ({"num_classes": -1}, r"num_classes=-1 must be in \[0, 1000000\]"),
         ({"num_held_out": 3.0}, r"num_held_out=3.0 must be in \[0, 19\]"),
         ({"encoder": None}, "encoder=None must be a name"),
         ({"encoder_hash": 5}, "encoder_hash=5 a hash or null"),
