@@ -98,7 +98,7 @@ class LatentManifest:
             raise ValueError(f"block_bytes={self.block_bytes} must be greater than 0, and at most {MOST_BLOCK_BYTES}")
         if self.checksums is not None and not all(isinstance(hashes, list) for hashes in self.checksums.values()):
             raise ValueError("checksums must be null, or a list of hashes for each file")
-        outside = [name for name in self.checksums or () if Path(name).name != name]
+        outside = [name for name in self.checksums or () if name == ".." or Path(name).name != name]
         if outside:
             raise ValueError(f"checksums are of {outside[0]!r}, must be of files in the folder itself")
 
