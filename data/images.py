@@ -1,5 +1,6 @@
 """Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in order, never as a whole."""
 
+import lzma
 import math
 import os
 import struct
@@ -19,8 +20,9 @@ LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
 # What reading a zip raises where it is damaged, or (RuntimeError) encrypted or packed in a way that is not known.
 ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+ZIP_ERRORS += (lzma.LZMAError, struct.error, IndexError, OverflowError)
 # What PIL raises beside these where an image is damaged, or absurdly large.
-IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError, struct.error, TypeError, LookupError, MemoryError)
+IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError, TypeError, LookupError, MemoryError)
 FORMATS = ("PNG", "BMP", "PPM", "TIFF", "JPEG", "WEBP")  # whatever a file is called: PIL runs other programs for some others
 LARGEST_MEMBER = 2**30  # of a zip of files, unpacked
 SKIPPED_AT_ONCE = 2**20

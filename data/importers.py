@@ -218,7 +218,10 @@ def open_lmdb(path: Path) -> Source:
 
 def open_npy_zip(path: Path) -> Source:
     """Open a zip, or a folder, of .npy files with their labels in dataset.json, as the tools of EDM2 and REPA write them."""
-    files, opener = list_files(path)
+    try:
+        files, opener = list_files(path)
+    except ZIP_ERRORS as error:
+        raise ValueError(f"source={path} is neither a folder nor a zip: {error}") from error
     names = [name for name in files if name.endswith(".npy")]
     if not names:
         raise ValueError(f"source={path} holds no .npy files")

@@ -17,7 +17,7 @@ BLOCK_BYTES = 2**26
 MOST_CLASSES = 1_000_000  # beyond it a label is a mistake
 MOST_NUMBERS = 2**26  # of one entry: 4 channels of 4096x4096
 MOST_BLOCK_BYTES = 2**40
-LARGEST_NUMBER = 3e38  # that fp32 holds
+LARGEST_NUMBER = 1e18  # beyond it a scale is a mistake
 FAR_STD = 1.8  # data sets differ by less, a scale that was forgotten or applied twice by much more
 FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
 

@@ -4,6 +4,7 @@ A part is `NNNNNNN.npz`. Images of it that could not be read are told in `NNNNNN
 removed after one without errors: whatever moment a process is killed at, a part without that file lacks nothing.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -90,7 +91,7 @@ class PartFolder:
                 masks = read_member(archive, "masks") if "masks.npy" in archive.namelist() else None
                 return Part(read_member(archive, "latents"), masks, read_member(archive, "positions"), self.errors([i]))
         except (KeyError, *ZIP_ERRORS) as error:
-            if isinstance(error, OSError) and error.errno:
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a place before the start is damage
                 raise
             file.unlink()
             raise ValueError(f"{file} was damaged ({error}) and is removed: run the same command again") from error

@@ -1,5 +1,7 @@
 """What images are scored against: statistics of the features of a data set, and some of its images. [ADM]"""
 
+import lzma
+import struct
 import tokenize
 import zipfile
 import zlib
@@ -17,8 +19,18 @@ STATISTICS = {"mu": NUM_POOL_FEATURES, "mu_s": NUM_SPATIAL_FEATURES}  # beside e
 SHAPES = {mu: (n,) for mu, n in STATISTICS.items()} | {mu.replace("mu", "sigma"): (n, n) for mu, n in STATISTICS.items()}
 MOST_HASH_BYTES = 4 * 128
 # What reading an .npz raises where it is damaged, encrypted or packed in a way that is not known, or a header is nonsense.
-READ_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile, KeyError)
-READ_ERRORS += (SyntaxError, TypeError, LookupError, AttributeError, OverflowError, MemoryError, tokenize.TokenError)
+READ_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+READ_ERRORS += (
+    SyntaxError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+    tokenize.TokenError,
+    lzma.LZMAError,
+    struct.error,
+)
 
 
 def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[dict[str, np.ndarray], Images | None]:

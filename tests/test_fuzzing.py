@@ -3,8 +3,10 @@
 import contextlib
 import io
 import json
-import os
+import pickle
 import struct
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from safetensors.torch import save
 
 from data.images import IMAGE_ERRORS, read_image
 from data.importers import FORMATS
-from data.manifest import parse_manifest, to_json
+from data.manifest import LatentManifest, parse_manifest, to_json
 from data.unpickle import unpickle_array
 from evaluation import inception
 from tests.networks import small_dit
@@ -35,10 +37,11 @@ from tests.outside import (
     read_stream,
     shards_folder,
     wds,
+    written,
 )
 from training.checkpoint import load_weights
 
-EXAMPLES = 150
+EXAMPLES = 300
 FUZZED = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -51,6 +54,7 @@ EDITS = st.lists(
     min_size=1,
     max_size=4,
 )
+NET = small_dit(depth=1)
 DAMAGE = st.one_of(st.binary(max_size=300), EDITS)
 NUMBERS = (b"\xff" * 4, b"\x7f" + b"\xff" * 3, b"\0" * 4, b"9" * 8, b"-1")
 
@@ -80,14 +84,15 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(inception, "SMALLEST_FILE", 0)
 
 
-def reads_or_refuses(file, data, read, errors=ValueError):
+def reads_or_refuses(file, data, read):
     """Write the bytes and read them: all that may come out is a value, or one line that names the file."""
     file.write_bytes(data)
     try:
         read()
-    except errors as error:
-        assert len(str(error).splitlines()) <= 1
-        assert isinstance(error, OSError) or file.parent.name in str(error) or file.name in str(error)
+    except (ValueError, FileNotFoundError) as error:  # the second where an empty file, as of a server, counts as none
+        assert isinstance(error, ValueError) or not data
+        assert len(str(error).splitlines()) == 1
+        assert str(file) in str(error) or str(file.parent) in str(error)
 
 
 def in_folder(make, name, read):
@@ -108,28 +113,22 @@ def alone(make, read):
     return prepare
 
 
-def random_reference():
-    file = npz(weights=npy(np.array("0" * 64)), arr_0=npy(np.zeros((2, 8, 8, 3), np.uint8)))
-    return file
+def reference():
+    return npz(weights=npy(np.array("0" * 64)), arr_0=npy(np.zeros((2, 8, 8, 3), np.uint8)))
 
 
 def weights(name):
-    state = small_dit(depth=1).state_dict()
+    state = NET.state_dict()
     if name.endswith(".safetensors"):
         data = save(state)
     else:
         buffer = io.BytesIO()
         torch.save({"ema": state}, buffer, _use_new_zipfile_serialization=name == "zip.pt")
         data = buffer.getvalue()
-    from pathlib import Path
-
-    Path(name).write_bytes(data)
-    return Path(name)
+    return written(name, data)
 
 
 def graph():
-    from pathlib import Path
-
     from tensorboard.compat.proto.graph_pb2 import GraphDef
 
     found = GraphDef()
@@ -139,8 +138,7 @@ def graph():
         for size in shape:
             tensor.tensor_shape.dim.add(size=size)
         tensor.tensor_content = bytes(4 * int(np.prod(shape)))
-    Path("g.pb").write_bytes(found.SerializeToString())
-    return Path("g.pb")
+    return written("g.pb", found.SerializeToString())
 
 
 def tar_of_latents():
@@ -149,7 +147,7 @@ def tar_of_latents():
 
 READERS = {
     "samples": alone(lambda: npz(arr_0=npy(np.zeros((3, 8, 8, 3), np.uint8))), read_images),
-    "reference": alone(random_reference, read_reference),
+    "reference": alone(reference, read_reference),
     "latents": in_folder(latent_folder, "latents.npy", read_latents),
     "labels": in_folder(latent_folder, "labels.npy", read_latents),
     "manifest": in_folder(latent_folder, "manifest.json", read_latents),
@@ -158,9 +156,9 @@ READERS = {
     "tread_wds": alone(tar_of_latents, lambda file: read_all(FORMATS["tread_wds"].open(file))),
     "repa": alone(lambda: npy_zip(npy(np.zeros((8, 4, 4), np.float32))), lambda file: read_all(FORMATS["repa"].open(file))),
     "part": in_folder(lambda: parts(npy(np.zeros((1, 4, 4, 4), np.float16))), "0000000.npz", read_part),
-    "safetensors": alone(lambda: weights("w.safetensors"), lambda file: load_weights(small_dit(depth=1), file)),
-    "pt": alone(lambda: weights("zip.pt"), lambda file: load_weights(small_dit(depth=1), file)),
-    "old pt": alone(lambda: weights("old.pt"), lambda file: load_weights(small_dit(depth=1), file)),
+    "safetensors": alone(lambda: weights("w.safetensors"), lambda file: load_weights(NET, file)),
+    "pt": alone(lambda: weights("zip.pt"), lambda file: load_weights(NET, file)),
+    "old pt": alone(lambda: weights("old.pt"), lambda file: load_weights(NET, file)),
     "inception.pth": alone(lambda: weights("old.pt"), read_inception),
     "graph": alone(graph, read_inception),
 }
@@ -195,25 +193,30 @@ def test_damaged_images_raise_nothing_but_the_documented_errors(kind):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.sampled_from([10**400, -(10**19), 1e308]) | st.floats() | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**19), 1e308])
+    | st.floats()
+    | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
     max_leaves=4,
 )
 
 
+MANIFEST = LatentManifest(6, (4, 4, 4), "float16", "moments", 2, "identity", class_names=("a", "b"), num_held_out=1)
+
+
 @settings(FUZZED, max_examples=1000)
 @given(st.data())
 def test_a_manifest_of_any_values_is_read_or_refused(data):
-    folder = latent_folder() if not os.path.exists("latents") else None  # noqa: PTH110
-    del folder
-    with open("latents/manifest.json") as file:  # noqa: PTH123
-        fields = json.load(file)
+    fields = asdict(MANIFEST)
     key = data.draw(st.sampled_from(sorted(fields)))
     text = json.dumps({**fields, key: data.draw(VALUES)}).encode()
     try:
         manifest = parse_manifest(text, "a/manifest.json")
     except ValueError as error:
-        assert "a/manifest.json is not a latent manifest" in str(error)  # noqa: PT017
+        assert "a/manifest.json is not a latent manifest" in str(error)
     else:
         to_json(manifest)
         manifest.to_latents(torch.zeros(1, *manifest.shape))
@@ -222,8 +225,6 @@ def test_a_manifest_of_any_values_is_read_or_refused(data):
 @settings(FUZZED, max_examples=400)
 @given(EDITS, st.integers(0, 5))
 def test_damaged_pickles_of_arrays_are_read_or_refused(damage, protocol):
-    import pickle
-
     data = pickle.dumps(np.arange(6, dtype=np.float32), protocol=protocol)
     with contextlib.suppress(ValueError):
         assert isinstance(unpickle_array(damaged(data, damage)), np.ndarray)
@@ -233,7 +234,5 @@ def test_damaged_pickles_of_arrays_are_read_or_refused(damage, protocol):
 @given(VALUES, VALUES)
 def test_a_header_of_safetensors_of_any_values_is_read_or_refused(shape, offsets):
     header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
-    from pathlib import Path
-
     file = Path("w.safetensors")
-    reads_or_refuses(file, struct.pack("<Q", len(header)) + header, lambda: load_weights(small_dit(depth=1), file))
+    reads_or_refuses(file, struct.pack("<Q", len(header)) + header, lambda: load_weights(NET, file))
