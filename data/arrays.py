@@ -30,13 +30,13 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     return shape, fortran_order, dtype
 
 
-def check_size(shape: tuple[int, ...], dtype: np.dtype, size: int) -> None:
+def check_size(name: str, shape: tuple[int, ...], dtype: np.dtype, size: int) -> None:
     """Raise a ValueError unless an array has so many bytes, and no objects, which only a pickle can keep."""
     if dtype.hasobject or min(shape, default=0) < 0:
-        raise ValueError(f"it holds {dtype} {shape}, must hold an array of numbers")
+        raise ValueError(f"{name} holds {dtype} {shape}, must hold an array of numbers")
     needed = math.prod(shape) * dtype.itemsize
     if needed != size:
-        raise ValueError(f"it holds {size} bytes, its shape {shape} of {dtype} needs {needed}")
+        raise ValueError(f"{name} holds {size} bytes, its shape {shape} needs {needed}")
 
 
 def read_array(file: BinaryIO, size: int) -> np.ndarray:
@@ -47,7 +47,7 @@ def read_array(file: BinaryIO, size: int) -> np.ndarray:
     """
     shape, fortran_order, dtype = read_header(file)
     left = size - file.tell()
-    check_size(shape, dtype, left)
+    check_size("it", shape, dtype, left)
     if not left:
         return np.zeros(shape, dtype)
     data = bytearray(file.read(left))

@@ -54,9 +54,9 @@ class NpzImages:
         if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MOST_CHANNELS:
             raise ValueError(f"{self.path}: arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels")
         try:
-            check_size(shape, dtype, size)
+            check_size("arr_0", shape, dtype, size)
         except ValueError as error:
-            raise ValueError(f"{self.path}: arr_0 is damaged: {error}") from error
+            raise ValueError(f"{self.path}: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
 
     def batches(self, batch_size: int, process_index: int = 0, num_processes: int = 1) -> Batches:

@@ -146,7 +146,7 @@ def _open_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     try:
         with file.open("rb") as opened:
             found_shape, _, found_dtype = read_header(opened)
-            check_size(found_shape, found_dtype, file.stat().st_size - opened.tell())
+            check_size("it", found_shape, found_dtype, file.stat().st_size - opened.tell())
     except (ValueError, OSError) as error:
         raise ValueError(f"{file} is truncated or no .npy file: {error}") from error
     if found_dtype != np.dtype(dtype) or found_shape != shape:

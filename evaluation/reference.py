@@ -20,17 +20,8 @@ SHAPES = {mu: (n,) for mu, n in STATISTICS.items()} | {mu.replace("mu", "sigma")
 MOST_HASH_BYTES = 4 * 128
 # What reading an .npz raises where it is damaged, encrypted or packed in a way that is not known, or a header is nonsense.
 READ_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
-READ_ERRORS += (
-    SyntaxError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
-    tokenize.TokenError,
-    lzma.LZMAError,
-    struct.error,
-)
+READ_ERRORS += (SyntaxError, TypeError, LookupError, AttributeError, OverflowError, MemoryError)
+READ_ERRORS += (tokenize.TokenError, lzma.LZMAError, struct.error)
 
 
 def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[dict[str, np.ndarray], Images | None]:
@@ -57,7 +48,7 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[d
             statistics = {name: _read_numbers(archive, name, shape) for name, shape in SHAPES.items() if name in names}
             made_by = _read_hash(archive) if "weights" in names else None
     except READ_ERRORS as error:
-        raise ValueError(f"reference={path} can not be read as an .npz: {error}") from error
+        raise ValueError(f"reference={path} can not be read as an .npz: {' '.join(str(error).split())}") from error
     has_images = "arr_0" in names
     _check_statistics(statistics, path)
     if "mu" not in statistics and not has_images:
