@@ -91,7 +91,7 @@ def read_labels(opener: Callable[[str], BinaryIO], names: Sequence[str], path: P
         with opener(LABELS_FILE) as file:
             entries = json.load(file)["labels"]
         known = None if entries is None else dict(entries)
-    except (*ZIP_ERRORS, KeyError, TypeError, RecursionError) as error:
+    except (*ZIP_ERRORS, KeyError, TypeError) as error:
         raise ValueError(f"{path}/{LABELS_FILE} is not of the form {{'labels': [[name, label], ...]}}: {error!r}") from error
     if known is None:
         return None
