@@ -13,6 +13,7 @@ from PIL import Image
 from data import LatentManifest, LatentWriter, open_images, open_latents, open_shards
 from data.make_shards import write_shards
 from data.parts import PartFolder
+from data.shards import read_shard_manifest
 from evaluation import inception, open_reference
 from tests.networks import small_dit
 from training.checkpoint import load_weights
@@ -31,6 +32,7 @@ def read_latents(path):
 
 
 def read_stream(path):
+    read_shard_manifest.cache_clear()  # of another test's folder of this name
     dataset = open_shards(str(path), **SIZES)
     return [dataset.read_shard(name, int(count)) for name, count in zip(dataset.names, dataset.counts, strict=True)]
 
