@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,9 @@ OPTIONS = (
     "train.mixed_precision=no",
     "train.compile=false",
 )
+
+# When a run is killed, and how often compared with the others; the last is a request, not a kill.
+MOMENTS = {"starting": 1, "training": 2, "saving": 2, "asked to stop": 1}
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,13 @@ class Killed:
         if moment == "saving":
             self._wait_for_saving(process)
             time.sleep(rng.uniform(0, 0.02))
+        if moment == "asked to stop":
+            time.sleep(rng.uniform(0, 1.5))
         was_running = process.poll() is None
-        self._kill(process, rng)
+        if moment == "asked to stop":
+            self._ask(process)
+        else:
+            self._kill(process, rng)
         return was_running
 
     def wrong(self) -> list[str]:
@@ -134,6 +142,14 @@ class Killed:
         while process.poll() is None and not list((self.run / "checkpoints").glob(".step_*")):
             time.sleep(0.0005)
 
+    def _ask(self, process: subprocess.Popen) -> None:
+        """Send SIGTERM, as a scheduler does."""
+        whole = [psutil.Process(process.pid)] if process.poll() is None else []
+        whole += [child for parent in whole for child in parent.children(recursive=True)]
+        process.terminate()
+        process.wait(ALL_ENDED_WITHIN_SEC)
+        self._wait_for_all(process, whole)
+
     def _kill(self, process: subprocess.Popen, rng: random.Random) -> None:
         """Kill all at once, as when a machine fails; of several processes also one alone, worker or launcher."""
         whole = [psutil.Process(process.pid)] if process.poll() is None else []
@@ -145,10 +161,13 @@ class Killed:
             except psutil.NoSuchProcess:
                 continue  # it had just come to its end
         process.wait()
+        self._wait_for_all(process, whole)
+
+    def _wait_for_all(self, process: subprocess.Popen, whole: list[psutil.Process]) -> None:
         _, alive = psutil.wait_procs(whole, timeout=ALL_ENDED_WITHIN_SEC)
         if alive:
             os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(f"{len(alive)} process(es) still run {ALL_ENDED_WITHIN_SEC} s after another was killed")
+            raise AssertionError(f"{len(alive)} process(es) still run {ALL_ENDED_WITHIN_SEC} s after another ended")
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -164,7 +183,9 @@ def differences(one: Path, other: Path) -> list[str]:
     return found
 
 
-def kill_often(folder: Path, variant: Variant, num_kills: int, seed: int) -> Outcome:
+def kill_often(
+    folder: Path, variant: Variant, num_kills: int, seed: int, progress: Callable[[], None] = lambda: None
+) -> Outcome:
     """Kill runs of a variant so many times in all, bring each to its end, and compare it with one that was left alone."""
     rng, outcome = random.Random(seed), Outcome()
     whole = Killed(folder / "whole", variant)
@@ -174,9 +195,10 @@ def kill_often(folder: Path, variant: Variant, num_kills: int, seed: int) -> Out
         killed = Killed(folder / f"killed_{number}", variant)
         number += 1
         while sum(outcome.kills.values()) < num_kills and not killed.is_finished():
-            moment = rng.choices(("starting", "training", "saving"), (1, 2, 2))[0]
+            moment = rng.choices(list(MOMENTS), MOMENTS.values())[0]
             if killed.start_and_kill(moment, rng):
                 outcome.kills[moment] += 1
+                progress()
             outcome.lost += killed.wrong()
         killed.finish()
         outcome.compared += 1
