@@ -69,7 +69,9 @@ def main(cfg: DictConfig) -> None:
     """Measure, recommend, and write table, figures and picture."""
     with configuration.user_mistakes():
         request = configuration.resolve(cfg)
-        config, details = RunFolder(request["run"]).read()
+        run = RunFolder(request["run"])
+        config, details = run.read()
+        run.check_code(request["allow_foreign_code"])
         depth = config["model"]["depth"]
         if depth < LEAST_DEPTH:
             raise ValueError(

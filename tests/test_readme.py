@@ -36,7 +36,7 @@ WITHOUT_CONFIG = {"data.verify": 1, "data.report": 1, "data.make_shards": 2}  # 
 
 def overrides_of(command):
     """Split a command into the program it starts and its overrides; a sweep takes the first of its values."""
-    words = shlex.split(command)
+    words = shlex.split(command.removeprefix("until ").partition(";")[0])
     (program,) = [word for word in words if word in PROGRAMS]
     given = words[words.index(program) + 1 :]
     sweep = given[:1] == ["-m"]

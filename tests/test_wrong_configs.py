@@ -159,6 +159,7 @@ KEYS = {
         ("run=r mixed_precision=fp16", "must be one of no, bf16"),
         ("run=r encoder=[1]", TEXT),
         ("run=r allow_other_encoder=maybe", SWITCH),
+        ("run=r allow_foreign_code=maybe", SWITCH),
         ("run=r output=x.png", "must end in .npz"),
         ("run=r grid_columns=0", POSITIVE),
     ],
@@ -188,6 +189,7 @@ KEYS = {
         (f"{RUN} mixed_precision=fp16", "must be one of no, bf16"),
         (f"{RUN} encoder=[1]", TEXT),
         (f"{RUN} allow_other_encoder=maybe", SWITCH),
+        (f"{RUN} allow_foreign_code=maybe", SWITCH),
     ],
     "encode": [
         ("out=new source=nowhere", "not found"),
@@ -220,6 +222,7 @@ KEYS = {
         ("run=r batch_size=0", POSITIVE),
         ("run=r repeats=0", POSITIVE),
         ("run=r mask_coverage=2", "must be in [0, 1]"),
+        ("run=r allow_foreign_code=maybe", SWITCH),
         ("run=r output=[1]", TEXT),
     ],
 }  # fmt: skip
@@ -285,6 +288,8 @@ RULES = [
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
     ("advise", "run=shallow", "run=shallow: routes make no sense at model.depth=7, it must be at least 8"),
     ("advise", "run=empty", "run=empty has no checkpoint yet"),
+    *((program, f"{run}run=foreign", "run=foreign: sampler._target_=os.system of its config.yaml is code that is not of this")
+      for program, run in (("sample", ""), ("fid", "reference=file weights=weights.pth "), ("advise", ""))),
 ]  # fmt: skip
 
 # Where rules are told: modules, classes and functions.
@@ -307,6 +312,10 @@ def folder(tmp_path_factory):
         (folder / name / "manifest.json").write_text("{}")
         if name != "empty":
             (folder / name / "checkpoints/step_00000004").mkdir()
+    foreign = validated() | {"sampler": {"_target_": "os.system", "command": "touch EXECUTED"}}
+    (folder / "foreign").mkdir()
+    (folder / "foreign/config.yaml").write_text(yaml.safe_dump(foreign))
+    (folder / "foreign/manifest.json").write_text("{}")
     for name in ("file", "there.npz"):
         (folder / name).touch()
     with (folder / "weights.pth").open("wb") as weights:

@@ -144,6 +144,7 @@ class SamplingConfig:
     mixed_precision: str = "no"  # of the network and of the encoder that decodes
     encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
     allow_other_encoder: bool = False
+    allow_foreign_code: bool = False  # run code that is not of this project where the run's configuration names it
 
 
 @dataclass
@@ -218,6 +219,7 @@ class AdviceConfig:
     batch_size: int | None = None
     repeats: int = 11
     mask_coverage: float | None = None  # None: from the masks of the data, where the run uses them
+    allow_foreign_code: bool = False
     output: str | None = None  # None: inside the run
 
 

@@ -21,11 +21,12 @@ from joblib import cpu_count
 
 from training.machine import bf16_instructions
 
+OWN_PACKAGES = ("data", "diffusion", "evaluation", "models", "routing", "training")
 PROJECT = Path(__file__).resolve().parents[1]
 SOURCES = (
     "*.py",
     "configs/**/*.yaml",
-    *(f"{p}/**/*.py" for p in ("data", "diffusion", "evaluation", "models", "routing", "training")),
+    *(f"{package}/**/*.py" for package in OWN_PACKAGES),
 )
 START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
 HOLD_WITHIN_SEC = 60.0  # for the last process of an earlier start, which may still be saving
@@ -110,6 +111,20 @@ class RunFolder:
             if not file.is_file():
                 raise FileNotFoundError(f"run={self.path} is no run: {file} not found")
         return self.config(), self.manifest()
+
+    def check_code(self, allow_foreign_code: bool) -> None:
+        """Refuse a configuration that names code to be run which is not of this project: a run may come from anywhere.
+
+        Raises:
+            ValueError: naming the key and the code.
+        """
+        for key, value in flatten(self.config()).items():
+            ours = str(value).split(".")[0] in OWN_PACKAGES or str(value).startswith("torch.optim.")
+            if key.endswith("_target_") and not ours and not allow_foreign_code:
+                raise ValueError(
+                    f"run={self.path}: {key}={value} of its config.yaml is code that is not of this project; "
+                    "allow_foreign_code=true runs it, if you trust it"
+                )
 
     def has_results(self) -> bool:
         """Say whether there is anything here that another run must not overwrite."""

@@ -55,6 +55,7 @@ def check_run(request: dict[str, Any]) -> None:
     """
     run = RunFolder(request["run"])
     config, _ = run.read()
+    run.check_code(request["allow_foreign_code"])
     _settings(request, config)
     find_checkpoint(run.path, request["checkpoint"])
 

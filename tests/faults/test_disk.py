@@ -240,3 +240,10 @@ def test_lines_that_are_missing_before_a_checkpoint_are_told(tmp_path, capsys):
     tiny_run(tmp_path, "train.log_every=1")
     assert "lines from before it are missing" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path)] == [5, 6]
+
+
+def test_a_picture_that_has_no_room_is_no_reason_to_stop(tmp_path, capsys):
+    (tmp_path / "samples").write_text("a file where the folder should be")
+    tiny_run(tmp_path, "train.sample_every=3", "sampler.num_steps=2")
+    assert capsys.readouterr().out.count("could not be written") == 2
+    assert [line["step"] for line in metrics(tmp_path)] == [3, 6]

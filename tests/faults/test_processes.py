@@ -67,6 +67,15 @@ def test_a_process_that_dies_takes_the_others_along_and_the_first_reason_is_reco
 
 
 @pytest.mark.slow
+def test_processes_agree_to_stop_where_one_of_them_is_asked_to(tmp_path):
+    result = inject(TWO, "interrupt by a signal", 3, 1, folder=tmp_path)
+    assert result.returncode != 0
+    manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
+    assert (manifest["status"], manifest["reason"], manifest["step"]) == ("stopped", "SIGTERM", 4)
+    assert len({(tmp_path / f"weights_{process}").read_text() for process in (0, 1)}) == 1
+
+
+@pytest.mark.slow
 def test_the_number_of_processes_may_change_and_the_run_says_what_that_means(tmp_path):
     """From one process to two and back; with micro-batches that both can share, the numbers stay, too."""
     options = ("train.micro_batch_size=4", "train.log_every=1")
