@@ -17,7 +17,7 @@ import hydra
 import numpy as np
 import torch
 import torch.nn as nn
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from omegaconf import DictConfig
@@ -51,13 +51,15 @@ from training.processes import check_same, decided_by_first, lost_another
 from training.provenance import RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import DIGITS_EVALUATOR
 from training.speed import SpeedCheck, micro_step, most_graphs
-from training.stopping import TRY_AGAIN, StopRequest
+from training.stopping import TIME_LIMIT, TRY_AGAIN, StopRequest
 from training.trackers import BackgroundTracker, MetricsFile
 from training.trainer import Trainer
 
 GRID_SAMPLES, GRID_COLUMNS = 10, 10
 EVALUATION_BATCH = 64
 ENTRIES_AT_ONCE = 1024
+INTERRUPTED = 130  # as shells count it: 128 + SIGINT
+AGAIN = "run the same command again to go on"
 
 configuration.register()
 
@@ -78,19 +80,37 @@ def main(cfg: DictConfig) -> None:
                 "it must be mask or segmentation (data/README.md)"
             )
         check_same(state, _facts(config, dataset))
-        run.check(config, dataset.describe())
-        if run.is_finished(config["train"]["total_steps"]):
-            longer = "" if follows_the_total(config) else "raise train.total_steps to go on, or "
-            state.print(f"{run.path} is finished: {longer}start another with run_name=NAME")
-            return
-        saved = run.manifest()["resolved"] if run.has_results() else {}
-        resolved = resolve_auto(config, saved, state.device, state.num_processes)
-        check_same(state, {key: resolved[key] for key in ("mixed_precision", "compile", "micro_batch_size")})
-        if resolved["keep_freed_memory"]:
-            keep_freed_memory()
-        trainer = build_trainer(config, resolved, run, dataset)
-    if run_training(trainer, run):
-        raise SystemExit(TRY_AGAIN)
+        decided_by_first(state, partial(run.hold, state.print))
+        try:
+            trainer = _prepare(config, run, dataset, state)
+        except (ValueError, OSError):
+            run.release()
+            raise
+    if trainer is None:
+        longer = "" if follows_the_total(config) else "raise train.total_steps to go on, or "
+        state.print(f"{run.path} is finished: {longer}start another with run_name=NAME")
+        run.release()
+        return
+    try:
+        if run_training(trainer, run):
+            raise SystemExit(TRY_AGAIN)
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None  # what there is to say has been said
+
+
+def _prepare(
+    config: dict[str, Any], run: RunFolder, dataset: LatentDataset | ShardDataset, state: PartialState
+) -> Trainer | None:
+    """Return what goes on with a run, or begins it; None where it is finished. The folder must be held."""
+    run.check(config, dataset.describe())
+    if run.is_finished(config["train"]["total_steps"]):
+        return None
+    saved = run.manifest()["resolved"] if run.has_results() else {}
+    resolved = resolve_auto(config, saved, state.device, state.num_processes)
+    check_same(state, {key: resolved[key] for key in ("mixed_precision", "compile", "micro_batch_size")})
+    if resolved["keep_freed_memory"]:
+        keep_freed_memory()
+    return build_trainer(config, resolved, run, dataset)
 
 
 def _check_files(config: dict[str, Any], run: RunFolder) -> None:
@@ -144,10 +164,9 @@ def build_trainer(
     evaluators = _evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn)
     checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
     show = tqdm.write if accelerator.is_main_process else _say_nothing
-    checkpoint = decided_by_first(accelerator, partial(_take, run, checkpoints, show))
+    checkpoint = decided_by_first(accelerator, partial(checkpoints.newest_whole, show))
     state = checkpoints.load(checkpoint, net, ema.net, optimizer, device) if checkpoint else None
     if state and state["step"] > settings["total_steps"]:
-        run.release()
         raise ValueError(
             f"train.total_steps={settings['total_steps']} must be at least the {state['step']} steps of {run.path}"
         )
@@ -213,16 +232,6 @@ def build_trainer(
     )
 
 
-def _take(run: RunFolder, checkpoints: CheckpointFolder, show: Callable[[str], None]) -> Path | None:
-    """Take possession of a run's folder, and return the checkpoint to go on from."""
-    run.hold(show)
-    try:
-        return checkpoints.newest_whole(show)
-    except (ValueError, OSError):
-        run.release()
-        raise
-
-
 def _say_nothing(what: Any) -> None:
     pass
 
@@ -244,7 +253,7 @@ def _begin(
     run.begin(config, details, step)
     kept = (state["metrics_size"], state["metrics_waiting"]) if state else ()
     metrics_file = MetricsFile(run.path / "metrics.jsonl", *kept, show=tqdm.write)
-    tracker = BackgroundTracker(configuration.build(config["tracker"]), tqdm.write) if config["tracker"] else None
+    tracker = BackgroundTracker(configuration.build(config["tracker"])(), tqdm.write) if config["tracker"] else None
     print(summary(config, details, net, resumed_step=step), flush=True)
     return metrics_file, tracker
 
@@ -258,17 +267,33 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
     Raises:
         Explained: the run could not go on, for a reason that one line tells.
     """
-    again = "run the same command again to go on"
+    with trainer.stop_request.listening():
+        reason = _fit(trainer, run)
+        trainer.accelerator.wait_for_everyone()  # a launcher ends the others where one has ended
+    if reason == TIME_LIMIT and trainer.step == trainer.first_step:
+        raise configuration.Explained(
+            "train.max_time_sec leaves no time for a step: of what is left when the run has started, "
+            f"{trainer.longest_save_sec:.0f} s are kept for saving and a few for the end of the process"
+        )
+    if reason:
+        saved = "which is saved" if trainer.step else "before the first"
+        trainer.show(f"stopped at step {trainer.step}, {saved} ({reason}): {AGAIN}")
+    else:
+        trainer.show(f"{run.path} is finished. Sample from it: accelerate launch sample.py run={run.path} num_samples=500")
+    return reason
+
+
+def _fit(trainer: Trainer, run: RunFolder) -> str:
+    reason = ""
     try:
-        with trainer.stop_request.listening():
-            reason = trainer.fit()
+        reason = trainer.fit()
         if trainer.metrics_file:
             trainer.metrics_file.flush()
             run.update({"status": "stopped" if reason else "finished", "reason": reason, "step": trainer.step})
     except KeyboardInterrupt:
         if trainer.metrics_file:
             run.update({"status": "interrupted", "step": trainer.step})
-        trainer.show(f"interrupted at step {trainer.step}: {again} from the checkpoint of step {trainer.saved_step}")
+        trainer.show(f"interrupted at step {trainer.step}: {AGAIN} from the checkpoint of step {trainer.saved_step}")
         raise
     except Exception as error:
         details = error.details if isinstance(error, NotFinite) else {}
@@ -276,19 +301,14 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
         if lost_another(error):
             reason = f"another process is gone: {reason}"
         first = run.fail(process, reason, {"step": trainer.step, **details})
-        if first["process"] != process:
+        if first["process"] != process and not isinstance(error, NotFinite):  # which ends all of them alike
             raise configuration.Explained(f"process {first['process']} failed first: {first['reason']}") from error
         if isinstance(error, NotFinite | OSError) or lost_another(error):
             raise configuration.Explained(reason if lost_another(error) else str(error)) from error
         raise
     finally:
-        trainer.close()
+        trainer.close(hurried=bool(reason))
         run.release()
-    if reason:
-        saved = "which is saved" if trainer.step else "before the first"
-        trainer.show(f"stopped at step {trainer.step}, {saved} ({reason}): {again}")
-    else:
-        trainer.show(f"{run.path} is finished. Sample from it: accelerate launch sample.py run={run.path} num_samples=500")
     return reason
 
 

@@ -30,6 +30,9 @@ VALUES = dict.fromkeys(("num_images", "loss", "grad_norm", "num_skipped_steps", 
 class Slow:
     """A tracker that takes a second for each line."""
 
+    def open(self) -> None:
+        pass
+
     def log(self, values: dict[str, float], step: int) -> None:
         time.sleep(1.0)
 
@@ -52,7 +55,6 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=LINES, help=f"of each tracker; default {LINES}")
     num_lines = parser.parse_args().lines
     found = environment(torch.device("cpu"))
-    trackers.CLOSE_WITHIN_SEC = 1.0  # what is measured is log(); a sound tracker ends within that or is left behind
     rows = []
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as deaf:
         # Answers are never sent, and wandb is pointed at this server before it reads its settings, once.
@@ -76,7 +78,7 @@ def main() -> None:
 
 def log_times(build: Callable[[], trackers.Tracker], num_lines: int) -> list[float]:
     """Return the milliseconds that log() took, line by line."""
-    tracker, x = trackers.BackgroundTracker(build, tqdm.write), torch.randn(256, 256)
+    tracker, x = trackers.BackgroundTracker(build(), tqdm.write), torch.randn(256, 256)
     times = []
     for step in range(num_lines):
         start = time.perf_counter()
@@ -84,7 +86,7 @@ def log_times(build: Callable[[], trackers.Tracker], num_lines: int) -> list[flo
         times.append(1000 * (time.perf_counter() - start))
         for _ in range(20):
             x = (x @ x).softmax(dim=1)
-    tracker.close()
+    tracker.close(within_sec=1.0)  # what is measured is log(): what is slow is left behind
     return times
 
 

@@ -32,7 +32,7 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 def check_size(name: str, shape: tuple[int, ...], dtype: np.dtype, size: int) -> None:
     """Raise a ValueError unless an array has so many bytes, and no objects, which only a pickle can keep."""
-    if dtype.hasobject or min(shape, default=0) < 0:
+    if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0:
         raise ValueError(f"{name} holds {dtype} {shape}, must hold an array of numbers")
     needed = math.prod(shape) * dtype.itemsize
     if needed != size:

@@ -1,5 +1,6 @@
 """The endless stream of training entries: where a run stands in it follows from its step alone."""
 
+import signal
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -136,7 +137,14 @@ def stream(
         mirrors=dataset.manifest.mirrors,
     )
     reader = _Reader(dataset, with_masks, token_mask)
-    return DataLoader(reader, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory)
+    options = {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": _leave_signals_to_the_run}
+    return DataLoader(reader, batch_size=None, sampler=order, **options)
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    # Schedulers signal all processes: those that read ahead must be there while the run finishes its step.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Callable[[int], list[int]]:

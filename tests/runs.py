@@ -43,10 +43,15 @@ def tiny_trainer(folder, *overrides):
     """Build the trainer of a tiny run in `folder`, as train.py does."""
     config = validated(*TINY, f"output_dir={folder}", *overrides)
     run, dataset = RunFolder(folder), configuration.build(config["data"])()
-    run.check(config, dataset.describe())
-    saved = run.manifest()["resolved"] if run.has_results() else {}
-    resolved = resolve_auto(config, saved, PartialState(cpu=True).device, 1)
-    return train.build_trainer(config, resolved, run, dataset), run
+    run.hold(print)
+    try:
+        run.check(config, dataset.describe())
+        saved = run.manifest()["resolved"] if run.has_results() else {}
+        resolved = resolve_auto(config, saved, PartialState(cpu=True).device, 1)
+        return train.build_trainer(config, resolved, run, dataset), run
+    except (ValueError, OSError):
+        run.release()
+        raise
 
 
 def tiny_run(folder, *overrides):

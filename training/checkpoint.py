@@ -25,6 +25,8 @@ from safetensors.torch import load_file, save_file
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 WRAPPERS = ("module.", "_orig_mod.", "model.", "net.")
 SUMS = "SHA256SUMS"
+# What came into state.json later, and stands for nothing known.
+LATER_STATE = {"metrics_waiting": "", "history": None, "longest_save_sec": None}
 # What damaged bytes make torch.load raise is written down nowhere.
 LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError, AttributeError)
 LOAD_ERRORS += (AssertionError, OverflowError, MemoryError, struct.error)
@@ -105,10 +107,10 @@ class CheckpointFolder:
             keys = [key for key in tensors if key.rpartition("/")[0] == name]
             saved["state"][i] = {key.rpartition("/")[2]: tensors[key] for key in keys}
         optimizer.load_state_dict(saved)
-        return json.loads((path / "state.json").read_text())
+        return LATER_STATE | json.loads((path / "state.json").read_text())
 
     def _remove_old(self) -> None:
-        # All that are found were written by this run or held against their digests when it began.
+        # The newest was just written, and damaged ones that were newer than what the run began from have been put aside.
         for step, path in steps_in(self.folder)[: -self.keep_last]:
             if not self.milestone_every or step % self.milestone_every:
                 _discard(path)
@@ -131,6 +133,7 @@ def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
 
     Raises:
         ValueError: it has no digests.
+        OSError: it can not be read.
     """
     sums = checkpoint / SUMS
     if not sums.is_file():
@@ -141,7 +144,7 @@ def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
     try:
         digests = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
         wrong = [name for name in sorted(names) if digests.get(name) != _digest(checkpoint / name)]
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:  # other errors of the system may pass, and say nothing of the files
         return str(error)
     return f"{', '.join(wrong)} is not what was written" if wrong else None
 
@@ -160,7 +163,8 @@ def load_weights(net: nn.Module, source: str | Path) -> None:
             the network.
     """
     file = _weights_file(Path(source))
-    if (file.parent / SUMS).is_file() and (damage := damage_of(file.parent, [file.name])):
+    is_checkpoint = STEP_FOLDER.fullmatch(file.parent.name) and (file.parent / SUMS).is_file()
+    if is_checkpoint and (damage := damage_of(file.parent, [file.name])):
         raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
     _load_into(net, file)
 

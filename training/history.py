@@ -50,7 +50,7 @@ class LossHistory:
     def add(self, loss: torch.Tensor, skipped: torch.Tensor, losses: Sequence[torch.Tensor]) -> None:
         """Keep a step: its loss (0-d), 0 or 1 (0-d), and the losses of its samples, (S,) in parts."""
         # A loss that is not a number counts as the largest.
-        sample_losses = torch.cat([part.detach() for part in losses]).nan_to_num(math.inf, math.inf, -math.inf)  # (S,)
+        sample_losses = torch.cat(list(losses)).nan_to_num(math.inf, math.inf, -math.inf)  # (S,)
         largest, indices = sample_losses.topk(min(MOST_NAMED, len(sample_losses)))
         row = self.rows[self.num_rows].fill_(NOBODY)
         row[0], row[1] = loss, skipped

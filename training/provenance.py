@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ SOURCES = (
     *(f"{package}/**/*.py" for package in OWN_PACKAGES),
 )
 START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
+INHERIT_WITHIN_SEC = 3
 HOLD_WITHIN_SEC = 60.0  # for the last process of an earlier start, which may still be saving
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
@@ -69,7 +71,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.config_file, self.manifest_file = self.path / "config.yaml", self.path / "manifest.json"
-        self.failure_file, self._lock = self.path / ".failure.json", None
+        self.failure_file, self._lock, self._made = self.path / ".failure.json", None, []
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest; empty before the run has started.
@@ -170,8 +172,12 @@ class RunFolder:
             OSError: it can not be written to.
             ValueError: another process holds it, and does not end within a minute.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("a+")
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise OSError(f"output_dir={self.path} can not be written: {error}") from error
         for attempt in range(int(HOLD_WITHIN_SEC)):
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,6 +186,9 @@ class RunFolder:
                 if attempt == 0:
                     show(f"{self.path} is in use by another process ({self._holder()}); waiting for its end")
                 time.sleep(1.0)
+            except OSError as error:  # some file systems of clusters know no locks
+                show(f"warning: {self.path}/.lock can not be locked ({error}): see to it that no other process writes there")
+                break
         else:
             raise ValueError(
                 f"output_dir={self.path} is in use by another process ({self._holder()}): end it, or choose run_name=NAME"
@@ -190,10 +199,16 @@ class RunFolder:
         self.failure_file.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Let another process have the folder."""
-        if self._lock:
-            self._lock.close()
-            self._lock = None
+        """Let another process have the folder; one that nothing was put into goes away."""
+        if not self._lock:
+            return
+        if [file.name for file in self.path.iterdir()] == [".lock"]:
+            (self.path / ".lock").unlink()
+            for folder in self._made:
+                with suppress(OSError):  # somebody else has put something there
+                    folder.rmdir()
+        self._lock.close()
+        self._lock = None
 
     def _holder(self) -> str:
         self._lock.seek(0)
@@ -202,15 +217,33 @@ class RunFolder:
     def fail(self, process_index: int, reason: str, details: dict[str, Any]) -> dict[str, Any]:
         """Record why the run failed, and return what failed first: often another process, whose end was this one's."""
         failure = {"process": process_index, "reason": reason, **details}
+        own = self.path / f".failure_{process_index}.partial"
         try:
-            with self.failure_file.open("x") as file:  # for one of them alone
-                file.write(json.dumps(failure))
-            self.update({"status": "failed", "failure": failure})
-        except FileExistsError:
-            return json.loads(self.failure_file.read_text() or "{}")
+            own.write_text(json.dumps(failure))
+            try:
+                os.link(own, self.failure_file)  # whole at once, and for one process alone
+            except FileExistsError:
+                failure = json.loads(self.failure_file.read_text())
+            own.unlink()
+            # The process that holds the folder writes the manifest; if it is gone, another does.
+            if self._lock or self._inherit():
+                self.update({"status": "failed", "failure": failure})
         except OSError as error:  # no room even for this
             failure["reason"] += f" (not recorded in {self.manifest_file}: {error})"
         return failure
+
+    def _inherit(self) -> bool:
+        """Hold the folder if the process that did is gone, or goes within a few seconds; never that of another start."""
+        lock, inode = (self.path / ".lock").open("a+"), self.failure_file.stat().st_ino
+        for _ in range(INHERIT_WITHIN_SEC):
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.failure_file.exists() and self.failure_file.stat().st_ino == inode:
+                    self._lock = lock
+                    return True
+            time.sleep(1.0)
+        lock.close()
+        return False
 
     def begin(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
         """Write the configuration and the manifest of a run that starts or resumes at a step."""

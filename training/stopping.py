@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 # The order is the rank: where processes have several reasons, the last one is named.
-REASONS = ("", "the time limit train.max_time_sec", "the launcher is gone", "SIGUSR1", "SIGTERM")
+TIME_LIMIT = "the time limit train.max_time_sec"
+REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGTERM")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # variables that torchrun and accelerate set
 TRY_AGAIN = os.EX_TEMPFAIL  # exit status of a run that was stopped: the same command goes on with it
@@ -60,7 +61,7 @@ class StopRequest:
         if self._launcher is not None and os.getppid() != self._launcher:
             return "the launcher is gone"
         if self._ends is not None and time.time() + reserve_sec >= self._ends:
-            return "the time limit train.max_time_sec"
+            return TIME_LIMIT
         return ""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

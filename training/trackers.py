@@ -17,7 +17,9 @@ CLOSE_WITHIN_SEC = 60.0
 
 
 class Tracker(Protocol):
-    """What is asked of a tracker. Any error ends its use, not the training."""
+    """What is asked of a tracker. It is made before the training, the rest happens beside it: any error ends its use alone."""
+
+    def open(self) -> None: ...
 
     def log(self, values: dict[str, float], step: int) -> None: ...
 
@@ -55,7 +57,7 @@ class MetricsFile:
             self.flush()
         except OSError as error:
             if not self._warned:
-                self.show(f"warning: {self.path}: {error}. Its lines wait, in checkpoints too, until there is room")
+                self.show(f"warning: {error}")
             self._warned = True
 
     def flush(self) -> None:
@@ -66,7 +68,10 @@ class MetricsFile:
         """
         while self._waiting:
             # At a place, not at the end: what an attempt without room left there is written over.
-            num_written = os.pwrite(self._descriptor, self._waiting, self._size)
+            try:
+                num_written = os.pwrite(self._descriptor, self._waiting, self._size)
+            except OSError as error:
+                raise OSError(f"{self.path}: {error}; its lines wait, in checkpoints too, until there is room") from error
             self._size += num_written
             self._waiting = self._waiting[num_written:]
         self._warned = False
@@ -85,12 +90,12 @@ class BackgroundTracker:
     """Run a tracker in a thread of its own, so that a slow or failing one costs the training nothing.
 
     Args:
-        build: makes the tracker, in the thread.
+        tracker: what to open, in the thread.
         show: prints a warning.
     """
 
-    def __init__(self, build: Callable[[], Tracker], show: Callable[[str], None]):
-        self._build, self.show = build, show
+    def __init__(self, tracker: Tracker, show: Callable[[str], None]):
+        self._tracker, self.show = tracker, show
         self._lines: SimpleQueue[tuple[dict[str, float], int] | None] = SimpleQueue()
         self._failed = False
         self._thread = Thread(target=self._run, name="tracker", daemon=True)
@@ -101,19 +106,19 @@ class BackgroundTracker:
         if not self._failed:
             self._lines.put((values, step))
 
-    def close(self) -> None:
+    def close(self, within_sec: float = CLOSE_WITHIN_SEC) -> None:
         """Wait for what was handed over, but not for ever."""
         self._lines.put(None)
-        self._thread.join(CLOSE_WITHIN_SEC)
+        self._thread.join(within_sec)
         if self._thread.is_alive():
-            self._switch_off(f"it did not end within {CLOSE_WITHIN_SEC:g} s")
+            self._switch_off(f"it did not end within {within_sec:g} s")
 
     def _run(self) -> None:
         try:
-            tracker = self._build()
+            self._tracker.open()
             while line := self._lines.get():
-                tracker.log(*line)
-            tracker.close()
+                self._tracker.log(*line)
+            self._tracker.close()
         except Exception as error:  # whatever a service and its library may come to: the training is worth more
             self._switch_off(f"{type(error).__name__}: {error}")
 
@@ -138,7 +143,10 @@ class WandbTracker:
 
         # The same folder is the same run; runs of one name in two folders are two.
         identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
-        self._run = wandb.init(project=project, name=run_name, id=identity, resume="allow", dir=folder, mode=mode)
+        self._init = partial(wandb.init, project=project, name=run_name, id=identity, resume="allow", dir=folder, mode=mode)
+
+    def open(self) -> None:
+        self._run = self._init()
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
@@ -153,11 +161,14 @@ class TensorBoardTracker:
     def __init__(self, folder: str):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._open, self._writer = partial(SummaryWriter, folder), None
+        self._writer_from, self._writer = partial(SummaryWriter, folder), None
+
+    def open(self) -> None:
+        pass  # with the first line, whose step it needs
 
     def log(self, values: dict[str, float], step: int) -> None:
         # Points that an earlier start of the run drew behind the checkpoint that this one resumed from are taken back.
-        self._writer = self._writer or self._open(purge_step=step)
+        self._writer = self._writer or self._writer_from(purge_step=step)
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
 

@@ -21,10 +21,10 @@ from training.checkpoint import CheckpointFolder
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
 from training.stopping import StopRequest
-from training.trackers import BackgroundTracker, MetricsFile
+from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, MetricsFile
 
 STEPS_IN_RESERVE = 5  # of the mean time: what may still be under way when a run must end in time
-END_SEC = 3.0  # for the end of the process itself
+END_SEC, HURRIED_SEC = 3.0, 5.0  # for the end of the process itself, and for its tracker where it is asked to stop
 SLOW_DISK = 100e6  # bytes per second, until a first save tells
 LARGEST_NAMED = 5
 
@@ -148,11 +148,12 @@ class Trainer:
         if self.accelerator.is_main_process:
             tqdm.write(text)
 
-    def close(self) -> None:
-        """Close what the trainer was given to write to."""
-        for writer in (self.metrics_file, self.tracker):
-            if writer:
-                writer.close()
+    def close(self, hurried: bool) -> None:
+        """Close what the trainer was given to write to; a run that is to stop waits for its tracker a few seconds only."""
+        if self.metrics_file:
+            self.metrics_file.close()
+        if self.tracker:
+            self.tracker.close(HURRIED_SEC if hurried else CLOSE_WITHIN_SEC)
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Take one optimizer step on this process's next micro-batches; the caller counts `step`."""
@@ -176,7 +177,7 @@ class Trainer:
                 # A loss that is not finite makes the gradients so too, on all processes: the step is skipped.
                 self.accelerator.backward(micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan))
             loss += micro_loss.detach()
-            sample_losses.append(losses)
+            sample_losses.append(losses.detach())
             if masks is not None:
                 num_bypassed = self.route_plan.num_forced_bypassed(routing["force_keep"], self.ratios)
                 self.window[WINDOW.index("num_forced_bypassed")] += num_bypassed
@@ -240,7 +241,8 @@ class Trainer:
 
     def _rows(self) -> list[list[list[float]]]:
         # SYNC: what single steps gave comes to the host, from all processes.
-        return self.accelerator.gather(self.history.rows[: self.history.num_rows].unsqueeze(0)).tolist()
+        # All rows, since not every backend gathers none of them.
+        return self.accelerator.gather(self.history.rows.unsqueeze(0))[:, : self.history.num_rows].tolist()
 
     def _largest_norms(self) -> str:
         norms = {name: parameter.norm().item() for name, parameter in self.net.named_parameters()}
@@ -280,6 +282,8 @@ class Trainer:
             # What is due and not done is done when the run goes on.
             stop = stop or self._stop(evaluation=True)
             if stop:
+                if self.step > self.saved_step:
+                    self._save(must=True)
                 return stop
             self.progress.set_description("evaluate")
             values |= evaluator.run(self.step)
@@ -293,7 +297,8 @@ class Trainer:
 
     def _stop(self, evaluation: bool = False) -> str:
         mean_step_sec = (time.perf_counter() - self.fit_start) / max(1, self.step - self.first_step)
-        reserve_sec = END_SEC + self.longest_save_sec + STEPS_IN_RESERVE * mean_step_sec
+        end_sec = END_SEC + (HURRIED_SEC if self.tracker else 0.0)
+        reserve_sec = end_sec + self.longest_save_sec + STEPS_IN_RESERVE * mean_step_sec
         return self.stop_request.agreed(reserve_sec + (self.longest_evaluation_sec if evaluation else 0.0))
 
     def _is_due(self, every: int) -> bool:
@@ -313,6 +318,7 @@ class Trainer:
                 "windows": windows,
                 "num_ema_updates": int(self.ema.num_updates),
                 "history": history,
+                "longest_save_sec": self.longest_save_sec,
             }
             try:
                 state |= self.metrics_file.state()
@@ -338,7 +344,9 @@ class Trainer:
         num_bytes = 4 * 4 * sum(parameter.numel() for parameter in self.net.parameters())
         self.longest_save_sec, self.longest_evaluation_sec = num_bytes / SLOW_DISK, 0.0
         if state:
-            self.history.restore(state["history"], self.accelerator.process_index, self.accelerator.num_processes)
+            self.longest_save_sec = state["longest_save_sec"] or self.longest_save_sec
+            if state["history"]:
+                self.history.restore(state["history"], self.accelerator.process_index, self.accelerator.num_processes)
             self.ema.num_updates.fill_(state["num_ema_updates"])
             windows = torch.tensor(state["windows"], device=self.device)
             same = len(windows) == self.accelerator.num_processes

@@ -91,7 +91,7 @@ class Killed:
     def finish(self) -> None:
         """Run to the end, undisturbed."""
         process = self.start()
-        if process.wait() != 0:
+        if process.wait(STARTED_WITHIN_SEC * 5) != 0:
             raise AssertionError(f"{self.folder} did not finish:\n{(self.folder / 'output').read_text()[-3000:]}")
 
     def is_finished(self) -> bool:

@@ -14,6 +14,7 @@ from tests.faults.killing import BIN, ENVIRONMENT, ONE, TWO, Killed, Variant
 from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
+from training.config import Explained
 from training.stopping import TRY_AGAIN
 from training.trainer import STEPS_IN_RESERVE
 
@@ -45,7 +46,7 @@ def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(tmp_pa
     assert f"stopped at step {at + 1}, which is saved ({number.name}): run the same command again" in capsys.readouterr().out
     tiny_run(tmp_path / "run", *options)
     manifest = run.manifest()
-    assert (manifest["status"], manifest["reason"]) == ("finished", None) or manifest["reason"] == ""
+    assert (manifest["status"], manifest["reason"]) == ("finished", "")
     assert [start["step"] for start in manifest["starts"]] == [0, at + 1]
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -89,17 +90,44 @@ def test_what_was_to_be_logged_last_is_logged_by_the_next_start(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def wait_for_a_line(killed):
+def wait_for_a_line(killed, process):
     while not (killed.run / "metrics.jsonl").is_file() or not metrics(killed.run):
+        assert process.poll() is None, (killed.folder / "output").read_text()
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("save_every", [2, 100])
+def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path, save_every):
+    options = ("train.eval_every=3", f"train.save_every={save_every}")
+    tiny_run(tmp_path / "whole", *options)
+    trainer, run = tiny_trainer(tmp_path / "run", *options)
+    agreed, asked = trainer.stop_request.agreed, []
+
+    def before_the_evaluation(reserve_sec):
+        asked.append(trainer.step)
+        if asked.count(3) == 2:  # the first is that of the turn, the second that of its evaluation
+            os.kill(os.getpid(), signal.SIGTERM)
+        return agreed(reserve_sec)
+
+    trainer.stop_request.agreed = before_the_evaluation
+    assert train.run_training(trainer, run) == "SIGTERM"
+    assert trainer.step == trainer.saved_step == 3
+    tiny_run(tmp_path / "run", *options)
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_limit_that_leaves_no_step_is_an_error_and_no_reason_to_try_again(tmp_path):
+    trainer, run = tiny_trainer(tmp_path, "train.max_time_sec=1")
+    with pytest.raises(Explained, match=r"train\.max_time_sec leaves no time for a step"):
+        train.run_training(trainer, run)
 
 
 @pytest.mark.slow
 def test_python_train_ends_with_the_documented_status(tmp_path):
-    killed = Killed(tmp_path / "run", Variant(ONE))
+    killed = Killed(tmp_path / "run", Variant(ONE, ("train.num_workers=1",)))
     process = killed.start()
-    wait_for_a_line(killed)
-    process.send_signal(signal.SIGTERM)
+    wait_for_a_line(killed, process)
+    os.killpg(process.pid, signal.SIGTERM)  # the process that reads ahead as well, as schedulers do
     assert process.wait() == TRY_AGAIN == 75
     assert json.loads((killed.run / "manifest.json").read_text())["status"] == "stopped"
     assert "Traceback" not in (tmp_path / "run/output").read_text()
@@ -120,7 +148,7 @@ def test_under_a_launcher_the_checkpoint_and_the_status_are_the_contract(tmp_pat
     launcher, number, reason = LAUNCHES[name]
     killed = Killed(tmp_path / "run", Variant(launcher))
     process = killed.start()
-    wait_for_a_line(killed)
+    wait_for_a_line(killed, process)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     assert process.wait() != 0
@@ -135,7 +163,7 @@ def test_under_a_launcher_the_checkpoint_and_the_status_are_the_contract(tmp_pat
 @pytest.mark.slow
 def test_a_limit_of_time_is_kept(tmp_path):
     start = time.monotonic()
-    limit = 15.0
+    limit = 20.0
     result = program(
         ONE, "train.total_steps=1000000", "train.save_every=1000000", f"train.max_time_sec={limit}", folder=tmp_path
     )

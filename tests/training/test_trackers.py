@@ -16,8 +16,8 @@ from training.trackers import BackgroundTracker, TensorBoardTracker
 class Recorder:
     """A tracker that does at each line what it is told."""
 
-    def __init__(self, at_line=lambda step: None, at_close=lambda: None):
-        self.lines, self.at_line, self.at_close = [], at_line, at_close
+    def __init__(self, at_line=lambda step: None, at_close=lambda: None, at_open=lambda: None):
+        self.lines, self.at_line, self.at_close, self.open = [], at_line, at_close, at_open
 
     def log(self, values, step):
         self.at_line(step)
@@ -33,7 +33,7 @@ def fail(*_):
 
 def test_every_line_reaches_the_tracker_before_it_is_closed(tmp_path):
     recorder, said = Recorder(lambda step: time.sleep(0.05)), []
-    tracker = BackgroundTracker(lambda: recorder, said.append)
+    tracker = BackgroundTracker(recorder, said.append)
     for step in range(5):
         tracker.log({"loss": 1.0}, step)
     assert len(recorder.lines) < 5
@@ -42,11 +42,10 @@ def test_every_line_reaches_the_tracker_before_it_is_closed(tmp_path):
     assert said == []
 
 
-@pytest.mark.parametrize("when", ["build", "log", "close"])
+@pytest.mark.parametrize("when", ["open", "line", "close"])
 def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
-    recorder = Recorder(fail if when == "log" else lambda step: None, fail if when == "close" else lambda: None)
-    said = []
-    tracker = BackgroundTracker(fail if when == "build" else lambda: recorder, said.append)
+    recorder, said = Recorder(**{f"at_{when}": fail}), []
+    tracker = BackgroundTracker(recorder, said.append)
     for step in range(3):
         tracker.log({"loss": 1.0}, step)
         time.sleep(0.02)
@@ -56,14 +55,13 @@ def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
         assert recorder.lines == []
 
 
-def test_a_tracker_that_does_not_end_is_left_behind(monkeypatch):
-    monkeypatch.setattr("training.trackers.CLOSE_WITHIN_SEC", 0.2)
+def test_a_tracker_that_does_not_end_is_left_behind():
     for_ever, said = Event(), []
-    tracker = BackgroundTracker(lambda: Recorder(lambda step: for_ever.wait()), said.append)
+    tracker = BackgroundTracker(Recorder(lambda step: for_ever.wait()), said.append)
     start = time.monotonic()
     for step in range(100):
         tracker.log({"loss": 1.0}, step)
-    tracker.close()
+    tracker.close(0.2)
     assert time.monotonic() - start < 5
     assert len(said) == 1
     assert "it did not end within 0.2 s" in said[0]
@@ -73,7 +71,7 @@ def test_a_tracker_that_does_not_end_is_left_behind(monkeypatch):
 def test_a_training_goes_on_without_its_tracker(tmp_path, capsys):
     tiny_run(tmp_path / "plain")
     trainer, run = tiny_trainer(tmp_path / "tracked")
-    trainer.tracker = BackgroundTracker(fail, trainer.show)
+    trainer.tracker = BackgroundTracker(Recorder(at_open=fail), trainer.show)
     train.run_training(trainer, run)
     assert metrics(tmp_path / "tracked") == metrics(tmp_path / "plain")
     assert capsys.readouterr().out.count("the tracker is switched off") == 1
@@ -96,7 +94,7 @@ def deaf_server():
 
 @pytest.mark.parametrize("network", ["none", "deaf"])
 def test_wandb_online_without_a_server_never_stops_training(tmp_path, network, deaf_server, monkeypatch, capsys):
-    monkeypatch.setattr("training.trackers.CLOSE_WITHIN_SEC", 2.0)
+    monkeypatch.setattr("training.trainer.CLOSE_WITHIN_SEC", 2.0)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", deaf_server if network == "deaf" else "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
