@@ -164,6 +164,7 @@ def test_masked_training_compiles_for_every_length_and_agrees_on_two_processes(t
 
 def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
     (tmp_path / "noise.npz").write_bytes(b"noise")
+    (tmp_path / "latents/digits").mkdir(parents=True)
     (tmp_path / "r").mkdir()
     (tmp_path / "r/config.yaml").write_text(yaml.safe_dump(validated()))
     (tmp_path / "r/manifest.json").write_text("{}")
@@ -174,7 +175,7 @@ def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
         ("sample.py", ["run=r", "num_steps=0"], "num_steps=0 must be greater than 0"),
         ("sample.py", ["run=r", "class_label=10"], "class_label=10 must be in [0, 9]"),
         ("fid.py", ["samples=nowhere.npz", "reference=x"], "samples=nowhere.npz not found"),
-        ("fid.py", ["samples=noise.npz", "reference=x"], "noise.npz can not be read"),
+        ("fid.py", ["samples=noise.npz", *DIGIT_SCORES], "noise.npz can not be read"),
         ("fid.py", ["samples=floats.npz", *DIGIT_SCORES], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
     ):
         result = start(ONE, program, *overrides, folder=tmp_path, check=False)
