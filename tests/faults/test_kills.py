@@ -4,7 +4,7 @@ import pytest
 
 from tests.faults.killing import VARIANTS, kill_often
 
-NUM_KILLS = {"one process": 6, "accumulation": 5, "compiled": 3, "two processes": 6}
+NUM_KILLS = {"one process": 11, "accumulation": 4, "compiled": 2, "two processes": 3}
 
 
 @pytest.mark.slow
