@@ -178,19 +178,11 @@ def build_trainer(
         details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe(), "data": dataset.describe()}
         details["scores"] = [evaluator.describe() for _, evaluator in evaluators if isinstance(evaluator, AdmEvaluator)]
         metrics_file, tracker = _begin(run, config, details, net, state)
-    num_processes, micro_batch_size = accelerator.num_processes, resolved["micro_batch_size"]
-    places = torch.arange(settings["batch_size"]).view(-1, micro_batch_size)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
-    order = {"seed": config["seed"], **batch_sizes, **share, "pin_memory": device.type == "cuda"}
-    if isinstance(dataset, ShardDataset):
-        micro_batches = partial(ShardStream, dataset, **order)
-        entries = shards_by_step(dataset, config["seed"], **batch_sizes, num_processes=num_processes)
-    else:
-        entries = entries_by_step(dataset, config["seed"], settings["batch_size"])
-        counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
-        masking = {"with_masks": settings["masked_loss"], "token_mask": counting}
-        micro_batches = partial(stream, dataset, **order, **masking, num_workers=resolved["num_workers"])
+    counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
+    micro_batches, entries = _read(config, dataset, batch_sizes, share, device, counting, resolved["num_workers"])
+    places = torch.arange(settings["batch_size"]).view(-1, resolved["micro_batch_size"])
     return Trainer(
         accelerator=accelerator,
         precond=precond,
@@ -217,7 +209,7 @@ def build_trainer(
         checkpoints=checkpoints,
         stop_request=StopRequest(settings["max_time_sec"]),
         history=LossHistory(
-            places[accelerator.process_index :: num_processes].flatten(),
+            places[accelerator.process_index :: accelerator.num_processes].flatten(),
             settings["log_every"],
             entries,
             settings["max_skipped_steps"],
@@ -230,6 +222,25 @@ def build_trainer(
         **{key: settings[key] for key in ("total_steps", "grad_clip", "log_every", "save_every")},
         state=state,
     )
+
+
+def _read(
+    config: dict[str, Any],
+    dataset: LatentDataset | ShardDataset,
+    batch_sizes: dict[str, int],
+    share: dict[str, int],
+    device: torch.device,
+    counting: Callable[[torch.Tensor], torch.Tensor] | None,
+    num_workers: int,
+) -> tuple[Callable[..., Any], Callable[[int], list[Any]]]:
+    """Return what yields the micro-batches of this process from a step on, and what tells the entries of a step."""
+    seed, order = config["seed"], {"seed": config["seed"], **batch_sizes, **share, "pin_memory": device.type == "cuda"}
+    if isinstance(dataset, ShardDataset):
+        entries = shards_by_step(dataset, seed, **batch_sizes, num_processes=share["num_processes"])
+        return partial(ShardStream, dataset, **order), entries
+    masking = {"with_masks": config["train"]["masked_loss"], "token_mask": counting}
+    entries = entries_by_step(dataset, seed, batch_sizes["batch_size"])
+    return partial(stream, dataset, **order, **masking, num_workers=num_workers), entries
 
 
 def _say_nothing(what: Any) -> None:

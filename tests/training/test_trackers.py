@@ -1,5 +1,6 @@
 """Trackers that are slow, fail, have no network or no room: the training does not notice."""
 
+import json
 import socket
 import time
 from threading import Event
@@ -10,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from tests.runs import metrics, tiny_run, tiny_trainer
-from training.trackers import BackgroundTracker, TensorBoardTracker
+from training.trackers import BackgroundTracker, MetricsFile, TensorBoardTracker
 
 
 class Recorder:
@@ -66,6 +67,26 @@ def test_a_tracker_that_does_not_end_is_left_behind():
     assert len(said) == 1
     assert "it did not end within 0.2 s" in said[0]
     for_ever.set()
+
+
+def test_a_tracker_that_was_left_behind_has_no_last_word():
+    for_ever, said = Event(), []
+    tracker = BackgroundTracker(Recorder(lambda step: for_ever.wait() and fail()), said.append)
+    tracker.log({"loss": 1.0}, 0)
+    tracker.close(0.2)
+    for_ever.set()
+    tracker._thread.join()
+    assert len(said) == 1
+
+
+def test_lines_of_steps_that_will_be_run_again_are_cut_off(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.log({"loss": 1.0}, 1)
+    size = file.state()["metrics_size"]
+    file.log({"loss": 2.0}, 2)
+    file.close()
+    MetricsFile(tmp_path / "metrics.jsonl", size).close()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1, "loss": 1.0}]
 
 
 def test_a_training_goes_on_without_its_tracker(tmp_path, capsys):
