@@ -1,4 +1,4 @@
-# make demo | make test | make slow | make soak | make lint | make clean
+# make demo | make test | make slow | make finetune | make soak | make lint | make clean
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ DEMO := runs/demo
 # One process, said in full so that the launcher has nothing to warn about.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo setup test slow soak lint clean
+.PHONY: demo setup test slow finetune soak lint clean
 
 demo: setup ## digits from nothing: train, sample, score
 	@$(BIN)/python -m benchmarks.demo_time
@@ -29,6 +29,10 @@ test: setup ## the tests that take seconds
 
 slow: setup ## the tests that take longer
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+finetune: setup ## what fine-tuning with adapters needs beside, and its tests
+	$(BIN)/python -m pip install --progress-bar on -r requirements-finetune.txt
+	$(BIN)/python -m pytest tests/routing/test_finetuning.py $(PYTEST_ARGS)
 
 soak: setup ## kill runs at random moments, 100 times each way (an hour), and count what was lost
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)

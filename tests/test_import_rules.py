@@ -21,6 +21,8 @@ MAY_IMPORT = {
 ANYTHING_BUT = {"benchmarks", "tests"} | ENTRY_POINTS
 DATA_ENTRY_POINTS = {"encode", "convert", "verify", "report"}
 HYDRA_FILES = {"train.py", "sample.py", "fid.py", "data/encode.py", "data/convert.py", "training/config.py"}
+# Stand-ins for the forward of any model or block.
+ANY_CALL = {("routing/attach.py", "_routed_forward"), ("routing/attach.py", "__call__")}
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn"}
 
 FILES = sorted(p for p in ROOT.rglob("*.py") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts))
@@ -54,7 +56,7 @@ def violations(file, source):
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield f"{file}:{node.lineno} bare except"
-        if isinstance(node, ast.FunctionDef) and node.args.kwarg and top != "tests":
+        if isinstance(node, ast.FunctionDef) and node.args.kwarg and top != "tests" and (file, node.name) not in ANY_CALL:
             yield f"{file}:{node.lineno} {node.name} takes **{node.args.kwarg.arg}"
 
 

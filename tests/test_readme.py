@@ -68,7 +68,7 @@ def test_commands_compose_and_validate(command):
 
 def test_the_documents_have_commands_and_examples():
     assert len(COMMANDS) > 10
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 7
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -1,0 +1,378 @@
+"""Route the tokens of a transformer that is already built: `attach` wraps the blocks of a live instance, `detach` undoes it.
+
+Nothing of the model is copied or replaced. While a routed forward pass runs, its lists of blocks hand out stand-ins, which
+gather what is indexed by token, call the block, and put the tokens back. Parameters, their names, the configuration, saving
+and loading stay what they are. An `Adapter` says what is indexed by token; whatever it does not name is refused.
+
+Shapes: as in routing/adapter.py.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from routing.adapter import Adapter, Arguments, BlockList, Kept
+from routing.diffusers import adapter_of
+from routing.routes import Route, resolve_routes
+from routing.tokens import end_route, sample_ids_keep, token_importance
+
+KEYWORDS = ("selection_ratio", "force_keep", "generator")  # what an attached model takes besides its own arguments
+
+
+def attach(
+    model: nn.Module, routes: Sequence[Route], *, adapter: Adapter | None = None, importance_weight: float = 0.0
+) -> tuple[Route, ...]:
+    """Let a part of a model's tokens bypass windows of its blocks while it trains, from now on.
+
+    The model routes in `train()` mode where gradients are recorded, and is dense otherwise. Its forward takes three more
+    keywords: `selection_ratio`, a number for all routes or one for each (above 0 it routes in any mode, 0 is dense);
+    `force_keep`, (N, T) bool, tokens that must not bypass; `generator`, from which a seed is drawn for each route.
+
+    Args:
+        model: the transformer itself, not what wraps it. Wrap it, compile its blocks, and add adapters to it as you like.
+        routes: windows of blocks; layers are counted through all lists of blocks.
+        adapter: None takes the one that is known for the class of the model, see `routing/diffusers.py`.
+        importance_weight: 0 draws the kept tokens at random, 1 keeps those of the largest L1 norm where the window starts.
+
+    Returns:
+        The routes with non-negative indices.
+
+    Raises:
+        ValueError: a model that is not known or has routes already; blocks that are not what the adapter says; a route
+            that does not fit. Later, from the model: arguments that do not go together with routing.
+    """
+    adapter = adapter_of(model) if adapter is None else adapter
+    if hasattr(model, "_routing"):
+        raise ValueError(f"{type(model).__name__} has routes: routing.detach(model) removes them")
+    if not 0 <= importance_weight <= 1:
+        raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]")
+    layers = [layer for spec in adapter.block_lists for layer in _layers(model, spec)]
+    routes = resolve_routes(routes, len(layers))
+
+    offset = 0
+    for spec in adapter.block_lists:
+        blocks = model.get_submodule(spec.name)
+        blocks.__class__ = HANDING_OUT[type(blocks)]
+        blocks.first_idx = offset
+        offset += len(blocks)
+    model._routing = _Routing(model, adapter, tuple(layers), routes, importance_weight)
+    return routes
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`.
+
+    Raises:
+        ValueError: the model has no routes.
+    """
+    if not hasattr(model, "_routing"):
+        raise ValueError(f"{type(model).__name__} has no routes")
+    if getattr(model.forward, "__func__", None) is not _routed_forward:
+        raise ValueError(f"forward of {type(model).__name__} was wrapped after routing.attach: unwrap it first")
+    routing = model._routing
+    del model._routing, model.forward
+    if model.forward != routing.inner:  # it had been wrapped before
+        model.forward = routing.inner
+    for spec in routing.adapter.block_lists:
+        blocks = model.get_submodule(spec.name)
+        blocks.__class__ = next(plain for plain, handing_out in HANDING_OUT.items() if type(blocks) is handing_out)
+        blocks.__dict__.pop("routed_pass", None)
+        del blocks.first_idx
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A block of the model: the list that it is in, and the signature of its forward."""
+
+    spec: BlockList
+    signature: inspect.Signature
+
+
+def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
+    try:
+        blocks = model.get_submodule(spec.name)
+    except AttributeError as error:
+        raise ValueError(f"{type(model).__name__} has no blocks at {spec.name}") from error
+    if type(blocks) not in HANDING_OUT:
+        raise ValueError(
+            f"{spec.name} of {type(model).__name__} is a {type(blocks).__name__}, must be one of "
+            f"{', '.join(kind.__name__ for kind in HANDING_OUT)}"
+        )
+    named = {spec.tokens, *spec.by_token, *spec.shared}
+    for block in blocks:
+        signature = inspect.signature(type(block).forward)
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+        for name in named - set(signature.parameters):
+            raise ValueError(
+                f"{type(block).__name__} in {spec.name} takes no argument {name}, which the adapter names: it is of another "
+                "version, or wrapped (attach before wrapping or compiling blocks)"
+            )
+        yield _Layer(spec, signature)
+
+
+def _routed_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model._routing.forward(model, args, kwargs)
+
+
+class _Routing:
+    """The routes of one model, and its own forward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        adapter: Adapter,
+        layers: tuple[_Layer, ...],
+        routes: tuple[Route, ...],
+        importance_weight: float,
+    ):
+        self.adapter, self.layers, self.routes, self.importance_weight = adapter, layers, routes, importance_weight
+        self.signature = inspect.signature(type(model).forward)
+        # Not a hook: wrappers of models may call `forward` itself.
+        self.inner = model.forward
+        model.forward = MethodType(_routed_forward, model)
+
+    def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward, with routes where they are on."""
+        own = {name: kwargs.get(name) for name in KEYWORDS}
+        kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
+        ratios = self._ratios(model, own["selection_ratio"])
+        if not any(ratios):
+            return self.inner(*args, **kwargs)
+        arguments = self.signature.bind(model, *args, **kwargs).arguments
+        self._check(model, arguments)
+        routed_pass = self._begin(model, arguments, ratios, own["force_keep"], own["generator"])
+        names = list(self.signature.parameters)[1:]
+        args = tuple(self._with_residuals(name, value, routed_pass) for name, value in zip(names, args, strict=False))
+        kwargs = {name: self._with_residuals(name, value, routed_pass) for name, value in kwargs.items()}
+        self._hand_out_from(model, routed_pass)
+        try:
+            output = self.inner(*args, **kwargs)
+        finally:
+            self._hand_out_from(model, None)
+        routed_pass.check_done(type(model).__name__)
+        return output
+
+    def _begin(
+        self,
+        model: nn.Module,
+        arguments: Arguments,
+        ratios: Sequence[float],
+        force_keep: torch.Tensor | None,
+        generator: torch.Generator | None,
+    ) -> "_RoutedPass":
+        routed = [(route, ratio) for route, ratio in zip(self.routes, ratios, strict=True) if ratio > 0]
+        windows = tuple(_Window(route, ratio, _draw_seed(generator)) for route, ratio in routed)
+        P, S = (count(model, arguments) for count in (self.adapter.num_prefix_tokens, self.adapter.num_suffix_tokens))
+        return _RoutedPass(self.layers, windows, P, S, self.importance_weight, force_keep)
+
+    def _hand_out_from(self, model: nn.Module, routed_pass: "_RoutedPass | None") -> None:
+        for spec in self.adapter.block_lists:
+            model.get_submodule(spec.name).routed_pass = routed_pass
+
+    def _with_residuals(self, name: str, value: Any, routed_pass: "_RoutedPass") -> Any:
+        return _Residuals(value, routed_pass) if name in self.adapter.residuals and value is not None else value
+
+    def _ratios(self, model: nn.Module, selection_ratio: float | Sequence[float] | None) -> tuple[float, ...]:
+        if selection_ratio is None:
+            routes_now = model.training and torch.is_grad_enabled()
+            return tuple(route.selection_ratio if routes_now else 0.0 for route in self.routes)
+        per_route = isinstance(selection_ratio, Sequence)
+        ratios = tuple(selection_ratio) if per_route else (selection_ratio,) * len(self.routes)
+        if len(ratios) != len(self.routes) or not all(0 <= ratio < 1 for ratio in ratios):
+            raise ValueError(f"selection_ratio={selection_ratio} must be a number in [0, 1), or {len(self.routes)} of them")
+        return ratios
+
+    def _check(self, model: nn.Module, arguments: Arguments) -> None:
+        for name, value in arguments.items():
+            default = self.signature.parameters[name].default
+            if name not in ("self", *self.adapter.accepts) and value is not default and value is not None:
+                raise ValueError(f"{name} of {type(model).__name__} does not go together with routing")
+        self.adapter.check(model, arguments)
+
+
+def _draw_seed(generator: torch.Generator | None) -> int:
+    # Tokens are drawn from a generator of their own: gradient checkpointing sets the default one back before it runs a block
+    # again, and dropout must find it where it was.
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+
+
+@dataclass
+class _Window:
+    """A route in one forward pass. `kept` and `original` are there once the window has started."""
+
+    route: Route
+    ratio: float
+    seed: int
+    kept: Kept | None = None
+    original: torch.Tensor | None = None
+    is_done: bool = False
+
+
+class _RoutedPass:
+    """One forward pass with routes. It outlives the pass where blocks run again in the backward pass."""
+
+    def __init__(
+        self,
+        layers: tuple[_Layer, ...],
+        windows: tuple[_Window, ...],
+        num_prefix_tokens: int,
+        num_suffix_tokens: int,
+        importance_weight: float,
+        force_keep: torch.Tensor | None,
+    ):
+        self.layers, self.windows = layers, windows
+        self.num_prefix_tokens, self.num_suffix_tokens = num_prefix_tokens, num_suffix_tokens
+        self.importance_weight, self.force_keep = importance_weight, force_keep
+        self.records_gradients = torch.is_grad_enabled()
+        self.idx = -1  # of the block that was handed out last
+
+    def hand_out(self, idx: int, block: nn.Module) -> Any:
+        """Return the block, or what stands in for it within a window."""
+        self.idx = idx
+        window = self._window()
+        return block if window is None else _StandIn(block, idx, self, window)
+
+    def _window(self) -> _Window | None:
+        """Return the window in which the last block is."""
+        for window in self.windows:
+            if window.route.start_layer_idx <= self.idx <= window.route.end_layer_idx:
+                return window
+        return None
+
+    def run(self, block: nn.Module, idx: int, window: _Window, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a block of a window on its kept tokens."""
+        if self.records_gradients and not torch.is_grad_enabled():
+            raise ValueError(
+                "gradient checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
+                "use_reentrant=False does not"
+            )
+        spec, signature = self.layers[idx].spec, self.layers[idx].signature
+        values = dict(signature.bind(*args, **kwargs).arguments)
+        for name, value in values.items():
+            if name not in (spec.tokens, *spec.by_token, *spec.shared) and value is not None:
+                raise ValueError(f"{name} of {type(block).__name__} does not go together with routing: no adapter names it")
+        if idx == window.route.start_layer_idx:
+            values[spec.tokens] = self._start(window, values[spec.tokens], spec.joint)
+        for name, gather in spec.by_token.items():
+            if values.get(name) is not None:
+                values[name] = gather(values[name], window.kept)
+        # By place and by name as the model did it: hooks of the block may look at either.
+        output = block(*list(values.values())[: len(args)], **{name: values[name] for name in kwargs})
+        return self._end(window, output, spec) if idx == window.route.end_layer_idx else output
+
+    def _start(self, window: _Window, x: torch.Tensor, joint: bool) -> torch.Tensor:
+        if window.kept is None:  # else a block is run again, with the tokens of the first time
+            window.original = x[:, self.num_prefix_tokens :] if joint else x  # (N, T + S, D)
+            window.kept = self._draw(window)
+        return window.kept.gather_joint(x) if joint else window.kept.gather(x)
+
+    def _draw(self, window: _Window) -> Kept:
+        num_samples, num_tokens = window.original.shape[0], window.original.shape[1] - self.num_suffix_tokens
+        device = window.original.device
+        needs_importance = self.importance_weight > 0 or self.force_keep is not None
+        ids_keep = sample_ids_keep(
+            num_samples,
+            num_tokens,
+            window.ratio,
+            generator=torch.Generator(device).manual_seed(window.seed),
+            device=device,
+            importance=token_importance(window.original[:, :num_tokens]) if needs_importance else None,
+            importance_weight=self.importance_weight,
+            force_keep=self.force_keep,
+        )  # (N, K)
+        suffix = torch.arange(num_tokens, num_tokens + self.num_suffix_tokens, device=device).expand(num_samples, -1)
+        ids = torch.cat([ids_keep, suffix], dim=1)  # (N, K + S)
+        return Kept(ids, num_tokens + self.num_suffix_tokens, self.num_prefix_tokens)
+
+    def _end(self, window: _Window, output: Any, spec: BlockList) -> Any:
+        window.is_done = True
+        x = output if spec.output is None else output[spec.output]
+        P = self.num_prefix_tokens if spec.joint else 0
+        whole = end_route(x[:, P:], window.kept.ids, window.original)  # (N, T + S, D)
+        whole = torch.cat([x[:, :P].to(whole.dtype), whole], dim=1) if P else whole
+        if spec.output is None:
+            return whole
+        return (*output[: spec.output], whole, *output[spec.output + 1 :])
+
+    def residual(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the model is to add to the tokens after the last block."""
+        window = self._window()
+        if window is None:
+            return x
+        routed = window.kept.gather(x)  # (N, K + S, D)
+        if self.idx < window.route.end_layer_idx:
+            return routed
+        # The tokens are whole again; those that bypassed the window rejoin unchanged.
+        return end_route(routed, window.kept.ids, routed.new_zeros(routed.shape[0], *x.shape[1:]))
+
+    def check_done(self, name: str) -> None:
+        for window in self.windows:
+            if not window.is_done:
+                raise ValueError(
+                    f"the route of layers {window.route.start_layer_idx} to {window.route.end_layer_idx} was not taken: "
+                    f"{name} does not run its blocks one after another out of the lists that the adapter names"
+                )
+
+
+class _Residuals(Sequence):
+    """The residuals of a model's blocks, each cut to the tokens that are there when the model takes it."""
+
+    def __init__(self, values: Sequence[torch.Tensor], routed_pass: _RoutedPass):
+        self.values, self.routed_pass = values, routed_pass
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.routed_pass.residual(self.values[i])
+
+
+class _StandIn:
+    """What a routed pass calls in place of a block."""
+
+    def __init__(self, block: nn.Module, idx: int, routed_pass: _RoutedPass, window: _Window):
+        self._block, self._idx, self._routed_pass, self._window = block, idx, routed_pass, window
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._routed_pass.run(self._block, self._idx, self._window, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+
+class _HandingOut:
+    """A list of blocks that hands out stand-ins while a routed pass runs."""
+
+    first_idx, routed_pass = 0, None
+
+    def __iter__(self) -> Iterator[Any]:
+        blocks = super().__iter__()
+        if self.routed_pass is None:
+            return blocks
+        routed_pass = self.routed_pass
+        return (routed_pass.hand_out(self.first_idx + i, block) for i, block in enumerate(blocks))
+
+    def __getitem__(self, i: int | slice) -> Any:
+        if self.routed_pass is None:
+            return super().__getitem__(i)
+        if isinstance(i, slice):
+            places = range(len(self))[i]
+            return (self[place] for place in places)
+        return self.routed_pass.hand_out(self.first_idx + range(len(self))[i], super().__getitem__(i))
+
+
+class _RoutedModuleList(_HandingOut, nn.ModuleList):
+    pass
+
+
+class _RoutedSequential(_HandingOut, nn.Sequential):
+    pass
+
+
+HANDING_OUT = {nn.ModuleList: _RoutedModuleList, nn.Sequential: _RoutedSequential}

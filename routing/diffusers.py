@@ -1,0 +1,190 @@
+"""Adapters for the transformers of diffusers: FLUX (Kontext too), Stable Diffusion 3, PixArt, AuraFlow, Wan.
+
+Written against the signatures of diffusers, which is not imported here. Layers are counted through all lists of a model:
+FLUX's and AuraFlow's double blocks first, then the single ones.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from routing.adapter import Adapter, Arguments, BlockList, Kept
+
+
+def adapter_of(model: nn.Module) -> Adapter:
+    """Return the adapter for a model of diffusers.
+
+    Raises:
+        ValueError: the class is not known.
+    """
+    name = type(model).__name__
+    if not type(model).__module__.startswith("diffusers.") or name not in ADAPTERS:
+        raise ValueError(
+            f"routing knows no {name}: pass one of diffusers' {', '.join(ADAPTERS)}, not what wraps it, or write an adapter "
+            "(attach(model, routes, adapter=...))"
+        )
+    return ADAPTERS[name]
+
+
+class _TablePerSample:
+    """A rotary table (N, L, d) where diffusers indexes one of (L, d), which all samples share, before it multiplies."""
+
+    def __init__(self, table: torch.Tensor):
+        self.table = table
+
+    def __getitem__(self, key: tuple) -> torch.Tensor:
+        if key != (None, slice(None), None, slice(None)):  # (1, L, 1, d) was asked for
+            raise ValueError(f"a rotary table that is indexed by {key} does not go together with routing")
+        return self.table.unsqueeze(2)  # (N, L, 1, d)
+
+
+def _flux_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[_TablePerSample, ...]:
+    return tuple(_TablePerSample(kept.gather_joint(table.unsqueeze(0))) for table in tables)
+
+
+def _joint_mask(attention_kwargs: dict[str, Any], kept: Kept) -> dict[str, Any]:
+    mask = attention_kwargs.get("attention_mask")
+    return attention_kwargs if mask is None else {**attention_kwargs, "attention_mask": _gather_mask(mask, kept.gather_joint)}
+
+
+def _gather_mask(mask: torch.Tensor, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Gather the keys, and the queries where a mask differs between them: (N or 1, ..., 1 or L, L)."""
+    mask = gather(mask, -1)
+    return gather(mask, -2) if mask.shape[-2] > 1 else mask
+
+
+def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens of Kontext's reference images, which come last: the first coordinate of their positions is not 0."""
+    img_ids = arguments["img_ids"]
+    is_reference = (img_ids[0] if img_ids.ndim == 3 else img_ids)[:, 0] != 0  # (T + S,)
+    num_reference_tokens = int(is_reference.sum())  # SYNC: shapes depend on it
+    if num_reference_tokens and not is_reference[-num_reference_tokens:].all():
+        raise ValueError("img_ids: the tokens of reference images (first coordinate not 0) must come last")
+    return num_reference_tokens
+
+
+def _check(processors: Collection[str], attention_kwargs: str, accepted: Collection[str]) -> Callable[..., None]:
+    """Return a check of how a model attends.
+
+    Args:
+        processors: names of the attention processors that may be in use.
+        attention_kwargs: the argument of the forward that goes to them.
+        accepted: its keys that may be there.
+    """
+
+    def check(model: nn.Module, arguments: Arguments) -> None:
+        name = type(model).__name__
+        for key in set(arguments.get(attention_kwargs) or ()) - set(accepted):
+            raise ValueError(f"{attention_kwargs}.{key} of {name} does not go together with routing")
+        for processor in model.attn_processors.values():
+            if type(processor).__name__ not in processors:
+                raise ValueError(f"{type(processor).__name__} of {name} does not go together with routing")
+        if getattr(model, "is_cache_enabled", False):
+            raise ValueError(f"the cache of {name} does not go together with routing: model.disable_cache()")
+        if getattr(model, "_parallel_config", None) is not None:
+            raise ValueError(f"context parallelism of {name} does not go together with routing")
+        if getattr(model.config, "attention_type", "default") != "default":
+            raise ValueError(f"attention_type={model.config.attention_type} of {name} does not go together with routing")
+
+    return check
+
+
+FLUX_BLOCK = {
+    "output": 1,
+    "by_token": {"image_rotary_emb": _flux_rotary, "joint_attention_kwargs": _joint_mask},
+    "shared": ("encoder_hidden_states", "temb"),
+}
+
+ADAPTERS = {
+    "FluxTransformer2DModel": Adapter(
+        block_lists=(BlockList("transformer_blocks", **FLUX_BLOCK), BlockList("single_transformer_blocks", **FLUX_BLOCK)),
+        accepts=[
+            "hidden_states",
+            "encoder_hidden_states",
+            "pooled_projections",
+            "timestep",
+            "img_ids",
+            "txt_ids",
+            "guidance",
+            "joint_attention_kwargs",
+            "controlnet_block_samples",
+            "controlnet_single_block_samples",
+            "controlnet_blocks_repeat",
+            "return_dict",
+        ],
+        num_prefix_tokens=lambda model, arguments: arguments["encoder_hidden_states"].shape[1],
+        num_suffix_tokens=_num_reference_tokens,
+        residuals=("controlnet_block_samples", "controlnet_single_block_samples"),
+        check=_check(("FluxAttnProcessor",), "joint_attention_kwargs", ("scale", "attention_mask")),
+    ),
+    "SD3Transformer2DModel": Adapter(
+        block_lists=(
+            BlockList("transformer_blocks", output=1, shared=("encoder_hidden_states", "temb", "joint_attention_kwargs")),
+        ),
+        accepts=[
+            "hidden_states",
+            "encoder_hidden_states",
+            "pooled_projections",
+            "timestep",
+            "joint_attention_kwargs",
+            "block_controlnet_hidden_states",
+            "return_dict",
+        ],
+        residuals=("block_controlnet_hidden_states",),
+        check=_check(("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0"), "joint_attention_kwargs", ("scale",)),
+    ),
+    "PixArtTransformer2DModel": Adapter(
+        block_lists=(
+            BlockList(
+                "transformer_blocks",
+                by_token={"attention_mask": lambda mask, kept: _gather_mask(mask, kept.gather)},
+                shared=("encoder_hidden_states", "encoder_attention_mask", "timestep", "cross_attention_kwargs"),
+            ),
+        ),
+        accepts=[
+            "hidden_states",
+            "encoder_hidden_states",
+            "timestep",
+            "added_cond_kwargs",
+            "cross_attention_kwargs",
+            "attention_mask",
+            "encoder_attention_mask",
+            "return_dict",
+        ],
+        check=_check(("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"), "cross_attention_kwargs", ("scale",)),
+    ),
+    "AuraFlowTransformer2DModel": Adapter(
+        block_lists=(
+            BlockList("joint_transformer_blocks", output=1, shared=("encoder_hidden_states", "temb", "attention_kwargs")),
+            BlockList("single_transformer_blocks", joint=True, shared=("temb", "attention_kwargs")),
+        ),
+        accepts=["hidden_states", "encoder_hidden_states", "timestep", "attention_kwargs", "return_dict"],
+        # The text comes after register tokens.
+        num_prefix_tokens=lambda model, arguments: model.register_tokens.shape[1] + arguments["encoder_hidden_states"].shape[1],
+        check=_check(("AuraFlowAttnProcessor2_0", "FusedAuraFlowAttnProcessor2_0"), "attention_kwargs", ("scale",)),
+    ),
+    "WanTransformer3DModel": Adapter(
+        block_lists=(
+            BlockList(
+                "blocks",
+                by_token={
+                    "rotary_emb": lambda tables, kept: tuple(kept.gather(table) for table in tables),  # (1, T, 1, d)
+                    # (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
+                    "temb": lambda temb, kept: kept.gather(temb) if temb.ndim == 4 else temb,
+                },
+                shared=("encoder_hidden_states",),
+            ),
+        ),
+        accepts=[
+            "hidden_states",
+            "timestep",
+            "encoder_hidden_states",
+            "encoder_hidden_states_image",
+            "return_dict",
+            "attention_kwargs",
+        ],
+        check=_check(("WanAttnProcessor",), "attention_kwargs", ("scale",)),
+    ),
+}

@@ -1,0 +1,325 @@
+"""Routes in models of diffusers, against oracles that take each sample's tokens on their own; see families.py."""
+
+import copy
+import inspect
+from types import MethodType
+
+import pytest
+import torch
+import torch.nn as nn
+from diffusers import FirstBlockCacheConfig, PixArtTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
+from torch.utils.checkpoint import checkpoint
+
+from routing import Adapter, BlockList, Route, attach, detach, from_simpletuner
+from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, drawn, one, seeded
+
+WINDOW = Route(0.5, 1, -2)
+# Arguments beside the usual ones; each is indexed by token.
+VARIANTS = [
+    *((name, {}) for name in FAMILIES),
+    ("flux", {"num_reference_tokens": 4}),
+    ("flux", {"controlnet": True}),
+    ("flux", {"mask": True}),
+    ("flux", {"num_reference_tokens": 4, "controlnet": True, "mask": True}),
+    ("sd3", {"controlnet": True}),
+    ("pixart", {"mask": True}),
+    ("wan", {"timestep_per_token": True}),
+]
+every_family = pytest.mark.parametrize("name", FAMILIES)
+every_variant = pytest.mark.parametrize(
+    ("name", "variant"), VARIANTS, ids=["-".join([name, *variant]) for name, variant in VARIANTS]
+)
+
+
+def run(model, arguments, **ours):
+    return model(**arguments, **ours).sample
+
+
+def with_gradient(arguments):
+    return {**arguments, "hidden_states": arguments["hidden_states"].clone().requires_grad_()}
+
+
+def make_identities(family, model, layers):
+    """Let blocks return what they get, whatever they compute."""
+
+    def forward(block, *args, **kwargs):
+        values = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
+        text, x = values.get("encoder_hidden_states"), values["hidden_states"]
+        return (text, x) if isinstance(type(block).forward(block, *args, **kwargs), tuple) else x
+
+    for layer in layers:
+        block = family.layers(model)[layer]
+        block.forward = MethodType(forward, block)
+
+
+@every_variant
+def test_ratio_0_is_bitwise_the_model_without_routes(name, variant):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments(**variant)
+    plain, state = run(model, arguments), torch.get_rng_state()
+    attach(model, [WINDOW])
+    assert torch.equal(run(model, arguments, selection_ratio=0), plain)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(run(model, arguments), plain)
+
+
+@every_variant
+@pytest.mark.parametrize("windows", [((1, -2),), ((0, 1), (2, -1))], ids=["one route", "two routes"])
+def test_routed_output_is_that_of_the_blocks_on_the_tokens_of_each_sample_alone(name, variant, windows):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments(**variant)
+    plain = copy.deepcopy(model)
+    routes = attach(model, [Route(0.5, start, end) for start, end in windows])
+    output = run(model, arguments, generator=seeded())
+    ids = drawn(routes, num_reference_tokens=variant.get("num_reference_tokens", 0))
+    assert not torch.equal(ids[0][0], ids[0][1])
+    for n in range(NUM_SAMPLES):
+        at = {route.start_layer_idx: (route.end_layer_idx, kept[n]) for route, kept in zip(routes, ids, strict=True)}
+        expected = family.oracle(plain, one(arguments, n), at)
+        torch.testing.assert_close(output[n : n + 1], expected, rtol=1e-4, atol=1e-5)
+        dense = family.oracle(plain, one(arguments, n), {})  # the oracle is right, and routes make a difference that counts
+        torch.testing.assert_close(run(plain, arguments)[n : n + 1], dense, rtol=1e-4, atol=1e-5)
+        assert (dense - expected).abs().max() > 1e-2
+
+
+@every_variant
+def test_an_identity_window_changes_nothing(name, variant):
+    """Text goes through the blocks of a window too, and sees fewer tokens there: they are identities for it as well."""
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments(**variant)
+    arguments = {key: value for key, value in arguments.items() if "controlnet" not in key}  # it does not pass through blocks
+    make_identities(family, model, range(1, len(family.layers(model)) - 1))
+    plain = run(model, arguments)
+    attach(model, [WINDOW])
+    assert torch.equal(run(model, arguments), plain)
+
+
+@every_variant
+def test_gradients_reach_every_token(name, variant):
+    family = FAMILIES[name]
+    model, arguments = family.build(), with_gradient(family.arguments(**variant))
+    attach(model, [Route(0.75, 0, -1)])
+    run(model, arguments).square().sum().backward()
+    assert (arguments["hidden_states"].grad != 0).all()
+
+
+@every_family
+def test_it_routes_in_training_with_gradients_alone(name):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments()
+    plain = run(model, arguments)
+    attach(model, [WINDOW])
+    with torch.no_grad():
+        assert torch.equal(run(model, arguments), plain)
+        assert not torch.equal(run(model, arguments, selection_ratio=0.5), plain)
+    model.eval()
+    assert torch.equal(run(model, arguments), plain)
+    model.train()
+    assert not torch.equal(run(model, arguments), plain)
+
+
+@every_family
+def test_a_model_is_saved_as_it_is_and_detached_as_it_was(name, tmp_path):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments()
+    plain = run(model, arguments)
+    model.save_pretrained(tmp_path / "before")
+    before = {**model.__dict__}
+    keys, config, text = list(model.state_dict()), dict(model.config), repr(model)
+    attach(model, [WINDOW])
+    assert (list(model.state_dict()), dict(model.config)) == (keys, config)
+    model.save_pretrained(tmp_path / "after")
+    for file in (tmp_path / "before").iterdir():
+        assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes()
+    assert torch.equal(run(type(model).from_pretrained(tmp_path / "after").train(), arguments), plain)
+    detach(model)
+    assert model.__dict__ == before
+    assert repr(model) == text
+    assert torch.equal(run(model, arguments), plain)
+
+
+@every_family
+def test_a_copy_has_routes_of_its_own(name):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments()
+    plain = run(model, arguments)
+    attach(model, [WINDOW])
+    routed, copied = run(model, arguments, generator=seeded()), copy.deepcopy(model)
+    detach(model)
+    assert torch.equal(run(model, arguments), plain)
+    assert torch.equal(run(copied, arguments, generator=seeded()), routed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(run(copied, arguments, generator=seeded()), routed)
+
+
+@every_variant
+def test_gradient_checkpointing_gives_the_same_gradients_also_with_dropout_and_two_passes_before_the_backward(name, variant):
+    family = FAMILIES[name]
+    model, arguments = family.build(), with_gradient(family.arguments(**variant))
+    attach(model, [WINDOW])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.enable_gradient_checkpointing()
+        model.zero_grad()
+        arguments["hidden_states"].grad = None
+        torch.manual_seed(5)
+        sum(run(model, arguments).square().sum() for _ in range(2)).backward()
+        gradients.append([arguments["hidden_states"].grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(gradients[0]) == len(gradients[1])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_checkpointing_that_would_lose_gradients_is_refused():
+    family = FAMILIES["sd3"]
+    model = family.build()
+    attach(model, [WINDOW])
+    model.enable_gradient_checkpointing(lambda block, *args: checkpoint(block.__call__, *args, use_reentrant=True))
+    with pytest.raises(ValueError, match="use_reentrant=True would lose the gradients"):
+        run(model, with_gradient(family.arguments()))
+    model.eval()
+    run(model, family.arguments())  # the pass that failed has left nothing behind
+
+
+@every_family
+def test_force_keep_and_importance_are_those_of_our_own_router(name):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments()
+    plain = copy.deepcopy(model)
+    route = attach(model, [Route(0.5, 0, -2)], importance_weight=1.0)[0]
+    force_keep = torch.zeros(NUM_SAMPLES, NUM_TOKENS, dtype=torch.bool)
+    force_keep[1, 3:9] = True
+    tokens = {}
+    first = family.layers(plain)[0]
+    first.register_forward_pre_hook(lambda block, args, kwargs: tokens.update(kwargs, x=args), with_kwargs=True)
+    run(plain, arguments)
+    x = tokens["x"][0] if tokens["x"] else tokens["hidden_states"]
+    for mask in (None, force_keep):
+        output = run(model, arguments, force_keep=mask)
+        for n in range(NUM_SAMPLES):
+            norm = x[n].abs().sum(-1)
+            norm = norm if mask is None else norm + 1e6 * mask[n]
+            ids = norm.topk(NUM_TOKENS // 2).indices.sort().values
+            expected = family.oracle(plain, one(arguments, n), {0: (route.end_layer_idx, ids)})
+            torch.testing.assert_close(output[n : n + 1], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"force_keep of shape \(3, 21\) must be of shape \(3, 16\)"):
+        run(model, arguments, force_keep=torch.zeros(NUM_SAMPLES, NUM_TOKENS + 5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("name", "variant"), [("flux", {"num_reference_tokens": 4}), ("auraflow", {})])
+def test_text_and_reference_tokens_do_not_count_in_the_ratio(name, variant):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments(**variant)
+    lengths = []
+    for block in family.layers(model):
+        block.register_forward_pre_hook(
+            lambda block, args, kwargs: lengths.append(kwargs["hidden_states"].shape[1]), with_kwargs=True
+        )
+    attach(model, [Route(0.5, 1, -2)])
+    run(model, arguments)
+    K, T = NUM_TOKENS // 2, NUM_TOKENS
+    if name == "flux":
+        assert lengths == [T + 4, *[K + 4] * 5, T + 4]
+    else:
+        P = 5 + 8  # text and register tokens
+        assert lengths == [T, K, P + K, P + K, P + K, P + T]
+
+
+def test_layers_are_counted_through_all_lists_and_negative_ones_from_the_end():
+    model = FAMILIES["flux"].build()
+    assert attach(model, [Route(0.5, 2, -4)]) == (Route(0.5, 2, 3),)
+    detach(model)
+    with pytest.raises(ValueError, match=r"end_layer_idx=7 must be in .* for depth=7"):
+        attach(model, [Route(0.5, 2, 7)])
+    config = {"routes": [{"selection_ratio": 0.25, "start_layer_idx": 1, "end_layer_idx": -2}]}
+    assert attach(model, from_simpletuner(config)) == (Route(0.25, 1, 5),)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("sd3", {"skip_layers": [2]}, "skip_layers of SD3Transformer2DModel"),
+        (
+            "sd3",
+            {"joint_attention_kwargs": {"ip_adapter_image_embeds": []}},
+            "ip_adapter_image_embeds of SD3",
+        ),
+        ("flux", {"joint_attention_kwargs": {"ip_adapter_masks": []}}, r"joint_attention_kwargs\.ip_adapter_masks of"),
+        ("flux", {"img_ids": "reference first"}, "must come last"),
+        ("pixart", {"cross_attention_kwargs": {"gligen": {}}}, r"cross_attention_kwargs\.gligen of"),
+        ("auraflow", {"attention_kwargs": {"mask": 1}}, r"attention_kwargs\.mask of AuraFlow"),
+        ("wan", {"attention_kwargs": {"mask": 1}}, r"attention_kwargs\.mask of Wan"),
+        ("wan", {"selection_ratio": 1.0}, r"selection_ratio=1\.0 must be a number in \[0, 1\)"),
+        ("wan", {"selection_ratio": [0.5, 0.5]}, r"selection_ratio=\[0\.5, 0\.5\] must be .*1 of them"),
+    ],
+)
+def test_what_does_not_go_together_with_routing_is_refused_by_name(name, arguments, message):
+    family = FAMILIES[name]
+    model, usual = family.build(), family.arguments()
+    if arguments.get("img_ids") == "reference first":
+        arguments = {"img_ids": usual["img_ids"].flip(0) + torch.tensor([1.0, 0, 0]) * (torch.arange(16) < 4)[:, None]}
+    attach(model, [WINDOW])
+    with pytest.raises(ValueError, match=message):
+        run(model, {**usual, **arguments})
+    run(model, usual)
+
+
+def test_ways_to_attend_that_are_not_known_are_refused_by_name():
+    family = FAMILIES["flux"]
+    model, arguments = family.build(), family.arguments()
+    attach(model, [WINDOW])
+    attention = model.transformer_blocks[0].attn
+    attention.set_processor(FluxIPAdapterAttnProcessor(32, 12))
+    with pytest.raises(ValueError, match="FluxIPAdapterAttnProcessor of FluxTransformer2DModel"):
+        run(model, arguments)
+    attention.set_processor(FluxAttnProcessor())
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(ValueError, match="the cache of FluxTransformer2DModel"):
+        run(model, arguments)
+    model.disable_cache()
+    run(model, arguments)
+    gated = PixArtTransformer2DModel(2, 16, num_layers=5, cross_attention_dim=32, sample_size=8, attention_type="gated")
+    attach(gated, [WINDOW])
+    with pytest.raises(ValueError, match="attention_type=gated of PixArtTransformer2DModel"):
+        run(gated.train(), FAMILIES["pixart"].arguments())
+
+
+def test_models_that_are_not_known_and_blocks_that_do_not_fit_are_refused_by_name():
+    model = FAMILIES["sd3"].build()
+    with pytest.raises(ValueError, match="routing knows no Linear: pass one of diffusers' FluxTransformer2DModel"):
+        attach(nn.Linear(2, 2), [WINDOW])
+    with pytest.raises(ValueError, match="routing knows no DistributedDataParallel"):
+        attach(type("DistributedDataParallel", (nn.Module,), {})(), [WINDOW])
+    with pytest.raises(ValueError, match="no blocks at layers"):
+        attach(model, [WINDOW], adapter=Adapter([BlockList("layers")], ()))
+    with pytest.raises(ValueError, match="pos_embed of SD3Transformer2DModel is a PatchEmbed"):
+        attach(model, [WINDOW], adapter=Adapter([BlockList("pos_embed")], ()))
+    with pytest.raises(ValueError, match="JointTransformerBlock in transformer_blocks takes no argument tokens"):
+        attach(model, [WINDOW], adapter=Adapter([BlockList("transformer_blocks", tokens="tokens")], ()))
+    with pytest.raises(ValueError, match=r"importance_weight=2 must be in \[0, 1\]"):
+        attach(model, [WINDOW], importance_weight=2)
+    attach(model, [WINDOW])
+    with pytest.raises(ValueError, match="has routes"):
+        attach(model, [WINDOW])
+    detach(model)
+    with pytest.raises(ValueError, match="has no routes"):
+        detach(model)
+
+
+@every_family
+def test_blocks_and_models_may_be_compiled(name):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments()
+    attach(model, [WINDOW])
+    expected, dense = run(model, arguments, generator=seeded()), run(model, arguments, selection_ratio=0)
+    for block in family.layers(model):
+        block.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(model, arguments, generator=seeded()), expected)
+    torch.testing.assert_close(run(model, arguments, selection_ratio=0), dense)

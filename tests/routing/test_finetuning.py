@@ -1,0 +1,110 @@
+"""Routes beside what fine-tuning puts into a model: adapters of peft, and base weights in few bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+from routing import Route, attach, detach
+from tests.routing.families import FAMILIES, drawn, one, seeded
+
+bitsandbytes, peft, torchao = (
+    pytest.importorskip(name, reason="`make finetune` installs it") for name in ("bitsandbytes", "peft", "torchao.quantization")
+)
+
+TARGETS = ["to_q", "to_k", "to_v"]
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def run(model, arguments, **ours):
+    return model(**arguments, **ours, generator=seeded()).sample
+
+
+def to_nf4(blocks):
+    """Keep the weight of each linear layer in 4 bits of bitsandbytes (diffusers' own way to it asks for a GPU)."""
+    for module in [module for block in blocks for module in block.modules()]:
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear):
+                small = bitsandbytes.nn.Linear4bit(
+                    layer.in_features, layer.out_features, layer.bias is not None, torch.float32, quant_type="nf4"
+                )
+                small.load_state_dict(layer.state_dict())
+                setattr(module, name, small.to("cpu"))
+
+
+QUANTIZATIONS = {
+    "int8 of torchao": lambda blocks: torchao.quantize_(blocks, torchao.Int8WeightOnlyConfig()),
+    "int4 of torchao": lambda blocks: torchao.quantize_(blocks, torchao.IntxWeightOnlyConfig(torch.int4, torchao.PerGroup(4))),
+    "nf4 of bitsandbytes": to_nf4,
+}
+
+
+@every_family
+@pytest.mark.parametrize("config", [peft.LoraConfig(r=4, target_modules=TARGETS), peft.LoKrConfig(r=4, target_modules=TARGETS)])
+@pytest.mark.parametrize("way", ["add_adapter", "get_peft_model"])
+def test_adapters_alone_get_gradients_and_routes_are_taken(name, config, way):
+    family, arguments = FAMILIES[name], FAMILIES[name].arguments()
+    plain = family.build()
+    attach(plain, [Route(0.5, 1, -2)])
+    expected = run(plain, arguments)
+    inner = family.build()
+    if way == "get_peft_model":
+        outer = peft.get_peft_model(inner, config)
+        with pytest.raises(ValueError, match="routing knows no PeftModel"):
+            attach(outer, [Route(0.5, 1, -2)])
+    else:
+        if name == "pixart":
+            assert not hasattr(inner, "add_adapter")  # diffusers gives it none
+            return
+        outer = inner.requires_grad_(False)
+        outer.add_adapter(config)
+    attach(inner, [Route(0.5, 1, -2)])
+    # New adapters add nothing yet.
+    output = run(outer, arguments)
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    with_gradient = {key for key, parameter in outer.named_parameters() if parameter.grad is not None}
+    assert with_gradient
+    assert all("lora_" in key or "lokr_" in key for key in with_gradient)
+    assert with_gradient == {key for key, parameter in outer.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["attached before", "attached after"])
+def test_the_order_of_attaching_and_adding_adapters_does_not_matter(before):
+    family = FAMILIES["sd3"]
+    outputs = []
+    for first in (before, not before):
+        torch.manual_seed(0)
+        model = family.build().requires_grad_(False)
+        if first:
+            attach(model, [Route(0.5, 1, -2)])
+        torch.manual_seed(1)
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False))
+        if not first:
+            attach(model, [Route(0.5, 1, -2)])
+        outputs.append(run(model, family.arguments()))
+    assert torch.equal(*outputs)
+
+
+@every_family
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_base_weights_may_be_in_few_bits(name, quantization):
+    family, arguments = FAMILIES[name], FAMILIES[name].arguments()
+    model = family.build().requires_grad_(False)
+    unquantized = model(**arguments).sample
+    QUANTIZATIONS[quantization](nn.ModuleList(family.layers(model)))
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS))
+    plain = copy.deepcopy(model)
+    dense = model(**arguments).sample
+    assert 0 < (dense - unquantized).abs().max() < 1
+    routes = attach(model, [Route(0.5, 1, -2)])
+    assert torch.equal(run(model, arguments, selection_ratio=0), dense)
+    output = run(model, arguments)
+    output.square().sum().backward()
+    assert {key.split(".")[-3] for key, p in model.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
+    ids = drawn(routes)[0][1]
+    expected = family.oracle(plain, one(arguments, 1), {1: (routes[0].end_layer_idx, ids)})
+    torch.testing.assert_close(output[1:2], expected, rtol=1e-3, atol=1e-4)
+    detach(model)
+    assert torch.equal(model(**arguments).sample, dense)
