@@ -288,7 +288,9 @@ def run(main: Callable[[], None]) -> None:
     except (Explained, HydraException, OmegaConfBaseException, ValueError) as error:
         if show_traceback or not (isinstance(error, Explained) or _is_of_hydra(error)):
             raise
-        sys.exit(f"error: {explanation(error, sys.argv[1:])}")
+        # One write: the lines of processes that share a terminal stay whole. `sys.exit(text)` takes two.
+        sys.stderr.write(f"error: {explanation(error, sys.argv[1:])}\n")
+        sys.exit(1)
 
 
 def explanation(error: BaseException, arguments: Sequence[str]) -> str:

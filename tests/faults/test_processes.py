@@ -38,7 +38,9 @@ def test_processes_that_do_not_start_alike_refuse_together(tmp_path, fault):
     result = inject(TWO, fault, 0, 1, *data, folder=tmp_path)
     assert result.returncode != 0
     said = lines_of(result)
-    assert len(set(said)) == 1  # every process says the same; the launcher may end the second before it has spoken
+    assert len(set(said)) == 1
+    # One of each process, unless the launcher ended the second before it had spoken.
+    assert len(said) == 2 or "closing signal SIGTERM" in result.stderr
     assert said[0].startswith("error: the processes of this launch must start alike: ")
     expected = {"configuration": "optimizer.lr is ", "folder": "fingerprint of the data is ", "code": "code (sha256) is "}
     assert expected[fault] in said[0]
