@@ -74,7 +74,7 @@ def _zero(model: nn.Module, arguments: Arguments) -> int:
     return 0
 
 
-def _anything(model: nn.Module, arguments: Arguments) -> None:
+def _no_check(model: nn.Module, arguments: Arguments) -> None:
     return None
 
 
@@ -97,4 +97,4 @@ class Adapter:
     num_prefix_tokens: Callable[[nn.Module, Arguments], int] = _zero
     num_suffix_tokens: Callable[[nn.Module, Arguments], int] = _zero
     residuals: Sequence[str] = ()
-    check: Callable[[nn.Module, Arguments], None] = _anything
+    check: Callable[[nn.Module, Arguments], None] = _no_check

@@ -19,13 +19,14 @@ def adapter_of(model: nn.Module) -> Adapter:
     Raises:
         ValueError: the class is not known.
     """
-    name = type(model).__name__
-    if not type(model).__module__.startswith("diffusers.") or name not in ADAPTERS:
-        raise ValueError(
-            f"routing knows no {name}: pass one of diffusers' {', '.join(ADAPTERS)}, not what wraps it, or write an adapter "
-            "(attach(model, routes, adapter=...))"
-        )
-    return ADAPTERS[name]
+    for kind in type(model).__mro__:
+        known = kind.__module__.startswith("diffusers.") and kind.__name__ in ADAPTERS
+        if known and type(model).forward is kind.forward:  # a class that shards it is derived from it
+            return ADAPTERS[kind.__name__]
+    raise ValueError(
+        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(ADAPTERS)}, not what wraps it, or write "
+        "an adapter (attach(model, routes, adapter=...))"
+    )
 
 
 class _TablePerSample:
@@ -50,9 +51,9 @@ def _joint_mask(attention_kwargs: dict[str, Any], kept: Kept) -> dict[str, Any]:
 
 
 def _gather_mask(mask: torch.Tensor, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    """Gather the keys, and the queries where a mask differs between them: (N or 1, ..., 1 or L, L)."""
+    """Gather the keys, and the queries where a mask differs between them: (N or 1, L) or (N or 1, ..., 1 or L, L)."""
     mask = gather(mask, -1)
-    return gather(mask, -2) if mask.shape[-2] > 1 else mask
+    return gather(mask, -2) if mask.ndim > 2 and mask.shape[-2] > 1 else mask
 
 
 def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
@@ -60,6 +61,8 @@ def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
     img_ids = arguments["img_ids"]
     is_reference = (img_ids[0] if img_ids.ndim == 3 else img_ids)[:, 0] != 0  # (T + S,)
     num_reference_tokens = int(is_reference.sum())  # SYNC: shapes depend on it
+    if num_reference_tokens == len(is_reference):
+        raise ValueError("img_ids: there must be tokens of the image itself (first coordinate 0)")
     if num_reference_tokens and not is_reference[-num_reference_tokens:].all():
         raise ValueError("img_ids: the tokens of reference images (first coordinate not 0) must come last")
     return num_reference_tokens
@@ -77,14 +80,19 @@ def _check(processors: Collection[str], attention_kwargs: str, accepted: Collect
     def check(model: nn.Module, arguments: Arguments) -> None:
         name = type(model).__name__
         for key in set(arguments.get(attention_kwargs) or ()) - set(accepted):
-            raise ValueError(f"{attention_kwargs}.{key} of {name} does not go together with routing")
+            raise ValueError(
+                f"{attention_kwargs}.{key} of {name} does not go together with routing, which accepts {', '.join(accepted)}"
+            )
         for processor in model.attn_processors.values():
             if type(processor).__name__ not in processors:
-                raise ValueError(f"{type(processor).__name__} of {name} does not go together with routing")
+                raise ValueError(
+                    f"{type(processor).__name__} of {name} does not go together with routing, which accepts "
+                    f"{', '.join(processors)}"
+                )
         if getattr(model, "is_cache_enabled", False):
             raise ValueError(f"the cache of {name} does not go together with routing: model.disable_cache()")
         if getattr(model, "_parallel_config", None) is not None:
-            raise ValueError(f"context parallelism of {name} does not go together with routing")
+            raise ValueError(f"context or tensor parallelism of {name} does not go together with routing")
         if getattr(model.config, "attention_type", "default") != "default":
             raise ValueError(f"attention_type={model.config.attention_type} of {name} does not go together with routing")
 

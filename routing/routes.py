@@ -21,39 +21,40 @@ class Route:
     end_layer_idx: int
 
 
-def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
+def resolve_routes(routes: Iterable[Route], depth: int, key: str = "model.routes") -> tuple[Route, ...]:
     """Return the routes with non-negative layer indices, in the order in which the layers meet them.
 
     Args:
         routes: routes as written by the user, in any order.
         depth: number of layers of the network.
+        key: what errors call the routes.
 
     Raises:
         ValueError: a ratio outside [0, 1), an index outside the depth, a start after its end, or two routes that share a layer.
     """
-    resolved = [(i, _resolve(i, route, depth)) for i, route in enumerate(routes)]
+    resolved = [(i, _resolve(f"{key}.{i}", route, depth)) for i, route in enumerate(routes)]
     resolved.sort(key=lambda item: item[1].start_layer_idx)
     for (i, first), (j, second) in pairwise(resolved):
         if second.start_layer_idx <= first.end_layer_idx:
             raise ValueError(
-                f"model.routes.{i} (layers {first.start_layer_idx}..{first.end_layer_idx}) and model.routes.{j} "
+                f"{key}.{i} (layers {first.start_layer_idx}..{first.end_layer_idx}) and {key}.{j} "
                 f"(layers {second.start_layer_idx}..{second.end_layer_idx}) overlap at depth {depth}: "
                 "routes must not share a layer"
             )
     return tuple(route for _, route in resolved)
 
 
-def _resolve(i: int, route: Route, depth: int) -> Route:
+def _resolve(key: str, route: Route, depth: int) -> Route:
     if not 0 <= route.selection_ratio < 1:
-        raise ValueError(f"model.routes.{i}.selection_ratio={route.selection_ratio} must be in [0, 1)")
+        raise ValueError(f"{key}.selection_ratio={route.selection_ratio} must be in [0, 1)")
     for name in ("start_layer_idx", "end_layer_idx"):
         idx = getattr(route, name)
         if not -depth <= idx < depth:
-            raise ValueError(f"model.routes.{i}.{name}={idx} must be in [{-depth}, {depth - 1}] for depth={depth}")
+            raise ValueError(f"{key}.{name}={idx} must be in [{-depth}, {depth - 1}] for depth={depth}")
     start, end = route.start_layer_idx % depth, route.end_layer_idx % depth
     if start > end:
         raise ValueError(
-            f"model.routes.{i}.start_layer_idx={route.start_layer_idx} (layer {start}) must not come after "
+            f"{key}.start_layer_idx={route.start_layer_idx} (layer {start}) must not come after "
             f"end_layer_idx={route.end_layer_idx} (layer {end}) at depth={depth}"
         )
     return Route(route.selection_ratio, start, end)

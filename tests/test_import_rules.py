@@ -22,7 +22,7 @@ ANYTHING_BUT = {"benchmarks", "tests"} | ENTRY_POINTS
 DATA_ENTRY_POINTS = {"encode", "convert", "verify", "report"}
 HYDRA_FILES = {"train.py", "sample.py", "fid.py", "data/encode.py", "data/convert.py", "training/config.py"}
 # Stand-ins for the forward of any model or block.
-ANY_CALL = {("routing/attach.py", "_routed_forward"), ("routing/attach.py", "__call__")}
+ANY_CALL = {("routing/attached.py", "_routed_forward"), ("routing/attached.py", "__call__")}
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn"}
 
 FILES = sorted(p for p in ROOT.rglob("*.py") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts))

@@ -152,3 +152,26 @@ class Masked(Decoder):
         for layer in self.layers:
             x = layer(self.embed(input_ids), attention_mask=self.mask, position_embeddings=(tables, tables))
         return x
+
+
+class Twice(Decoder):
+    """Runs its layers two times."""
+
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids, attention_mask) + super().forward(input_ids, attention_mask)
+
+
+class Taken(Decoder):
+    """Has an argument of a name that routing takes."""
+
+    def forward(self, input_ids, generator=None):
+        return self.embed(input_ids)
+
+
+def test_a_list_that_is_run_twice_and_an_argument_of_our_name_are_refused():
+    input_ids, seen = torch.randint(11, (2, 16)), torch.ones(2, 16)
+    attach(twice := Twice(), [WINDOW], adapter=DECODER)
+    with pytest.raises(ValueError, match="layer 1, a DecoderLayer, is run a second time in one forward pass"):
+        twice(input_ids, seen)
+    with pytest.raises(ValueError, match="forward of Taken has an argument generator"):
+        attach(Taken(), [WINDOW], adapter=DECODER)

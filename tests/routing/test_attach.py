@@ -1,12 +1,15 @@
 """Routes in models of diffusers, against oracles that take each sample's tokens on their own; see families.py."""
 
 import copy
+import gc
 import inspect
+import io
 from types import MethodType
 
 import pytest
 import torch
 import torch.nn as nn
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import FirstBlockCacheConfig, PixArtTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from torch.utils.checkpoint import checkpoint
@@ -323,3 +326,85 @@ def test_blocks_and_models_may_be_compiled(name):
         block.compile(backend="eager", fullgraph=True)
     torch.testing.assert_close(run(model, arguments, generator=seeded()), expected)
     torch.testing.assert_close(run(model, arguments, selection_ratio=0), dense)
+
+
+def test_what_would_lose_the_routes_or_leave_the_model_dense_is_refused():
+    model = FAMILIES["sd3"].build()
+    with pytest.raises(ValueError, match=r"routes=\[\] must have at least one"):
+        attach(model, [])
+    add_hook_to_module(model, ModelHook())
+    with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
+        attach(model, [WINDOW])
+    remove_hook_from_module(model)
+    attach(model, [WINDOW])
+    arguments = FAMILIES["sd3"].arguments()
+    routed = run(model, arguments, generator=seeded())
+    add_hook_to_module(model, ModelHook())
+    with pytest.raises(ValueError, match="was wrapped after"):
+        detach(model)
+    assert torch.equal(run(model, arguments, generator=seeded()), routed)
+    remove_hook_from_module(model)
+    assert torch.equal(run(model, arguments, generator=seeded()), routed)
+    model.transformer_blocks = nn.ModuleList(list(model.transformer_blocks))
+    with pytest.raises(ValueError, match="transformer_blocks of SD3Transformer2DModel was replaced"):
+        run(model, arguments)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_of_the_whole_model_is_refused(use_reentrant):
+    model, arguments = FAMILIES["sd3"].build(), with_gradient(FAMILIES["sd3"].arguments())
+    attach(model, [WINDOW])
+    output = checkpoint(
+        lambda x: run(model, {**arguments, "hidden_states": x}), arguments["hidden_states"], use_reentrant=use_reentrant
+    )
+    with pytest.raises(ValueError, match="as a whole is run again in the backward pass"):
+        output.sum().backward()
+
+
+def test_a_model_with_routes_is_not_pickled():
+    model = FAMILIES["sd3"].build()
+    attach(model, [WINDOW])
+    with pytest.raises(ValueError, match="can not be pickled"):
+        torch.save(model, io.BytesIO())
+
+
+def test_a_pass_without_backward_leaves_nothing_behind():
+    model, arguments = FAMILIES["sd3"].build(), with_gradient(FAMILIES["sd3"].arguments())
+    attach(model, [Route(0.5, 1, 1), Route(0.5, 2, 3)])
+    model.enable_gradient_checkpointing()
+    run(model, arguments)
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found).__name__ in ("_RoutedPass", "_Window", "_StandIn")]
+
+
+def test_a_list_of_ratios_is_in_the_order_of_the_routes_returned():
+    model, lengths = FAMILIES["sd3"].build(), []
+    for block in model.transformer_blocks:
+        block.register_forward_pre_hook(
+            lambda block, args, kwargs: lengths.append(kwargs["hidden_states"].shape[1]), with_kwargs=True
+        )
+    routes = attach(model, [Route(0.5, 3, 3), Route(0.25, 0, 1)])
+    assert routes == (Route(0.25, 0, 1), Route(0.5, 3, 3))
+    run(model, FAMILIES["sd3"].arguments(), selection_ratio=[0.75, 0.25])
+    assert lengths == [4, 4, 16, 12, 16]
+
+
+def test_a_mask_of_keys_alone_is_one_of_two_dimensions():
+    model, arguments = FAMILIES["flux"].build(), FAMILIES["flux"].arguments()
+    mask = torch.rand(NUM_SAMPLES, 21, generator=seeded()) > 0.3
+    attach(model, [WINDOW])
+    outputs = [
+        run(model, {**arguments, "joint_attention_kwargs": {"attention_mask": m}}, generator=seeded())
+        for m in (mask, mask[:, None, None])
+    ]
+    torch.testing.assert_close(*outputs)
+
+
+def test_a_window_leaves_the_tokens_as_wide_as_the_blocks_do():
+    model, seen = FAMILIES["pixart"].build(), []
+    model.transformer_blocks[2].register_forward_pre_hook(lambda block, args: seen.append(args[0].dtype))
+    attach(model, [Route(0.5, 0, 1)])
+    with torch.autocast("cpu", torch.bfloat16):
+        for ratio in (0, 0.5):
+            run(model, FAMILIES["pixart"].arguments(), selection_ratio=ratio)
+    assert seen[0] == seen[1]

@@ -1,4 +1,4 @@
-"""Route the tokens of a transformer that is already built: `attach` wraps the blocks of a live instance, `detach` undoes it.
+"""Route the tokens of a transformer that is already built: `attach` and `detach` work on a live instance.
 
 Nothing of the model is copied or replaced. While a routed forward pass runs, its lists of blocks hand out stand-ins, which
 gather what is indexed by token, call the block, and put the tokens back. Parameters, their names, the configuration, saving
@@ -9,6 +9,7 @@ Shapes: as in routing/adapter.py.
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -30,11 +31,13 @@ def attach(
     """Let a part of a model's tokens bypass windows of its blocks while it trains, from now on.
 
     The model routes in `train()` mode where gradients are recorded, and is dense otherwise. Its forward takes three more
-    keywords: `selection_ratio`, a number for all routes or one for each (above 0 it routes in any mode, 0 is dense);
-    `force_keep`, (N, T) bool, tokens that must not bypass; `generator`, from which a seed is drawn for each route.
+    keywords: `selection_ratio`, a number for all routes or one for each in the order returned (above 0 it routes in any
+    mode, 0 is dense); `force_keep`, (N, T) bool, tokens that must not bypass; `generator`, from which a seed is drawn for
+    each route.
 
     Args:
-        model: the transformer itself, not what wraps it. Wrap it, compile its blocks, and add adapters to it as you like.
+        model: the transformer itself, not what wraps it, before anything replaces its forward or its blocks; afterwards wrap
+            it, compile it, and add adapters to it as you like.
         routes: windows of blocks; layers are counted through all lists of blocks.
         adapter: None takes the one that is known for the class of the model, see `routing/diffusers.py`.
         importance_weight: 0 draws the kept tokens at random, 1 keeps those of the largest L1 norm where the window starts.
@@ -47,12 +50,19 @@ def attach(
             that does not fit. Later, from the model: arguments that do not go together with routing.
     """
     adapter = adapter_of(model) if adapter is None else adapter
+    name = type(model).__name__
     if hasattr(model, "_routing"):
-        raise ValueError(f"{type(model).__name__} has routes: routing.detach(model) removes them")
+        raise ValueError(f"{name} has routes: routing.detach(model) removes them")
+    if getattr(model.forward, "__func__", None) is not type(model).forward:
+        raise ValueError(f"forward of {name} was replaced, by hooks or mixed precision of a library: attach routes before that")
+    for own in set(KEYWORDS) & set(inspect.signature(type(model).forward).parameters):
+        raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
+    if not routes:
+        raise ValueError("routes=[] must have at least one route")
     if not 0 <= importance_weight <= 1:
         raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]")
     layers = [layer for spec in adapter.block_lists for layer in _layers(model, spec)]
-    routes = resolve_routes(routes, len(layers))
+    routes = resolve_routes(routes, len(layers), key="routes")
 
     offset = 0
     for spec in adapter.block_lists:
@@ -60,7 +70,8 @@ def attach(
         blocks.__class__ = HANDING_OUT[type(blocks)]
         blocks.first_idx = offset
         offset += len(blocks)
-    model._routing = _Routing(model, adapter, tuple(layers), routes, importance_weight)
+    model._routing = _Routing(adapter, tuple(layers), routes, importance_weight, inspect.signature(type(model).forward))
+    model.forward = MethodType(_routed_forward, model)  # not a hook: wrappers of models may call `forward` itself
     return routes
 
 
@@ -76,8 +87,6 @@ def detach(model: nn.Module) -> None:
         raise ValueError(f"forward of {type(model).__name__} was wrapped after routing.attach: unwrap it first")
     routing = model._routing
     del model._routing, model.forward
-    if model.forward != routing.inner:  # it had been wrapped before
-        model.forward = routing.inner
     for spec in routing.adapter.block_lists:
         blocks = model.get_submodule(spec.name)
         blocks.__class__ = next(plain for plain, handing_out in HANDING_OUT.items() if type(blocks) is handing_out)
@@ -107,7 +116,8 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
     for block in blocks:
         signature = inspect.signature(type(block).forward)
         signature = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
-        for name in named - set(signature.parameters):
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+        for name in set() if takes_any else named - set(signature.parameters):
             raise ValueError(
                 f"{type(block).__name__} in {spec.name} takes no argument {name}, which the adapter names: it is of another "
                 "version, or wrapped (attach before wrapping or compiling blocks)"
@@ -120,21 +130,24 @@ def _routed_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Routing:
-    """The routes of one model, and its own forward."""
+    """The routes of one model. It holds nothing of the model, so that a copy of the model may share it."""
 
     def __init__(
         self,
-        model: nn.Module,
         adapter: Adapter,
         layers: tuple[_Layer, ...],
         routes: tuple[Route, ...],
         importance_weight: float,
+        signature: inspect.Signature,
     ):
-        self.adapter, self.layers, self.routes, self.importance_weight = adapter, layers, routes, importance_weight
-        self.signature = inspect.signature(type(model).forward)
-        # Not a hook: wrappers of models may call `forward` itself.
-        self.inner = model.forward
-        model.forward = MethodType(_routed_forward, model)
+        self.adapter, self.layers, self.routes = adapter, layers, routes
+        self.importance_weight, self.signature = importance_weight, signature
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Routing":
+        return self
+
+    def __reduce__(self) -> str:
+        raise ValueError("a model with routes can not be pickled: routing.detach(model) first, or save its state_dict()")
 
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward, with routes where they are on."""
@@ -142,7 +155,12 @@ class _Routing:
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         ratios = self._ratios(model, own["selection_ratio"])
         if not any(ratios):
-            return self.inner(*args, **kwargs)
+            return type(model).forward(model, *args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                f"{type(model).__name__} as a whole is run again in the backward pass, where tokens would be drawn anew: "
+                "checkpoint its blocks (model.enable_gradient_checkpointing()) instead"
+            )
         arguments = self.signature.bind(model, *args, **kwargs).arguments
         self._check(model, arguments)
         routed_pass = self._begin(model, arguments, ratios, own["force_keep"], own["generator"])
@@ -151,7 +169,7 @@ class _Routing:
         kwargs = {name: self._with_residuals(name, value, routed_pass) for name, value in kwargs.items()}
         self._hand_out_from(model, routed_pass)
         try:
-            output = self.inner(*args, **kwargs)
+            output = type(model).forward(model, *args, **kwargs)
         finally:
             self._hand_out_from(model, None)
         routed_pass.check_done(type(model).__name__)
@@ -165,33 +183,45 @@ class _Routing:
         force_keep: torch.Tensor | None,
         generator: torch.Generator | None,
     ) -> "_RoutedPass":
+        drawing = {
+            "importance_weight": self.importance_weight,
+            "force_keep": force_keep,
+            "num_prefix_tokens": self.adapter.num_prefix_tokens(model, arguments),
+            "num_suffix_tokens": self.adapter.num_suffix_tokens(model, arguments),
+        }
         routed = [(route, ratio) for route, ratio in zip(self.routes, ratios, strict=True) if ratio > 0]
-        windows = tuple(_Window(route, ratio, _draw_seed(generator)) for route, ratio in routed)
-        P, S = (count(model, arguments) for count in (self.adapter.num_prefix_tokens, self.adapter.num_suffix_tokens))
-        return _RoutedPass(self.layers, windows, P, S, self.importance_weight, force_keep)
+        windows = tuple(_Window(route, ratio, _draw_seed(generator), **drawing) for route, ratio in routed)
+        return _RoutedPass(self.layers, windows)
 
     def _hand_out_from(self, model: nn.Module, routed_pass: "_RoutedPass | None") -> None:
         for spec in self.adapter.block_lists:
-            model.get_submodule(spec.name).routed_pass = routed_pass
+            blocks = model.get_submodule(spec.name)
+            if not isinstance(blocks, _HandingOut):
+                raise ValueError(f"{spec.name} of {type(model).__name__} was replaced after routing.attach")
+            blocks.routed_pass = routed_pass
 
     def _with_residuals(self, name: str, value: Any, routed_pass: "_RoutedPass") -> Any:
-        return _Residuals(value, routed_pass) if name in self.adapter.residuals and value is not None else value
+        return _Residuals(name, value, routed_pass) if name in self.adapter.residuals and value is not None else value
 
     def _ratios(self, model: nn.Module, selection_ratio: float | Sequence[float] | None) -> tuple[float, ...]:
         if selection_ratio is None:
             routes_now = model.training and torch.is_grad_enabled()
             return tuple(route.selection_ratio if routes_now else 0.0 for route in self.routes)
-        per_route = isinstance(selection_ratio, Sequence)
-        ratios = tuple(selection_ratio) if per_route else (selection_ratio,) * len(self.routes)
-        if len(ratios) != len(self.routes) or not all(0 <= ratio < 1 for ratio in ratios):
-            raise ValueError(f"selection_ratio={selection_ratio} must be a number in [0, 1), or {len(self.routes)} of them")
-        return ratios
+        numbers = list(selection_ratio) if isinstance(selection_ratio, list | tuple) else [selection_ratio] * len(self.routes)
+        if len(numbers) != len(self.routes) or not all(isinstance(r, int | float) and 0 <= r < 1 for r in numbers):
+            raise ValueError(
+                f"selection_ratio={selection_ratio!r} must be a number in [0, 1), or a list of {len(self.routes)} of them"
+            )
+        return tuple(numbers)
 
     def _check(self, model: nn.Module, arguments: Arguments) -> None:
-        for name, value in arguments.items():
+        for name, value in list(arguments.items())[1:]:  # without self
             default = self.signature.parameters[name].default
-            if name not in ("self", *self.adapter.accepts) and value is not default and value is not None:
-                raise ValueError(f"{name} of {type(model).__name__} does not go together with routing")
+            if name not in self.adapter.accepts and value is not default and value is not None:
+                raise ValueError(
+                    f"{name} of {type(model).__name__} does not go together with routing, which accepts "
+                    f"{', '.join(self.adapter.accepts)}"
+                )
         self.adapter.check(model, arguments)
 
 
@@ -209,80 +239,32 @@ class _Window:
     route: Route
     ratio: float
     seed: int
+    importance_weight: float
+    force_keep: torch.Tensor | None
+    num_prefix_tokens: int
+    num_suffix_tokens: int
     kept: Kept | None = None
     original: torch.Tensor | None = None
     is_done: bool = False
 
+    def start(self, x: torch.Tensor, joint: bool) -> torch.Tensor:
+        """Return the tokens that stay; draw them if that was not done: a block that is run again takes those of before."""
+        if self.kept is None:
+            self.original = x[:, self.num_prefix_tokens :] if joint else x  # (N, T + S, D)
+            self.kept = self._draw()
+        return self.kept.gather_joint(x) if joint else self.kept.gather(x)
 
-class _RoutedPass:
-    """One forward pass with routes. It outlives the pass where blocks run again in the backward pass."""
-
-    def __init__(
-        self,
-        layers: tuple[_Layer, ...],
-        windows: tuple[_Window, ...],
-        num_prefix_tokens: int,
-        num_suffix_tokens: int,
-        importance_weight: float,
-        force_keep: torch.Tensor | None,
-    ):
-        self.layers, self.windows = layers, windows
-        self.num_prefix_tokens, self.num_suffix_tokens = num_prefix_tokens, num_suffix_tokens
-        self.importance_weight, self.force_keep = importance_weight, force_keep
-        self.records_gradients = torch.is_grad_enabled()
-        self.idx = -1  # of the block that was handed out last
-
-    def hand_out(self, idx: int, block: nn.Module) -> Any:
-        """Return the block, or what stands in for it within a window."""
-        self.idx = idx
-        window = self._window()
-        return block if window is None else _StandIn(block, idx, self, window)
-
-    def _window(self) -> _Window | None:
-        """Return the window in which the last block is."""
-        for window in self.windows:
-            if window.route.start_layer_idx <= self.idx <= window.route.end_layer_idx:
-                return window
-        return None
-
-    def run(self, block: nn.Module, idx: int, window: _Window, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a block of a window on its kept tokens."""
-        if self.records_gradients and not torch.is_grad_enabled():
-            raise ValueError(
-                "gradient checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
-                "use_reentrant=False does not"
-            )
-        spec, signature = self.layers[idx].spec, self.layers[idx].signature
-        values = dict(signature.bind(*args, **kwargs).arguments)
-        for name, value in values.items():
-            if name not in (spec.tokens, *spec.by_token, *spec.shared) and value is not None:
-                raise ValueError(f"{name} of {type(block).__name__} does not go together with routing: no adapter names it")
-        if idx == window.route.start_layer_idx:
-            values[spec.tokens] = self._start(window, values[spec.tokens], spec.joint)
-        for name, gather in spec.by_token.items():
-            if values.get(name) is not None:
-                values[name] = gather(values[name], window.kept)
-        # By place and by name as the model did it: hooks of the block may look at either.
-        output = block(*list(values.values())[: len(args)], **{name: values[name] for name in kwargs})
-        return self._end(window, output, spec) if idx == window.route.end_layer_idx else output
-
-    def _start(self, window: _Window, x: torch.Tensor, joint: bool) -> torch.Tensor:
-        if window.kept is None:  # else a block is run again, with the tokens of the first time
-            window.original = x[:, self.num_prefix_tokens :] if joint else x  # (N, T + S, D)
-            window.kept = self._draw(window)
-        return window.kept.gather_joint(x) if joint else window.kept.gather(x)
-
-    def _draw(self, window: _Window) -> Kept:
-        num_samples, num_tokens = window.original.shape[0], window.original.shape[1] - self.num_suffix_tokens
-        device = window.original.device
+    def _draw(self) -> Kept:
+        device, num_samples = self.original.device, self.original.shape[0]
+        num_tokens = self.original.shape[1] - self.num_suffix_tokens
         needs_importance = self.importance_weight > 0 or self.force_keep is not None
         ids_keep = sample_ids_keep(
             num_samples,
             num_tokens,
-            window.ratio,
-            generator=torch.Generator(device).manual_seed(window.seed),
+            self.ratio,
+            generator=torch.Generator(device).manual_seed(self.seed),
             device=device,
-            importance=token_importance(window.original[:, :num_tokens]) if needs_importance else None,
+            importance=token_importance(self.original[:, :num_tokens]) if needs_importance else None,
             importance_weight=self.importance_weight,
             force_keep=self.force_keep,
         )  # (N, K)
@@ -290,15 +272,41 @@ class _RoutedPass:
         ids = torch.cat([ids_keep, suffix], dim=1)  # (N, K + S)
         return Kept(ids, num_tokens + self.num_suffix_tokens, self.num_prefix_tokens)
 
-    def _end(self, window: _Window, output: Any, spec: BlockList) -> Any:
-        window.is_done = True
+    def end(self, output: Any, spec: BlockList) -> Any:
+        """Return the output of the last block with all tokens in it."""
+        self.is_done = True
         x = output if spec.output is None else output[spec.output]
         P = self.num_prefix_tokens if spec.joint else 0
-        whole = end_route(x[:, P:], window.kept.ids, window.original)  # (N, T + S, D)
+        # As wide as a block would have made them: it adds to the tokens, which autocast may have made narrow before it.
+        original = self.original.to(torch.promote_types(self.original.dtype, x.dtype))
+        whole = end_route(x[:, P:], self.kept.ids, original)  # (N, T + S, D)
         whole = torch.cat([x[:, :P].to(whole.dtype), whole], dim=1) if P else whole
-        if spec.output is None:
-            return whole
-        return (*output[: spec.output], whole, *output[spec.output + 1 :])
+        return whole if spec.output is None else (*output[: spec.output], whole, *output[spec.output + 1 :])
+
+
+class _RoutedPass:
+    """One forward pass with routes."""
+
+    def __init__(self, layers: tuple[_Layer, ...], windows: tuple[_Window, ...]):
+        self.layers, self.windows = layers, windows
+        self.idx = -1  # of the block that was handed out last
+
+    def hand_out(self, idx: int, block: nn.Module) -> Any:
+        """Return the block, or what stands in for it within a window."""
+        self.idx = idx
+        window = self._window()
+        if window is None:
+            return block
+        if window.is_done:
+            raise ValueError(f"layer {idx}, a {type(block).__name__}, is run a second time in one forward pass of the model")
+        return _StandIn(block, self.layers[idx], window, idx)
+
+    def _window(self) -> _Window | None:
+        """Return the window in which the last block is."""
+        for window in self.windows:
+            if window.route.start_layer_idx <= self.idx <= window.route.end_layer_idx:
+                return window
+        return None
 
     def residual(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the model is to add to the tokens after the last block."""
@@ -312,6 +320,7 @@ class _RoutedPass:
         return end_route(routed, window.kept.ids, routed.new_zeros(routed.shape[0], *x.shape[1:]))
 
     def check_done(self, name: str) -> None:
+        """Raise ValueError where a window was not started and ended."""
         for window in self.windows:
             if not window.is_done:
                 raise ValueError(
@@ -323,24 +332,68 @@ class _RoutedPass:
 class _Residuals(Sequence):
     """The residuals of a model's blocks, each cut to the tokens that are there when the model takes it."""
 
-    def __init__(self, values: Sequence[torch.Tensor], routed_pass: _RoutedPass):
-        self.values, self.routed_pass = values, routed_pass
+    def __init__(self, name: str, values: Sequence[torch.Tensor], routed_pass: _RoutedPass):
+        self.name, self.values, self.routed_pass = name, values, routed_pass
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, i: int) -> torch.Tensor:
-        return self.routed_pass.residual(self.values[i])
+        with _named(self.name):
+            return self.routed_pass.residual(self.values[i])
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put the name of an argument before what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 class _StandIn:
-    """What a routed pass calls in place of a block."""
+    """What a routed pass calls in place of a block of a window.
 
-    def __init__(self, block: nn.Module, idx: int, routed_pass: _RoutedPass, window: _Window):
-        self._block, self._idx, self._routed_pass, self._window = block, idx, routed_pass, window
+    It refers to its own window alone: through all of them, what gradient checkpointing keeps would refer to itself.
+    """
+
+    def __init__(self, block: nn.Module, layer: _Layer, window: _Window, idx: int):
+        self._block, self._layer, self._window, self._idx = block, layer, window, idx
+        self._records_gradients = torch.is_grad_enabled()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._routed_pass.run(self._block, self._idx, self._window, args, kwargs)
+        """Run the block on the kept tokens."""
+        if self._records_gradients and not torch.is_grad_enabled():
+            raise ValueError(
+                "gradient checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
+                "use_reentrant=False does not"
+            )
+        spec, window, name = self._layer.spec, self._window, type(self._block).__name__
+        values = self._values(args, kwargs)
+        for key, value in values.items():
+            if key not in (spec.tokens, *spec.by_token, *spec.shared) and value is not None:
+                raise ValueError(f"{key} of {name} does not go together with routing: the adapter does not name it")
+        if self._idx == window.route.start_layer_idx:
+            values[spec.tokens] = window.start(values[spec.tokens], spec.joint)
+        elif window.kept is None:
+            raise ValueError(
+                f"layer {self._idx}, a {name}, runs before layer {window.route.start_layer_idx}, where its route starts"
+            )
+        for key, gather in spec.by_token.items():
+            if values.get(key) is not None:
+                with _named(f"{key} of {name}"):
+                    values[key] = gather(values[key], window.kept)
+        # By place and by name as the model did it: hooks of the block may look at either.
+        output = self._block(*list(values.values())[: len(args)], **{key: values[key] for key in kwargs})
+        return window.end(output, spec) if self._idx == window.route.end_layer_idx else output
+
+    def _values(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        values = {}
+        for key, value in self._layer.signature.bind(*args, **kwargs).arguments.items():
+            of_any_name = self._layer.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
+            values |= value if of_any_name else {key: value}
+        return values
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
@@ -362,8 +415,7 @@ class _HandingOut:
         if self.routed_pass is None:
             return super().__getitem__(i)
         if isinstance(i, slice):
-            places = range(len(self))[i]
-            return (self[place] for place in places)
+            return [self[place] for place in range(len(self))[i]]
         return self.routed_pass.hand_out(self.first_idx + range(len(self))[i], super().__getitem__(i))
 
 
