@@ -61,7 +61,7 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
     train = config["train"]
     precision, compiled = train["mixed_precision"], train["compile"]
     if precision == "auto":
-        precision = saved.get("mixed_precision") or ("bf16" if _has_fast_bf16(device) else "no")
+        precision = saved.get("mixed_precision") or ("bf16" if has_fast_bf16(device) else "no")
     if compiled == "auto":
         compiled = saved["compile"] if "compile" in saved else _can_compile(device)
     micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"]
@@ -93,7 +93,8 @@ def bf16_instructions() -> set[str]:
     return BF16_FLAGS & set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
 
 
-def _has_fast_bf16(device: torch.device) -> bool:
+def has_fast_bf16(device: torch.device) -> bool:
+    """Say whether a device multiplies bf16 numbers itself."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and bool(bf16_instructions())
