@@ -345,9 +345,13 @@ def wan_oracle(model, arguments, windows):
     a = arguments
     x = model.patch_embedding(a["hidden_states"]).flatten(2).transpose(1, 2)
     per_token = a["timestep"].ndim == 2
-    temb, projected, text, _ = model.condition_embedder(
-        a["timestep"].flatten(), a["encoder_hidden_states"], None, timestep_seq_len=NUM_TOKENS if per_token else None
+    temb, projected, text, image = model.condition_embedder(
+        a["timestep"].flatten(),
+        a["encoder_hidden_states"],
+        a.get("encoder_hidden_states_image"),
+        timestep_seq_len=NUM_TOKENS if per_token else None,
     )
+    text = text if image is None else torch.cat([image, text], dim=1)
     projected = projected.unflatten(-1, (6, -1))
     rope, trunk = model.rope(a["hidden_states"]), Trunk(x, windows)
     for layer, block in enumerate(model.blocks):

@@ -8,14 +8,18 @@ from types import MethodType
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import FirstBlockCacheConfig, PixArtTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from routing import Adapter, BlockList, Route, attach, detach, from_simpletuner
-from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, drawn, one, seeded
+from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, drawn, one, randn, seeded
 
 WINDOW = Route(0.5, 1, -2)
 # Arguments beside the usual ones; each is indexed by token.
@@ -180,8 +184,9 @@ def test_gradient_checkpointing_gives_the_same_gradients_also_with_dropout_and_t
         assert torch.equal(plain, recomputed)
 
 
-def test_checkpointing_that_would_lose_gradients_is_refused():
-    family = FAMILIES["sd3"]
+@every_family
+def test_checkpointing_that_would_lose_gradients_is_refused(name):
+    family = FAMILIES[name]
     model = family.build()
     attach(model, [WINDOW])
     model.enable_gradient_checkpointing(lambda block, *args: checkpoint(block.__call__, *args, use_reentrant=True))
@@ -191,26 +196,33 @@ def test_checkpointing_that_would_lose_gradients_is_refused():
     run(model, family.arguments())  # the pass that failed has left nothing behind
 
 
-@every_family
-def test_force_keep_and_importance_are_those_of_our_own_router(name):
+@pytest.mark.parametrize(
+    ("name", "variant", "start", "num_prefix_tokens"),
+    [*((name, {}, 0, 0) for name in FAMILIES), ("flux", {"num_reference_tokens": 4}, 0, 0), ("auraflow", {}, 2, 5 + 8)],
+    ids=[*FAMILIES, "flux with references", "auraflow from a single block on"],
+)
+def test_force_keep_and_importance_are_those_of_our_own_router(name, variant, start, num_prefix_tokens):
     family = FAMILIES[name]
-    model, arguments = family.build(), family.arguments()
+    model, arguments = family.build(), family.arguments(**variant)
     plain = copy.deepcopy(model)
-    route = attach(model, [Route(0.5, 0, -2)], importance_weight=1.0)[0]
+    route = attach(model, [Route(0.5, start, -2)], importance_weight=1.0)[0]
+    references = torch.arange(NUM_TOKENS, NUM_TOKENS + variant.get("num_reference_tokens", 0))
     force_keep = torch.zeros(NUM_SAMPLES, NUM_TOKENS, dtype=torch.bool)
     force_keep[1, 3:9] = True
     tokens = {}
-    first = family.layers(plain)[0]
+    first = family.layers(plain)[start]
     first.register_forward_pre_hook(lambda block, args, kwargs: tokens.update(kwargs, x=args), with_kwargs=True)
     run(plain, arguments)
     x = tokens["x"][0] if tokens["x"] else tokens["hidden_states"]
+    x = x[:, num_prefix_tokens:][:, :NUM_TOKENS]
     for mask in (None, force_keep):
         output = run(model, arguments, force_keep=mask)
         for n in range(NUM_SAMPLES):
             norm = x[n].abs().sum(-1)
             norm = norm if mask is None else norm + 1e6 * mask[n]
             ids = norm.topk(NUM_TOKENS // 2).indices.sort().values
-            expected = family.oracle(plain, one(arguments, n), {0: (route.end_layer_idx, ids)})
+            windows = {start: (route.end_layer_idx, torch.cat([ids, references]))}
+            expected = family.oracle(plain, one(arguments, n), windows)
             torch.testing.assert_close(output[n : n + 1], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"force_keep of shape \(3, 21\) must be of shape \(3, 16\)"):
         run(model, arguments, force_keep=torch.zeros(NUM_SAMPLES, NUM_TOKENS + 5, dtype=torch.bool))
@@ -294,6 +306,75 @@ def test_ways_to_attend_that_are_not_known_are_refused_by_name():
         run(gated.train(), FAMILIES["pixart"].arguments())
 
 
+class OtherProcessor:
+    """Attends in a way that nobody has told routing of."""
+
+
+@every_family
+def test_every_family_refuses_other_ways_to_attend_and_parallelism_by_name(name):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments()
+    attach(model, [WINDOW])
+    attention = next(module for module in model.modules() if hasattr(module, "processor"))
+    known, attention.processor = attention.processor, OtherProcessor()
+    with pytest.raises(ValueError, match=f"OtherProcessor of {type(model).__name__} does not go together"):
+        run(model, arguments)
+    attention.processor = known
+    model._parallel_config = object()  # as enable_parallelism() leaves it
+    with pytest.raises(ValueError, match=f"parallelism of {type(model).__name__} does not go together"):
+        run(model, arguments)
+
+
+def check_against_oracle(family, plain, arguments, routes, output):
+    """Hold the output of a routed model, seeded, against that of the plain one's blocks on each sample's tokens."""
+    ids = drawn(routes)
+    for n in range(NUM_SAMPLES):
+        at = {route.start_layer_idx: (route.end_layer_idx, kept[n]) for route, kept in zip(routes, ids, strict=True)}
+        torch.testing.assert_close(output[n : n + 1], family.oracle(plain, one(arguments, n), at), rtol=1e-4, atol=1e-5)
+
+
+def rebuilt(model, **changed):
+    config = {key: value for key, value in model.config.items() if not key.startswith("_")}
+    return type(model)(**config | changed).train()
+
+
+@every_family
+def test_projections_may_be_fused(name):
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments()
+    if name == "sd3":
+        model = rebuilt(model, dual_attention_layers=())  # diffusers can not fuse their second attention
+    model.fuse_qkv_projections()
+    assert any(getattr(module, "fused_projections", False) for module in model.modules())
+    plain = copy.deepcopy(model)
+    routes = attach(model, [WINDOW])
+    output = run(model, arguments, generator=seeded())
+    check_against_oracle(family, plain, arguments, routes, output)
+
+
+def test_arguments_may_be_given_by_place_and_residuals_be_repeated():
+    """FLUX takes its ControlNet's residuals in turn where it is told to, and one for so many blocks otherwise."""
+    model, arguments = FAMILIES["flux"].build(), FAMILIES["flux"].arguments(controlnet=True)
+    a, b = arguments["controlnet_block_samples"]
+    attach(model, [WINDOW])
+    expected = run(model, {**arguments, "controlnet_block_samples": [a, b, a]}, generator=seeded())
+    repeated = {**arguments, "controlnet_blocks_repeat": True}
+    assert torch.equal(run(model, repeated, generator=seeded()), expected)
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    by_place = [repeated.get(name) for name in names]
+    by_place[names.index("return_dict")] = False
+    assert torch.equal(model(*by_place, generator=seeded())[0], expected)
+
+
+def test_wan_takes_the_tokens_of_an_image_beside_the_text():
+    model = rebuilt(FAMILIES["wan"].build(), image_dim=8, added_kv_proj_dim=32)
+    arguments = {**FAMILIES["wan"].arguments(), "encoder_hidden_states_image": randn(NUM_SAMPLES, 3, 8, seed=9)}
+    plain = copy.deepcopy(model)
+    routes = attach(model, [WINDOW])
+    output = run(model, arguments, generator=seeded())
+    check_against_oracle(FAMILIES["wan"], plain, arguments, routes, output)
+
+
 def test_models_that_are_not_known_and_blocks_that_do_not_fit_are_refused_by_name():
     model = FAMILIES["sd3"].build()
     with pytest.raises(ValueError, match="routing knows no Linear: pass one of diffusers' FluxTransformer2DModel"):
@@ -326,6 +407,46 @@ def test_blocks_and_models_may_be_compiled(name):
         block.compile(backend="eager", fullgraph=True)
     torch.testing.assert_close(run(model, arguments, generator=seeded()), expected)
     torch.testing.assert_close(run(model, arguments, selection_ratio=0), dense)
+
+
+def test_a_model_may_be_compiled_as_a_whole():
+    model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
+    attach(model, [WINDOW])
+    expected, dense = run(model, arguments, generator=seeded()), run(model, arguments, selection_ratio=0)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(run(compiled, arguments, generator=seeded()), expected)
+    torch.testing.assert_close(run(compiled, arguments, selection_ratio=0), dense)
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_a_model_with_routes_may_be_distributed(wrap, process_group):
+    family = FAMILIES["sd3"]
+    model, arguments = family.build(), family.arguments()
+    attach(model, [WINDOW])
+    run(model, arguments, generator=seeded()).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    wrapped = wrap(model)
+    run(wrapped, arguments, generator=seeded()).sum().backward()
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(grad, expected[name])
+
+
+def test_a_sharded_model_may_get_routes(process_group):
+    model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
+    attach(model, [WINDOW])
+    expected = run(model, arguments, generator=seeded())
+    detach(model)
+    attach(fully_shard(model), [WINDOW])  # a class derived from the one that is known
+    torch.testing.assert_close(run(model, arguments, generator=seeded()), expected)
 
 
 def test_what_would_lose_the_routes_or_leave_the_model_dense_is_refused():
