@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 DEMO := runs/demo
+JOBS ?= 2
 # One process, said in full so that the launcher has nothing to warn about.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
@@ -25,14 +26,14 @@ $(VENV)/.complete: requirements.txt
 	@touch $@
 
 test: setup ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 slow: setup ## the tests that take longer
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
 finetune: setup ## what fine-tuning with adapters needs beside, and its tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-finetune.txt
-	$(BIN)/python -m pytest tests/routing/test_finetuning.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py $(PYTEST_ARGS)
 
 soak: setup ## kill runs at random moments, 100 times each way (an hour), and count what was lost
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
