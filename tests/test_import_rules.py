@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"models", "routing", "diffusion", "data", "evaluation", "training", "benchmarks", "tests"}
+PACKAGES = {"models", "routing", "diffusion", "data", "evaluation", "training", "benchmarks", "examples", "tests"}
 ENTRY_POINTS = {"train", "sample", "fid"}
 OWN = PACKAGES | ENTRY_POINTS
 MAY_IMPORT = {
@@ -18,9 +18,17 @@ MAY_IMPORT = {
     "evaluation": {"evaluation"},
     "training": {"training"},
 }
-ANYTHING_BUT = {"benchmarks", "tests"} | ENTRY_POINTS
+ANYTHING_BUT = {"benchmarks", "examples", "tests"} | ENTRY_POINTS
 DATA_ENTRY_POINTS = {"encode", "convert", "verify", "report"}
-HYDRA_FILES = {"train.py", "sample.py", "fid.py", "data/encode.py", "data/convert.py", "training/config.py"}
+HYDRA_FILES = {
+    "train.py",
+    "sample.py",
+    "fid.py",
+    "data/encode.py",
+    "data/convert.py",
+    "examples/finetune.py",
+    "training/config.py",
+}
 # Stand-ins for the forward of any model or block.
 ANY_CALL = {("routing/attached.py", "_routed_forward"), ("routing/attached.py", "__call__")}
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn"}

@@ -8,6 +8,7 @@ import pytest
 import fid
 from data import encode
 from evaluation.files import PUBLISHED
+from examples import finetune
 from tests.runs import ROOT, composed
 from training import config as configuration
 
@@ -30,6 +31,7 @@ PROGRAMS = {
     "data.encode": "encode",
     "data.convert": "convert",
     "benchmarks.advise": "advise",
+    "examples.finetune": "finetune",
 }
 WITHOUT_CONFIG = {"data.verify": 1, "data.report": 1, "data.make_shards": 2}  # programs and how many paths they take
 
@@ -58,7 +60,11 @@ def test_commands_compose_and_validate(command):
     program, overrides = overrides_of(command)
     if program != "train.py":
         request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
-        checks = {"fid.py": fid.check_request, "data.encode": encode.check_request}
+        checks = {
+            "fid.py": fid.check_request,
+            "data.encode": encode.check_request,
+            "examples.finetune": finetune.check_request,
+        }
         checks.get(program, lambda request: None)(request)
         return
     if {"data=latents", "data=stream"} & set(overrides):  # its sizes come from the manifest of a folder that is there
@@ -68,7 +74,7 @@ def test_commands_compose_and_validate(command):
 
 def test_the_documents_have_commands_and_examples():
     assert len(COMMANDS) > 10
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

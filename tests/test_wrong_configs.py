@@ -9,6 +9,7 @@ from contextlib import chdir, redirect_stderr
 from functools import cache
 from unittest import mock
 
+import numpy as np
 import pytest
 import yaml
 from omegaconf import OmegaConf
@@ -20,14 +21,24 @@ from benchmarks import advise
 from data import convert, encode
 from diffusion import EDMLoss
 from evaluation import inception
+from examples import finetune
 from models import DiT, layers
 from routing import RoutePlan, routes
+from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed, validated
 from training import config as configuration
 from training import rules, sampling
 from training.provenance import flatten
 
-PROGRAMS = {"train": train, "sample": sample, "fid": fid, "encode": encode, "convert": convert, "advise": advise}
+PROGRAMS = {
+    "train": train,
+    "sample": sample,
+    "fid": fid,
+    "encode": encode,
+    "convert": convert,
+    "advise": advise,
+    "finetune": finetune,
+}
 
 INTEGER, NUMBER = "could not be converted to Integer", "could not be converted to Float"
 SWITCH, TEXT = "is not a valid bool", "Cannot convert 'list' to string"
@@ -40,7 +51,19 @@ WANDB, TENSORBOARD = "tracker=wandb", "tracker=tensorboard"
 RUN = "run=r reference=file weights=weights.pth"
 FILES = "samples=file reference=file"
 MAKE = "mode=reference images=file out=new.npz"
+FINETUNE = "transformer=flux inputs=flux"
+ONE_ROUTE = "routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
 ENCODE, CONVERT = "source=file out=new", "format=repa source=file out=new"
+
+# Shapes of what a small FLUX is fine-tuned on, and what is wrong with them in each folder.
+INPUTS = {"latents": (16, 1, 8, 8), "text": (16, 5, 12), "pooled": (16, 8), "masks": (16, 8, 8)}
+WRONG_INPUTS = {
+    "flux": {},
+    "without": {},
+    "unequal": {"text": (15, 5, 12)},
+    "wide": {"text": (16, 5, 13)},
+    "odd": {"masks": (16, 9, 8)},
+}
 
 AS_PYTHON = {"null": "None", "1e3": "1000.0"}  # values that a line shows as Python writes them
 
@@ -226,6 +249,26 @@ KEYS = {
         ("run=r allow_foreign_code=maybe", SWITCH),
         ("run=r output=[1]", TEXT),
     ],
+    "finetune": [
+        ("inputs=flux transformer=pixart", "is a PixArtTransformer2DModel, must be one of FluxTransformer2DModel, "),
+        ("transformer=flux inputs=r", "has no "),
+        (f"{FINETUNE} output_dir=''", "must not be empty"),
+        (f"{FINETUNE} routes=5", "must be a list"),
+        (f"{FINETUNE} {ONE_ROUTE} importance_weight=2", "must be in [0, 1]"),
+        (f"{FINETUNE} train=loha", "must be one of lora, lokr, full"),
+        (f"{FINETUNE} rank=0", POSITIVE),
+        (f"{FINETUNE} quantize=int2", "must be one of int8, int4, nf4"),
+        (f"{FINETUNE} gradient_checkpointing=maybe", SWITCH),
+        (f"{FINETUNE} mixed_precision=fp16", "must be one of no, bf16"),
+        (f"{FINETUNE} lr=0", POSITIVE),
+        (f"{FINETUNE} batch_size=0", POSITIVE),
+        (f"{FINETUNE} total_steps=0", POSITIVE),
+        (f"{FINETUNE} num_held_out=16", "must be less than the 16 rows of flux"),
+        (f"{FINETUNE} log_every=0", POSITIVE),
+        (f"{FINETUNE} eval_every=0", POSITIVE),
+        (f"{FINETUNE} save_every=0", POSITIVE),
+        (f"{FINETUNE} seed=-1", NOT_NEGATIVE),
+    ],
 }  # fmt: skip
 
 # (program, overrides, how the line begins): rules across keys, and what is not a value at all.
@@ -289,6 +332,19 @@ RULES = [
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
     ("advise", "run=shallow", "run=shallow: routes make no sense at model.depth=7, it must be at least 8"),
     ("advise", "run=empty", "run=empty has no checkpoint yet"),
+    ("finetune", "transformer=nowhere inputs=flux", "transformer=nowhere must be a folder that holds a transformer"),
+    ("finetune", f"{FINETUNE} quantize=nf4 train=full", "quantize=nf4 needs train=lora or train=lokr"),
+    ("finetune", f"{FINETUNE} quantize=nf4", "quantize=nf4 needs mixed_precision=bf16"),
+    ("finetune", f"{FINETUNE} importance_weight=0.5", "importance_weight=0.5 has no meaning without routes"),
+    ("finetune", f"{FINETUNE} routes=[{{selection_rate:0.5}}]",
+     "routes.0.selection_rate=0.5 is not known: did you mean selection_ratio?"),
+    ("finetune", f"{FINETUNE} routes=[{{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:9}}]",
+     "routes.0.end_layer_idx=9 must be in [-7, 6] for depth=7"),
+    ("finetune", "transformer=flux inputs=without", "inputs=without has no pooled.npy, which FluxTransformer2DModel needs"),
+    ("finetune", "transformer=wan inputs=flux", "inputs=flux has masks.npy, which this program does not give to Wan"),
+    ("finetune", "transformer=flux inputs=unequal", "inputs=unequal has arrays of different lengths: {'latents': 16, "),
+    ("finetune", "transformer=flux inputs=wide", "inputs=wide: text.npy has shape (16, 5, 13), FluxTransformer2DModel takes "),
+    ("finetune", "transformer=flux inputs=odd", "inputs=odd: masks.npy has shape (16, 9, 8), latents.npy (16, 1, 8, 8)"),
     *((program, f"{run}run=foreign", "run=foreign: sampler._target_=os.system of its config.yaml is code that is not of this")
       for program, run in (("sample", ""), ("fid", "reference=file weights=weights.pth "), ("advise", ""))),
 ]  # fmt: skip
@@ -299,6 +355,7 @@ TOLD_BY = [
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files,
     sampling.find_checkpoint, sampling._settings, sample.main, fid.main, fid.check_request, fid.check_out, fid.check_files,
     encode.check_request, encode.check_sources, convert.check_request, advise.main,
+    finetune.check_request, finetune.open_inputs,
 ]  # fmt: skip
 
 
@@ -317,6 +374,13 @@ def folder(tmp_path_factory):
     (folder / "foreign").mkdir()
     (folder / "foreign/config.yaml").write_text(yaml.safe_dump(foreign))
     (folder / "foreign/manifest.json").write_text("{}")
+    for name in ("flux", "pixart", "wan"):
+        FAMILIES[name].build().save_config(folder / name)
+    for name, changed in WRONG_INPUTS.items():
+        (folder / name).mkdir(exist_ok=True)
+        for array, shape in (INPUTS | changed).items():
+            np.save(folder / name / f"{array}.npy", np.zeros(shape, dtype=np.float32))
+    (folder / "without/pooled.npy").unlink()
     for name in ("file", "there.npz"):
         (folder / name).touch()
     with (folder / "weights.pth").open("wb") as weights:

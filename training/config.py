@@ -223,6 +223,30 @@ class AdviceConfig:
     output: str | None = None  # None: inside the run
 
 
+@dataclass
+class FinetuneConfig:
+    """What `examples.finetune` is asked."""
+
+    transformer: str = MISSING  # a folder that diffusers has saved one in
+    inputs: str = MISSING  # a folder of arrays
+    output_dir: str = "runs/finetune"
+    routes: list[Any] = field(default_factory=list)
+    importance_weight: float = 0.0
+    train: str = "lora"  # or lokr, full
+    rank: int = 16
+    quantize: str | None = None  # int8, int4 or nf4: of the base weights
+    gradient_checkpointing: bool = False
+    mixed_precision: str = "no"  # or bf16
+    lr: float = 1e-4
+    batch_size: int = 4  # of all processes together
+    total_steps: int = 1000
+    num_held_out: int = 8
+    log_every: int = 10
+    eval_every: int = 100
+    save_every: int = 100
+    seed: int = 0
+
+
 SCHEMAS = {
     "train": Config,
     "sample": SampleConfig,
@@ -230,6 +254,7 @@ SCHEMAS = {
     "encode": EncodeConfig,
     "convert": ConvertConfig,
     "advise": AdviceConfig,
+    "finetune": FinetuneConfig,
 }
 
 
@@ -455,10 +480,14 @@ def _check_targets(node: Any, key: str = "") -> None:
     elif key in GROUPS_OF_TARGETS and (node or key not in MAY_BE_EMPTY):
         raise ValueError(f"{key}={node} must name a _target_")
     if key == "model":
-        route, given = named("routing.Route"), node.get("routes", [])
-        if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
-            raise ValueError(f"model.routes={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
-        node["routes"] = [check_arguments(f"model.routes.{i}", route, fields) for i, fields in enumerate(given)]
+        node["routes"] = check_routes("model.routes", node.get("routes", []))
+
+
+def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
+    """Return the arguments of each route, checked; raise ValueError with the key for what is not known or of another type."""
+    if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
+        raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
+    return [check_arguments(f"{key}.{i}", named("routing.Route"), fields) for i, fields in enumerate(given)]
 
 
 def _target(key: str, name: Any) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""Complete programs to start from."""

@@ -1,0 +1,372 @@
+"""Fine-tune a flow-matching transformer of diffusers on precomputed latents and text embeddings, with tokens routed or not.
+
+    accelerate launch -m examples.finetune transformer=FOLDER inputs=FOLDER output_dir=runs/dense
+    accelerate launch -m examples.finetune transformer=FOLDER inputs=FOLDER \\
+        routes='[{selection_ratio:0.25,start_layer_idx:2,end_layer_idx:-2}]'
+
+The flow (Esser et al. 2024, arXiv 2403.03206): x_t = (1 - t) x + t n with noise n and t in (0, 1), and the network learns the
+velocity n - x. Every draw is a function of seed, step and process, so that the same command goes on where it was stopped.
+
+Shapes: N samples, latents x (N, C, H, W), or (N, C, F, H, W) of F frames, T tokens of an image.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+import torch.nn as nn
+from accelerate import Accelerator
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from data import StreamOrder
+from models import token_mask
+from routing import Route, attach, grow_ratio
+from training import config as configuration
+from training.machine import start_process
+from training.rules import check_choice, check_not_negative, check_positive
+
+ARRAYS = ("latents", "text", "pooled", "references", "masks")
+QUANTIZATIONS = ("int8", "int4", "nf4")
+TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr are added to
+PATCH_SIZE = 2  # of all these families
+MAY_CHANGE = ("total_steps", "save_every", "eval_every", "log_every", "output_dir")  # when a run goes on
+Batch = dict[str, torch.Tensor]
+RoutingKeywords = dict[str, Any]  # those that `routing.attach` adds to a model's forward
+
+configuration.register()
+
+
+def flux(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords) -> torch.Tensor:
+    N, C, H, W = x.shape
+    images = [x, *([batch["references"]] if "references" in batch else [])]
+    positions = [_positions(image.shape[-2] // 2, image.shape[-1] // 2, i) for i, image in enumerate(images)]
+    output = model(
+        hidden_states=torch.cat([_pack(image) for image in images], dim=1),
+        encoder_hidden_states=batch["text"],
+        pooled_projections=batch["pooled"],
+        timestep=t,
+        guidance=batch.get("guidance"),
+        img_ids=torch.cat(positions).to(x),
+        txt_ids=torch.zeros(batch["text"].shape[1], 3).to(x),
+        return_dict=False,
+        **routing,
+    )[0][:, : H * W // 4]  # (N, T, 4 C)
+    return output.view(N, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(N, C, H, W)
+
+
+def _pack(x: torch.Tensor) -> torch.Tensor:
+    N, C, H, W = x.shape
+    return x.view(N, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(N, H * W // 4, 4 * C)
+
+
+def _positions(height: int, width: int, image: int) -> torch.Tensor:
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([torch.full_like(rows, image), rows, columns], dim=-1).view(-1, 3)  # (T, 3)
+
+
+def sd3(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords) -> torch.Tensor:
+    return model(x, batch["text"], batch["pooled"], 1000 * t, return_dict=False, **routing)[0]
+
+
+def auraflow(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords) -> torch.Tensor:
+    return model(x, batch["text"], t, return_dict=False, **routing)[0]
+
+
+def wan(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords) -> torch.Tensor:
+    return model(x, 1000 * t, batch["text"], return_dict=False, **routing)[0]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a class of diffusers is called.
+
+    Args:
+        velocity: returns what the network says of latents at times t (N,), in the shape of the latents.
+        needs: the arrays that must be there.
+        takes: the arrays that may be there.
+        text_width: the key of its configuration that tells how wide a token of the text is.
+        folds: how many positions of a latent are one vector before the network sees them.
+    """
+
+    velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, RoutingKeywords], torch.Tensor]
+    needs: tuple[str, ...] = ("latents", "text")
+    takes: tuple[str, ...] = ("masks",)
+    text_width: str = "joint_attention_dim"
+    folds: int = 1
+
+
+FAMILIES = {
+    "FluxTransformer2DModel": Family(flux, ("latents", "text", "pooled"), ("references", "masks"), folds=PATCH_SIZE**2),
+    "SD3Transformer2DModel": Family(sd3, ("latents", "text", "pooled")),
+    "AuraFlowTransformer2DModel": Family(auraflow),
+    "WanTransformer3DModel": Family(wan, takes=(), text_width="text_dim"),
+}
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="finetune")
+def main(cfg: DictConfig) -> None:
+    """Check, load, train from where the newest checkpoint is, and save the adapters or the weights."""
+    with configuration.user_mistakes():
+        request = configuration.resolve(cfg)
+        check_request(request)
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if request["batch_size"] % num_processes:
+            raise ValueError(
+                f"batch_size={request['batch_size']} must be a multiple of the number of processes={num_processes}"
+            )
+        family, arrays = open_inputs(request)
+        start_process()
+        network, routes = load_model(request)
+        accelerator = Accelerator(mixed_precision=request["mixed_precision"])
+        run = Finetuning(request, family, arrays, network, routes, accelerator)
+        run.resume()
+    run.fit()
+    run.save_model()
+
+
+def check_request(request: dict[str, Any]) -> None:
+    """Raise ValueError with key, value and rule for what is wrong in itself."""
+    if not request["output_dir"].strip():
+        raise ValueError(f"output_dir='{request['output_dir']}' must not be empty")
+    check_not_negative("seed", request["seed"])
+    for key in ("total_steps", "batch_size", "rank", "lr", "save_every", "eval_every", "log_every", "num_held_out"):
+        check_positive(key, request[key])
+    check_choice("train", request["train"], ("lora", "lokr", "full"))
+    check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
+    if request["importance_weight"] and not request["routes"]:
+        raise ValueError(f"importance_weight={request['importance_weight']} has no meaning without routes")
+    if quantize := request["quantize"]:
+        check_choice("quantize", quantize, QUANTIZATIONS)
+        if request["train"] == "full":
+            raise ValueError(f"quantize={quantize} needs train=lora or train=lokr: weights in few bits are not trained")
+        if request["mixed_precision"] == "no":
+            raise ValueError(f"quantize={quantize} needs mixed_precision=bf16, in which such weights are multiplied")
+
+
+def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]:
+    """Return what class the transformer is of, and the arrays of the inputs, opened; raise ValueError if they do not fit."""
+    import diffusers
+
+    file = Path(request["transformer"]) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"transformer={request['transformer']} must be a folder that holds a transformer: {file} not found")
+    config = json.loads(file.read_text())
+    name = config.get("_class_name")
+    if name not in FAMILIES:
+        raise ValueError(f"transformer={request['transformer']} is a {name}, must be one of {', '.join(FAMILIES)}")
+    with torch.device("meta"):  # its own rules and those of the routes, without its memory
+        _attach(getattr(diffusers, name).from_config(config), request)
+    family, folder = FAMILIES[name], Path(request["inputs"])
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS if (folder / f"{name}.npy").exists()}
+    for missing in set(family.needs) - set(arrays):
+        raise ValueError(f"inputs={folder} has no {missing}.npy, which {name} needs")
+    for other in set(arrays) - {*family.needs, *family.takes}:
+        raise ValueError(f"inputs={folder} has {other}.npy, which this program does not give to {name}")
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"inputs={folder} has arrays of different lengths: {lengths}")
+    widths = {"latents": config["in_channels"] // family.folds, "text": config[family.text_width]}
+    for key, (axis, width) in {"latents": (1, widths["latents"]), "text": (2, widths["text"])}.items():
+        if arrays[key].shape[axis] != width:
+            raise ValueError(f"inputs={folder}: {key}.npy has shape {arrays[key].shape}, {name} takes {width} at place {axis}")
+    if request["num_held_out"] >= lengths["latents"]:
+        raise ValueError(f"num_held_out={request['num_held_out']} must be less than the {lengths['latents']} rows of {folder}")
+    if "masks" in arrays and arrays["masks"].shape[1:] != arrays["latents"].shape[2:]:
+        raise ValueError(f"inputs={folder}: masks.npy has shape {arrays['masks'].shape}, latents.npy {arrays['latents'].shape}")
+    return family, arrays
+
+
+def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
+    """Return the transformer, all of its weights to train or new adapters in it, and the routes that it has now."""
+    import diffusers
+
+    # Looks up the class that the folder names.
+    transformer = diffusers.AutoModel.from_pretrained(request["transformer"], **_quantization(request["quantize"]))
+    if request["gradient_checkpointing"]:
+        transformer.enable_gradient_checkpointing()
+    routes = _attach(transformer, request)
+    if request["train"] == "full":
+        return transformer.train(), routes
+    from peft import LoKrConfig, LoraConfig, get_peft_model
+
+    torch.manual_seed(request["seed"])
+    adapters = {"lora": LoraConfig, "lokr": LoKrConfig}[request["train"]](r=request["rank"], target_modules=TARGETS)
+    return get_peft_model(transformer, adapters).train(), routes
+
+
+def _attach(transformer: nn.Module, request: dict[str, Any]) -> tuple[Route, ...]:
+    routes = [Route(**fields) for fields in configuration.check_routes("routes", request["routes"])]
+    return attach(transformer, routes, importance_weight=request["importance_weight"]) if routes else ()
+
+
+def _quantization(name: str | None) -> dict[str, Any]:
+    if name is None:
+        return {"torch_dtype": torch.float32}
+    from diffusers import BitsAndBytesConfig, TorchAoConfig
+
+    if name == "nf4":
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    else:
+        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+        from torchao.quantization.granularity import PerGroup
+
+        few_bits = Int8WeightOnlyConfig() if name == "int8" else IntxWeightOnlyConfig(torch.int4, PerGroup(32))
+        config = TorchAoConfig(few_bits)
+    return {"quantization_config": config, "torch_dtype": torch.bfloat16}
+
+
+class Finetuning:
+    """The loop: where it stands follows from `step` alone."""
+
+    def __init__(
+        self,
+        request: dict[str, Any],
+        family: Family,
+        arrays: dict[str, np.ndarray],
+        network: nn.Module,
+        routes: tuple[Route, ...],
+        accelerator: Accelerator,
+    ):
+        self.request, self.family, self.arrays, self.network = request, family, arrays, network
+        self.routes, self.accelerator = routes, accelerator
+        self.trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(self.trained.values(), lr=request["lr"], weight_decay=0.0)
+        # Weights that are not trained are the same everywhere: nothing to send, and weights in few bits can not be sent.
+        network._ddp_params_and_buffers_to_ignore = [n for n, p in network.named_parameters() if not p.requires_grad]
+        self.model, self.optimizer = accelerator.prepare(network, optimizer)
+        self.folder, self.step = Path(request["output_dir"]), 0
+        num_held_out, num_rows = request["num_held_out"], len(arrays["latents"])
+        self.order = StreamOrder(
+            np.arange(num_held_out, num_rows),
+            seed=request["seed"],
+            batch_size=request["batch_size"],
+            micro_batch_size=request["batch_size"] // accelerator.num_processes,
+            start_step=0,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+        )
+
+    def fit(self) -> None:
+        """Train up to `total_steps`."""
+        request, process = self.request, self.accelerator.process_index
+        if self.step == 0:
+            self.log({"val_loss_dense": self.evaluate()})
+        hidden = not self.accelerator.is_main_process
+        with tqdm(total=request["total_steps"], initial=self.step, unit="step", disable=hidden) as bar:
+            while self.step < request["total_steps"]:
+                rows = self.order.batch(self.step)
+                state = np.random.SeedSequence([request["seed"], self.step, process]).generate_state(1, np.uint64)
+                generator = torch.Generator().manual_seed(int(state[0]))
+                own_rows = rows.reshape(self.accelerator.num_processes, -1)[process]
+                loss = self.loss(self.model, own_rows, generator, self.routing_keywords(rows, own_rows, generator))
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.step += 1
+                bar.update()
+                last = self.step == request["total_steps"]
+                if self.step % request["log_every"] == 0 or last:
+                    mean = self.accelerator.reduce(loss.detach(), reduction="mean").item()  # SYNC: to be shown
+                    bar.set_postfix(loss=f"{mean:.4f}")
+                    self.log({"loss": mean})
+                if self.step % request["eval_every"] == 0 or last:
+                    self.log({"val_loss_dense": self.evaluate()})
+                if self.step % request["save_every"] == 0 or last:
+                    self.save()
+
+    def routing_keywords(self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator) -> RoutingKeywords:
+        """Return how a step routes: `rows` are those of all processes, which agree on the ratio at which all masks fit."""
+        if not self.routes:
+            return {}
+        if "masks" not in self.arrays:
+            return {"generator": generator}
+        tokens, own_tokens = (token_mask(torch.from_numpy(self.arrays["masks"][r]), PATCH_SIZE) for r in (rows, own_rows))
+        num_forced = int(tokens.sum(dim=1).max())
+        return {
+            "generator": generator,
+            "selection_ratio": [grow_ratio(route.selection_ratio, tokens.shape[1], num_forced) for route in self.routes],
+            "force_keep": own_tokens.to(self.accelerator.device),
+        }
+
+    def loss(self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: RoutingKeywords) -> torch.Tensor:
+        """Return the mean loss of some rows, a 0-d tensor; positions at which a mask is 0 do not count."""
+        device = self.accelerator.device
+        batch = {name: torch.from_numpy(array[rows]).float().to(device) for name, array in self.arrays.items()}
+        if getattr(self.network.config, "guidance_embeds", False):  # FLUX Dev: the scale that it was distilled for
+            batch["guidance"] = torch.ones(len(rows), device=device)
+        x = batch["latents"]
+        n = torch.randn(x.shape, generator=generator).to(device)
+        # t = sigmoid(u), u ~ N(0, 1)
+        t = torch.sigmoid(torch.randn(len(rows), generator=generator)).to(device)
+        # x_t = (1 - t) x + t n
+        x_t = torch.lerp(x, n, t.view(-1, *[1] * (x.ndim - 1)))
+        with self.accelerator.autocast():
+            v = self.family.velocity(model, x_t, t, batch, routing)
+        # || v - (n - x) ||^2
+        error = (v.float() - (n - x)).square()
+        if "masks" in batch:
+            error = error * (batch["masks"] > 0).unsqueeze(1)
+        return error.mean()
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the dense loss of the rows held out, with the same noise each time."""
+        self.network.eval()
+        own = range(self.accelerator.process_index, self.request["num_held_out"], self.accelerator.num_processes)
+        losses = [self.loss(self.network, np.array([i]), torch.Generator().manual_seed(i), {}) for i in own]
+        self.network.train()
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.accelerator.device)
+        return self.accelerator.reduce(total, reduction="sum").item() / self.request["num_held_out"]  # SYNC: to be shown
+
+    def log(self, values: dict[str, float]) -> None:
+        """Append a line to `metrics.jsonl`."""
+        if self.accelerator.is_main_process:
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": self.step, **values}) + "\n")
+
+    def save(self) -> None:
+        """Save what is trained and the optimizer, whole or not at all."""
+        if self.accelerator.is_main_process:
+            partial, final = self.folder / "checkpoint.partial.pt", self.folder / "checkpoint.pt"
+            weights = {name: parameter.detach() for name, parameter in self.trained.items()}
+            torch.save({"step": self.step, "weights": weights, "optimizer": self.optimizer.state_dict()}, partial)
+            partial.replace(final)
+
+    def resume(self) -> None:
+        """Go on where the checkpoint in `output_dir` is, if there is one; raise ValueError if its settings were others."""
+        file, config, metrics = (self.folder / name for name in ("checkpoint.pt", "config.json", "metrics.jsonl"))
+        settings = {key: value for key, value in self.request.items() if key not in MAY_CHANGE}
+        if file.exists():
+            before = json.loads(config.read_text())
+            changed = [f"{key}: {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value]
+            if changed:
+                raise ValueError(f"output_dir={self.folder} holds a run with other settings: {', '.join(changed)}")
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    parameter.copy_(state["weights"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step = state["step"]
+        self.accelerator.wait_for_everyone()  # all have read before anything is written
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            config.write_text(json.dumps(settings, indent=2))
+            lines = metrics.read_text().splitlines(keepends=True) if self.step else []
+            metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+
+    def save_model(self) -> None:
+        """Save the adapters in the format of peft, or all weights in that of diffusers, as if there had been no routes."""
+        if self.accelerator.is_main_process:
+            self.network.save_pretrained(self.folder / "model")
+            self.accelerator.print(f"saved {self.folder / 'model'}; the losses are in {self.folder / 'metrics.jsonl'}")
+
+
+if __name__ == "__main__":
+    configuration.run(main)

@@ -1,0 +1,171 @@
+"""The example of fine-tuning: it learns, goes on where it was stopped, and gives the routes what they need."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from diffusers import AutoModel
+from safetensors.torch import load_file
+
+from examples import finetune
+from routing import end_route
+from tests.routing.families import FAMILIES
+from tests.runs import ROOT, composed
+
+peft = pytest.importorskip("peft", reason="`make finetune` installs it")
+
+ROUTES = "routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
+SHORT = ("total_steps=4", "log_every=1", "save_every=2", "eval_every=2", "num_held_out=4")
+CHANNELS = {"flux": 1, "sd3": 4, "auraflow": 4, "wan": 4}
+
+
+@pytest.fixture(autouse=True)
+def one_process_on_the_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state()  # it would keep the precision of the test before
+    yield
+    AcceleratorState._reset_state()
+
+
+def write_inputs(folder, name, count=16):
+    """A tiny model with random weights, and arrays that can be learnt: every latent is the same."""
+    FAMILIES[name].build().save_pretrained(folder / "transformer")
+    rng, shape = np.random.default_rng(0), (CHANNELS[name], *((4, 4, 4) if name == "wan" else (8, 8)))
+    arrays = {
+        "latents": np.broadcast_to(rng.standard_normal(shape), (count, *shape)),
+        "text": rng.standard_normal((count, 5, 12)),
+    }
+    if name in ("flux", "sd3"):
+        arrays["pooled"] = rng.standard_normal((count, 8))
+    for key, array in arrays.items():
+        np.save(folder / f"{key}.npy", array.astype(np.float32))
+
+
+def overrides(folder, *options, output="run"):
+    return [f"transformer={folder}/transformer", f"inputs={folder}", f"output_dir={folder}/{output}", *SHORT, *options]
+
+
+def run(folder, *options, output="run"):
+    AcceleratorState._reset_state()
+    finetune.main(composed(*overrides(folder, *options, output=output), config_name="finetune"))
+
+
+def metrics(folder, output="run"):
+    return [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_every_family_learns_with_routes_and_goes_on_bitwise_where_it_was_stopped(name, tmp_path):
+    write_inputs(tmp_path, name)
+    options = (ROUTES, "lr=3e-3", "train=full", "gradient_checkpointing=true", "batch_size=8", "total_steps=12", "eval_every=6")
+    for steps in (6, 12):
+        run(tmp_path, *options, f"total_steps={steps}", output="stopped")
+    run(tmp_path, *options)
+    assert metrics(tmp_path) == metrics(tmp_path, "stopped")
+    dense = [line["val_loss_dense"] for line in metrics(tmp_path) if "val_loss_dense" in line]
+    assert len(dense) == 3
+    assert dense[-1] < 0.9 * dense[0]
+    file = "model/diffusion_pytorch_model.safetensors"
+    whole, stopped = (load_file(tmp_path / output / file) for output in ("run", "stopped"))
+    for key in whole:
+        assert torch.equal(whole[key], stopped[key])
+
+
+@pytest.mark.parametrize("options", [("train=lora",), ("train=lokr", "quantize=int8", "mixed_precision=bf16")])
+def test_adapters_alone_are_trained_saved_and_loaded_again(options, tmp_path):
+    write_inputs(tmp_path, "sd3")
+    run(tmp_path, ROUTES, "rank=4", "lr=1e-2", *options)
+    first, *_, last = (line["val_loss_dense"] for line in metrics(tmp_path) if "val_loss_dense" in line)
+    assert last < first
+    base = AutoModel.from_pretrained(str(tmp_path / "transformer"))
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "model")
+    assert len([name for name, _ in loaded.named_parameters() if f"{options[0].removeprefix('train=')}_" in name]) > 20
+    after = loaded.unload().state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_two_processes_train_adapters_on_base_weights_in_few_bits(tmp_path):
+    write_inputs(tmp_path, "sd3")
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "examples.finetune")
+    options = (ROUTES, "quantize=int8", "mixed_precision=bf16", "rank=4", "train=lokr")
+    result = subprocess.run([*launch, *overrides(tmp_path, *options)], cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
+    assert len(losses) == 4
+    first, *_, last = (line["val_loss_dense"] for line in metrics(tmp_path) if "val_loss_dense" in line)
+    assert last < first
+    run(tmp_path, *options, output="one")
+    first_of_one = metrics(tmp_path, "one")[0]["val_loss_dense"]
+    assert first == pytest.approx(first_of_one, rel=1e-3)  # the held-out rows of two processes are all of them, once
+
+
+def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):
+    write_inputs(tmp_path, "flux")
+    rng = np.random.default_rng(1)
+    np.save(tmp_path / "references.npy", rng.standard_normal((16, 1, 8, 8)).astype(np.float32))
+    masks = np.zeros((16, 8, 8), dtype=np.uint8)
+    masks[:, :, 2:] = 1  # 12 of 16 tokens must stay: at ratio 0.5 they would not fit
+    np.save(tmp_path / "masks.npy", masks)
+    kept = []
+
+    def watched(x, ids_keep, original):
+        kept.append(ids_keep)
+        return end_route(x, ids_keep, original)
+
+    monkeypatch.setattr("routing.attached.end_route", watched)
+    run(tmp_path, ROUTES, "rank=4")
+    assert len(kept) == 4  # one window for each step, none where it is evaluated
+    touched = torch.arange(16).view(4, 4)[:, 1:].flatten()
+    references = torch.arange(16, 32)
+    for ids in kept:
+        for row in ids:
+            assert torch.isin(touched, row).all()
+            assert torch.equal(row[-16:], references)
+
+
+def test_positions_outside_of_masks_do_not_count(tmp_path):
+    write_inputs(tmp_path, "flux")
+    np.save(tmp_path / "masks.npy", np.zeros((16, 8, 8), dtype=np.uint8))
+    run(tmp_path, "rank=4")
+    assert {value for line in metrics(tmp_path) for key, value in line.items() if key != "step"} == {0.0}
+
+
+def test_what_flux_is_given_is_what_its_pipeline_gives():
+    """A token is a patch of 2 x 2 positions at (row, column); what comes back has the shape of the latents."""
+    x = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).view(2, 3, 4, 6)
+    given = {}
+
+    def model(**arguments):
+        given.update(arguments)
+        return (arguments["hidden_states"],)
+
+    batch = {"text": torch.zeros(2, 5, 12), "pooled": torch.zeros(2, 8), "references": torch.zeros(2, 3, 2, 2)}
+    assert torch.equal(finetune.flux(model, x, torch.ones(2), batch, {}), x)
+    token = 1 * 3 + 2  # row 1, column 2
+    assert torch.equal(given["hidden_states"][1, token], x[1, :, 2:4, 4:6].reshape(-1))
+    assert given["img_ids"][token].tolist() == [0, 1, 2]
+    assert given["img_ids"][-1].tolist() == [1, 0, 0]  # the reference image
+
+
+def test_a_batch_that_processes_can_not_share_is_refused(tmp_path, monkeypatch):
+    write_inputs(tmp_path, "sd3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="batch_size=3 must be a multiple of the number of processes=2"):
+        run(tmp_path, "batch_size=3")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_settings_are_refused_where_a_run_is(tmp_path):
+    write_inputs(tmp_path, "sd3")
+    run(tmp_path, "rank=4")
+    before = metrics(tmp_path)
+    with pytest.raises(SystemExit, match="holds a run with other settings: rank: 4 -> 8"):
+        run(tmp_path, "rank=8", "total_steps=8")
+    assert metrics(tmp_path) == before
