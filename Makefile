@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 DEMO := runs/demo
-JOBS ?= 2
+JOBS ?= 2  # tests that run at once
 # One process, said in full so that the launcher has nothing to warn about.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn as nn
 from accelerate import Accelerator
 from omegaconf import DictConfig
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from data import StreamOrder
@@ -35,7 +36,9 @@ from training.rules import check_choice, check_not_negative, check_positive
 ARRAYS = ("latents", "text", "pooled", "references", "masks")
 QUANTIZATIONS = ("int8", "int4", "nf4")
 TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr are added to
-PATCH_SIZE = 2  # of all these families
+PATCH_SIZE = 2  # of all these families; FLUX folds its patches before they reach the network
+MAX_GRAD_NORM = 1.0
+EVALUATED_AT_ONCE = 8
 MAY_CHANGE = ("total_steps", "save_every", "eval_every", "log_every", "output_dir")  # when a run goes on
 Batch = dict[str, torch.Tensor]
 RoutingKeywords = dict[str, Any]  # those that `routing.attach` adds to a model's forward
@@ -91,22 +94,18 @@ class Family:
         velocity: returns what the network says of latents at times t (N,), in the shape of the latents.
         needs: the arrays that must be there.
         takes: the arrays that may be there.
-        text_width: the key of its configuration that tells how wide a token of the text is.
-        folds: how many positions of a latent are one vector before the network sees them.
     """
 
     velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, RoutingKeywords], torch.Tensor]
     needs: tuple[str, ...] = ("latents", "text")
     takes: tuple[str, ...] = ("masks",)
-    text_width: str = "joint_attention_dim"
-    folds: int = 1
 
 
 FAMILIES = {
-    "FluxTransformer2DModel": Family(flux, ("latents", "text", "pooled"), ("references", "masks"), folds=PATCH_SIZE**2),
+    "FluxTransformer2DModel": Family(flux, ("latents", "text", "pooled"), ("references", "masks")),
     "SD3Transformer2DModel": Family(sd3, ("latents", "text", "pooled")),
     "AuraFlowTransformer2DModel": Family(auraflow),
-    "WanTransformer3DModel": Family(wan, takes=(), text_width="text_dim"),
+    "WanTransformer3DModel": Family(wan, takes=()),
 }
 
 
@@ -121,13 +120,17 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(
                 f"batch_size={request['batch_size']} must be a multiple of the number of processes={num_processes}"
             )
+        settings = check_output(request, num_processes)
         family, arrays = open_inputs(request)
         start_process()
         network, routes = load_model(request)
         accelerator = Accelerator(mixed_precision=request["mixed_precision"])
         run = Finetuning(request, family, arrays, network, routes, accelerator)
-        run.resume()
-    run.fit()
+        run.resume(settings)
+        try:
+            run.fit()
+        except KeyboardInterrupt:
+            raise SystemExit("stopped: the same command goes on from the newest checkpoint") from None
     run.save_model()
 
 
@@ -136,7 +139,7 @@ def check_request(request: dict[str, Any]) -> None:
     if not request["output_dir"].strip():
         raise ValueError(f"output_dir='{request['output_dir']}' must not be empty")
     check_not_negative("seed", request["seed"])
-    for key in ("total_steps", "batch_size", "rank", "lr", "save_every", "eval_every", "log_every", "num_held_out"):
+    for key in ("total_steps", "batch_size", "rank", "lr", "shift", "save_every", "eval_every", "log_every", "num_held_out"):
         check_positive(key, request[key])
     check_choice("train", request["train"], ("lora", "lokr", "full"))
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
@@ -150,45 +153,99 @@ def check_request(request: dict[str, Any]) -> None:
             raise ValueError(f"quantize={quantize} needs mixed_precision=bf16, in which such weights are multiplied")
 
 
+def check_output(request: dict[str, Any], num_processes: int) -> dict[str, Any]:
+    """Return what a run that goes on must have in common with its beginning; raise ValueError if the folder is not its own."""
+    folder = Path(request["output_dir"])
+    settings = {key: value for key, value in request.items() if key not in MAY_CHANGE} | {"num_processes": num_processes}
+    settings |= {key: str(Path(request[key])) for key in ("transformer", "inputs")}
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir={folder} must be a folder")
+    file = folder / "finetune.json"
+    if not file.exists():
+        if folder.exists() and any(not found.name.endswith(".partial") for found in folder.iterdir()):
+            raise ValueError(f"output_dir={folder} holds something else: choose another")
+        return settings
+    before = json.loads(file.read_text())
+    changed = [f"{key}: {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value]
+    if changed:
+        raise ValueError(f"output_dir={folder} holds a run with other settings: {', '.join(changed)}")
+    return settings
+
+
 def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]:
     """Return what class the transformer is of, and the arrays of the inputs, opened; raise ValueError if they do not fit."""
     import diffusers
 
-    file = Path(request["transformer"]) / "config.json"
+    file, folder = Path(request["transformer"]) / "config.json", Path(request["inputs"])
     if not file.is_file():
         raise ValueError(f"transformer={request['transformer']} must be a folder that holds a transformer: {file} not found")
     config = json.loads(file.read_text())
-    name = config.get("_class_name")
-    if name not in FAMILIES:
-        raise ValueError(f"transformer={request['transformer']} is a {name}, must be one of {', '.join(FAMILIES)}")
-    with torch.device("meta"):  # its own rules and those of the routes, without its memory
-        _attach(getattr(diffusers, name).from_config(config), request)
-    family, folder = FAMILIES[name], Path(request["inputs"])
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS if (folder / f"{name}.npy").exists()}
-    for missing in set(family.needs) - set(arrays):
-        raise ValueError(f"inputs={folder} has no {missing}.npy, which {name} needs")
-    for other in set(arrays) - {*family.needs, *family.takes}:
-        raise ValueError(f"inputs={folder} has {other}.npy, which this program does not give to {name}")
+    kind = config.get("_class_name")
+    if kind not in FAMILIES:
+        raise ValueError(f"transformer={request['transformer']} is a {kind}, must be one of {', '.join(FAMILIES)}")
+    if not folder.is_dir():
+        raise ValueError(f"inputs={folder} must be a folder of arrays: latents.npy, text.npy")
+    files = {name: folder / f"{name}.npy" for name in ARRAYS}
+    family, arrays = FAMILIES[kind], {name: _open(file) for name, file in files.items() if file.exists()}
+    for name in family.needs:
+        if name not in arrays:
+            raise ValueError(f"inputs={folder} has no {name}.npy, which {kind} needs")
+    for name in arrays:
+        if name not in (*family.needs, *family.takes):
+            raise ValueError(f"inputs={folder} has {name}.npy, which this program does not give to {kind}")
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"inputs={folder} has arrays of different lengths: {lengths}")
-    widths = {"latents": config["in_channels"] // family.folds, "text": config[family.text_width]}
-    for key, (axis, width) in {"latents": (1, widths["latents"]), "text": (2, widths["text"])}.items():
-        if arrays[key].shape[axis] != width:
-            raise ValueError(f"inputs={folder}: {key}.npy has shape {arrays[key].shape}, {name} takes {width} at place {axis}")
     if request["num_held_out"] >= lengths["latents"]:
         raise ValueError(f"num_held_out={request['num_held_out']} must be less than the {lengths['latents']} rows of {folder}")
     if "masks" in arrays and arrays["masks"].shape[1:] != arrays["latents"].shape[2:]:
         raise ValueError(f"inputs={folder}: masks.npy has shape {arrays['masks'].shape}, latents.npy {arrays['latents'].shape}")
+    with torch.device("meta"):  # rules of the transformer and of its routes, and a pass, without its memory
+        network = getattr(diffusers, kind).from_config(config)
+        _attach(network, request)
+        _try(network, family, arrays, folder)
     return family, arrays
+
+
+def _open(file: Path) -> np.ndarray:
+    try:
+        array = np.load(file, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{file} can not be read as an array of numbers: it is damaged, or of something else") from error
+    if array.ndim < 2 or array.dtype.kind not in "fiub":
+        raise ValueError(f"{file} has shape {array.shape} and type {array.dtype}: it must hold a row of numbers for each image")
+    return array
+
+
+def _try(network: nn.Module, family: Family, arrays: dict[str, np.ndarray], folder: Path) -> None:
+    """Raise ValueError if a row does not go through the network."""
+    batch = {name: torch.empty(1, *array.shape[1:]) for name, array in arrays.items()}
+    shapes = ", ".join(f"{name} {tuple(batch[name].shape)}" for name in batch)
+    try:
+        v = velocity(network.eval(), family, batch["latents"], torch.empty(1), batch, {})
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"inputs={folder}: a {type(network).__name__} does not take {shapes}: {reason}") from error
+    if v.shape != batch["latents"].shape:
+        raise ValueError(f"inputs={folder}: from {shapes} a {type(network).__name__} makes {tuple(v.shape)}, not latents")
+
+
+def velocity(
+    network: nn.Module, family: Family, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+) -> torch.Tensor:
+    """Return what a network, or what wraps it, says of latents x at times t (N,), in the shape of x."""
+    inner = network.module if isinstance(network, DistributedDataParallel) else network
+    if getattr(inner.config, "guidance_embeds", False):  # FLUX Dev: at 1 it predicts the data as they are
+        batch = {**batch, "guidance": torch.ones_like(t)}
+    return family.velocity(network, x, t, batch, routing)
 
 
 def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
     """Return the transformer, all of its weights to train or new adapters in it, and the routes that it has now."""
     import diffusers
 
-    # Looks up the class that the folder names.
-    transformer = diffusers.AutoModel.from_pretrained(request["transformer"], **_quantization(request["quantize"]))
+    # AutoModel looks up the class that the folder names.
+    transformer = diffusers.AutoModel.from_pretrained(request["transformer"], **_base_weights(request))
     if request["gradient_checkpointing"]:
         transformer.enable_gradient_checkpointing()
     routes = _attach(transformer, request)
@@ -206,9 +263,13 @@ def _attach(transformer: nn.Module, request: dict[str, Any]) -> tuple[Route, ...
     return attach(transformer, routes, importance_weight=request["importance_weight"]) if routes else ()
 
 
-def _quantization(name: str | None) -> dict[str, Any]:
-    if name is None:
+def _base_weights(request: dict[str, Any]) -> dict[str, Any]:
+    """Return how they are loaded: in fp32 if they are trained, else as coarse as was asked for."""
+    if request["train"] == "full" or request["mixed_precision"] == "no":
         return {"torch_dtype": torch.float32}
+    name = request["quantize"]
+    if name is None:
+        return {"torch_dtype": torch.bfloat16}
     from diffusers import BitsAndBytesConfig, TorchAoConfig
 
     if name == "nf4":
@@ -267,6 +328,12 @@ class Finetuning:
                 own_rows = rows.reshape(self.accelerator.num_processes, -1)[process]
                 loss = self.loss(self.model, own_rows, generator, self.routing_keywords(rows, own_rows, generator))
                 self.accelerator.backward(loss)
+                norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), MAX_GRAD_NORM)
+                if not norm.isfinite():  # SYNC: such weights must not be saved
+                    raise ValueError(
+                        f"inputs={request['inputs']}: loss or gradient of step {self.step + 1} is not finite, of rows "
+                        f"{rows.tolist()}: mend them, or lower lr={request['lr']}; what is saved is of before"
+                    )
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.step += 1
@@ -299,16 +366,15 @@ class Finetuning:
         """Return the mean loss of some rows, a 0-d tensor; positions at which a mask is 0 do not count."""
         device = self.accelerator.device
         batch = {name: torch.from_numpy(array[rows]).float().to(device) for name, array in self.arrays.items()}
-        if getattr(self.network.config, "guidance_embeds", False):  # FLUX Dev: the scale that it was distilled for
-            batch["guidance"] = torch.ones(len(rows), device=device)
         x = batch["latents"]
         n = torch.randn(x.shape, generator=generator).to(device)
-        # t = sigmoid(u), u ~ N(0, 1)
-        t = torch.sigmoid(torch.randn(len(rows), generator=generator)).to(device)
+        # t = s u / (1 + (s - 1) u),  u = sigmoid(z),  z ~ N(0, 1)
+        u, s = torch.sigmoid(torch.randn(len(rows), generator=generator)).to(device), self.request["shift"]
+        t = s * u / (1 + (s - 1) * u)
         # x_t = (1 - t) x + t n
         x_t = torch.lerp(x, n, t.view(-1, *[1] * (x.ndim - 1)))
         with self.accelerator.autocast():
-            v = self.family.velocity(model, x_t, t, batch, routing)
+            v = velocity(model, self.family, x_t, t, batch, routing)
         # || v - (n - x) ||^2
         error = (v.float() - (n - x)).square()
         if "masks" in batch:
@@ -319,10 +385,12 @@ class Finetuning:
     def evaluate(self) -> float:
         """Return the dense loss of the rows held out, with the same noise each time."""
         self.network.eval()
-        own = range(self.accelerator.process_index, self.request["num_held_out"], self.accelerator.num_processes)
-        losses = [self.loss(self.network, np.array([i]), torch.Generator().manual_seed(i), {}) for i in own]
+        starts = range(0, self.request["num_held_out"], EVALUATED_AT_ONCE)
+        total = torch.zeros((), device=self.accelerator.device)
+        for start in starts[self.accelerator.process_index :: self.accelerator.num_processes]:
+            rows = np.arange(start, min(start + EVALUATED_AT_ONCE, self.request["num_held_out"]))
+            total += len(rows) * self.loss(self.network, rows, torch.Generator().manual_seed(start), {})
         self.network.train()
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.accelerator.device)
         return self.accelerator.reduce(total, reduction="sum").item() / self.request["num_held_out"]  # SYNC: to be shown
 
     def log(self, values: dict[str, float]) -> None:
@@ -334,21 +402,19 @@ class Finetuning:
     def save(self) -> None:
         """Save what is trained and the optimizer, whole or not at all."""
         if self.accelerator.is_main_process:
-            partial, final = self.folder / "checkpoint.partial.pt", self.folder / "checkpoint.pt"
             weights = {name: parameter.detach() for name, parameter in self.trained.items()}
-            torch.save({"step": self.step, "weights": weights, "optimizer": self.optimizer.state_dict()}, partial)
-            partial.replace(final)
+            state = {"step": self.step, "weights": weights, "optimizer": self.optimizer.state_dict()}
+            _replace(self.folder / "checkpoint.pt", lambda file: torch.save(state, file))
 
-    def resume(self) -> None:
-        """Go on where the checkpoint in `output_dir` is, if there is one; raise ValueError if its settings were others."""
-        file, config, metrics = (self.folder / name for name in ("checkpoint.pt", "config.json", "metrics.jsonl"))
-        settings = {key: value for key, value in self.request.items() if key not in MAY_CHANGE}
-        if file.exists():
-            before = json.loads(config.read_text())
-            changed = [f"{key}: {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value]
-            if changed:
-                raise ValueError(f"output_dir={self.folder} holds a run with other settings: {', '.join(changed)}")
-            state = torch.load(file, map_location="cpu", weights_only=True)
+    def resume(self, settings: dict[str, Any]) -> None:
+        """Go on where the checkpoint in `output_dir` is, if there is one."""
+        checkpoint, metrics = self.folder / "checkpoint.pt", self.folder / "metrics.jsonl"
+        if checkpoint.exists():
+            state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+            if state["step"] > self.request["total_steps"]:
+                raise ValueError(
+                    f"total_steps={self.request['total_steps']} must be at least {state['step']}, where {self.folder} stands"
+                )
             with torch.no_grad():
                 for name, parameter in self.trained.items():
                     parameter.copy_(state["weights"][name])
@@ -357,15 +423,26 @@ class Finetuning:
         self.accelerator.wait_for_everyone()  # all have read before anything is written
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            config.write_text(json.dumps(settings, indent=2))
+            _replace(self.folder / "finetune.json", lambda file: file.write_text(json.dumps(settings, indent=2)))
             lines = metrics.read_text().splitlines(keepends=True) if self.step else []
-            metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+            whole = [line for line in lines if line.endswith("}\n")]  # a line that a kill has cut is of a later step
+            kept = [line for line in whole if json.loads(line)["step"] <= self.step]
+            _replace(metrics, lambda file: file.write_text("".join(kept)))
 
     def save_model(self) -> None:
         """Save the adapters in the format of peft, or all weights in that of diffusers, as if there had been no routes."""
         if self.accelerator.is_main_process:
             self.network.save_pretrained(self.folder / "model")
             self.accelerator.print(f"saved {self.folder / 'model'}; the losses are in {self.folder / 'metrics.jsonl'}")
+
+
+def _replace(file: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file whole or not at all."""
+    partial = file.with_name(f"{file.name}.partial")
+    write(partial)
+    with partial.open("rb") as opened:
+        os.fsync(opened.fileno())
+    partial.replace(file)
 
 
 if __name__ == "__main__":

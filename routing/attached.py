@@ -57,8 +57,10 @@ def attach(
         raise ValueError(f"forward of {name} was replaced, by hooks or mixed precision of a library: attach routes before that")
     for own in set(KEYWORDS) & set(inspect.signature(type(model).forward).parameters):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
-    if not routes:
-        raise ValueError("routes=[] must have at least one route")
+    if not isinstance(routes, Sequence) or not routes or not all(isinstance(route, Route) for route in routes):
+        raise ValueError(
+            f"routes={routes} must be a list of Route(selection_ratio, start_layer_idx, end_layer_idx), at least one"
+        )
     if not 0 <= importance_weight <= 1:
         raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]")
     layers = [layer for spec in adapter.block_lists for layer in _layers(model, spec)]

@@ -24,8 +24,8 @@ def adapter_of(model: nn.Module) -> Adapter:
         if known and type(model).forward is kind.forward:  # a class that shards it is derived from it
             return ADAPTERS[kind.__name__]
     raise ValueError(
-        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(ADAPTERS)}, not what wraps it, or write "
-        "an adapter (attach(model, routes, adapter=...))"
+        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(ADAPTERS)}, not what wraps it (peft: "
+        "get_base_model()), or write an adapter (attach(model, routes, adapter=...))"
     )
 
 

@@ -1,5 +1,6 @@
 """The example of fine-tuning: it learns, goes on where it was stopped, and gives the routes what they need."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -137,6 +138,46 @@ def test_positions_outside_of_masks_do_not_count(tmp_path):
     assert {value for line in metrics(tmp_path) for key, value in line.items() if key != "step"} == {0.0}
 
 
+def test_the_velocity_leads_from_the_latents_to_the_noise(tmp_path, monkeypatch):
+    """x_t = x + t v where v is what the network is to learn: a network that says (x_t - x) / t has no loss."""
+    write_inputs(tmp_path, "sd3")
+    x = torch.from_numpy(np.load(tmp_path / "latents.npy"))[:1]
+    times = []
+
+    def right(network, family, x_t, t, batch, routing):
+        times.extend(t.tolist())
+        return (x_t - x) / t.view(-1, 1, 1, 1) + 0 * sum(p.sum() for p in network.parameters())
+
+    monkeypatch.setattr(finetune, "velocity", right)
+    monkeypatch.setattr(finetune, "_try", lambda *arguments: None)
+    medians = []
+    for shift in (1, 3):
+        times.clear()
+        run(tmp_path, "train=full", f"shift={shift}", "total_steps=40", "batch_size=8", "eval_every=40", output=f"shift{shift}")
+        assert all(value < 1e-6 for line in metrics(tmp_path, f"shift{shift}") for key, value in line.items() if key != "step")
+        medians.append(np.median(times))
+    assert medians[0] == pytest.approx(0.5, abs=0.06)  # of sigmoid(N(0, 1))
+    assert medians[1] == pytest.approx(0.75, abs=0.06)  # 3 * 0.5 / (1 + 2 * 0.5)
+
+
+@pytest.mark.parametrize(("name", "scale"), [("flux", 1), ("sd3", 1000), ("auraflow", 1), ("wan", 1000)])
+def test_times_are_those_that_the_pipelines_give(name, scale):
+    """FLUX and AuraFlow take t in (0, 1), Stable Diffusion 3 and Wan the thousand steps of a schedule."""
+    network, given = FAMILIES[name].build(), []
+    family = finetune.FAMILIES[type(network).__name__]
+    place = list(inspect.signature(type(network).forward).parameters).index("timestep") - 1
+
+    def watch(module, args, kwargs):
+        given.append(kwargs["timestep"] if "timestep" in kwargs else args[place])
+
+    network.register_forward_pre_hook(watch, with_kwargs=True)
+    shape = (2, CHANNELS[name], *((4, 4, 4) if name == "wan" else (8, 8)))
+    batch = {"text": torch.zeros(2, 5, 12), "pooled": torch.zeros(2, 8)}
+    output = finetune.velocity(network, family, torch.zeros(shape), torch.tensor([0.25, 0.5]), batch, {})
+    assert output.shape == shape
+    assert torch.equal(given[0], scale * torch.tensor([0.25, 0.5]))
+
+
 def test_what_flux_is_given_is_what_its_pipeline_gives():
     """A token is a patch of 2 x 2 positions at (row, column); what comes back has the shape of the latents."""
     x = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).view(2, 3, 4, 6)
@@ -160,6 +201,35 @@ def test_a_batch_that_processes_can_not_share_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="batch_size=3 must be a multiple of the number of processes=2"):
         run(tmp_path, "batch_size=3")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_number_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
+    write_inputs(tmp_path, "sd3")
+    latents = np.load(tmp_path / "latents.npy")
+    latents[9] = np.nan
+    np.save(tmp_path / "latents.npy", latents)
+    with pytest.raises(SystemExit, match=r"loss or gradient of step \d is not finite, of rows .*\b9\b"):
+        run(tmp_path, "train=full", "save_every=1")
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+    if checkpoint.exists():
+        assert all(weight.isfinite().all() for weight in torch.load(checkpoint)["weights"].values())
+
+
+def test_lines_that_a_kill_has_cut_are_written_again(tmp_path):
+    write_inputs(tmp_path, "sd3")
+    run(tmp_path, "rank=4", "total_steps=2")
+    run(tmp_path, "rank=4", output="whole")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
+    run(tmp_path, "rank=4")
+    assert metrics(tmp_path) == metrics(tmp_path, "whole")
+
+
+def test_fewer_steps_than_a_run_has_are_refused(tmp_path):
+    write_inputs(tmp_path, "sd3")
+    run(tmp_path, "rank=4")
+    with pytest.raises(SystemExit, match=r"total_steps=2 must be at least 4, where .*run stands"):
+        run(tmp_path, "rank=4", "total_steps=2")
 
 
 def test_other_settings_are_refused_where_a_run_is(tmp_path):

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import io
+import json
 import os
 import textwrap
 from contextlib import chdir, redirect_stderr
@@ -56,13 +57,16 @@ ONE_ROUTE = "routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
 ENCODE, CONVERT = "source=file out=new", "format=repa source=file out=new"
 
 # Shapes of what a small FLUX is fine-tuned on, and what is wrong with them in each folder.
-INPUTS = {"latents": (16, 1, 8, 8), "text": (16, 5, 12), "pooled": (16, 8), "masks": (16, 8, 8)}
+INPUTS = {"latents": (80, 1, 8, 8), "text": (80, 5, 12), "pooled": (80, 8), "masks": (80, 8, 8)}
 WRONG_INPUTS = {
     "flux": {},
     "without": {},
-    "unequal": {"text": (15, 5, 12)},
-    "wide": {"text": (16, 5, 13)},
-    "odd": {"masks": (16, 9, 8)},
+    "unequal": {"text": (79, 5, 12)},
+    "wide": {"text": (80, 5, 13)},
+    "odd": {"masks": (80, 9, 8)},
+    "flat": {"text": (80,)},
+    "damaged": {},
+    "four": {"latents": (80, 4, 8, 8)},
 }
 
 AS_PYTHON = {"null": "None", "1e3": "1000.0"}  # values that a line shows as Python writes them
@@ -251,7 +255,7 @@ KEYS = {
     ],
     "finetune": [
         ("inputs=flux transformer=pixart", "is a PixArtTransformer2DModel, must be one of FluxTransformer2DModel, "),
-        ("transformer=flux inputs=r", "has no "),
+        ("transformer=flux inputs=r", "has no latents.npy"),
         (f"{FINETUNE} output_dir=''", "must not be empty"),
         (f"{FINETUNE} routes=5", "must be a list"),
         (f"{FINETUNE} {ONE_ROUTE} importance_weight=2", "must be in [0, 1]"),
@@ -261,9 +265,10 @@ KEYS = {
         (f"{FINETUNE} gradient_checkpointing=maybe", SWITCH),
         (f"{FINETUNE} mixed_precision=fp16", "must be one of no, bf16"),
         (f"{FINETUNE} lr=0", POSITIVE),
+        (f"{FINETUNE} shift=0", POSITIVE),
         (f"{FINETUNE} batch_size=0", POSITIVE),
         (f"{FINETUNE} total_steps=0", POSITIVE),
-        (f"{FINETUNE} num_held_out=16", "must be less than the 16 rows of flux"),
+        (f"{FINETUNE} num_held_out=80", "must be less than the 80 rows of flux"),
         (f"{FINETUNE} log_every=0", POSITIVE),
         (f"{FINETUNE} eval_every=0", POSITIVE),
         (f"{FINETUNE} save_every=0", POSITIVE),
@@ -341,10 +346,17 @@ RULES = [
     ("finetune", f"{FINETUNE} routes=[{{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:9}}]",
      "routes.0.end_layer_idx=9 must be in [-7, 6] for depth=7"),
     ("finetune", "transformer=flux inputs=without", "inputs=without has no pooled.npy, which FluxTransformer2DModel needs"),
-    ("finetune", "transformer=wan inputs=flux", "inputs=flux has masks.npy, which this program does not give to Wan"),
-    ("finetune", "transformer=flux inputs=unequal", "inputs=unequal has arrays of different lengths: {'latents': 16, "),
-    ("finetune", "transformer=flux inputs=wide", "inputs=wide: text.npy has shape (16, 5, 13), FluxTransformer2DModel takes "),
-    ("finetune", "transformer=flux inputs=odd", "inputs=odd: masks.npy has shape (16, 9, 8), latents.npy (16, 1, 8, 8)"),
+    ("finetune", "transformer=wan inputs=flux", "inputs=flux has pooled.npy, which this program does not give to Wan"),
+    ("finetune", "transformer=flux inputs=unequal", "inputs=unequal has arrays of different lengths: {'latents': 80, "),
+    ("finetune", "transformer=flux inputs=wide", "inputs=wide: a FluxTransformer2DModel does not take latents (1, 1, 8, 8), "),
+    ("finetune", "transformer=flux inputs=nowhere", "inputs=nowhere must be a folder of arrays"),
+    ("finetune", "transformer=flux inputs=damaged", "damaged/latents.npy can not be read as an array of numbers"),
+    ("finetune", "transformer=flux inputs=flat", "flat/text.npy has shape (80,) and type float32: it must hold a row of"),
+    ("finetune", "transformer=sd3 inputs=four", "inputs=four: from latents (1, 4, 8, 8), text (1, 5, 12), "),
+    ("finetune", f"{FINETUNE} output_dir=file", "output_dir=file must be a folder"),
+    ("finetune", f"{FINETUNE} output_dir=r", "output_dir=r holds something else: choose another"),
+    ("finetune", f"{FINETUNE} output_dir=tuned rank=8", "output_dir=tuned holds a run with other settings: rank: 4 -> 8"),
+    ("finetune", "transformer=flux inputs=odd", "inputs=odd: masks.npy has shape (80, 9, 8), latents.npy (80, 1, 8, 8)"),
     *((program, f"{run}run=foreign", "run=foreign: sampler._target_=os.system of its config.yaml is code that is not of this")
       for program, run in (("sample", ""), ("fid", "reference=file weights=weights.pth "), ("advise", ""))),
 ]  # fmt: skip
@@ -355,7 +367,7 @@ TOLD_BY = [
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files,
     sampling.find_checkpoint, sampling._settings, sample.main, fid.main, fid.check_request, fid.check_out, fid.check_files,
     encode.check_request, encode.check_sources, convert.check_request, advise.main,
-    finetune.check_request, finetune.open_inputs,
+    finetune.check_request, finetune.check_output, finetune.open_inputs, finetune._open, finetune._try,
 ]  # fmt: skip
 
 
@@ -374,13 +386,20 @@ def folder(tmp_path_factory):
     (folder / "foreign").mkdir()
     (folder / "foreign/config.yaml").write_text(yaml.safe_dump(foreign))
     (folder / "foreign/manifest.json").write_text("{}")
-    for name in ("flux", "pixart", "wan"):
+    for name in ("flux", "pixart", "sd3", "wan"):
         FAMILIES[name].build().save_config(folder / name)
     for name, changed in WRONG_INPUTS.items():
         (folder / name).mkdir(exist_ok=True)
         for array, shape in (INPUTS | changed).items():
             np.save(folder / name / f"{array}.npy", np.zeros(shape, dtype=np.float32))
     (folder / "without/pooled.npy").unlink()
+    (folder / "damaged/latents.npy").write_bytes(b"not an array")
+    config = folder / "sd3/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "out_channels": 8}))
+    (folder / "tuned").mkdir()
+    asked = composed("transformer=flux", "inputs=flux", "rank=4", config_name="finetune")
+    settings = finetune.check_output(configuration.resolve(asked), num_processes=1)
+    (folder / "tuned/finetune.json").write_text(json.dumps(settings))
     for name in ("file", "there.npz"):
         (folder / name).touch()
     with (folder / "weights.pth").open("wb") as weights:

@@ -238,9 +238,10 @@ class FinetuneConfig:
     gradient_checkpointing: bool = False
     mixed_precision: str = "no"  # or bf16
     lr: float = 1e-4
+    shift: float = 1.0  # of the times, towards noise
     batch_size: int = 4  # of all processes together
     total_steps: int = 1000
-    num_held_out: int = 8
+    num_held_out: int = 64
     log_every: int = 10
     eval_every: int = 100
     save_every: int = 100

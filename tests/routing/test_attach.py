@@ -454,8 +454,9 @@ def test_a_sharded_model_may_get_routes(name, process_group):
 
 def test_what_would_lose_the_routes_or_leave_the_model_dense_is_refused():
     model = FAMILIES["sd3"].build()
-    with pytest.raises(ValueError, match=r"routes=\[\] must have at least one"):
-        attach(model, [])
+    for routes in ([], WINDOW, [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]):
+        with pytest.raises(ValueError, match=r"routes=.* must be a list of Route\("):
+            attach(model, routes)
     add_hook_to_module(model, ModelHook())
     with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
         attach(model, [WINDOW])
