@@ -164,12 +164,12 @@ def pretrain(dataset: LatentDataset, num_steps: int) -> DiT:
 
 def routed(pretrained: DiT, kind: str, ratio: float, seed: int) -> DiT:
     """Return a copy of the network with a route, all its weights to train or LoRA beside them."""
-    from peft import LoraConfig, get_peft_model
-
     routes = [Route(ratio, START, END)] if ratio else []
     net = DiT(8, 1, 1, hidden_size=128, depth=8, num_heads=4, num_classes=10, routes=routes)
     net.load_state_dict(copy.deepcopy(pretrained.state_dict()))
     if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
         torch.manual_seed(seed)
         get_peft_model(net, LoraConfig(r=RANK, target_modules=["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]))
     return net

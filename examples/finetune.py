@@ -209,7 +209,7 @@ def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]
 
 def _open(file: Path) -> np.ndarray:
     try:
-        array = np.load(file, mmap_mode="r")
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{file} can not be read as an array of numbers: it is damaged, or of something else") from error
     if array.ndim < 2 or array.dtype.kind not in "fiub":
