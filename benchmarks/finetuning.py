@@ -10,8 +10,8 @@ depth-2 routed at several ratios or dense, all weights or LoRA. What is reported
 - recovered: the first step (of every fifth) after which the loss with routes is as low as the dense one was before the first;
 - dense loss after equal steps, and after as many steps as fit into the time of the dense fine-tune, over its loss there.
 
-The time of a step is measured once for each arm, dense and routed in turn, without evaluation. The record goes to
-benchmarks/results/.
+The time of a step is measured once for each arm, dense and routed in turn, without evaluation. LoRA needs what is in
+requirements-finetune.txt. The record goes to benchmarks/results/.
 """
 
 import argparse
