@@ -50,7 +50,7 @@ from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.processes import check_same, decided_by_first, lost_another
 from training.provenance import RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import DIGITS_EVALUATOR
-from training.speed import SpeedCheck, micro_step, most_graphs
+from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
 from training.stopping import TIME_LIMIT, TRY_AGAIN, StopRequest
 from training.trackers import BackgroundTracker, MetricsFile
 from training.trainer import Trainer
@@ -151,7 +151,9 @@ def build_trainer(
     dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
     resolved = {**resolved, "attention": resolve_attention(config["model"]["attention"], device.type, dtype)}
     net.to(device)
-    cost = cost_of(net, mask_coverage=_mask_coverage(plan, dataset, masks_to_tokens, settings["batch_size"]))
+    slowdown = fp32_slowdown(net, device, bf16=dtype == torch.bfloat16)
+    coverage = _mask_coverage(plan, dataset, masks_to_tokens, settings["batch_size"])
+    cost = cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown)
     if settings["init_from"] and not latest_checkpoint(run.path):
         load_weights(net, settings["init_from"])
     ema = EMA(net, **config["ema"])
@@ -198,7 +200,7 @@ def build_trainer(
         evaluators=evaluators,
         after_first_window=SpeedCheck(
             micro_step(accelerator, precond, net, loss_fn, resolved["micro_batch_size"]),
-            predict=lambda ratios: cost_of(net, ratios).predicted_speedup,
+            predict=lambda ratios: cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup,
             net=net,
             device=device,
             compiled=resolved["compile"],

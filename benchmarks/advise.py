@@ -34,7 +34,7 @@ from training.machine import start_process
 from training.provenance import RunFolder, environment
 from training.rules import check_positive
 from training.sampling import find_checkpoint
-from training.speed import interleaved_seconds, most_graphs, speedup
+from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, speedup
 
 LEAST_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
 COLORS = {0.25: "tab:gray", 0.5: "tab:blue"}
@@ -185,6 +185,7 @@ def measure(
         steps[length, ratio] = lambda route=route: step(route)
     with tqdm(total=len(steps) * (repeats + 1), desc="time", unit="step") as bar:
         seconds = interleaved_seconds({key: _counted(step, bar) for key, step in steps.items()}, device, repeats)
+    slowdown = fp32_slowdown(net, device, bf16=resolved["mixed_precision"] == "bf16")
     candidates = []
     for (start, end), ratio in product(windows, RATIOS):
         grown = grow_ratio(ratio, T, num_forced)
@@ -193,7 +194,7 @@ def measure(
             Candidate(
                 Route(ratio, start, end),
                 num_tokens_kept(T, grown),
-                promised := cost_of(net, mask_coverage=coverage).predicted_speedup,
+                promised := cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown).predicted_speedup,
                 speedup(seconds["dense"], seconds[end - start + 1, ratio]),
                 median(seconds["dense"]) / promised,
                 median(seconds[end - start + 1, ratio]),

@@ -18,6 +18,7 @@ from models import DiT, cost_of
 from training import config as configuration
 from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.provenance import RunFolder
+from training.speed import fp32_slowdown
 from training.trainer import Trainer
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -98,6 +99,7 @@ def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverag
     with torch.device("meta"):
         plain_net = configuration.build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
     cost = cost_of(plain_net, mask_coverage=coverage)
+    slowdown = fp32_slowdown(net, next(net.parameters()).device, bf16=resolved["mixed_precision"] == "bf16")
     routes = " ".join(f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes)
     return {
         "parameters": cost.num_parameters,
@@ -110,7 +112,7 @@ def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverag
         "gradient_checkpointing": net.gradient_checkpointing,
         "threads": torch.get_num_threads(),
         "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
-        "predicted_speedup": cost_of(net, mask_coverage=coverage).predicted_speedup if net.routes else None,
+        "predicted_speedup": cost_of(net, None, coverage, slowdown).predicted_speedup if net.routes else None,
     }
 
 

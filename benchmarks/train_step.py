@@ -31,6 +31,7 @@ from benchmarks.plain_step import PlainDiT, PlainStep
 from benchmarks.processes import ProcessFailed, Worker, serve
 from benchmarks.results import write_results
 from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
+from evaluation.precision import strict_fp32
 from routing import num_tokens_kept
 from training import config as configuration
 from training.machine import start_process
@@ -68,10 +69,12 @@ def standard_settings(device: torch.device) -> list[Setting]:
         return (f"model/size={size}", f"train.batch_size={num_samples}", *more)
 
     settings = [Setting("the plain step", of("s_2", 16), plain=True)]
+    fp32_block = "model.fp32_after_route=true"
     if on_gpu:
-        checkpointing = "model.gradient_checkpointing=true"
         settings.append(Setting("XL/2", of("xl_2", 256)))
-        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, checkpointing)))
+        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, "model.gradient_checkpointing=true")))
+        settings.append(Setting("XL/2, fp32 block", of("xl_2", 256, fp32_block)))
+    settings.append(Setting("256 tokens, fp32 block", of(size, tokens_at_once // 256, fp32_block)))
     for side in (16, 32, 64, 128):
         num_tokens = (side // 2) ** 2
         settings.append(Setting(f"{num_tokens} tokens", of(size, tokens_at_once // num_tokens), input_size=side))
@@ -285,7 +288,8 @@ def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
     trainer, row = build(folder, [*overrides, f"train.batch_size={CHECK_SAMPLES}"])
     perturb(trainer.net)
     batch = _latents(trainer, CHECK_SAMPLES)
-    loss_error, gradient_error = errors(trainer, batch, plain_step(trainer, batch))
+    with strict_fp32():  # TF32 would hide what is to be found
+        loss_error, gradient_error = errors(trainer, batch, plain_step(trainer, batch))
     how = f"{'bf16' if row['mixed_precision'] == 'bf16' else 'fp32'}, {'compiled' if row['compile'] else 'uncompiled'}"
     found = f"{how}: loss within {loss_error:.1e}, gradients within {gradient_error:.1e} of the plain step"
     largest_loss_error, largest_gradient_error = TOLERANCES[row["mixed_precision"]]

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from evaluation.extraction import SPLIT_SIZE, Batches, Images, ImageSetStatistics, Processes, evenly_spaced, extract
+from evaluation.extraction import SPLIT_SIZE, Batches, Images, ImageSetStatistics, Processes, extract
 from evaluation.files import fingerprint
 from evaluation.inception import NUM_POOL_FEATURES, InceptionDetector
 from evaluation.metrics import frechet_distance, kernel_distance, precision_recall
-from evaluation.reference import NUM_KEPT, STATISTICS, open_reference
+from evaluation.reference import STATISTICS, open_reference
 from evaluation.statistics import FeatureStatistics
 
 NEIGHBOURS = 3
@@ -139,7 +139,7 @@ class AdmSuite:
         return self.precision_recall or self.kid
 
     def _keep_of_reference(self) -> np.ndarray:
-        return evenly_spaced(self.images.count, NUM_KEPT) if self._needs_features and self.images else np.arange(0)
+        return np.arange(self.images.count if self._needs_features and self.images else 0)
 
     def _look_at_reference(self) -> Reference:
         keep, found = self._keep_of_reference(), None

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from evaluation.files import PUBLISHED, WEIGHTS_SHA256, sha256
+from evaluation.precision import strict_fp32
 
 GRAPH_NAME = "classify_image_graph_def.pb"
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
@@ -75,6 +76,7 @@ class InceptionDetector:
     def _keep_spatial(self, module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         self._spatial = output  # (N, 192, 17, 17), after normalisation and ReLU
 
+    @strict_fp32()
     @torch.inference_mode()
     def __call__(self, images: np.ndarray) -> InceptionFeatures:
         """images (N, H, W, 3) uint8 -> features.
@@ -85,8 +87,7 @@ class InceptionDetector:
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
             raise ValueError(f"images are {images.dtype} {images.shape}, must be uint8 (N, H, W, 3)")
         x = torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2)  # (N, 3, H, W)
-        full_precision = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
-        with full_precision, torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False):
             (pool,) = self._network(x)
         # PARITY: the first 7 channels, flattened as the graph lays them out: rows, columns, channels.
         spatial = self._spatial[:, :NUM_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)  # (N, 17 * 17 * 7)

@@ -6,6 +6,7 @@ Everything takes numpy arrays or tensors and returns floats.
 import numpy as np
 import torch
 
+from evaluation.precision import strict_fp32
 from evaluation.statistics import SplitScores
 
 Array = np.ndarray | torch.Tensor
@@ -153,13 +154,14 @@ def _radii(features: torch.Tensor, k: int, exact: bool, block_size: int) -> torc
     return torch.cat(radii)
 
 
+@strict_fp32()
 def _squared_distances(a: torch.Tensor, b: torch.Tensor, exact: bool) -> torch.Tensor:
     """Return the squared distances (n, m) fp32 of a (n, F) and b (m, F)."""
     # |a - b|^2 = |a|^2 - 2 a.b + |b|^2
     if not exact:
-        # PARITY: inputs, norms, product and sums are rounded to fp16; products accumulate in fp32.
+        # PARITY: inputs, squares, norms, product and sums are rounded to fp16; sums over features accumulate in fp32.
         half_a, half_b = a.half(), b.half()
-        norms_a, norms_b = (x.float().square().sum(dim=1).half() for x in (half_a, half_b))
+        norms_a, norms_b = (x.square().float().sum(dim=1).half() for x in (half_a, half_b))
         distances = (half_a.float() @ half_b.float().T).half()
         distances = distances.mul_(-2).add_(norms_a[:, None]).add_(norms_b).clamp_(min=0).float()
         if distances.isfinite().all():

@@ -14,7 +14,7 @@ import numpy as np
 from evaluation.extraction import Images, Processes, evenly_spaced, extract, in_order, select
 from evaluation.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
 
-NUM_KEPT = 10_000  # images of the data set, for precision and recall
+NUM_KEPT = 10_000  # images of the data set that a reference carries, for precision and recall: as many as those of [ADM]
 STATISTICS = {"mu": NUM_POOL_FEATURES, "mu_s": NUM_SPATIAL_FEATURES}  # beside each its covariance, sigma and sigma_s
 SHAPES = {mu: (n,) for mu, n in STATISTICS.items()} | {mu.replace("mu", "sigma"): (n, n) for mu, n in STATISTICS.items()}
 MOST_HASH_BYTES = 4 * 128

@@ -27,8 +27,8 @@ def start_process(timeout: timedelta | None = None) -> PartialState:
     Args:
         timeout: how long a process waits for the others; None: as long as torch chooses.
     """
-    # TF32 is off: sampling and scores are fp32, training is fp32 or bf16.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    # PARITY: TF32 in training and sampling, as in all public code of the field; scores turn it off (evaluation/precision.py).
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     state = PartialState(cpu=on_cpu, **({"timeout": timeout} if timeout else {}))
     # The launchers set one thread where nobody chose, which is right beside a GPU and half the speed on two cores.

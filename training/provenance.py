@@ -297,6 +297,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "tf32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,  # but for scores
         "processor": _processor(),
     }
 
@@ -312,6 +313,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         f"cost       {cost['dense_forward_flops'] / 2e9:.3g} GMAC for one image and forward pass",
         *(f"route      {line}" for line in details["routes"]),
         *([f"saving     {_saving(net, cost)}"] if net.routes else []),
+        *([f"fp32 block {_fp32_block(cost)}"] if cost["fp32_slowdown"] != 1 else []),
         f"batch      {train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}, "
         f"{details['num_processes']} process(es) on {details['device']}, {resolved['num_workers']} reading ahead",
         f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
@@ -335,8 +337,16 @@ def _saving(net: nn.Module, cost: dict[str, float]) -> str:
     if not net.removal:
         return "none: with model.removal=false the blocks process all tokens"
     return (
-        f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps of {cost['predicted_speedup']:.2f}x fewer "
-        f"FLOPs (if all tokens that may bypass these blocks did: {cost['ceiling']:.2f}x)"
+        f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps can be {cost['predicted_speedup']:.2f}x as "
+        f"fast by their FLOPs (if all tokens that may bypass these blocks did: {cost['ceiling']:.2f}x)"
+    )
+
+
+def _fp32_block(cost: dict[str, float]) -> str:
+    without = cost["dense_training_flops"] / cost["routed_training_flops"]
+    return (
+        f"outside autocast products take {cost['fp32_slowdown']:.1f}x as long here: without model.fp32_after_route the steps "
+        f"could be {without:.2f}x as fast"
     )
 
 

@@ -1,6 +1,7 @@
 """The suite on a few images, with an Inception network of random weights."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from evaluation.adm import with_count
 from evaluation.extraction import extract, split
 from tests.evaluation.test_metrics import plain_precision_recall
 from tests.inception import random_detector, random_state
+from training.machine import start_process
 
 OPTIONS = {"processes": Processes(), "batch_size": 8, "precision_recall": True, "exact_distances": False, "kid": True}
 
@@ -223,18 +225,37 @@ def test_half_precision_is_the_default_and_can_be_turned_off(detector, folder):
     assert (exact["precision22"], exact["recall22"]) == precision_recall(*features, exact=True)
 
 
-def test_images_of_a_reference_are_thinned_out_for_precision_and_recall(detector, folder, monkeypatch):
-    monkeypatch.setattr("evaluation.adm.NUM_KEPT", 6)
-    suite = AdmSuite(detector, *open_reference(folder / "images.npz", open_images), **OPTIONS)
-    samples = open_images(folder / "samples.npz")
-    found = suite.score(samples.batches(8), samples.count, samples.shape).values
-    assert suite.protocol["reference_features"] == 6
-    assert suite.protocol["reference_images"] == {"count": 17, "shape": (24, 24, 3)}
-    whole = scores(detector, folder, "images.npz").values
-    assert found["fid22"] == whole["fid22"]  # of all 17
-    np.savez(folder / "few.npz", REFERENCE[[0, 2, 5, 8, 11, 14]])
-    few = scores(detector, folder, "few.npz").values
-    assert (found["precision22"], found["recall22"]) == (few["precision22"], few["recall22"])
+@pytest.mark.parametrize("count", [17, 50_000])  # the sample batches of [ADM] hold 50,000
+def test_precision_and_recall_look_at_all_images_of_a_reference(detector, count):
+    images = SimpleNamespace(count=count, shape=(24, 24, 3))
+    for needed in (True, False):
+        suite = AdmSuite(detector, {}, images, **{**OPTIONS, "precision_recall": needed, "kid": False})
+        assert suite.protocol["reference_features"] == (count if needed else 0)
+        assert suite.protocol["reference_images"] == {"count": count, "shape": (24, 24, 3)}
+
+
+def test_scores_are_strict_fp32_whatever_else_is_allowed(detector, monkeypatch):
+    """Every product and convolution of a score runs without TF32; what was allowed before is allowed again afterwards."""
+    found = []
+
+    def look(*_):
+        found.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+
+    def matmul(a, b, plain=torch.Tensor.__matmul__):
+        look()
+        return plain(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
+    start_process()
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
+    hook = detector._network.Conv2d_1a_3x3.register_forward_hook(look)
+    features = detector(SAMPLES).pool
+    hook.remove()
+    for exact in (False, True):
+        precision_recall(features, features, exact=exact)
+    assert set(found) == {(False, False)}
+    assert len(found) > 5
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
 
 
 def test_a_reference_that_can_not_be_used_shows_before_samples_are_drawn(detector, tmp_path):

@@ -4,6 +4,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import DiT, cost_of
+from models.cost import _block_flops
 from routing import Route
 from tests.networks import PAPER, small_batch, small_dit
 
@@ -55,6 +56,44 @@ def test_known_costs_at_256_tokens(size, dense, routed):
     digits = 2 if size == "s" else 1
     assert round(cost.dense_forward_flops / 2e9, digits) == dense
     assert round(cost.routed_forward_flops / 2e9, digits) == routed
+
+
+@pytest.mark.parametrize(
+    ("size", "none", "tf32", "fp32"), [("b", 1.43, 1.28, 0.54), ("xl", 1.72, 1.62, 0.93)], ids=["B/2", "XL/2"]
+)
+def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp32):
+    """At the peak rates of an H200: 989 TFLOP/s in bf16, 495 in TF32, 67 in fp32."""
+    hidden_size, depth, num_heads = SIZES[size]
+    with torch.device("meta"):
+        plain, parity = (
+            DiT(32, 2, 4, hidden_size, depth, num_heads, routes=[PAPER], fp32_after_route=on) for on in (False, True)
+        )
+    for slowdown, expected in ((1.0, none), (989 / 495, tf32), (989 / 67, fp32)):
+        cost = cost_of(parity, fp32_slowdown=slowdown)
+        assert cost.predicted_speedup == pytest.approx(expected, abs=0.01)
+        assert cost.predicted_speedup <= cost.ceiling
+        assert cost_of(plain, fp32_slowdown=slowdown).predicted_speedup == pytest.approx(none, abs=0.01)
+        for nothing_bypasses in ({"ratios": [0.0]}, {"mask_coverage": 1.0}):
+            cost = cost_of(parity, **nothing_bypasses, fp32_slowdown=slowdown)
+            assert cost.predicted_speedup == 1
+    assert cost_of(parity, mask_coverage=1.0, fp32_slowdown=9.0).ceiling == 1
+
+
+def test_the_blocks_outside_autocast_are_those_that_the_network_runs_there(monkeypatch):
+    """Also right before the next window, at the length of that; none after the last block."""
+    routes = [Route(0.5, 1, 2), Route(0.25, 3, 4), Route(0.5, 6, -1)]
+    net, found = small_dit(routes, fp32_after_route=True).train(), []
+    run = net._run
+
+    def watched(block, x, c, rope, fp32):
+        found.append((fp32, x.shape[1]))
+        return run(block, x, c, rope, fp32)
+
+    monkeypatch.setattr(net, "_run", watched)
+    net(*small_batch(2))
+    assert [idx for idx, (fp32, _) in enumerate(found) if fp32] == [3, 5]
+    expected = sum(3 * _block_flops(net.blocks[idx], length) for idx, (fp32, length) in enumerate(found) if fp32)
+    assert cost_of(net).fp32_training_flops == expected
 
 
 def test_masks_and_short_windows_lower_what_a_route_can_give():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.networks import PAPER, small_dit
-from training.speed import SpeedCheck, interleaved_seconds, speedup
+from training.speed import SpeedCheck, fp32_slowdown, interleaved_seconds, speedup
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def test_a_speed_up_as_predicted_is_told_and_no_more(clock):
     assert reported["speed_check"]["predicted_speedup"] == 1.5
     assert reported["speed_check"]["ratios"] == [0.5]
     assert len(shown) == 1
-    assert "1.50x in FLOPs" in shown[0]
+    assert "1.50x by its FLOPs" in shown[0]
 
 
 @pytest.mark.parametrize(("routed_sec", "lines"), [(2.49, 1), (2.51, 2)])
@@ -60,14 +60,31 @@ def test_a_dense_step_that_does_not_fit_is_told_and_harms_nothing():
 
 
 def test_a_speed_up_far_below_the_predicted_one_names_the_likely_causes(clock):
-    _, shown = check(clock, 2.0, 2.0, predicted=1.5, gradient_checkpointing=True)
+    _, shown = check(clock, 2.0, 2.0, predicted=1.5, gradient_checkpointing=True, fp32_after_route=True)
     assert len(shown) == 2
-    for cause in ("a short window (3 of 8 blocks)", "gradient checkpointing", "uncompiled blocks", "hidden_size=32"):
+    for cause in ("a short window (3 of 8 blocks)", "a block in fp32 after each route", "gradient checkpointing", "uncompiled blocks", "hidden_size=32"):
         assert cause in shown[1]
 
 
 def test_where_nothing_bypasses_nothing_is_measured(clock):
     assert check(clock, 1, 1, predicted=1) == ({}, [])
+
+
+def test_a_block_outside_autocast_is_slower_by_what_products_take_there(clock, monkeypatch):
+    """Only where there is such a block: bf16 autocast, routes, and fp32 after them."""
+    torch_matmul, seconds = torch.Tensor.__matmul__, {torch.float32: 5.0, torch.bfloat16: 2.0}
+
+    def matmul(a, b):
+        clock[0] += seconds[a.dtype]
+        return torch_matmul(a, b)
+
+    monkeypatch.setattr("training.speed.PRODUCT_SIZES", {"cpu": 8})
+    monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
+    net = small_dit([PAPER], fp32_after_route=True)
+    assert fp32_slowdown(net, CPU, bf16=True) == 2.5
+    assert fp32_slowdown(net, CPU, bf16=False) == 1
+    assert fp32_slowdown(small_dit([PAPER]), CPU, bf16=True) == 1
+    assert fp32_slowdown(small_dit(fp32_after_route=True), CPU, bf16=True) == 1
 
 
 def test_functions_take_turns_after_a_warm_up():
