@@ -212,7 +212,7 @@ class DrawnSamples:
         self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
         manifest = manifest_from(self.run.data["manifest"])
         self.encoder = encoder_for(manifest, state.device, **self.run.decoding)
-        decode = image_decoder(manifest, self.encoder)
+        decode = image_decoder(manifest, self.encoder, self.run.decoding["official"])
         source = ImageSource(self.run.precond, self.run.sampler, decode, **self.run.drawing, state=state, gather=gather_object)
         self.count, self.shape, self.batches = num_samples, source.image_shape, source.batches(num_samples)
         self.out = Path(request["run"]) / "scores" / f"{self.run.name}.json"
@@ -274,7 +274,7 @@ def score_digits(request: dict[str, Any]) -> None:
         raise ValueError(f"reference={request['reference']} must have labels")
     if samples.shape[1:] != reference.shape[1:]:
         raise ValueError(f"samples={file} are {samples.shape[1:]}, the reference is {reference.shape[1:]}")
-    evaluator = DigitsEvaluator((reference, reference_labels), source=None, num_samples=len(samples))
+    evaluator = DigitsEvaluator((reference, reference_labels))
     held_out = real_images(dataset, dataset.held_out_ids, encoder) if len(dataset.held_out_ids) > 1 else None
     scores = evaluator.compare(samples, labels, held_out)
     print(table(scores))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data import encoder_for, encoder_record, image_decoder, manifest_from
 from diffusion import ImageSource
 from evaluation.files import sha256
-from evaluation.pictures import save_grid
+from evaluation.pictures import in_turn, save_grid
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment
@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
         weights_sha256 = sha256(run.weights)  # now: a run that still trains removes old checkpoints
         manifest = manifest_from(run.data["manifest"])
         encoder = encoder_for(manifest, state.device, **run.decoding)
-        decode = image_decoder(manifest, encoder)
+        decode = image_decoder(manifest, encoder, run.decoding["official"])
         source = ImageSource(run.precond, run.sampler, decode, **run.drawing, state=state, gather=gather_object)
     output = Path(request["output"] or Path(request["run"]) / "samples" / f"{run.name}.npz")
     sample(source, request["num_samples"], request["grid_columns"], output, state)
@@ -81,7 +81,8 @@ def sample(source: ImageSource, num_samples: int, columns: int, output: Path, st
         partial = output.with_name(f".{output.stem}.partial.npz")
         np.savez(partial, images, *([] if labels is None else [labels.numpy()]))
         partial.replace(output)
-        save_grid(images[: GRID_ROWS * columns], output.with_suffix(".png"), columns)
+        shown = np.arange(num_samples) if labels is None else in_turn(labels.numpy())
+        save_grid(images[shown[: GRID_ROWS * columns]], output.with_suffix(".png"), columns)
         unpacked.unlink()
 
 

@@ -43,7 +43,7 @@ from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
 from training import config as configuration
-from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights
+from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
 from training.machine import keep_freed_memory, resolve_auto, start_process
@@ -117,17 +117,30 @@ def _check_files(config: dict[str, Any], run: RunFolder) -> None:
     """Check that what is read is there.
 
     Raises:
-        FileNotFoundError: with the key and the value.
+        FileNotFoundError, ValueError: with the key and the value.
     """
-    source = config["train"]["init_from"]
-    if source and not latest_checkpoint(run.path) and not Path(source).exists():
-        raise FileNotFoundError(f"train.init_from={source} is not there: it must be a run or a weights file")
+    if config["train"]["init_from"] and not latest_checkpoint(run.path):
+        _check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
     for key in ("reference", "weights"):
         file = config["evaluation"].get(key)
         if file is not None and not Path(file).exists():
             raise FileNotFoundError(
                 f"evaluation.{key}={file} not found: `python -m evaluation.fetch` lists what can be downloaded"
             )
+
+
+def _check_init_from(source: str, objective: str | None) -> None:
+    """Check that the weights to start from are there, and that it is known what they predict."""
+    if not Path(source).exists():
+        raise FileNotFoundError(f"train.init_from={source} is not there: it must be a run or a weights file")
+    own = is_own_checkpoint(source)
+    if own and objective:
+        raise ValueError(f"train.init_from_objective={objective} must not be given for a run of this project, {source}")
+    if not own and objective is None:
+        raise ValueError(
+            f"train.init_from={source} does not tell what it predicts: give train.init_from_objective=edm (TREAD with EDM), "
+            "ddpm (DiT: noise, timesteps 0 to 999) or flow (SiT, TREAD with flow matching: velocity, times 0 to 1)"
+        )
 
 
 def _facts(config: dict[str, Any], dataset: LatentDataset | ShardDataset) -> dict[str, Any]:
@@ -154,8 +167,9 @@ def build_trainer(
     slowdown = fp32_slowdown(net, device, bf16=dtype == torch.bfloat16)
     coverage = _mask_coverage(plan, dataset, masks_to_tokens, settings["batch_size"])
     cost = cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown)
+    init_from = None
     if settings["init_from"] and not latest_checkpoint(run.path):
-        load_weights(net, settings["init_from"])
+        init_from = load_weights(net, settings["init_from"]) | {"objective": settings["init_from_objective"] or "edm"}
     ema = EMA(net, **config["ema"])
     if resolved["compile"]:
         for block in net.blocks:
@@ -178,6 +192,7 @@ def build_trainer(
     if accelerator.is_main_process:
         details = {"resolved": resolved, "num_processes": accelerator.num_processes, **environment(device)}
         details |= {"routes": plan.describe(settings["masked_loss"]), "cost": cost.describe(), "data": dataset.describe()}
+        details |= {"init_from": init_from} if init_from else {}
         details["scores"] = [evaluator.describe() for _, evaluator in evaluators if isinstance(evaluator, AdmEvaluator)]
         metrics_file, tracker = _begin(run, config, details, net, state)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
@@ -364,13 +379,14 @@ def _evaluators(
     evaluators = []
     if settings["sample_every"] or config["evaluation"]:  # else the latents may be of an encoder that is not at hand
         try:
-            encoder = encoder_for(dataset.manifest, device, dataset.encoder)
+            official = config["decoding"] == "official"
+            encoder = encoder_for(dataset.manifest, device, dataset.encoder, official=official)
         except ValueError as error:
             raise ValueError(f"{error}. Training goes without: train.sample_every=null evaluation=none") from error
         source = ImageSource(
             ema_denoiser,
             configuration.build(config["sampler"]),
-            image_decoder(dataset.manifest, encoder),
+            image_decoder(dataset.manifest, encoder, official),
             batch_size=EVALUATION_BATCH,
             guidance_scale=config["guidance"]["guidance_scale"],
             state=accelerator,

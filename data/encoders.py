@@ -6,6 +6,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -71,6 +72,7 @@ class KLEncoder:
     Args:
         name: a folder as diffusers saves them, a short name (PUBLISHED), or OWNER/NAME on the hub; safetensors only.
         bf16: work under bf16 autocast.
+        official: PARITY with the public TREAD code: weights rounded to bf16, under fp16 autocast.
 
     Raises:
         ValueError: there is no such autoencoder, or it can not be loaded; what was tried is said.
@@ -78,12 +80,16 @@ class KLEncoder:
 
     kind, std = "moments", 1.0  # the scale of these autoencoders is chosen to give unit variance
 
-    def __init__(self, name: str, device: torch.device, bf16: bool = False):
+    def __init__(self, name: str, device: torch.device, bf16: bool = False, official: bool = False):
         # A folder is remembered by its whole path: where it is looked for must not depend on where one stands.
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
-        self.device, self.bf16 = device, bf16
+        self.device, dtype = device, torch.float16 if official else torch.bfloat16
+        self.autocast = partial(torch.autocast, device.type, dtype, enabled=bf16 or official)
         self.net = _load_autoencoder(name, self.name).to(device, torch.float32).eval().requires_grad_(False)
         self.weights_hash = tensors_hash(self.net.state_dict())
+        if official:
+            for parameter in self.net.parameters():
+                parameter.copy_(parameter.bfloat16())
         config = self.net.config
         self.scale, self.shift = float(config.scaling_factor), float(config.shift_factor or 0.0)
         self.factor, self.latent_channels = 2 ** (len(config.block_out_channels) - 1), config.latent_channels
@@ -102,38 +108,44 @@ class KLEncoder:
 
     def _encode(self, images: torch.Tensor) -> torch.Tensor:
         pixels = images.to(self.device).float() / 127.5 - 1
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+        with self.autocast():
             posterior = self.net.encode(pixels).latent_dist
         return torch.cat([posterior.mean, posterior.logvar], dim=1).float().cpu()
 
     def _decode(self, latents: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+        with self.autocast():
             return self.net.decode(latents.to(self.device)).sample.float().cpu()
 
 
-def load_encoder(name: str, device: torch.device, bf16: bool = False) -> Encoder:
+def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
     """Load an encoder by its name, as a manifest or a user gives it.
 
     Raises:
         ValueError: there is none of that name, or it can not be loaded.
     """
-    return IdentityEncoder() if name == IDENTITY else KLEncoder(name, device, bf16)
+    return IdentityEncoder() if name == IDENTITY else KLEncoder(name, device, bf16, official)
 
 
 def encoder_for(
-    manifest: LatentManifest, device: torch.device, encoder: str | None = None, allow_other: bool = False, bf16: bool = False
+    manifest: LatentManifest,
+    device: torch.device,
+    encoder: str | None = None,
+    allow_other: bool = False,
+    bf16: bool = False,
+    official: bool = False,
 ) -> Encoder:
     """Return the encoder that made the latents of a manifest.
 
     Args:
         encoder: where it is found; None: where the manifest says.
         allow_other: take another one than the manifest's without complaint.
+        bf16, official: of KLEncoder.
 
     Raises:
         ValueError: it can not be loaded, or it is another one.
     """
     name = encoder or manifest.encoder
-    found = load_encoder(name, device, bf16)
+    found = load_encoder(name, device, bf16, official)
     # Converted latents do not tell the weights: there the autoencoder that the user names is taken at his word.
     other_kind = (found.name == IDENTITY) != (manifest.encoder == IDENTITY)
     other_weights = manifest.encoder_hash is not None and found.weights_hash != manifest.encoder_hash
@@ -160,12 +172,18 @@ def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
     ).hexdigest()
 
 
-def to_uint8(images: torch.Tensor) -> torch.Tensor:
-    """Turn pixels in [-1, 1] into bytes by the rule of [EDM] and [DiT] (truncation after adding one half)."""
-    return (127.5 * images + 128).clamp(0, 255).to(torch.uint8)
+def to_uint8(images: torch.Tensor, official: bool = False) -> torch.Tensor:
+    """Turn pixels in [-1, 1] into bytes by the rule of [EDM] and [DiT] (truncation after adding one half).
+
+    Args:
+        official: PARITY with the public TREAD code, which adds nothing: half a grey level darker.
+    """
+    return (127.5 * images + (127.5 if official else 128)).clamp(0, 255).to(torch.uint8)
 
 
-def image_decoder(manifest: LatentManifest, encoder: Encoder) -> Callable[[torch.Tensor], np.ndarray]:
+def image_decoder(
+    manifest: LatentManifest, encoder: Encoder, official: bool = False
+) -> Callable[[torch.Tensor], np.ndarray]:
     """Return a function from what the network gives, (N, C, H, W), to images (N, H, W, channels) uint8."""
     black, white = manifest.pixel_range
 
@@ -173,7 +191,7 @@ def image_decoder(manifest: LatentManifest, encoder: Encoder) -> Callable[[torch
         pixels = encoder.decode(manifest.to_encoder(latents.float()))
         if manifest.pixel_range != (-1.0, 1.0):
             pixels = (pixels - black) * (2 / (white - black)) - 1
-        return to_uint8(pixels).permute(0, 2, 3, 1).cpu().numpy()
+        return to_uint8(pixels, official).permute(0, 2, 3, 1).cpu().numpy()
 
     return decode
 

@@ -1,6 +1,7 @@
 """Generate latents from seeds: one seed per sample, so that a sample does not depend on its batch or its process."""
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Protocol
 
@@ -100,6 +101,12 @@ class ImageSource:
         self.batch_size, self.guidance_scale, self.state = batch_size, guidance_scale, state
         self.first_seed, self.bf16 = first_seed, bf16
         self._labels, self._class_label = labels, class_label
+
+    def with_labels(self, labels: str) -> "ImageSource":
+        """Return the same source with other labels."""
+        other = copy(self)
+        other._labels = labels
+        return other
 
     @property
     def image_shape(self) -> tuple[int, ...]:

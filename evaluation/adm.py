@@ -211,10 +211,11 @@ class AdmEvaluator:
 
     Args:
         num_samples: how many are drawn and scored.
+        labels: of the samples, `random` or `balanced`.
         reference: what `open_reference` takes.
         weights: file of the Inception network's weights.
         batch_size: images that the Inception network takes at a time.
-        source: gives this process's samples: source.batches(num_samples), source.image_shape.
+        source: gives this process's samples: source.with_labels(labels).batches(num_samples), source.image_shape.
         open_images: opens the images of the reference.
         The others are those of AdmSuite and InceptionDetector.
     """
@@ -223,6 +224,7 @@ class AdmEvaluator:
         self,
         *,
         num_samples: int,
+        labels: str,
         reference: str,
         weights: str,
         batch_size: int,
@@ -235,7 +237,7 @@ class AdmEvaluator:
         device: torch.device,
         processes: Processes,
     ):
-        self.num_samples, self.source, self._told = num_samples, source, False
+        self.num_samples, self.labels, self.source, self._told = num_samples, labels, source.with_labels(labels), False
         self.reference = Path(reference)
         statistics, images = open_reference(self.reference, open_images)
         self._suite = AdmSuite(
@@ -253,7 +255,7 @@ class AdmEvaluator:
     def describe(self) -> dict[str, Any]:
         """Return everything about the scores that moves a number."""
         reference = {"path": str(self.reference), "sha256": fingerprint(self.reference)}
-        return {**self._suite.protocol, "num_samples": self.num_samples, "reference": reference}
+        return {**self._suite.protocol, "num_samples": self.num_samples, "labels": self.labels, "reference": reference}
 
     def run(self, step: int) -> Iterator[tuple[str, float]]:
         """Draw, score, and yield the scores on the first process; the first time, say what to keep in mind."""

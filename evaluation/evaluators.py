@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,12 +86,19 @@ class DigitsEvaluator:
 
     Args:
         reference: real training digits (N, H, W, C) uint8 and their labels.
-        source: gives images and labels; needed by `run` alone.
-        num_samples: how many `run` scores.
+        source: gives images and labels.
+        num_samples: how many `run` scores; None where only `score` and `compare` are asked.
+        labels: of the samples, `random` or `balanced`.
     """
 
-    def __init__(self, reference: tuple[np.ndarray, np.ndarray], source: ImageSource | None, num_samples: int):
-        self.source, self.num_samples = source, num_samples
+    def __init__(
+        self,
+        reference: tuple[np.ndarray, np.ndarray],
+        source: Any = None,
+        num_samples: int | None = None,
+        labels: str = "random",
+    ):
+        self.source, self.num_samples = source and source.with_labels(labels), num_samples
         self._detector, self._judge = PixelDetector(), DigitJudge(*reference)
         self._images_of_reference, self._labels_of_reference = reference
         self._reference = self._statistics(reference[0])

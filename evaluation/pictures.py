@@ -24,6 +24,14 @@ def save_grid(images: np.ndarray, file: Path, columns: int) -> None:
     Image.fromarray(grid.squeeze(-1) if channels == 1 else grid).save(file)
 
 
+def in_turn(labels: np.ndarray) -> np.ndarray:
+    """Return the positions of images with labels (N,) in an order in which the classes take turns, as long as there are images."""
+    turns, by_class = np.empty(len(labels), dtype=int), np.argsort(labels, kind="stable")
+    _, first, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    turns[by_class] = np.arange(len(labels)) - first.repeat(counts)  # how many images of its class are before an image
+    return np.lexsort((labels, turns))
+
+
 def text_picture(images: np.ndarray) -> str:
     """Draw a row of small grey images (N, H, W, 1) uint8 with half blocks, for a terminal; empty where they do not fit."""
     count = TEXT_COLUMNS // images.shape[2]

@@ -19,7 +19,7 @@ from training.machine import resolve_auto
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
-GROUPS = ["data", "diffusion", "optimizer", "ema", "sampler", "guidance", "evaluation", "tracker"]
+GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "guidance", "evaluation", "tracker"]
 OPTIONS = [(group, p.stem) for group in GROUPS for p in sorted((ROOT / "configs" / group).glob("*.yaml"))]
 
 
@@ -80,6 +80,31 @@ def test_twins_differ_in_their_name_and_routes_alone():
     assert dit["model"].pop("routes") == []
     assert (tread.pop("method"), dit.pop("method")) == ("tread", "dit")
     assert tread == dit
+
+
+@pytest.mark.parametrize("size", ["s_2", "b_2", "l_2", "xl_2"])
+def test_published_experiments_are_the_recipe_and_differ_from_their_dense_twins_in_the_routes_alone(size):
+    path = ("data.path=x",)
+    tread, dit = (validated(f"experiment=imagenet256_{model}_{size}_400k", *path) for model in ("tread", "dit"))
+    assert tread == validated("model=tread", f"model/size={size}", "data=imagenet256", *path)
+    assert dit == validated("model=dit", f"model/size={size}", "data=imagenet256", *path)
+    assert (tread["model"]["init"], tread["model"]["fp32_after_route"]) == ("adaln_zero", False)
+    assert tread["guidance"]["guidance_scale"] == 1
+    routes = tread["model"].pop("routes"), dit["model"].pop("routes")
+    assert routes == ([{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}], [])
+    assert (tread.pop("method"), dit.pop("method")) == ("tread", "dit")
+    assert tread == dit
+
+
+@pytest.mark.parametrize("model", ["tread", "dit"])
+def test_parity_turns_all_official_details_together(model):
+    ours, official = (validated(f"model={model}", f"parity={parity}") for parity in ("none", "official"))
+    assert (ours.pop("decoding"), official.pop("decoding")) == ("rounded", "official")
+    for key, values in {"init": ("adaln_zero", "xavier"), "fp32_after_route": (False, True)}.items():
+        assert (ours["model"].pop(key), official["model"].pop(key)) == values
+    assert ours == official
+    for option in ("adm_5k", "digits"):
+        assert "labels: random" in (ROOT / f"configs/evaluation/{option}.yaml").read_text()
 
 
 def test_the_model_group_is_the_signature_of_the_network():
@@ -284,7 +309,7 @@ def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
     config, net = built("experiment=dense_finetune", "train.init_from=runs/x", "data=digits")
     assert config["method"] == "dit"
     assert net.routes == ()
-    assert config["optimizer"]["lr"] == 1e-5
+    assert (config["optimizer"]["lr"], config["train"]["total_steps"]) == (1e-5, 300_000)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +325,8 @@ def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
             "imagenet256_dit_xl_2_400k_l_2_seed3",
         ),
         ({"experiment": "ablation_tread"}, "ablation_tread_tiny_digits_seed3"),
+        ({"parity": "official"}, "tread_tiny_digits_parity_seed3"),
+        ({"parity": "none"}, "tread_tiny_digits_seed3"),
     ],
 )
 def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):

@@ -53,22 +53,35 @@ def test_samples_are_decoded_by_the_autoencoder_of_the_latents(folder):
     assert record["mixed_precision"] == "bf16"
 
 
-def test_what_is_sampled_is_what_the_network_gives_decoded(folder, monkeypatch):
-    """The whole way by hand: scale out of the latents, through the decoder, the one rounding rule."""
+@pytest.mark.parametrize("decoding", ["rounded", "official"])
+def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, monkeypatch, decoding):
+    """The whole way by hand: scale out of the latents, through the decoder, the one rounding rule; or all as public TREAD."""
     drawn = []
 
-    def watched(manifest, encoder):
-        decode = image_decoder(manifest, encoder)
+    def watched(*arguments):
+        decode = image_decoder(*arguments)
         return lambda latents: (drawn.append(latents), decode(latents))[1]
 
+    shutil.copytree(folder / "run", tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("decoding: rounded\n", f"decoding: {decoding}\n"))
     monkeypatch.setattr(sample, "image_decoder", watched)
-    images, _ = draw(folder)
+    images, record = draw(tmp_path)
+    assert record["decoding"] == decoding
     latents = torch.cat(drawn[1:])  # the first asks for the shape
-    net = KLEncoder(str(folder / "vae"), torch.device("cpu")).net
-    with torch.no_grad():
-        pixels = net.decode(latents / 0.9).sample
-    expected = (127.5 * pixels + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    assert np.abs(expected.astype(int) - images.astype(int)).max() <= 1
+    net, official = KLEncoder(str(folder / "vae"), torch.device("cpu")).net, decoding == "official"
+    if official:
+        for parameter in net.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=official):
+        pixels = net.decode(latents / 0.9).sample.float()
+    if official:  # [0, 1], times 255, cut off
+        expected = (255 * ((pixels + 1) / 2).clamp(0, 1)).byte().permute(0, 2, 3, 1).numpy()
+    else:
+        expected = (127.5 * pixels + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    difference = expected.astype(int) - images.astype(int)
+    assert np.abs(difference).max() <= 1
+    assert np.abs(difference).mean() < 0.02
 
 
 def test_another_autoencoder_is_refused_and_a_moved_one_found(folder, tmp_path):

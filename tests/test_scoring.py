@@ -80,7 +80,7 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
     assert direct["values"] == pytest.approx(kept["values"], rel=2e-3)  # a byte may round the other way in another batch
     for record in (direct, kept):
         drawn = record["samples"]["drawn"]
-        assert (drawn["num_samples"], drawn["first_seed"], drawn["labels"], drawn["guidance_scale"]) == (12, 0, "balanced", 1.0)
+        assert (drawn["num_samples"], drawn["first_seed"], drawn["labels"], drawn["guidance_scale"]) == (12, 0, "random", 1.0)
         assert drawn["sampler"]["num_steps"] == 2
         assert drawn["data"]["manifest"]["encoder"] == "identity"
         assert len(drawn["weights_sha256"]) == 64
@@ -143,10 +143,10 @@ def test_a_record_of_other_samples_is_noticed(folder):
         (["mode=scores", "samples=samples.npz"], "mode=scores must be one of score, reference"),
         (["suite=digits", "samples=samples.npz", "reference=x"], "weights=weights.pth has no meaning for suite=digits"),
         (["run=run", "num_samples=3", "reference=reference.npz"], "3 image(s) are too few: at least 4"),
-        (["run=run", "labels=alphabetical", "reference=reference.npz"], "labels=alphabetical must be one of balanced, random"),
+        (["run=run", "labels=alphabetical", "reference=reference.npz"], "labels=alphabetical must be one of random, balanced"),
         (["run=run", "checkpoint=5", "reference=reference.npz"], "checkpoint=5 not found: run=run has steps 4, 6"),
         (["samples=samples.npz", "reference=reference.npz", "out=/proc/x/y.json"], "out=/proc/x/y.json can not be written"),
-        (["run=run", "labels=random", "class_label=3", "reference=reference.npz"], "class_label=3 leaves nothing to draw"),
+        (["run=run", "labels=balanced", "class_label=3", "reference=reference.npz"], "class_label=3 is one class: labels=bal"),
         (["samples=damaged.npz", "reference=reference.npz"], "damaged.npz is damaged: Bad CRC-32"),
         (["run=run", "num_samples=0", "reference=reference.npz"], "num_samples=0 must be greater than 0"),
         (["samples=samples.npz", "reference=nowhere.npz"], "reference=nowhere.npz not found"),

@@ -320,7 +320,7 @@ RULES = [
     ("train", "optimizer.lr=fast", f"optimizer.lr=fast: Value 'fast' of type 'str' {NUMBER}"),
     ("sample", "num_samples=3", "run must be given, as KEY=VALUE"),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
-    ("sample", "run=r labels=random class_label=3", "class_label=3 leaves nothing to draw: labels=random must not be"),
+    ("sample", "run=r labels=balanced class_label=3", "class_label=3 is one class: labels=balanced must not be given"),
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
     ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
     ("sample", "run=r first_seed=4294967290", "first_seed=4294967290 must not be negative, and the last seed less than"),

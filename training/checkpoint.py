@@ -23,7 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 STEP_FOLDER = re.compile(r"step_(\d{8})")
-WRAPPERS = ("module.", "_orig_mod.", "model.", "net.")
+WRAPPERS = ("module.", "model.", "net.")
+COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
+# Where public code keeps weights in its files, averaged ones first: DiT, SiT, REPA and MaskDiT, TREAD.
+ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
 SUMS = "SHA256SUMS"
 # What came into state.json later, and stands for nothing known.
 LATER_STATE = {"metrics_waiting": "", "history": None, "longest_save_sec": None}
@@ -101,7 +104,7 @@ class CheckpointFolder:
         """Load a checkpoint into its objects and return what was saved as `state`, with the step."""
         _load_into(net, path / "net.safetensors")
         _load_into(ema, path / "ema.safetensors")
-        tensors = _load_tensors(path / "optimizer.safetensors", device)
+        tensors, _ = _load_tensors(path / "optimizer.safetensors", device)
         saved = optimizer.state_dict()
         for i, name in enumerate(_trained_names(net)):
             keys = [key for key in tensors if key.rpartition("/")[0] == name]
@@ -149,13 +152,16 @@ def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
     return f"{', '.join(wrong)} is not what was written" if wrong else None
 
 
-def load_weights(net: nn.Module, source: str | Path) -> None:
+def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
     """Load weights into a network, by name.
 
     Args:
-        source: a `.safetensors` file; a `.pt` or `.pth` file, read without executing code from it, whose `ema`, `model` or
-            `state_dict` entry is taken if there is one; a checkpoint folder or a run folder, whose averaged weights are taken.
-            Names may carry the prefixes of wrappers (`module.`, `_orig_mod.`, `model.`, `net.`).
+        source: a `.safetensors` file; a `.pt` or `.pth` file, read without executing code from it, of which the first of
+            `ENTRIES` is taken that is there; a checkpoint folder or a run folder, whose averaged weights are taken. Names may
+            carry the prefixes of wrappers (`module.`, `model.`, `net.`) and of compilation.
+
+    Returns:
+        Which file was read, its sha256, and the entry that was taken (None: its top).
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
@@ -163,14 +169,24 @@ def load_weights(net: nn.Module, source: str | Path) -> None:
             the network.
     """
     file = _weights_file(Path(source))
-    is_checkpoint = STEP_FOLDER.fullmatch(file.parent.name) and (file.parent / SUMS).is_file()
-    if is_checkpoint and (damage := damage_of(file.parent, [file.name])):
+    if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
         raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
-    _load_into(net, file)
+    return {"file": str(file), "sha256": _digest(file), "entry": _load_into(net, file)}
 
 
-def _load_into(net: nn.Module, file: Path) -> None:
-    tensors = {_strip(name): tensor for name, tensor in _load_tensors(file, torch.device("cpu")).items()}
+def is_own_checkpoint(source: str | Path) -> bool:
+    """Return whether weights lie in a checkpoint of this project, whose run tells what they predict.
+
+    Raises:
+        FileNotFoundError: there is nothing at `source`.
+    """
+    folder = _weights_file(Path(source)).parent
+    return bool(STEP_FOLDER.fullmatch(folder.name)) and (folder / SUMS).is_file()
+
+
+def _load_into(net: nn.Module, file: Path) -> str | None:
+    tensors, entry = _load_tensors(file, torch.device("cpu"))
+    tensors = {_strip(name): tensor for name, tensor in tensors.items()}
     expected = net.state_dict()
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
@@ -187,6 +203,7 @@ def _load_into(net: nn.Module, file: Path) -> None:
         net.load_state_dict(tensors)
     except RuntimeError as error:  # tensors without memory, or of a type that can not be copied
         raise ValueError(f"{file} holds more than plain tensors: {' '.join(str(error).split())[:200]}") from error
+    return entry
 
 
 def _weights_file(source: Path) -> Path:
@@ -198,10 +215,11 @@ def _weights_file(source: Path) -> Path:
     return source
 
 
-def _load_tensors(file: Path, device: torch.device) -> dict[str, torch.Tensor]:
+def _load_tensors(file: Path, device: torch.device) -> tuple[dict[str, torch.Tensor], str | None]:
+    """Return named tensors, and the entry of the file that they were in (None: at its top)."""
     if file.suffix == ".safetensors":
         try:
-            return load_file(file, device="cpu" if device.type == "cpu" else str(device))  # it does not know cpu:0
+            return load_file(file, device="cpu" if device.type == "cpu" else str(device)), None  # it does not know cpu:0
         except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
     try:
@@ -210,13 +228,15 @@ def _load_tensors(file: Path, device: torch.device) -> dict[str, torch.Tensor]:
             content = torch.load(file, map_location=device, weights_only=True)
     except LOAD_ERRORS as error:
         raise ValueError(f"{file} is damaged, or holds more than plain tensors, which is not loaded") from error
+    entry = None
     if isinstance(content, dict):
-        content = next((content[key] for key in ("ema", "model", "state_dict") if isinstance(content.get(key), dict)), content)
+        entry = next((key for key in ENTRIES if isinstance(content.get(key), dict)), None)
+        content = content if entry is None else content[entry]
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
     ):
-        raise ValueError(f"{file} must hold named tensors, at its top or under ema, model or state_dict")
-    return content
+        raise ValueError(f"{file} must hold named tensors, at its top or under one of {', '.join(ENTRIES)}")
+    return content, entry
 
 
 def _save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -240,6 +260,7 @@ def _digest(file: Path) -> str:
 
 
 def _strip(name: str) -> str:
+    name = name.replace(COMPILED, "")
     while prefix := next((prefix for prefix in WRAPPERS if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
     return name

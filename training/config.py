@@ -58,6 +58,7 @@ class TrainConfig:
     max_skipped_steps: int = 10
     num_workers: int = 0
     init_from: str | None = None
+    init_from_objective: str | None = None  # edm, ddpm or flow: what a file predicts that this project did not write
     masked_loss: bool = False
 
 
@@ -116,6 +117,7 @@ class Config:
     run_name: str = MISSING
     output_dir: str = MISSING
     seed: int = 0
+    decoding: str = "rounded"  # of samples, from latents to bytes; or official, as the public TREAD code
     data: dict[str, Any] = field(default_factory=dict)  # before the model, which takes its sizes: a mistake is told here
     model: dict[str, Any] = field(default_factory=dict)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -137,7 +139,7 @@ class SamplingConfig:
     num_samples: int | None = None
     batch_size: int = 100
     first_seed: int = 0
-    labels: str = "balanced"  # the classes in turn; or random, drawn from the seeds
+    labels: str = "random"  # drawn from the seeds; or balanced, the classes in turn
     class_label: int | None = None  # this class alone, in place of labels
     guidance_scale: float | None = None
     num_steps: int | None = None
@@ -275,6 +277,7 @@ def _default_run_name(seed: int) -> str:
     experiment = choices.get("experiment") or ""  # names what it is about; what it does not name is added
     parts = [choices[group] for group in ("model", "model/size", "data")]
     parts = [part for part in parts if f"_{part}_" not in f"_{experiment}_"]
+    parts += ["parity"] if choices.get("parity") == "official" else []
     name = "_".join([*filter(None, [experiment]), *parts, f"seed{seed}"])
     if hydra.mode == RunMode.MULTIRUN and hydra.job.override_dirname:
         # A name must be usable on Hydra's command line again, as run=runs/NAME.

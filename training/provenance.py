@@ -21,6 +21,7 @@ import yaml
 from joblib import cpu_count
 
 from training.machine import bf16_instructions
+from training.rules import INIT_OBJECTIVES
 
 OWN_PACKAGES = ("data", "diffusion", "evaluation", "models", "routing", "training")
 PROJECT = Path(__file__).resolve().parents[1]
@@ -38,6 +39,7 @@ PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy",
 FREE_KEYS = (
     "run_name",
     "output_dir",
+    "decoding",
     "data.encoder",
     "evaluation",
     "guidance",
@@ -62,7 +64,7 @@ FREE_KEYS = (
 LATER_KEYS = {"model.attention": "auto"}
 
 # What a resumed run must not change either, where it scores its samples: scores of one name must mean the same.
-SCORING_KEYS = ("evaluation", "guidance", "sampler")
+SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
 
 
 class RunFolder:
@@ -326,6 +328,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         *([f"data       {details['data']['note']}"] if "note" in details["data"] else []),
         *(["evaluation no val_loss_dense: the data have no held-out entries (num_held_out)"] if blind else []),
         *(f"changed    {change}" for change in details["changes"]),
+        *([f"start      {_start(details['init_from'])}"] if "init_from" in details else []),
         f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}",
     ]
     if resolved["compile"]:
@@ -348,6 +351,13 @@ def _fp32_block(cost: dict[str, float]) -> str:
         f"outside autocast products take {cost['fp32_slowdown']:.1f}x as long here: without model.fp32_after_route the steps "
         f"could be {without:.2f}x as fast"
     )
+
+
+def _start(init_from: dict[str, str | None]) -> str:
+    entry = f" ({init_from['entry']})" if init_from["entry"] else ""
+    known = INIT_OBJECTIVES[init_from["objective"]]
+    anew = f". warning: it {known}; what its time embedding and its output mean has to be learnt anew" if known else ""
+    return f"weights of {init_from['file']}{entry}{anew}"
 
 
 def _freed(resolved: dict[str, Any]) -> str:

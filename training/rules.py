@@ -10,6 +10,14 @@ SYNTHETIC_DATA = "data.synthetic"
 METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
 SWITCH = ("auto", "true", "false")
+DECODINGS = ("rounded", "official")
+# What a network that was trained elsewhere has to learn here; nothing, where its objective is EDM's, too.
+INIT_OBJECTIVES = {
+    "edm": None,
+    "ddpm": "predicts noise, conditioned on timesteps 0 to 999",
+    "flow": "predicts a velocity, conditioned on times 0 to 1",
+}
+LABELS = ("random", "balanced")  # of samples
 TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
 MAY_BE_INFINITE = ("sampler.S_max",)
 NUM_SEEDS = 2**32  # what the CPU's generator tells apart
@@ -33,6 +41,10 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
         train[key] = train[key].lower()  # a YAML `true` arrives as "True"
         check_choice(f"train.{key}", train[key], choices)
+    if (objective := train["init_from_objective"]) is not None:
+        check_choice("train.init_from_objective", objective, tuple(INIT_OBJECTIVES))
+        if not train["init_from"]:
+            raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
     check_not_negative("train.num_workers", train["num_workers"])
     if not 0 <= config["seed"] < NUM_SEEDS:
         raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
@@ -55,6 +67,7 @@ def check_groups(config: dict[str, Any]) -> None:
     """
     method, routes = config["method"], config["model"]["routes"]
     check_choice("method", method, METHODS)
+    check_choice("decoding", config["decoding"], DECODINGS)
     if method == "tread" and not routes:
         raise ValueError(f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. model/routes=paper")
     if method == "dit" and routes:
@@ -77,6 +90,8 @@ def check_groups(config: dict[str, Any]) -> None:
     evaluation = config["evaluation"]
     if "batch_size" in evaluation:
         check_positive("evaluation.batch_size", evaluation["batch_size"])
+    if "labels" in evaluation:
+        check_choice("evaluation.labels", evaluation["labels"], LABELS)
     if "num_samples" in evaluation and evaluation["num_samples"] < 2:
         raise ValueError(f"evaluation.num_samples={evaluation['num_samples']} must be at least 2")
     train = config["train"]

@@ -12,9 +12,8 @@ from accelerate.utils import broadcast_object_list
 from training import config as configuration
 from training.checkpoint import latest_checkpoint, load_weights, steps_in
 from training.provenance import RunFolder
-from training.rules import NUM_SEEDS, check_choice, check_guidance, check_positive
+from training.rules import LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
 
-LABELS = ("balanced", "random")
 RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
 
 
@@ -88,6 +87,7 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
             "encoder": request["encoder"] or config["data"].get("encoder"),
             "allow_other": request["allow_other_encoder"],
             "bf16": bf16,
+            "official": config["decoding"] == "official",
         },
         name=_name(checkpoint, settings),
         weights=weights,
@@ -97,6 +97,7 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
             "run": str(run.path),
             "checkpoint": str(checkpoint),
             "ema": config["ema"],
+            "decoding": config["decoding"],
             "data": details["data"],
         },
     )
@@ -132,23 +133,24 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     if label is not None and not 0 <= label < num_classes:
         classes = f"in [0, {num_classes - 1}]" if num_classes else "null for an unconditional network (num_classes=0)"
         raise ValueError(f"class_label={label} must be {classes}")
-    if label is not None and request["labels"] == "random":
-        raise ValueError(f"class_label={label} leaves nothing to draw: labels={request['labels']} must not be given with it")
+    if label is not None and request["labels"] == "balanced":
+        raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
     scale = config["guidance"]["guidance_scale"] if request["guidance_scale"] is None else request["guidance_scale"]
     check_guidance("guidance_scale", scale, num_classes)
     sampler = config["sampler"]
     if request["num_steps"] is not None:
         check_positive("num_steps", request["num_steps"])
         sampler = {**sampler, "num_steps": request["num_steps"]}
-    return {**{key: request[key] for key in RECORDED}, "guidance_scale": scale, "sampler": sampler}
+    settings = {**{key: request[key] for key in RECORDED}, "guidance_scale": scale, "sampler": sampler}
+    return settings if label is None else {**settings, "labels": None}
 
 
 def _name(checkpoint: Path, settings: dict[str, Any]) -> str:
     parts = [checkpoint.name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
     if settings["class_label"] is not None:
         parts += [f"class{settings['class_label']}"]
-    elif settings["labels"] == "random":
-        parts += ["randomlabels"]
+    elif settings["labels"] == "balanced":
+        parts += ["balanced"]
     parts += [f"guidance{settings['guidance_scale']:g}"] if settings["guidance_scale"] != 1 else []
     parts += [f"{settings['sampler']['num_steps']}steps"]
     parts += ["bf16"] if settings["mixed_precision"] == "bf16" else []

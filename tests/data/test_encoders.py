@@ -201,6 +201,17 @@ def test_pixels_in_another_range_are_brought_back(folder):
     assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1
 
 
+def test_the_decoding_of_the_official_code_is_coarser_and_half_a_level_darker(folder):
+    exact, official = KLEncoder(folder, CPU), KLEncoder(folder, CPU, official=True)
+    assert official.weights_hash == exact.weights_hash, "they are the same file"
+    assert all(torch.equal(p, p.bfloat16().float()) for p in official.net.parameters())
+    z = torch.randn(2, 4, 16, 16)
+    assert 0 < (official.decode(z) - exact.decode(z)).abs().max() < 0.1
+    levels = torch.linspace(-1, 1, 10_001)
+    assert (to_uint8(levels).float() - to_uint8(levels, official=True).float()).mean() == pytest.approx(0.5, abs=0.01)
+    assert to_uint8(torch.tensor([-1.0, 0.99, 1.0]), official=True).tolist() == [0, 253, 255]
+
+
 def test_bf16_is_used_where_asked_and_only_there(folder):
     exact, fast = KLEncoder(folder, CPU), KLEncoder(folder, CPU, bf16=True)
     difference = (exact.encode(IMAGES) - fast.encode(IMAGES)).abs().max()

@@ -124,6 +124,13 @@ def test_one_class_takes_the_place_of_labels():
     assert source(class_label=0, labels="random").labels(2).tolist() == [0, 0]
 
 
+def test_a_source_with_other_labels_is_another():
+    balanced = source()
+    drawn = balanced.with_labels("random")
+    assert drawn.labels(8).tolist() == random_labels(range(8), PRECOND.net.num_classes).tolist()
+    assert balanced.labels(8).tolist() == [i % PRECOND.net.num_classes for i in range(8)]
+
+
 def test_samples_in_bf16_are_near_those_in_fp32():
     one, _ = source()(3)
     other, _ = source(bf16=True)(3)

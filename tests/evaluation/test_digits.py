@@ -4,7 +4,7 @@ from PIL import Image
 
 from data import IdentityEncoder, digits, real_images
 from evaluation import DigitsEvaluator
-from evaluation.pictures import save_grid, text_picture
+from evaluation.pictures import in_turn, save_grid, text_picture
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +13,7 @@ def dataset(tmp_path_factory):
 
 
 def test_scores_tell_good_from_bad(dataset):
-    evaluator = DigitsEvaluator(real_images(dataset, dataset.train_ids, IdentityEncoder()), source=None, num_samples=100)
+    evaluator = DigitsEvaluator(real_images(dataset, dataset.train_ids, IdentityEncoder()))
     images, labels = real_images(dataset, dataset.held_out_ids, IdentityEncoder())
     real = evaluator.score(images, labels)
     assert real["label_accuracy"] > 0.98
@@ -24,10 +24,33 @@ def test_scores_tell_good_from_bad(dataset):
     assert evaluator.score(images[:1].repeat(50, axis=0), labels[:50])["fd_pixel"] > 3
 
 
-def test_run_scores_what_the_source_gives(dataset):
+class Source:
+    """The first of some images; it remembers which labels were asked for."""
+
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
+
+    def with_labels(self, labels):
+        self.asked = labels
+        return self
+
+    def __call__(self, num_samples):
+        return self.images[:num_samples], self.labels[:num_samples]
+
+
+@pytest.mark.parametrize("labels", ["random", "balanced"])
+def test_run_scores_what_the_source_gives(dataset, labels):
     reference = real_images(dataset, dataset.train_ids, IdentityEncoder())
-    evaluator = DigitsEvaluator(reference, lambda n: (reference[0][:n], reference[1][:n]), num_samples=200)
+    evaluator = DigitsEvaluator(reference, source := Source(*reference), num_samples=200, labels=labels)
     assert dict(evaluator.run(step=1)) == evaluator.score(reference[0][:200], reference[1][:200])
+    assert source.asked == labels
+
+
+def test_classes_take_turns_in_a_picture():
+    labels = np.array([3, 1, 1, 0, 3, 3, 1, 2])
+    order = in_turn(labels)
+    assert labels[order].tolist() == [0, 1, 2, 3, 1, 3, 1, 3]
+    assert order.tolist() == [3, 1, 7, 0, 2, 4, 6, 5], "the first of a class first"
 
 
 def test_pictures(tmp_path, dataset):

@@ -1,15 +1,20 @@
 import argparse
+import hashlib
 import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import sample
 from tests.networks import small_dit
-from tests.runs import tiny_run
+from tests.runs import composed, tiny_run
+from train import _check_init_from
 from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights, steps_in
+from training.provenance import RunFolder
 
 
 class Malicious:
@@ -20,6 +25,102 @@ class Malicious:
 def other_weights():
     state = small_dit().state_dict()
     return {name: tensor + 1 for name, tensor in state.items()}
+
+
+class OfficialPrecond(torch.nn.Module):
+    """The preconditioning of the public TREAD code, as far as names in its files go."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+@pytest.fixture
+def gloo(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def official_file(file, net, average, compiled):
+    """Save two networks as the public TREAD code does: preconditioning, DDP around what is trained, blocks compiled or not."""
+    wrapped = []
+    for part in (net, average):
+        if compiled:
+            part.blocks = torch.nn.ModuleList(torch.compile(block) for block in part.blocks)
+        trained = any(parameter.requires_grad for parameter in part.parameters())
+        precond = OfficialPrecond(part)
+        wrapped.append(torch.nn.parallel.DistributedDataParallel(precond) if trained else precond)
+    model, ema = wrapped
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    content = {"model_state_dict": model.state_dict(), "ema_state_dict": ema.state_dict()}
+    torch.save({**content, "optimizer_state_dict": optimizer.state_dict(), "step": 7}, file)
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_file_of_the_official_code_gives_its_average(tmp_path, compiled):
+    average = small_dit()
+    average.load_state_dict(other_weights())
+    official_file(tmp_path / "latest.pt", small_dit(), average, compiled)
+    net = small_dit()
+    assert load_weights(net, tmp_path / "latest.pt")["entry"] == "ema_state_dict"
+    assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in net.state_dict().items())
+    content = torch.load(tmp_path / "latest.pt", weights_only=True)
+    torch.save({"model_state_dict": content["model_state_dict"], "step": 7}, tmp_path / "raw.pt")
+    assert load_weights(net, tmp_path / "raw.pt")["entry"] == "model_state_dict"
+    assert all(torch.equal(tensor, small_dit().state_dict()[name]) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.usefixtures("gloo")
+def test_a_file_of_the_official_code_starts_a_run_and_is_sampled(tmp_path, capsys):
+    trainer = tiny_run(tmp_path / "first")
+    average = trainer.ema.net
+    official_file(tmp_path / "latest.pt", trainer.net, average, compiled=False)
+    start = (f"train.init_from={tmp_path / 'latest.pt'}", "train.total_steps=1", "optimizer.lr=1e-12")
+    tiny_run(tmp_path / "second", *start, "train.init_from_objective=edm")
+    assert f"start      weights of {tmp_path / 'latest.pt'} (ema_state_dict)\n" in capsys.readouterr().out
+    found = RunFolder(tmp_path / "second").manifest()["init_from"]
+    digest = hashlib.sha256((tmp_path / "latest.pt").read_bytes()).hexdigest()
+    expected = {"file": str(tmp_path / "latest.pt"), "sha256": digest, "entry": "ema_state_dict", "objective": "edm"}
+    assert found == expected
+    samples = []
+    for name, output in (("first", "one"), ("second", "two")):
+        sample.main(composed(f"run={tmp_path / name}", "num_samples=4", f"output={tmp_path / output}.npz", config_name="sample"))
+        samples.append(np.load(tmp_path / f"{output}.npz")["arr_0"].astype(int))
+    assert np.abs(samples[0] - samples[1]).max() <= 1
+    assert samples[0].std() > 10
+
+
+@pytest.mark.parametrize(("objective", "anew"), [("ddpm", "predicts noise, conditioned on timesteps"), ("flow", "velocity")])
+def test_weights_of_another_objective_are_told_from_those_of_this_one(tmp_path, capsys, objective, anew):
+    torch.save({"model": tiny_run(tmp_path / "first").net.state_dict()}, tmp_path / "DiT.pt")
+    start = (f"train.init_from={tmp_path / 'DiT.pt'}", "train.total_steps=1")
+    tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
+    assert "(model). warning: it " in line
+    assert anew in line
+    assert "has to be learnt anew" in line
+    assert RunFolder(tmp_path / "second").manifest()["init_from"]["objective"] == objective
+    tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}", "train.total_steps=2")
+    assert "init_from" in RunFolder(tmp_path / "second").manifest(), "a resumed run still says what it began with"
+
+
+def test_what_a_file_predicts_must_be_said_and_what_a_run_predicts_is_known(tmp_path):
+    run = tiny_run(tmp_path / "first").checkpoints.folder.parent
+    torch.save({"model": small_dit().state_dict()}, tmp_path / "weights.pt")
+    (copy := tmp_path / "copy.safetensors").write_bytes((latest_checkpoint(run) / "ema.safetensors").read_bytes())
+    for file in (tmp_path / "weights.pt", copy):
+        with pytest.raises(ValueError, match=r"does not tell what it predicts: give train\.init_from_objective=edm"):
+            _check_init_from(str(file), None)
+        _check_init_from(str(file), "flow")
+    for own in (run, latest_checkpoint(run), latest_checkpoint(run) / "ema.safetensors"):
+        _check_init_from(str(own), None)
+        with pytest.raises(ValueError, match=r"init_from_objective=edm must not be given for a run of this project"):
+            _check_init_from(str(own), "edm")
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod.model."])
