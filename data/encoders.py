@@ -181,9 +181,7 @@ def to_uint8(images: torch.Tensor, official: bool = False) -> torch.Tensor:
     return (127.5 * images + (127.5 if official else 128)).clamp(0, 255).to(torch.uint8)
 
 
-def image_decoder(
-    manifest: LatentManifest, encoder: Encoder, official: bool = False
-) -> Callable[[torch.Tensor], np.ndarray]:
+def image_decoder(manifest: LatentManifest, encoder: Encoder, official: bool = False) -> Callable[[torch.Tensor], np.ndarray]:
     """Return a function from what the network gives, (N, C, H, W), to images (N, H, W, channels) uint8."""
     black, white = manifest.pixel_range
 

@@ -25,7 +25,7 @@ def save_grid(images: np.ndarray, file: Path, columns: int) -> None:
 
 
 def in_turn(labels: np.ndarray) -> np.ndarray:
-    """Return the positions of images with labels (N,) in an order in which the classes take turns, as long as there are images."""
+    """Return the positions of images with labels (N,) in an order in which the classes take turns, while there are images."""
     turns, by_class = np.empty(len(labels), dtype=int), np.argsort(labels, kind="stable")
     _, first, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
     turns[by_class] = np.arange(len(labels)) - first.repeat(counts)  # how many images of its class are before an image

@@ -47,9 +47,7 @@ class Cost:
         return {**asdict(self), "predicted_speedup": self.predicted_speedup}
 
 
-def cost_of(
-    net: DiT, ratios: Sequence[float] | None = None, mask_coverage: float = 0.0, fp32_slowdown: float = 1.0
-) -> Cost:
+def cost_of(net: DiT, ratios: Sequence[float] | None = None, mask_coverage: float = 0.0, fp32_slowdown: float = 1.0) -> Cost:
     """Return what an image costs.
 
     Args:

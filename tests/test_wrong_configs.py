@@ -75,6 +75,7 @@ AS_PYTHON = {"null": "None", "1e3": "1000.0"}  # values that a line shows as Pyt
 KEYS = {
     "train": [
         ("method=sit", "must be one of dit, tread"),
+        ("decoding=jpeg", "must be one of rounded, official"),
         ("run_name=''", "must not be empty"),
         ("output_dir=''", "must not be empty"),
         ("seed=-1", NOT_NEGATIVE),
@@ -143,6 +144,7 @@ KEYS = {
         ("guidance.guidance_scale=-1", NOT_NEGATIVE),
         ("evaluation=digits evaluation._target_=evaluation.Nothing", f"{GONE}module 'evaluation' has no attribute 'Nothing'"),
         ("evaluation=digits evaluation.num_samples=1", "must be at least 2"),
+        ("evaluation=digits evaluation.labels=alphabetical", "must be one of random, balanced"),
         ("evaluation=adm_5k evaluation.reference=nowhere", "not found: `python -m evaluation.fetch` lists what can be"),
         ("evaluation=adm_5k evaluation.reference=file evaluation.weights=nowhere", "not found"),
         (f"{ADM} evaluation.batch_size=0", POSITIVE),
@@ -172,6 +174,7 @@ KEYS = {
         ("train.max_skipped_steps=0", POSITIVE),
         ("train.num_workers=-1", NOT_NEGATIVE),
         ("train.init_from=nowhere", "is not there: it must be a run or a weights file"),
+        ("train.init_from=file train.init_from_objective=noise", "must be one of edm, ddpm, flow"),
         ("train.masked_loss=7.5", SWITCH),
     ],
     "sample": [
@@ -180,7 +183,7 @@ KEYS = {
         ("run=r num_samples=0", POSITIVE),
         ("run=r batch_size=0", POSITIVE),
         ("run=r first_seed=-1", f"{NOT_NEGATIVE}, and the last seed less than 4294967296"),
-        ("run=r labels=alphabetical", "must be one of balanced, random"),
+        ("run=r labels=alphabetical", "must be one of random, balanced"),
         ("run=r class_label=10", "must be in [0, 9]"),
         ("run=r guidance_scale=-1", NOT_NEGATIVE),
         ("run=r num_steps=0", POSITIVE),
@@ -210,7 +213,7 @@ KEYS = {
         (f"{RUN} num_samples=0", POSITIVE),
         (f"{RUN} batch_size=0", POSITIVE),
         (f"{RUN} first_seed=-1", NOT_NEGATIVE),
-        (f"{RUN} labels=alphabetical", "must be one of balanced, random"),
+        (f"{RUN} labels=alphabetical", "must be one of random, balanced"),
         (f"{RUN} class_label=10", "must be in [0, 9]"),
         (f"{RUN} guidance_scale=nan", FINITE),
         (f"{RUN} num_steps=0", POSITIVE),
@@ -296,6 +299,10 @@ RULES = [
     ("train", "data._target_=data.open_shards train.num_workers=2",
      "train.num_workers=2 must be 0 for data=stream, which reads ahead by itself"),
     ("train", "train.micro_batch_size=5", "train.batch_size=32 must be a multiple of train.micro_batch_size=5"),
+    ("train", "train.init_from=file", "train.init_from=file does not tell what it predicts: give "),
+    ("train", "train.init_from_objective=edm", "train.init_from_objective=edm has no meaning without train.init_from"),
+    ("train", "train.init_from=own train.init_from_objective=flow",
+     "train.init_from_objective=flow must not be given for a run of this project, own"),
     ("train", "data=imagenet256", "data.path must be given, as KEY=VALUE (a latent folder"),
     ("train", "data=latents data.path=nowhere", "data.path=nowhere must be a latent folder, but "),
     ("train", "~train", "train must not be removed"),
@@ -364,7 +371,7 @@ RULES = [
 # Where rules are told: modules, classes and functions.
 TOLD_BY = [
     rules, configuration, routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
-    layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files,
+    layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files, train._check_init_from,
     sampling.find_checkpoint, sampling._settings, sample.main, fid.main, fid.check_request, fid.check_out, fid.check_files,
     encode.check_request, encode.check_sources, convert.check_request, advise.main,
     finetune.check_request, finetune.check_output, finetune.open_inputs, finetune._open, finetune._try,
@@ -400,8 +407,9 @@ def folder(tmp_path_factory):
     asked = composed("transformer=flux", "inputs=flux", "rank=4", config_name="finetune")
     settings = finetune.check_output(configuration.resolve(asked), num_processes=1)
     (folder / "tuned/finetune.json").write_text(json.dumps(settings))
-    for name in ("file", "there.npz"):
-        (folder / name).touch()
+    (own := folder / "own/checkpoints/step_00000004").mkdir(parents=True)
+    for file in (folder / "file", folder / "there.npz", own / "ema.safetensors", own / "SHA256SUMS"):
+        file.touch()
     with (folder / "weights.pth").open("wb") as weights:
         weights.truncate(inception.SMALLEST_FILE + 1)  # takes no room
     with chdir(folder):

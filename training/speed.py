@@ -120,7 +120,7 @@ class SpeedCheck:
         self.report({"speed_check": found})
         at = ", ".join(f"{ratio:g}" for ratio in ratios)
         self.show(
-            f"a forward and backward pass at ratio {at} is {measured:.2f}x as fast as a dense one ({predicted:.2f}x by its FLOPs)"
+            f"a forward and backward pass at ratio {at} is {measured:.2f}x as fast as a dense one ({predicted:.2f}x by FLOPs)"
         )
         if measured < LEAST_SHARE * predicted:
             causes = "; ".join(self._likely_causes())

@@ -89,7 +89,9 @@ def test_a_file_of_the_official_code_starts_a_run_and_is_sampled(tmp_path, capsy
     assert found == expected
     samples = []
     for name, output in (("first", "one"), ("second", "two")):
-        sample.main(composed(f"run={tmp_path / name}", "num_samples=4", f"output={tmp_path / output}.npz", config_name="sample"))
+        sample.main(
+            composed(f"run={tmp_path / name}", "num_samples=4", f"output={tmp_path / output}.npz", config_name="sample")
+        )
         samples.append(np.load(tmp_path / f"{output}.npz")["arr_0"].astype(int))
     assert np.abs(samples[0] - samples[1]).max() <= 1
     assert samples[0].std() > 10
