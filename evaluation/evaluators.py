@@ -1,4 +1,4 @@
-"""Evaluators: evaluator.run(step) yields (key, value). What they look at is given to them; they build nothing."""
+"""Evaluators: evaluator.run(step) yields (key, number or picture). What they look at is given to them; they build nothing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -68,17 +68,16 @@ class SampleGrid:
     def __init__(self, source: ImageSource, folder: Path, num_samples: int, columns: int, write: bool):
         self.source, self.folder, self.num_samples, self.columns, self.write = source, folder, num_samples, columns, write
 
-    def run(self, step: int) -> Iterator[tuple[str, float]]:
-        """Yield nothing."""
+    def run(self, step: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the picture (height, width, C) uint8."""
         images, _ = self.source(self.num_samples)
         if self.write:
             file = self.folder / f"step_{step:08d}.png"
             try:
-                save_grid(images, file, self.columns)
+                yield "samples", save_grid(images, file, self.columns)
                 tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
             except OSError as error:  # a full disk, say: a picture is no reason to end a training
                 tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
-        yield from ()
 
 
 class DigitsEvaluator:

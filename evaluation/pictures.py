@@ -10,8 +10,12 @@ SMALLEST_TILE = 32
 TEXT_COLUMNS = 100
 
 
-def save_grid(images: np.ndarray, file: Path, columns: int) -> None:
-    """Write images (N, H, W, C) uint8 row by row into one PNG; small images are enlarged, pixel by pixel."""
+def save_grid(images: np.ndarray, file: Path, columns: int) -> np.ndarray:
+    """Write images (N, H, W, C) uint8 row by row into one PNG; small images are enlarged, pixel by pixel.
+
+    Returns:
+        What was written, (height, width, C) uint8.
+    """
     columns = min(columns, len(images))
     zoom = max(1, SMALLEST_TILE // images.shape[1])
     tiles = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
@@ -22,6 +26,7 @@ def save_grid(images: np.ndarray, file: Path, columns: int) -> None:
     grid = rows.reshape(-1, columns * width, channels)
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(grid.squeeze(-1) if channels == 1 else grid).save(file)
+    return grid
 
 
 def in_turn(labels: np.ndarray) -> np.ndarray:

@@ -13,7 +13,12 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
+import numpy as np
+
 CLOSE_WITHIN_SEC = 60.0
+
+
+Values = dict[str, float | np.ndarray]  # numbers, and pictures (height, width, C) uint8
 
 
 class Tracker(Protocol):
@@ -21,7 +26,7 @@ class Tracker(Protocol):
 
     def open(self) -> None: ...
 
-    def log(self, values: dict[str, float], step: int) -> None: ...
+    def log(self, values: Values, step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -96,12 +101,12 @@ class BackgroundTracker:
 
     def __init__(self, tracker: Tracker, show: Callable[[str], None]):
         self._tracker, self.show = tracker, show
-        self._lines: SimpleQueue[tuple[dict[str, float], int] | None] = SimpleQueue()
+        self._lines: SimpleQueue[tuple[Values, int] | None] = SimpleQueue()
         self._failed = False
         self._thread = Thread(target=self._run, name="tracker", daemon=True)
         self._thread.start()
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(self, values: Values, step: int) -> None:
         """Hand a line over."""
         if not self._failed:
             self._lines.put((values, step))
@@ -143,13 +148,15 @@ class WandbTracker:
 
         # The same folder is the same run; runs of one name in two folders are two.
         identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
+        self._picture = wandb.Image
         self._init = partial(wandb.init, project=project, name=run_name, id=identity, resume="allow", dir=folder, mode=mode)
 
     def open(self) -> None:
         self._run = self._init()
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
+    def log(self, values: Values, step: int) -> None:
+        pictures = {key: self._picture(value) for key, value in values.items() if isinstance(value, np.ndarray)}
+        self._run.log({**values, **pictures}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -166,11 +173,14 @@ class TensorBoardTracker:
     def open(self) -> None:
         pass  # with the first line, whose step it needs
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(self, values: Values, step: int) -> None:
         # Points that an earlier start of the run drew behind the checkpoint that this one resumed from are taken back.
         self._writer = self._writer or self._writer_from(purge_step=step)
         for key, value in values.items():
-            self._writer.add_scalar(key, value, step)
+            if isinstance(value, np.ndarray):
+                self._writer.add_image(key, value, step, dataformats="HWC")
+            else:
+                self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
         if self._writer:

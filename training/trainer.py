@@ -38,7 +38,7 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
 class Evaluator(Protocol):
     """What the trainer asks of an evaluator."""
 
-    def run(self, step: int) -> Iterator[tuple[str, float]]: ...
+    def run(self, step: int) -> Iterator[tuple[str, float | np.ndarray]]: ...
 
 
 class RoutePlan(Protocol):
@@ -251,10 +251,11 @@ class Trainer:
 
     def _log(self, values: dict[str, Any]) -> None:
         values = {"num_images": self.step * self.batch_size, **values}
-        if self.metrics_file:
-            self.metrics_file.log(values, self.step)
+        if self.metrics_file and (told := _without_pictures(values)).keys() != {"num_images"}:
+            self.metrics_file.log(told, self.step)
         if self.tracker:
-            self.tracker.log({key: value for key, value in values.items() if isinstance(value, int | float)}, self.step)
+            shown = {key: value for key, value in values.items() if isinstance(value, int | float | np.ndarray)}
+            self.tracker.log(shown, self.step)
 
     def _after_first_window(self) -> None:
         if self.after_first_window and any(self.ratios):
@@ -291,7 +292,8 @@ class Trainer:
         self.progress.set_description("train")
         if values:
             self._log(values)
-            self.show(f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in values.items()))
+        if numbers := _without_pictures(values):
+            self.show(f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in numbers.items()))
         self.resume_clock()
         return stop
 
@@ -362,3 +364,7 @@ class Trainer:
     def resume_clock(self) -> None:
         """Count time as that of training from here on."""
         self.clock_start = time.perf_counter()
+
+
+def _without_pictures(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not isinstance(value, np.ndarray)}

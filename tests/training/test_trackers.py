@@ -1,17 +1,23 @@
 """Trackers that are slow, fail, have no network or no room: the training does not notice."""
 
+import io
 import json
 import socket
 import time
 from threading import Event
 
+import numpy as np
 import pytest
 import wandb
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 from tests.runs import metrics, tiny_run, tiny_trainer
 from training.trackers import BackgroundTracker, MetricsFile, TensorBoardTracker
+
+
+GREY = ("data.in_channels=1", "train.log_every=3")
 
 
 class Recorder:
@@ -104,6 +110,36 @@ def test_no_room_for_the_logs_of_a_tracker_is_no_reason_to_stop(tmp_path, capsys
     tiny_run(tmp_path / "run", "tracker=tensorboard")
     assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 6]
     assert capsys.readouterr().out.count("the tracker is switched off") == 1
+
+
+def picture(file):
+    return np.asarray(Image.open(file))
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_trackers_get_the_grids_of_samples(tmp_path, tracker, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    trainer = tiny_run(tmp_path / "run", f"tracker={tracker}", "train.sample_every=3", "sampler.num_steps=2", *GREY)
+    written = [picture(tmp_path / f"run/samples/step_{step:08d}.png") for step in (3, 6)]
+    if tracker == "tensorboard":
+        events = EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"images": 0}).Reload().Images("samples")
+        assert [event.step for event in events] == [3, 6]
+        found = [picture(io.BytesIO(event.encoded_image_string)) for event in events]
+    else:
+        files = sorted((tmp_path / "run").glob("wandb/offline-run-*/files/media/images/samples_*.png"), key=wandb_step)
+        assert [wandb_step(file) for file in files] == [3, 6]
+        found = [picture(file) for file in files]
+    for ours, theirs in zip(written, found, strict=True):
+        assert ours.std() > 10
+        assert np.array_equal(np.asarray(Image.fromarray(theirs).convert("L")), ours)
+    assert all("samples" not in line for line in metrics(tmp_path / "run"))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 6], "a picture alone is no line"
+    assert trainer.step == 6
+
+
+def wandb_step(file):
+    return int(file.name.split("_")[1])
 
 
 @pytest.fixture
