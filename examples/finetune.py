@@ -21,6 +21,7 @@ import hydra
 import numpy as np
 import torch
 import torch.nn as nn
+import yaml
 from accelerate import Accelerator
 from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
@@ -28,11 +29,12 @@ from tqdm import tqdm
 
 from data import StreamOrder
 from models import token_mask
-from routing import Route, attach, grow_ratio
+from routing import Route, attach, from_simpletuner, grow_ratio
 from training import config as configuration
 from training.machine import start_process
 from training.rules import check_choice, check_not_negative, check_positive
 
+RECIPES = Path(__file__).resolve().parents[1] / "configs" / "model" / "routes"
 ARRAYS = ("latents", "text", "pooled", "references", "masks")
 QUANTIZATIONS = ("int8", "int4", "nf4")
 TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr are added to
@@ -115,6 +117,7 @@ def main(cfg: DictConfig) -> None:
     with configuration.user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
+        request |= {"routes": read_routes(request), "tread_config": None}
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         if request["batch_size"] % num_processes:
             raise ValueError(
@@ -143,7 +146,11 @@ def check_request(request: dict[str, Any]) -> None:
         check_positive(key, request[key])
     check_choice("train", request["train"], ("lora", "lokr", "full"))
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
-    if request["importance_weight"] and not request["routes"]:
+    if not 0 <= request["mask_area"] < 1:
+        raise ValueError(f"mask_area={request['mask_area']} must be in [0, 1)")
+    if request["tread_config"] and request["routes"]:
+        raise ValueError(f"tread_config={request['tread_config']} and routes={request['routes']}: only one may be given")
+    if request["importance_weight"] and not (request["routes"] or request["tread_config"]):
         raise ValueError(f"importance_weight={request['importance_weight']} has no meaning without routes")
     if quantize := request["quantize"]:
         check_choice("quantize", quantize, QUANTIZATIONS)
@@ -151,6 +158,20 @@ def check_request(request: dict[str, Any]) -> None:
             raise ValueError(f"quantize={quantize} needs train=lora or train=lokr: weights in few bits are not trained")
         if request["mixed_precision"] == "no":
             raise ValueError(f"quantize={quantize} needs mixed_precision=bf16, in which such weights are multiplied")
+
+
+def read_routes(request: dict[str, Any]) -> Any:
+    """Return the routes as they are given, those of a name, or those of a configuration of SimpleTuner."""
+    routes, file = request["routes"], request["tread_config"]
+    if isinstance(routes, str):
+        check_choice("routes", routes, [found.stem for found in sorted(RECIPES.glob("*.yaml"))])
+        return yaml.safe_load((RECIPES / f"{routes}.yaml").read_text())["routes"]
+    if file is None:
+        return routes
+    try:
+        return [vars(route) for route in from_simpletuner(json.loads(Path(file).read_text()))]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"tread_config={file} cannot be read as a configuration of SimpleTuner: {error}") from error
 
 
 def check_output(request: dict[str, Any], num_processes: int) -> dict[str, Any]:
@@ -354,7 +375,10 @@ class Finetuning:
             return {}
         if "masks" not in self.arrays:
             return {"generator": generator}
-        tokens, own_tokens = (token_mask(torch.from_numpy(self.arrays["masks"][r]), PATCH_SIZE) for r in (rows, own_rows))
+        masks = self.arrays["masks"]
+        tokens, own_tokens = (
+            token_mask(torch.from_numpy(masks[r]), PATCH_SIZE, self.request["mask_area"]) for r in (rows, own_rows)
+        )
         num_forced = int(tokens.sum(dim=1).max())
         return {
             "generator": generator,

@@ -138,8 +138,8 @@ def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torc
     return torch.cat([torch.cat([sin, cos], dim=1).to(image), image])  # (L, 2d)
 
 
-def token_mask(mask: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Return the tokens (N, T) bool whose patch a mask (N, H, W) touches anywhere."""
+def token_mask(mask: torch.Tensor, patch_size: int, area: float = 0.0) -> torch.Tensor:
+    """Return the tokens (N, T) bool of whose patch a mask (N, H, W) covers more than the fraction `area`; 0: touches it."""
     N, H, W = mask.shape
     patches = (mask > 0).view(N, H // patch_size, patch_size, W // patch_size, patch_size)
-    return patches.any(dim=4).any(dim=2).flatten(1)  # (N, T)
+    return (patches.sum(dim=(2, 4)) > area * patch_size**2).flatten(1)  # (N, T)

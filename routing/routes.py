@@ -1,4 +1,4 @@
-"""A route: a window of layers, and the fraction of tokens that bypass it. [TREAD] section 3."""
+"""A route: a window of layers, and the fraction of tokens that bypass it. [TREAD]"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -63,13 +63,16 @@ def _resolve(key: str, route: Route, depth: int) -> Route:
 def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
     """Read the routes of a `tread_config` as SimpleTuner writes it in JSON: {"routes": [{"selection_ratio": ...}, ...]}.
 
-    The words mean the same there and here. The number of kept tokens may differ by one (it rounds to the nearest), and
-    where importance is used, it keeps the least important tokens.
+    The words mean the same there and here; routing/README.md tells what differs.
+
+    Args:
+        tread_config: what stands under that key, or a whole configuration that has it.
 
     Raises:
         ValueError: naming the key that is missing, not known, or no number.
     """
-    if set(tread_config) != {"routes"} or not isinstance(tread_config["routes"], list):
+    tread_config = tread_config.get("tread_config", tread_config)
+    if not isinstance(tread_config, dict) or set(tread_config) != {"routes"} or not isinstance(tread_config["routes"], list):
         raise ValueError(f"tread_config={tread_config} must have one key, routes, with a list")
     names = [field.name for field in fields(Route)]
     for i, route in enumerate(tread_config["routes"]):

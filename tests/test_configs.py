@@ -276,8 +276,8 @@ def test_requests_of_the_other_entry_points_are_checked(name):
 @pytest.mark.parametrize("routes", [p.stem for p in (ROOT / "configs/model/routes").glob("*.yaml")])
 def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
     model = "dit" if routes == "off" else "tread"
-    config, net = built(f"model={model}", f"model/routes={routes}", "data=synthetic", "model/size=l_2")
-    assert len(net.routes) == len(config["model"]["routes"]) == {"off": 0, "advanced": 3}.get(routes, 1)
+    config, net = built(f"model={model}", f"model/routes={routes}", "data=synthetic", "model/size=xl_2")
+    assert len(net.routes) == len(config["model"]["routes"]) == {"off": 0, "advanced": 3, "wan": 5}.get(routes, 1)
 
 
 @pytest.mark.parametrize("block", ["dit", "modern"])

@@ -11,12 +11,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers import AutoModel
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from examples import finetune
 from routing import end_route
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed
+from training import config as configuration
 
 peft = pytest.importorskip("peft", reason="`make finetune` installs it")
 
@@ -129,6 +131,53 @@ def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):
         for row in ids:
             assert torch.isin(touched, row).all()
             assert torch.equal(row[-16:], references)
+
+
+RECIPES = sorted(file.stem for file in (ROOT / "configs/model/routes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_setting_is_there_by_its_name(name):
+    request = composed("transformer=x", "inputs=x", f"routes={name}", config_name="finetune")
+    found = finetune.read_routes(configuration.resolve(request))
+    config = composed(f"model={'dit' if name == 'off' else 'tread'}", f"model/routes={name}")
+    assert found == OmegaConf.to_container(config.model.routes)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_configuration_of_simpletuner_routes_like_its_routes(tmp_path, whole):
+    write_inputs(tmp_path, "sd3")
+    tread_config = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]}
+    text = json.dumps({"model_family": "sd3", "tread_config": tread_config} if whole else tread_config)
+    (tmp_path / "config.json").write_text(text)
+    run(tmp_path, f"tread_config={tmp_path / 'config.json'}", "rank=4", output="theirs")
+    run(tmp_path, ROUTES, "rank=4", "total_steps=2", output="ours")
+    run(tmp_path, ROUTES, "rank=4", output="ours")
+    assert metrics(tmp_path, "theirs") == metrics(tmp_path, "ours")
+    run(tmp_path, "rank=4", output="dense")
+    assert metrics(tmp_path, "dense") != metrics(tmp_path, "ours")
+
+
+@pytest.mark.parametrize(("area", "held"), [(0.0, 12), (0.25, 8), (0.5, 4), (0.75, 4)])
+def test_masks_hold_a_token_by_the_area_that_is_asked_for(tmp_path, monkeypatch, area, held):
+    """Rows of patches of which a mask covers all, a half, a quarter and nothing."""
+    write_inputs(tmp_path, "sd3")
+    masks = np.zeros((16, 8, 8), dtype=np.uint8)
+    masks[:, :2] = masks[:, 2] = masks[:, 4, ::2] = 1
+    np.save(tmp_path / "masks.npy", masks)
+    forced = []
+    keywords = finetune.Finetuning.routing_keywords
+
+    def watched(self, *arguments):
+        found = keywords(self, *arguments)
+        forced.append(found["force_keep"])
+        return found
+
+    monkeypatch.setattr(finetune.Finetuning, "routing_keywords", watched)
+    run(tmp_path, ROUTES, "rank=4", f"mask_area={area}")
+    assert len(forced) == 4
+    for tokens in forced:
+        assert torch.equal(tokens, (torch.arange(16) < held).expand_as(tokens))
 
 
 def test_positions_outside_of_masks_do_not_count(tmp_path):

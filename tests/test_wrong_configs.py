@@ -262,6 +262,8 @@ KEYS = {
         (f"{FINETUNE} output_dir=''", "must not be empty"),
         (f"{FINETUNE} routes=5", "must be a list"),
         (f"{FINETUNE} {ONE_ROUTE} importance_weight=2", "must be in [0, 1]"),
+        (f"{FINETUNE} tread_config=nowhere", "cannot be read as a configuration of SimpleTuner: "),
+        (f"{FINETUNE} mask_area=1", "must be in [0, 1)"),
         (f"{FINETUNE} train=loha", "must be one of lora, lokr, full"),
         (f"{FINETUNE} rank=0", POSITIVE),
         (f"{FINETUNE} quantize=int2", "must be one of int8, int4, nf4"),
@@ -347,6 +349,8 @@ RULES = [
     ("finetune", "transformer=nowhere inputs=flux", "transformer=nowhere must be a folder that holds a transformer"),
     ("finetune", f"{FINETUNE} quantize=nf4 train=full", "quantize=nf4 needs train=lora or train=lokr"),
     ("finetune", f"{FINETUNE} quantize=nf4", "quantize=nf4 needs mixed_precision=bf16"),
+    ("finetune", f"{FINETUNE} tread_config=file {ONE_ROUTE}", "tread_config=file and routes=[{'selection_ratio': 0.5, "),
+    ("finetune", f"{FINETUNE} routes=fast", "routes=fast must be one of advanced, balanced, basic, high_res, lora, masked, "),
     ("finetune", f"{FINETUNE} importance_weight=0.5", "importance_weight=0.5 has no meaning without routes"),
     ("finetune", f"{FINETUNE} routes=[{{selection_rate:0.5}}]",
      "routes.0.selection_rate=0.5 is not known: did you mean selection_ratio?"),
@@ -374,7 +378,7 @@ TOLD_BY = [
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files, train._check_init_from,
     sampling.find_checkpoint, sampling._settings, sample.main, fid.main, fid.check_request, fid.check_out, fid.check_files,
     encode.check_request, encode.check_sources, convert.check_request, advise.main,
-    finetune.check_request, finetune.check_output, finetune.open_inputs, finetune._open, finetune._try,
+    finetune.check_request, finetune.read_routes, finetune.check_output, finetune.open_inputs, finetune._open, finetune._try,
 ]  # fmt: skip
 
 

@@ -232,7 +232,9 @@ class FinetuneConfig:
     transformer: str = MISSING  # a folder that diffusers has saved one in
     inputs: str = MISSING  # a folder of arrays
     output_dir: str = "runs/finetune"
-    routes: list[Any] = field(default_factory=list)
+    routes: Any = field(default_factory=list)  # or the name of one of configs/model/routes
+    tread_config: str | None = None  # a JSON file of SimpleTuner, in place of routes
+    mask_area: float = 0.0  # a mask that covers more than this fraction of a token's patch holds it; 0: any that touches it
     importance_weight: float = 0.0
     train: str = "lora"  # or lokr, full
     rank: int = 16

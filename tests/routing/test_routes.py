@@ -82,9 +82,16 @@ def test_known_settings_are_valid_but_where_the_three_windows_do_not_fit(name, d
         assert resolve_routes(known_routes(name), depth)
 
 
+def test_the_five_windows_of_wan_follow_each_other_in_thirty_blocks():
+    resolved = resolve_routes(known_routes("wan"), depth=30)
+    assert [(r.start_layer_idx, r.end_layer_idx) for r in resolved] == [(2, 8), (9, 11), (12, 15), (16, 23), (24, 28)]
+    assert [r.selection_ratio for r in resolved] == [0.1, 0.25, 0.35, 0.25, 0.1]
+
+
 def test_the_configuration_of_simpletuner_is_read():
     text = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
     assert from_simpletuner(json.loads(text)) == (Route(0.5, 2, -2),)
+    assert from_simpletuner({"model_family": "flux", "tread_config": json.loads(text)}) == (Route(0.5, 2, -2),)
     assert list(from_simpletuner({"routes": [vars(route) for route in known_routes("advanced")]})) == known_routes("advanced")
 
 
@@ -93,6 +100,8 @@ def test_the_configuration_of_simpletuner_is_read():
     [
         ({}, "must have one key, routes"),
         ({"routes": {}}, "must have one key, routes, with a list"),
+        ({"tread_config": None}, "tread_config=None must have one key, routes"),
+        ({"model_family": "flux"}, "must have one key, routes"),
         ({"routes": [None]}, r"routes\.0=None must have the keys"),
         (
             {"routes": [{"selection_ratio": "0.5", "start_layer_idx": 2, "end_layer_idx": 3}]},
