@@ -16,7 +16,6 @@ import train
 from tests.runs import metrics, tiny_run, tiny_trainer
 from training.trackers import BackgroundTracker, MetricsFile, TensorBoardTracker
 
-
 GREY = ("data.in_channels=1", "train.log_every=3")
 
 
