@@ -9,14 +9,13 @@ import json
 import math
 import re
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,14 +23,13 @@ import torch
 from data.arrays import parse_array
 from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, parse_manifest
+from data.remote import read_file
 from data.stream import MicroBatch
 
 SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
-ATTEMPTS, PAUSE_SEC = 3, 2.0
 ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # tell the draws of the streams apart
 MOST_HEADER_BYTES = 2**14  # of an .npy
-WELL_KNOWN = r"(https?|gs|s3|hf)://[\w.~:/@%+=,-]+"  # of other addresses and signs the shell would make something else
 NOTE = "streamed: a resumed run goes on at the same shard and sample, but is exempt from the promise of bitwise equality"
 
 
@@ -72,22 +70,16 @@ class ShardDataset:
         """Return latents (count, [2,] C, H, W) and labels (count,) of a shard.
 
         Raises:
-            ValueError: after several attempts it can not be read, or it holds something else.
+            OSError: it cannot be read, after several attempts.
+            ValueError: it holds something else.
         """
-        for attempt in range(ATTEMPTS):
-            if attempt and "://" in self.url:
-                time.sleep(PAUSE_SEC * attempt)
-            try:
-                return self._read_shard(name, count)
-            except (OSError, ValueError, EOFError, KeyError, OverflowError, tarfile.TarError) as error:
-                last = error
-        raise ValueError(f"{self.url}/{name} can not be read, tried {ATTEMPTS} times: {last}") from last
+        return read_file(self.url, name, partial(self._parse_shard, name, count))
 
-    def _read_shard(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def _parse_shard(self, name: str, count: int, stream: BinaryIO) -> tuple[np.ndarray, np.ndarray | None]:
         manifest = self.manifest
         dtype, shape = np.dtype(manifest.dtype), manifest.stored_shape[1:]
         latents, labels = [], []  # no memory is taken for entries that are promised and not there
-        for sample in self._samples(name, math.prod(shape) * dtype.itemsize + MOST_HEADER_BYTES):
+        for sample in _samples(stream, math.prod(shape) * dtype.itemsize + MOST_HEADER_BYTES):
             array = parse_array(sample["latents.npy"])
             if len(latents) == count or array.shape != shape or array.dtype != dtype:
                 raise ValueError(
@@ -102,19 +94,18 @@ class ShardDataset:
         check_labels(np.array(labels), manifest.num_classes, Path(name))
         return np.stack(latents), np.array(labels, dtype=np.int64)
 
-    def _samples(self, name: str, most_bytes: int) -> Iterator[dict[str, bytes]]:
-        """Yield the content of the files of each sample, by what follows its key; a tar that is packed is refused."""
-        from webdataset import gopen
 
-        with gopen(f"{self.url}/{name}") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-            for _, members in groupby(archive, key=lambda member: member.name.partition(".")[0]):
-                sample = {}
-                for member in members:
-                    if not member.isreg() or member.issparse() or member.size > most_bytes:
-                        raise ValueError(f"{member.name} declares {member.size} bytes, must be a file of at most {most_bytes}")
-                    sample[member.name.partition(".")[2]] = archive.extractfile(member).read()
-                archive.members = []  # or they pile up
-                yield sample
+def _samples(stream: BinaryIO, most_bytes: int) -> Iterator[dict[str, bytes]]:
+    """Yield the content of the files of each sample, by what follows its key; a tar that is packed is refused."""
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for _, members in groupby(archive, key=lambda member: member.name.partition(".")[0]):
+            sample = {}
+            for member in members:
+                if not member.isreg() or member.issparse() or member.size > most_bytes:
+                    raise ValueError(f"{member.name} declares {member.size} bytes, must be a file of at most {most_bytes}")
+                sample[member.name.partition(".")[2]] = archive.extractfile(member).read()
+            archive.members = []  # or they pile up
+            yield sample
 
 
 def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None) -> ShardDataset:
@@ -124,8 +115,8 @@ def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, 
         encoder: where the encoder is found that draws pictures, if not where the manifest says.
 
     Raises:
-        FileNotFoundError: there is no manifest at the path.
-        ValueError: the manifest, the list of shards or a held-out shard is damaged, or the run expects other data.
+        OSError: the manifest, the list of shards or a held-out shard is not there or cannot be read.
+        ValueError: the address is none that is offered, what is there is damaged, or the run expects other data.
     """
     manifest = read_shard_manifest(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
@@ -149,28 +140,17 @@ def read_shard_manifest(path: str) -> LatentManifest:
     """Read the manifest of shards at a path or URL.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged.
+        OSError: there is none, or it cannot be read.
+        ValueError: the address is none that is offered, or the manifest is damaged.
     """
     return parse_manifest(_fetch(path, FILES["manifest"]), f"{path}/{FILES['manifest']}")
 
 
 def _fetch(path: str, name: str) -> bytes:
-    from webdataset import gopen
-
-    if re.match(r"[\w.+-]+:", path) and not re.fullmatch(WELL_KNOWN, path):
-        raise ValueError(f"data.path={path} must be a folder, or an address https://, gs://, s3:// or hf:// of plain signs")
-    url = f"{path.rstrip('/')}/{name}"
     try:
-        with gopen(url) as stream:
-            data = stream.read()
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"data.path={path} must hold shards, but {url} is not there or can not be reached") from error
-    if not data:
-        raise FileNotFoundError(
-            f"data.path={path} must hold shards (`python -m data.make_shards` writes them), but {url} is not there"
-        )
-    return data
+        return read_file(path, name, lambda stream: stream.read())
+    except OSError as error:
+        raise type(error)(f"data.path={path} must hold shards, but {error}") from error
 
 
 class ShardStream:

@@ -32,6 +32,7 @@ HYDRA_FILES = {
 # Stand-ins for the forward of any model or block.
 ANY_CALL = {("routing/attached.py", "_routed_forward"), ("routing/attached.py", "__call__")}
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft", "torchao"}
+HEAVY |= {"fsspec", "aiohttp", "s3fs", "botocore"}
 
 FILES = sorted(p for p in ROOT.rglob("*.py") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts))
 
@@ -84,6 +85,7 @@ def test_rules_hold(file):
         ("train.py", "from tests import runs"),
         ("models/dit.py", "import train"),
         ("training/trackers.py", "import wandb"),
+        ("data/remote.py", "from fsspec.asyn import sync"),
         ("examples/finetune.py", "import peft"),
         ("models/dit.py", "try:\n    x = 1\nexcept:\n    x = 2"),
         ("models/dit.py", "def f(**kwargs):\n    return kwargs"),

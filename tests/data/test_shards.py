@@ -1,20 +1,19 @@
 import itertools
 import json
+import re
 import shutil
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 import torch
 
 import train
-from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_shards, shards
+from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_shards, remote, shards
 from data.make_shards import write_shards
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
+from tests.servers import serving
 from training.checkpoint import latest_checkpoint
-from training.config import Explained
+from training.config import Explained, explanation
 from training.rules import STREAMED_DATA
 
 COUNT, HELD_OUT, SHARD = 60, 5, 7  # 55 entries in 8 shards, the last of 6
@@ -156,52 +155,47 @@ def test_groups_that_are_left_are_not_read(folder, monkeypatch):
     assert len(read) <= 3 * shards.SHARDS_AT_ONCE
 
 
-class Server(ThreadingHTTPServer):
-    """Serves a folder on this machine; the first `failures` requests for a tar fail."""
-
-    def __init__(self, folder, failures=0):
-        self.failures, self.asked = failures, []
-        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE_SEC", 0.01)
+    shards.read_shard_manifest.cache_clear()  # of another server at the same address
 
 
-class Handler(SimpleHTTPRequestHandler):
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        if self.path.endswith(".tar") and self.server.failures:
-            self.server.failures -= 1
-            self.send_error(404)
-        else:
-            super().do_GET()
-
-    def log_message(self, *_):
-        pass
+@pytest.fixture(params=["http", "s3"])
+def served(request, folder, monkeypatch):
+    with serving(request.param, folder, monkeypatch) as (server, path):
+        yield server, path
 
 
-def test_shards_on_a_server_are_the_same(folder):
-    server = Server(folder)
-    local, remote = open_shards(str(folder), **SIZES), open_shards(server.url + "/", **SIZES)
-    assert first(stream(remote), 30) == first(stream(local), 30)
-    assert remote.describe() == local.describe()
-    assert "/shards.json" in server.asked
-    server.shutdown()
+def test_shards_on_a_server_are_the_same(folder, served):
+    local, distant = open_shards(str(folder), **SIZES), open_shards(f"{served[1]}/", **SIZES)
+    assert first(stream(distant), 30) == first(stream(local), 30)
+    assert first(stream(distant, 9), 12) == first(stream(local, 9), 12)
+    assert distant.describe() == local.describe()
 
 
-def test_a_server_that_fails_is_asked_again_and_then_named(folder, monkeypatch):
-    monkeypatch.setattr(shards, "PAUSE_SEC", 0.01)
-    server = Server(folder, failures=2)
-    dataset = open_shards(server.url, **SIZES)  # which reads the held-out shard
-    server.failures = 10
-    with pytest.raises(ValueError, match=r"train-000000.tar can not be read, tried 3 times"):
-        dataset.read_shard("train-000000.tar", SHARD)
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(FileNotFoundError, match=r"data.path=http://127.* must hold shards"):
-        open_shards(server.url, **SIZES)
+@pytest.mark.parametrize("name", ["manifest.json", "shards.json", "held_out-000000.tar"])
+def test_a_server_that_fails_is_asked_again_and_then_named(served, name):
+    server, path = served
+    server.of, server.faults = name, [503, "cut"]
+    open_shards(path, **SIZES)
+    shards.read_shard_manifest.cache_clear()
+    server.faults = [503] * 3
+    with pytest.raises(OSError, match=rf"{path}/{name} cannot be read, tried 3 times: .*Service Unavailable"):
+        open_shards(path, **SIZES)
+
+
+def test_a_shard_whose_bytes_are_spoilt_on_the_way_is_read_again(served, monkeypatch):
+    dataset, parsed, parse_array = open_shards(served[1], **SIZES), [], shards.parse_array
+
+    def spoilt_once(data):
+        parsed.append(parse_array(data))
+        return parsed[-1][:1] if len(parsed) == 3 else parsed[-1]
+
+    monkeypatch.setattr(shards, "parse_array", spoilt_once)
+    latents, _ = dataset.read_shard("train-000000.tar", SHARD)
+    assert latents.shape == (SHARD, 2, 4, 8, 8)
+    assert len(parsed) == 3 + SHARD
 
 
 def spoil(name, change):
@@ -244,11 +238,11 @@ def listing(**changes):
         (
             listing(**{"held_out-000000.tar": 4, "train-000000.tar": 8}),
             ValueError,
-            "held_out-000000.tar can not be read, .*must be",
+            "held_out-000000.tar cannot be read, .*must be",
         ),
         (listing(**{"held_out-000000.tar": 6, "train-000000.tar": 6}), ValueError, "it holds 5 entries, must hold 6"),
-        (spoil("held_out-000000.tar", lambda data: data[:2000]), ValueError, "held_out-000000.tar can not be read"),
-        (spoil("held_out-000000.tar", lambda data: b"no tar" * 300), ValueError, "held_out-000000.tar can not be read"),
+        (spoil("held_out-000000.tar", lambda data: data[:2000]), ValueError, "held_out-000000.tar cannot be read"),
+        (spoil("held_out-000000.tar", lambda data: b"no tar" * 300), ValueError, "held_out-000000.tar cannot be read"),
         (replaced(b'"num_classes": 10', b'"num_classes": 2'), ValueError, "data.num_classes=10 must be 2"),
         (replaced(b'"float16"', b'"float32"'), ValueError, r"float16 \(2, 4, 8, 8\), must be float32"),
     ],
@@ -264,7 +258,7 @@ def test_a_class_out_of_range_is_found_in_its_shard(latents, tmp_path):
     write_shards(latents, tmp_path / "s", SHARD)
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
     (tmp_path / "s" / "manifest.json").write_text(json.dumps({**manifest, "num_classes": 5}))
-    with pytest.raises(ValueError, match=r"held_out-000000.tar can not be read.*label \d at position \d must be in \[0, 4\]"):
+    with pytest.raises(ValueError, match=r"held_out-000000.tar cannot be read.*label \d at position \d must be in \[0, 4\]"):
         open_shards(str(tmp_path / "s"), 8, 4, 5)
 
 
@@ -286,8 +280,16 @@ def test_a_failed_write_leaves_nothing(latents, tmp_path, monkeypatch):
 RUN = ("data=stream", *TINY[1:], "model/size=tiny", "train.micro_batch_size=4")
 
 
-def test_a_streamed_run_trains_says_that_it_is_exempt_and_resumes_at_its_place(folder, tmp_path, capsys):
-    path = f"data.path={folder}"
+@pytest.fixture(params=["folder", "http", "s3"])
+def path(request, folder, monkeypatch):
+    if request.param == "folder":
+        yield f"data.path={folder}"
+    else:
+        with serving(request.param, folder, monkeypatch) as (_, address):
+            yield f"data.path={address}"
+
+
+def test_a_streamed_run_trains_says_that_it_is_exempt_and_resumes_at_its_place(path, tmp_path, capsys):
     tiny_run(tmp_path / "whole", *RUN, path, "train.eval_every=3")
     assert "exempt from the promise of bitwise equality" in capsys.readouterr().out
     assert "val_loss_dense" in metrics(tmp_path / "whole")[-1]
@@ -300,6 +302,32 @@ def test_a_streamed_run_trains_says_that_it_is_exempt_and_resumes_at_its_place(f
     for name in ("net.safetensors", "ema.safetensors"):
         one, other = (latest_checkpoint(tmp_path / run) / name for run in ("whole", "parts"))
         assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_run_ends_in_one_line_when_its_server_fails(served, tmp_path):
+    server, address = served
+    trainer, run = tiny_trainer(tmp_path / "r", *RUN, f"data.path={address}")
+    server.faults = [503] * 100
+    with pytest.raises(Explained, match=rf"^{address}/train-\d+.tar cannot be read, tried 3 times: .*Service Unavailable$"):
+        train.run_training(trainer, run)
+
+
+def told(address, folder):
+    """Return the line in which train.py refuses an address."""
+    with pytest.raises(Explained) as raised:
+        train.main(composed(*RUN, f"output_dir={folder}", f"data.path='{address}'"))
+    return explanation(raised.value, [])
+
+
+def test_a_run_without_its_shards_is_refused_in_one_line(served, tmp_path):
+    server, address = served
+    missing = rf"data.path={address}/no must hold shards, but {address}/no/manifest.json is not there: [\w. ]+"
+    assert re.fullmatch(missing, told(f"{address}/no", tmp_path))
+    server.__exit__()
+    gone = rf"data.path={address} must hold shards, but {address}/manifest.json cannot be read, tried 3 times: .*onnect.*"
+    assert re.fullmatch(gone, told(address, tmp_path))
+    offered = "must be a folder, or an address http://, https:// or s3:// of plain signs"
+    assert told("gs://bucket", tmp_path) == f"data.path=gs://bucket {offered}"
 
 
 def test_rules_of_streams(folder, latents, tmp_path):

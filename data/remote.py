@@ -1,0 +1,148 @@
+"""Files of a folder on a disk or a server: http://, https:// and s3://, which fsspec reads.
+
+Nothing else is an address: no other scheme of fsspec, none of its chains of addresses, and nothing that runs a program.
+"""
+
+import re
+import tarfile
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+ATTEMPTS, PAUSE_SEC = 3, 2.0
+SILENCE_SEC = 60.0  # to connect, and between two pieces of a download, which may take as long as it needs
+_CHUNK = 2**20  # bytes
+LIKE_ADDRESS = r"\s*[\w.+-]+:"
+ADDRESS = r"(?!.*::)(https?|s3)://[A-Za-z0-9._~:/@%+=,-]+"  # plain signs
+DAMAGED = (ValueError, EOFError, KeyError, OverflowError, tarfile.TarError)
+FINAL = {FileNotFoundError: "is not there", PermissionError: "cannot be read"}  # to ask again changes nothing
+CREDENTIALS = "give the credentials of AWS, or FSSPEC_S3_ANON=true for a public bucket"
+
+T = TypeVar("T")
+
+
+def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
+    """Return what `use` makes of an open file in a folder or at an address, tried from its start ATTEMPTS times.
+
+    Raises:
+        ValueError: the address is not one of those above, s3fs is missing, or `use` finds the file damaged.
+        FileNotFoundError, PermissionError: the file is not there, or not for this user; it is not asked for again.
+        OSError: it cannot be read.
+    """
+    remote = _is_address(path)
+    for attempt in range(ATTEMPTS):
+        if attempt and remote:
+            time.sleep(PAUSE_SEC * attempt)
+        try:
+            with _open(path, name) as stream:
+                return use(stream)
+        except (OSError, *DAMAGED, *_errors_of(path)) as error:
+            last, kind = error, _kind(error)
+            if kind in FINAL:
+                break
+    told = FINAL.get(kind, f"cannot be read, tried {ATTEMPTS} times")
+    advice = f" ({CREDENTIALS})" if kind is PermissionError and path.startswith("s3:") else ""
+    raise kind(f"{path.rstrip('/')}/{name} {told}: {_reason(last)}{advice}") from last
+
+
+def _is_address(path: str) -> bool:
+    """Tell an address from a folder; raise ValueError for an address that is not offered."""
+    if not re.match(LIKE_ADDRESS, path):
+        return False
+    if not re.fullmatch(ADDRESS, path):
+        raise ValueError(f"data.path={path} must be a folder, or an address http://, https:// or s3:// of plain signs")
+    if path.startswith("s3:") and not find_spec("s3fs"):
+        raise ValueError(f"data.path={path} needs s3fs: pip install s3fs")
+    return True
+
+
+def _open(path: str, name: str) -> BinaryIO:
+    if not _is_address(path):
+        return (Path(path) / name).open("rb")
+    server = _s3() if path.startswith("s3:") else _http()
+    return BufferedReader(_Stream(server, f"{path.rstrip('/')}/{name}"), _CHUNK)
+
+
+class _Stream(RawIOBase):
+    """A file on a server, from its start to its end: asked for once, and never whole in memory."""
+
+    def __init__(self, server: Any, url: str):
+        from fsspec.asyn import sync
+
+        self._sync = partial(sync, server.loop)
+        # Any size will do: without one, fsspec asks for it first.
+        self._file = self._sync(server.open_async, url, size=1)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        data = self._sync(self._file.read, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._sync(self._close)
+        super().close()
+
+    async def _close(self) -> None:
+        if self._file.r is not None:
+            self._file.r.close()  # that of S3 is left open otherwise, and an unread rest would keep the connection
+        await self._file.close()
+
+
+def _http() -> Any:
+    import aiohttp
+    import fsspec
+
+    options = {
+        "timeout": aiohttp.ClientTimeout(total=None, connect=SILENCE_SEC, sock_read=SILENCE_SEC),
+        "trust_env": True,  # proxies are found where other programs find them
+        "raise_for_status": True,  # and lets go of the connection, as fsspec does not after a 404
+    }
+    return fsspec.filesystem("http", client_kwargs=options)
+
+
+def _s3() -> Any:
+    import fsspec
+
+    # Attempts are counted here alone: those of botocore and of s3fs would multiply them.
+    config = {"connect_timeout": SILENCE_SEC, "read_timeout": SILENCE_SEC, "retries": {"total_max_attempts": 1}}
+    server = fsspec.filesystem("s3", config_kwargs=config)
+    server.retries = 1
+    return server
+
+
+def _errors_of(path: str) -> tuple[type[Exception], ...]:
+    """Return what reading from a server raises that is no OSError."""
+    if not _is_address(path):
+        return ()
+    import aiohttp
+
+    if not path.startswith("s3:"):
+        return (aiohttp.ClientError,)
+    from botocore.exceptions import BotoCoreError
+    from botocore.parsers import ResponseParserError
+
+    return (aiohttp.ClientError, BotoCoreError, ResponseParserError)
+
+
+def _kind(error: Exception) -> type[Exception]:
+    status = getattr(error, "status", None)  # of HTTP
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return FileNotFoundError
+    if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ == "NoCredentialsError":
+        return PermissionError
+    return ValueError if isinstance(error, DAMAGED) and not isinstance(error, OSError) else OSError
+
+
+def _reason(error: Any) -> str:
+    """Return in one line what happened."""
+    status = getattr(error, "status", None)  # the text of aiohttp repeats the address, of a redirect with its signature
+    text = f"{status} {error.message}" if status else getattr(error, "strerror", None) or str(error)
+    return " ".join((text or str(error.__cause__ or "") or type(error).__name__).split())

@@ -1,0 +1,234 @@
+import os
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import pytest
+from s3fs import S3FileSystem
+
+from data import remote
+from data.remote import read_file
+from tests.servers import serving
+
+DATA = os.urandom(2**22)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE_SEC", 0.01)
+
+
+@pytest.fixture(params=["http", "s3"])
+def served(request, tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(DATA)
+    with serving(request.param, tmp_path, monkeypatch) as (server, path):
+        yield server, path
+
+
+def read(path, name="a"):
+    return read_file(path, name, lambda stream: stream.read())
+
+
+def refused(path, name="a"):
+    """Return how a file is refused, in one line that names it."""
+    with pytest.raises((OSError, ValueError)) as raised:
+        read(path, name)
+    text = str(raised.value)
+    assert len(text.splitlines()) == 1
+    assert path in text
+    return f"{type(raised.value).__name__}: {text}"
+
+
+def test_a_server_gives_the_same_as_a_folder_and_is_asked_once(served, tmp_path):
+    server, path = served
+    assert read(str(tmp_path)) == read(path) == DATA
+    assert len(server.asked) == 1
+    assert read(f"{path}/") == DATA
+
+
+def test_files_are_read_from_several_threads(served):
+    with ThreadPoolExecutor(4) as pool:
+        assert all(data == DATA for data in pool.map(read, [served[1]] * 8))
+
+
+@pytest.mark.parametrize("fault", [503, 500, 429, "cut"])
+def test_what_fails_once_is_asked_for_again(served, fault):
+    server, path = served
+    server.faults = [fault]
+    assert read(path) == DATA
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (503, "tried 3 times: .*Service Unavailable"),
+        (400, "tried 3 times: .*Bad Request"),
+        ("cut", "tried 3 times: .*not completed"),
+    ],
+)
+def test_what_fails_for_ever_is_asked_for_a_few_times(served, fault, message):
+    server, path = served
+    server.faults = [fault] * 100
+    with pytest.raises(OSError, match=f"/a cannot be read, {message}"):
+        read(path)
+    assert len(server.asked) == remote.ATTEMPTS, "the libraries do not try again beside"
+    refused(path)
+
+
+def test_attempts_begin_at_the_start_of_the_file(served):
+    """What is wrong in a file may have come so from the server."""
+    _, path = served
+    seen = []
+
+    def use(stream):
+        seen.append(stream.read())
+        if len(seen) < 3:
+            raise EOFError("half of it")
+        return seen[-1]
+
+    assert read_file(path, "a", use) == DATA
+    assert seen == [DATA] * 3
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(404, "FileNotFoundError"), (403, "PermissionError")])
+def test_what_is_not_there_or_not_allowed_is_not_asked_for_again(served, fault, kind):
+    server, path = served
+    server.faults = [fault]
+    assert refused(path).startswith(f"{kind}: {path}/a ")
+    assert len(server.asked) == 1
+
+
+def test_what_is_not_there_is_said(tmp_path, monkeypatch):
+    assert "/a is not there: No such file" in refused(str(tmp_path))
+    with serving("http", tmp_path, monkeypatch) as (_, path):
+        assert f"{path}/a is not there: 404 Not Found" in refused(path)
+    with serving("s3", tmp_path, monkeypatch):
+        assert "s3://bucket/a is not there: The specified key does not exist" in refused("s3://bucket")
+        assert "s3://other/a is not there: The bucket does not exist" in refused("s3://other")
+        assert "Invalid bucket name" in refused("s3://b~@"), "botocore says this in two lines"
+
+
+def test_a_file_that_appears_later_is_found(served, tmp_path):
+    _, path = served
+    assert "is not there" in refused(path, "b")
+    (tmp_path / "b").write_bytes(b"new")
+    assert read(path, "b") == b"new"
+    (tmp_path / "b").write_bytes(b"newer")
+    assert read(path, "b") == b"newer"
+
+
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_a_server_that_is_gone_is_named(kind, tmp_path, monkeypatch):
+    with serving(kind, tmp_path, monkeypatch) as (_, path):
+        pass
+    assert f"OSError: {path}/a cannot be read, tried 3 times: " in refused(path)
+    assert "onnect" in refused(path)
+
+
+def test_a_certificate_that_is_not_trusted_is_no_damage(tmp_path):
+    (tmp_path / "a").write_bytes(DATA)
+
+    def use(stream):
+        raise ssl.SSLCertVerificationError(1, "self-signed")  # which is a ValueError, too
+
+    with pytest.raises(OSError, match="cannot be read, tried 3 times: self-signed") as raised:
+        read_file(str(tmp_path), "a", use)
+    assert raised.type is OSError
+
+
+def test_silence_ends_an_attempt_and_a_slow_download_goes_on(served, monkeypatch):
+    monkeypatch.setattr(remote, "SILENCE_SEC", 0.2)
+    server, path = served
+    server.faults = ["slow"]  # for longer than that
+    assert read(path) == DATA
+    assert len(server.asked) == 1
+    server.faults = ["silent"]
+    assert read(path) == DATA
+    assert len(server.asked) == 3
+    server.faults, server.asked = ["mute"] * 100, []
+    assert "imeout on" in refused(path)
+    assert len(server.asked) == remote.ATTEMPTS
+
+
+def test_a_file_that_is_left_early_keeps_no_connection(served, recwarn, caplog):
+    _, path = served
+    for _ in range(12):  # a pool of S3 has ten
+        assert read_file(path, "a", lambda stream: stream.read(10)) == DATA[:10]
+    assert read(path) == DATA
+    assert not [warning for warning in recwarn if "nclosed" in str(warning.message) or "never awaited" in str(warning.message)]
+    assert not caplog.records
+
+
+def test_proxies_are_found_in_the_environment(tmp_path, monkeypatch):
+    with serving("http", tmp_path, monkeypatch) as (server, path):
+        monkeypatch.setenv("http_proxy", path)
+        assert "is not there" in refused("http://elsewhere.invalid")
+    assert server.asked == ["http://elsewhere.invalid/a"]
+
+
+def test_credentials_are_asked_for_or_left_out(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(DATA)
+    with serving("s3", tmp_path, monkeypatch) as (_, path):
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        told = refused(path)
+        assert told.startswith("PermissionError: s3://bucket/a cannot be read: Unable to locate credentials (")
+        assert "FSSPEC_S3_ANON=true" in told
+        monkeypatch.setattr(fsspec.config, "conf", {})
+        fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_S3_ANON": "true"})  # as fsspec does when it is imported
+        S3FileSystem.clear_instance_cache()
+        assert read(path) == DATA
+
+
+def test_s3_without_its_library_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(remote, "find_spec", lambda name: None)
+    assert refused("s3://bucket") == "ValueError: data.path=s3://bucket needs s3fs: pip install s3fs"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "pipe:cat a",
+        " pipe:cat a",
+        "\tpipe:cat a",
+        "file:///etc",
+        "file:a",
+        "gs://bucket",
+        "hf://datasets/a/b",
+        "memory://a",
+        "ftp://host",
+        "s3a://bucket",
+        "S3://bucket",
+        " https://host",
+        "https://",
+        "https://host/a b",
+        "https://host/$(ls)",
+        "https://host/a?b",
+        "https://höst",
+        "s3://bucket?versionId=1",
+        "simplecache::https://host",
+        "https://host::file:///etc",
+        "zip://a::s3://bucket",
+        "s3://bucket/a::b",
+    ],
+)
+def test_other_addresses_are_refused_before_anything_is_opened(path, monkeypatch):
+    monkeypatch.setattr(remote, "_open", lambda *_: pytest.fail("it was opened"))
+    told = refused(path)
+    assert told == f"ValueError: data.path={path} must be a folder, or an address http://, https:// or s3:// of plain signs"
+
+
+def test_names_of_folders_may_hold_a_colon_after_a_slash(tmp_path, monkeypatch):
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b" / "a").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path)
+    assert read("./a:b") == b"x"
+
+
+def test_a_folder_needs_no_library_of_servers(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"x")
+    monkeypatch.setattr(fsspec, "filesystem", lambda *_, **__: pytest.fail("it was asked for"))
+    threads = threading.active_count()
+    assert read(str(tmp_path)) == b"x"
+    assert threading.active_count() == threads

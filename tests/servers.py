@@ -1,0 +1,107 @@
+"""Servers on this machine that give the files of a folder, by HTTP or as a bucket of S3, and fail as they are told."""
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from s3fs import S3FileSystem
+
+PIECES, PIECE_SEC = 8, 0.05  # of a file that comes slowly
+SILENT_SEC = 0.6
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "name",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "no_proxy": "127.0.0.1",
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Answer requests for the files of a folder; the next of those whose names end on `of` meet the `faults`.
+
+    A fault is a status, "mute" (no answer), "cut" or "silent" after half of the file, or "slow".
+    """
+
+    def __init__(self, folder, handler):
+        self.folder, self.asked, self.faults, self.of = Path(folder), [], [], ""
+        super().__init__(("127.0.0.1", 0), handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *_):
+        """Say nothing of a client that went away."""
+
+
+class Files(BaseHTTPRequestHandler):
+    """The files of the folder at the root."""
+
+    def do_GET(self):
+        server = self.server
+        server.asked.append(self.path)
+        fault = server.faults.pop(0) if server.faults and self.path.endswith(server.of) else None
+        if isinstance(fault, int):
+            self.send_error(fault)
+        elif fault == "mute":
+            time.sleep(SILENT_SEC)
+        else:
+            self.answer(fault)
+
+    def answer(self, fault):
+        self.send_file(self.path, fault)
+
+    def send_file(self, name, fault):
+        file = self.server.folder / name.lstrip("/")
+        if file.is_file():
+            self.send(200, file.read_bytes(), fault)
+        else:
+            self.send(404, b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>")
+
+    def send(self, status, data, fault=None):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        size = len(data) // PIECES + 1
+        for start in range(0, len(data), size):
+            if fault in ("cut", "silent") and start > len(data) // 2:
+                time.sleep(SILENT_SEC if fault == "silent" else 0)
+                return
+            time.sleep(PIECE_SEC if fault == "slow" else 0)
+            self.wfile.write(data[start : start + size])
+
+    def log_message(self, *_):
+        pass
+
+
+class Bucket(Files):
+    """As much of S3 as reading needs: to get the objects of the bucket `bucket`."""
+
+    def answer(self, fault):
+        bucket, _, key = self.path.partition("?")[0].lstrip("/").partition("/")
+        if bucket == "bucket":
+            self.send_file(key, fault)
+        else:
+            self.send(404, b"<Error><Code>NoSuchBucket</Code><Message>The bucket does not exist</Message></Error>")
+
+
+@contextmanager
+def serving(kind, folder, monkeypatch):
+    """Serve a folder by "http" or "s3"; yield the server and its address."""
+    with Server(folder, {"http": Files, "s3": Bucket}[kind]) as server:
+        for key, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server.url}.items():
+            monkeypatch.setenv(key, value)
+        for key in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
+            monkeypatch.delenv(key, raising=False)
+        S3FileSystem.clear_instance_cache()  # which knew another server
+        yield server, server.url if kind == "http" else "s3://bucket"
