@@ -1,7 +1,13 @@
-"""Imports between the project's own packages go one way; Hydra stays at the edge; heavy libraries wait until they are used."""
+"""Imports between the project's own packages go one way; Hydra stays at the edge; heavy libraries wait until they are used.
+
+What is imported from elsewhere is declared in pyproject.toml, and pinned.
+"""
 
 import ast
 import re
+import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -93,6 +99,51 @@ def test_rules_hold(file):
 )
 def test_the_rules_see_a_violation(file, source):
     assert list(violations(file, source))
+
+
+def third_party(files):
+    """Return the modules that files import, anywhere in them, and that are neither Python's nor the project's."""
+    modules = {module for file in files for module in imports(ast.parse(file.read_text()))}
+    return {module for module in modules if module.split(".")[0] not in OWN | sys.stdlib_module_names}
+
+
+def distributions_of(module):
+    """Return the names of the distributions that install a module; several may share its first folder, as in google."""
+    top = module.split(".")[0]
+    names = set(INSTALLED.get(top, [top]))  # one that is not installed has the name of its module, as peft has
+    if len(names) > 1:
+        path = module.replace(".", "/")
+        names = {name for name in names if any(str(file).startswith(path) for file in metadata.files(name))}
+    return names_of(names)
+
+
+def names_of(requirements):
+    """Return the names in requirements, spelt as in the index of packages (PEP 503)."""
+    return {re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower() for requirement in requirements}
+
+
+def missing(modules, names):
+    return sorted(module for module in modules if not distributions_of(module) & names)
+
+
+INSTALLED = metadata.packages_distributions()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DECLARED = names_of(sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"]))
+PINNED = names_of(
+    line for file in ROOT.glob("requirements*.txt") for line in file.read_text().splitlines() if re.match(r"[\w.-]+==", line)
+)
+
+
+def test_what_is_imported_is_declared_and_pinned():
+    assert not missing(third_party(file for file in FILES if "tests" not in file.parts), DECLARED)
+    assert not missing(third_party(FILES), PINNED)
+    assert not DECLARED - PINNED
+
+
+def test_a_library_that_another_one_brings_is_not_declared_by_it():
+    modules = ["PIL.Image", "google.protobuf.message", "not_installed", "yaml"]
+    assert missing(modules, {"googleapis-common-protos", "tensorboard"}) == modules
+    assert not missing(modules, {"not-installed", "pillow", "protobuf", "pyyaml"})
 
 
 def test_every_package_has_an_init_file():
