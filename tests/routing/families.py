@@ -38,9 +38,9 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def drawn(routes, num_samples=NUM_SAMPLES, num_reference_tokens=0):
+def drawn(routes, num_samples=NUM_SAMPLES, num_reference_tokens=0, generator=None):
     """The tokens that each route keeps, (N, K), as documented: a seed for each route, and the tokens from that seed."""
-    generator, ids = seeded(), []
+    generator, ids = generator or seeded(), []
     reference = torch.arange(NUM_TOKENS, NUM_TOKENS + num_reference_tokens).expand(num_samples, -1)
     for route in routes:
         route_seed = int(torch.randint(2**63 - 1, (), generator=generator))

@@ -1,0 +1,122 @@
+"""Models with routes in two processes, distributed and sharded: together they take the step that one takes with all samples."""
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from routing import Route, attach
+from tests.routing.families import FAMILIES, NUM_SAMPLES, drawn, one, randn, seeded
+
+NUM_PROCESSES = 2
+WINDOW = Route(0.5, 1, -2)
+RATIOS = ((0.5, 0.75), (0.5, 0.0))  # of each process, in one pass after another: they need not agree
+
+
+def distributed(family):
+    model = family.build()
+    attach(model, [WINDOW])
+    return DistributedDataParallel(model)
+
+
+def attached_then_sharded(family):
+    model = family.build()
+    attach(model, [WINDOW])
+    return shard(family, model)
+
+
+def sharded_then_attached(family):
+    model = shard(family, family.build())
+    attach(model, [WINDOW])
+    return model
+
+
+def shard(family, model):
+    """Shard each block, and then what is left of the model, as it is done where models are large."""
+    for block in family.layers(model):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+WAYS = {way.__name__: way for way in (distributed, attached_then_sharded, sharded_then_attached)}
+
+
+def arguments_of(family, rank):
+    """Return samples that no other process has."""
+    arguments = family.arguments()
+    return {**arguments, "hidden_states": randn(*arguments["hidden_states"].shape, seed=20 + rank)}
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+def process(rank, folder):
+    """Run every family in every way in one of the processes, and save what came out."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    timeout = timedelta(seconds=60)  # a process that waits for one that does something else must not wait for ever
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES, timeout=timeout)
+    results = {(name, way): outcome(FAMILIES[name], WAYS[way], rank) for name in FAMILIES for way in WAYS}
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def outcome(family, build, rank):
+    """Return the outputs of the passes of one process, the gradients of all, and how much of each parameter is here."""
+    model, generator = build(family), seeded(rank)
+    outputs = []
+    for ratio in RATIOS[rank]:  # gradients add up
+        outputs.append(model(**arguments_of(family, rank), selection_ratio=ratio, generator=generator).sample)
+        loss_of(outputs[-1]).backward()
+    parameters = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    return {
+        "outputs": torch.stack(outputs).detach(),
+        "gradients": {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None},
+        "sizes": {name: p.to_local().numel() if isinstance(p, DTensor) else p.numel() for name, p in parameters.items()},
+    }
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def expected_outputs(family, model, rank):
+    """Return what the model's own blocks make of the tokens that this process is to draw."""
+    arguments, generator = arguments_of(family, rank), seeded(rank)
+    outputs = []
+    for ratio in RATIOS[rank]:
+        ids, end = drawn([replace(WINDOW, selection_ratio=ratio)], generator=generator)[0], len(family.layers(model)) - 2
+        samples = [family.oracle(model, one(arguments, n), {1: (end, ids[n])}) for n in range(NUM_SAMPLES)]
+        outputs.append(torch.cat(samples))
+    return torch.stack(outputs)
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_step_of_one(tmp_path, subtests):
+    """In one test: what takes long is that each process imports diffusers."""
+    torch.multiprocessing.spawn(process, (tmp_path,), NUM_PROCESSES)
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
+    for name, family in FAMILIES.items():
+        model = family.build()
+        outputs = [expected_outputs(family, model, rank) for rank in range(NUM_PROCESSES)]
+        (sum(loss_of(output) for of_one in outputs for output in of_one) / NUM_PROCESSES).backward()
+        for way in WAYS:
+            with subtests.test(name=name, way=way):
+                check(model, outputs, [result[name, way] for result in results], is_sharded=way != "distributed")
+
+
+def check(model, outputs, results, is_sharded):
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for output, result in zip(outputs, results, strict=True):
+        torch.testing.assert_close(result["outputs"], output.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result["gradients"], gradients, rtol=1e-4, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        sizes = [result["sizes"][name] for result in results]
+        assert sum(sizes) == parameter.numel() * (1 if is_sharded else NUM_PROCESSES)
+        assert max(sizes) < parameter.numel() or not is_sharded or len(parameter) == 1  # a single row is not cut
