@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -37,6 +37,7 @@ from training.rules import check_choice, check_not_negative, check_positive
 RECIPES = Path(__file__).resolve().parents[1] / "configs" / "model" / "routes"
 ARRAYS = ("latents", "text", "pooled", "references", "masks")
 QUANTIZATIONS = ("int8", "int4", "nf4")
+INT4_GROUP_SIZE = 32  # weights that share a scale
 TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr are added to
 PATCH_SIZE = 2  # of all these families; FLUX folds its patches before they reach the network
 MAX_GRAD_NORM = 1.0
@@ -154,6 +155,8 @@ def check_request(request: dict[str, Any]) -> None:
         raise ValueError(f"importance_weight={request['importance_weight']} has no meaning without routes")
     if quantize := request["quantize"]:
         check_choice("quantize", quantize, QUANTIZATIONS)
+        if quantize == "nf4" and request["train"] != "lora":
+            raise ValueError("quantize=nf4 needs train=lora: peft has no other adapters for weights of bitsandbytes here")
         if request["train"] == "full":
             raise ValueError(f"quantize={quantize} needs train=lora or train=lokr: weights in few bits are not trained")
         if request["mixed_precision"] == "no":
@@ -267,6 +270,8 @@ def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
 
     # AutoModel looks up the class that the folder names.
     transformer = diffusers.AutoModel.from_pretrained(request["transformer"], **_base_weights(request))
+    if request["quantize"] == "nf4":
+        _to_nf4(transformer)
     if request["gradient_checkpointing"]:
         transformer.enable_gradient_checkpointing()
     routes = _attach(transformer, request)
@@ -289,19 +294,44 @@ def _base_weights(request: dict[str, Any]) -> dict[str, Any]:
     if request["train"] == "full" or request["mixed_precision"] == "no":
         return {"torch_dtype": torch.float32}
     name = request["quantize"]
-    if name is None:
+    if name in (None, "nf4"):
         return {"torch_dtype": torch.bfloat16}
-    from diffusers import BitsAndBytesConfig, TorchAoConfig
+    from diffusers import TorchAoConfig
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
 
-    if name == "nf4":
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    if name == "int8":
+        config = TorchAoConfig(Int8WeightOnlyConfig())
     else:
-        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
-        from torchao.quantization.granularity import PerGroup
-
-        few_bits = Int8WeightOnlyConfig() if name == "int8" else IntxWeightOnlyConfig(torch.int4, PerGroup(32))
-        config = TorchAoConfig(few_bits)
+        few_bits = IntxWeightOnlyConfig(torch.int4, PerGroup(INT4_GROUP_SIZE))
+        config = TorchAoConfig(few_bits, modules_to_not_convert=_not_in_groups(request["transformer"]))
     return {"quantization_config": config, "torch_dtype": torch.bfloat16}
+
+
+def _not_in_groups(folder: str) -> list[str]:
+    """Return the linear layers whose inputs do not divide into groups: that of AuraFlow's patches is one."""
+    import diffusers
+
+    with torch.device("meta"):
+        layers = diffusers.AutoModel.from_config(folder).named_modules()
+    return [path for path, layer in layers if isinstance(layer, nn.Linear) and layer.in_features % INT4_GROUP_SIZE]
+
+
+def _to_nf4(transformer: nn.Module) -> None:
+    """Keep the weights of linear layers in 4 bits of bitsandbytes; diffusers' own way to it refuses machines without a GPU."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    how = {"quant_type": "nf4", "compress_statistics": False}
+    linear = [path for path, layer in transformer.named_modules() if isinstance(layer, nn.Linear)]
+    for path in linear:
+        layer = transformer.get_submodule(path)
+        if layer.weight.dtype == torch.float32:  # diffusers keeps it so
+            continue
+        small = Linear4bit(layer.in_features, layer.out_features, compute_dtype=torch.bfloat16, device="meta", **how)
+        small.weight, small.bias = Params4bit(layer.weight.detach(), requires_grad=False, module=small, **how), layer.bias
+        # In eval() mode it would pack the weights for some CPUs, and leave them so: no gradients flow through packed ones.
+        small.support_avx512bf16_for_cpu = False
+        transformer.set_submodule(path, small.to(PartialState().device))  # this quantizes them
 
 
 class Finetuning:

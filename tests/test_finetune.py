@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 from accelerate.state import AcceleratorState
 from diffusers import AutoModel
 from omegaconf import OmegaConf
@@ -79,7 +80,15 @@ def test_every_family_learns_with_routes_and_goes_on_bitwise_where_it_was_stoppe
         assert torch.equal(whole[key], stopped[key])
 
 
-@pytest.mark.parametrize("options", [("train=lora",), ("train=lokr", "quantize=int8", "mixed_precision=bf16")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("train=lora",),
+        ("train=lokr", "quantize=int8", "mixed_precision=bf16"),
+        ("train=lokr", "quantize=int4", "mixed_precision=bf16"),
+        ("train=lora", "quantize=nf4", "mixed_precision=bf16"),
+    ],
+)
 def test_adapters_alone_are_trained_saved_and_loaded_again(options, tmp_path):
     write_inputs(tmp_path, "sd3")
     run(tmp_path, ROUTES, "rank=4", "lr=1e-2", *options)
@@ -93,11 +102,59 @@ def test_adapters_alone_are_trained_saved_and_loaded_again(options, tmp_path):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+# A family for each way: what holds the weights, and the linear layers whose weights stay as they are.
+FEW_BITS = {
+    "int8": ("sd3", "Int8Tensor", set()),
+    "int4": ("auraflow", "IntxUnpackedToInt8Tensor", {"pos_embed.proj", "context_embedder"}),  # inputs of 16 and 12
+    "nf4": ("wan", "Params4bit", {f"condition_embedder.time_embedder.linear_{i}" for i in (1, 2)}),  # in fp32
+}
+
+
+@pytest.mark.parametrize("quantize", FEW_BITS)
+def test_base_weights_in_few_bits_go_on_bitwise_where_they_were_stopped(quantize, tmp_path, monkeypatch):
+    name, kind, whole = FEW_BITS[quantize]
+    write_inputs(tmp_path, name)
+    options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", "eval_every=1", "total_steps=2")
+    networks, load_model = [], finetune.load_model
+
+    def watched(request):
+        network, routes = load_model(request)
+        networks.append(network)
+        return network, routes
+
+    monkeypatch.setattr(finetune, "load_model", watched)
+    for steps in (1, 2):
+        run(tmp_path, *options, f"total_steps={steps}", output="stopped")
+    run(tmp_path, *options)
+    assert metrics(tmp_path) == metrics(tmp_path, "stopped")
+    once, twice = (load_file(tmp_path / output / "model" / "adapter_model.safetensors") for output in ("run", "stopped"))
+    assert all(torch.equal(once[key], twice[key]) for key in once)
+    for network in networks:
+        linear = {path: layer for path, layer in network.get_base_model().named_modules() if isinstance(layer, nn.Linear)}
+        assert {path for path, layer in linear.items() if type(layer.weight).__name__ != kind and "lora_" not in path} == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("quantize", FEW_BITS)
+def test_a_gpu_trains_adapters_on_base_weights_in_few_bits(quantize, tmp_path):
+    """In a process of its own: this one is on the CPU."""
+    write_inputs(tmp_path, "sd3")
+    options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", "lr=1e-2")
+    environment = {key: value for key, value in os.environ.items() if key != "ACCELERATE_USE_CPU"}
+    command = [sys.executable, "-m", "examples.finetune", *overrides(tmp_path, *options)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    first, *_, last = (line["val_loss_dense"] for line in metrics(tmp_path) if "val_loss_dense" in line)
+    assert last < first
+
+
 @pytest.mark.slow
-def test_two_processes_train_adapters_on_base_weights_in_few_bits(tmp_path):
+@pytest.mark.parametrize(("quantize", "train"), [("int8", "lokr"), ("nf4", "lora")])
+def test_two_processes_train_adapters_on_base_weights_in_few_bits(quantize, train, tmp_path):
     write_inputs(tmp_path, "sd3")
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "examples.finetune")
-    options = (ROUTES, "quantize=int8", "mixed_precision=bf16", "rank=4", "train=lokr")
+    options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", f"train={train}")
     result = subprocess.run([*launch, *overrides(tmp_path, *options)], cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]

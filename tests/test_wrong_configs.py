@@ -347,7 +347,9 @@ RULES = [
     ("advise", "run=shallow", "run=shallow: routes make no sense at model.depth=7, it must be at least 8"),
     ("advise", "run=empty", "run=empty has no checkpoint yet"),
     ("finetune", "transformer=nowhere inputs=flux", "transformer=nowhere must be a folder that holds a transformer"),
-    ("finetune", f"{FINETUNE} quantize=nf4 train=full", "quantize=nf4 needs train=lora or train=lokr"),
+    ("finetune", f"{FINETUNE} quantize=int4 train=full", "quantize=int4 needs train=lora or train=lokr"),
+    *(("finetune", f"{FINETUNE} quantize=nf4 train={kind} mixed_precision=bf16", "quantize=nf4 needs train=lora: ")
+      for kind in ("lokr", "full")),
     ("finetune", f"{FINETUNE} quantize=nf4", "quantize=nf4 needs mixed_precision=bf16"),
     ("finetune", f"{FINETUNE} tread_config=file {ONE_ROUTE}", "tread_config=file and routes=[{'selection_ratio': 0.5, "),
     ("finetune", f"{FINETUNE} routes=fast", "routes=fast must be one of advanced, balanced, basic, high_res, lora, masked, "),
