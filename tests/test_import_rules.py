@@ -37,8 +37,8 @@ HYDRA_FILES = {
 }
 # Stand-ins for the forward of any model or block.
 ANY_CALL = {("routing/attached.py", "_routed_forward"), ("routing/attached.py", "__call__")}
-HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft", "torchao", "bitsandbytes"}
-HEAVY |= {"fsspec", "aiohttp", "s3fs", "botocore"}
+HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft", "torchao"}
+HEAVY |= {"bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
 
 FILES = sorted(p for p in ROOT.rglob("*.py") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts))
 
