@@ -1,4 +1,4 @@
-"""The plain training step that speed-ups are measured against: what a good engineer writes from the papers at first.
+"""The plain training step that speed-ups are measured against: what a good engineer writes at first.
 
 DiT [DiT] of timm's blocks (scaled dot product attention), one route [TREAD], the preconditioning and loss of [EDM], AdamW
 and the average of the weights; eager, fp32 throughout. Nothing is slowed down on purpose. It shares no code with the network

@@ -236,7 +236,7 @@ class DiT(nn.Module):
         return c, None if self.rope is None else gather_tokens(self.rope, ids_keep)
 
     def _run(self, block: nn.Module, x: torch.Tensor, c: torch.Tensor, rope: torch.Tensor | None, fp32: bool) -> torch.Tensor:
-        # PARITY: the public TREAD code runs exactly one block after each route with autocast off; the paper does not say so.
+        # PARITY: the public TREAD code runs exactly one block after each route with autocast off, and does not say why.
         with torch.autocast(x.device.type, enabled=False) if fp32 else nullcontext():
             arguments = (x.float(), c.float(), rope) if fp32 else (x, c, rope)
             if self.gradient_checkpointing and torch.is_grad_enabled():

@@ -82,7 +82,7 @@ class TimestepEmbedder(nn.Module):
             nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
         )
         half = frequency_embedding_size // 2
-        # omega_i = 10000^(-i / (d/2)), [DiT] section 3.2; not stored, so that public state dicts load by name.
+        # omega_i = 10000^(-i / (d/2)), as public [DiT] checkpoints need it; not stored, so that their state dicts load by name.
         frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
 

@@ -13,6 +13,8 @@ from tests.runs import ROOT, composed
 from training import config as configuration
 
 FOLDERS = ("data", "routing", "evaluation", "benchmarks")
+SOURCES = (*FOLDERS, "models", "diffusion", "training", "configs", "examples", "tests")
+PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "REPA", "MaskDiT", "SPRINT", "SWAY", "PRX"}
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 TEXT = "\n".join(document.read_text() for document in DOCUMENTS)
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
@@ -103,6 +105,57 @@ def test_make_targets_exist():
             assert re.search(rf"^{command.split()[1]}:", makefile, flags=re.M)
 
 
+def test_commands_of_published_results_are_the_recipe_to_the_last_key():
+    """Nothing held out, nothing guided, and no key beside those that choose what is reproduced and where it lies."""
+    free = {"experiment", "parity", "model/size", "data", "data.path", "train.init_from", "run", "reference", "source", "out"}
+    published = [command for command in COMMANDS if "imagenet256" in command.lower() and "accelerate launch" in command]
+    programs = set()
+    for command in published:
+        program, overrides = overrides_of(command)
+        programs.add(program)
+        given = dict(override.split("=", 1) for override in overrides)
+        if program == "data.encode":
+            assert given.pop("num_held_out") == "0", command
+        if given.get("evaluation") == "adm_5k" or "samples" in given:  # scores while training, and of files
+            continue
+        assert given.keys() <= free, command
+    assert programs == {"data.encode", "train.py", "fid.py"}
+
+
+def test_keys_that_are_cited_are_in_the_references():
+    code = [file for folder in SOURCES for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".yaml", ".md")]
+    text = "\n".join(file.read_text() for file in [*code, *ROOT.glob("*.py"), *ROOT.glob("*.md")])
+    references = DOCUMENTS[0].read_text().partition("## References")[2]
+    listed = set(re.findall(r"\[([A-Z]\w+)\] [^;]*\[arXiv", references))
+    bracketed = set(re.findall(r"(?<![\w\]])\[([A-Z][A-Za-z0-9]+)\](?!\()", text))
+    cited = bracketed & (listed | PAPERS)
+    assert cited == listed
+    for name in ("SimpleTuner", "SR-DiT", "PRX", "REPA", "MaskDiT"):
+        assert name in references
+    assert not re.search(r"\[TREAD\] (section|eq|appendix)", text), "its full text was not at hand"
+
+
+# What README says is absent, and the file with which it would be here.
+ABSENT = {
+    "flow matching": "configs/diffusion/flow.yaml",
+    "LightningDiT": "configs/experiment/*lightningdit*.yaml",
+    "Mamba": "models/mamba.py",
+    "RWKV": "models/rwkv.py",
+    "REPA": "configs/experiment/*repa*.yaml",
+    "interval": "configs/guidance/*interval*.yaml",
+    "sparse guidance": "configs/guidance/sparse.yaml",
+    "text to image": "configs/data/*coco*.yaml",
+    "two routes with a loss of their own": "configs/experiment/*tread_2*.yaml",
+}
+
+
+def test_what_the_readme_calls_absent_is_absent():
+    (section,) = re.findall(r"this is absent here:\n\n((?:[- ] .*\n)+)", DOCUMENTS[0].read_text())
+    for what, file in ABSENT.items():
+        assert (what in section) == (not list(ROOT.glob(file))), f"{what}: {file}"
+    assert section.count("\n- ") + 1 == 5
+
+
 def test_links_lead_to_files():
     for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
@@ -122,6 +175,17 @@ def test_every_train_key_and_group_option_is_in_the_readme():
         assert not [
             field.name for field in fields(schema) if f"`{field.name}" not in encoding and f"{field.name}=" not in encoding
         ]
-    for group in ("model", "model/routes", "model/block", "data", "diffusion", "sampler", "guidance", "evaluation", "tracker"):
+    for group in (
+        "model",
+        "model/routes",
+        "model/block",
+        "data",
+        "parity",
+        "diffusion",
+        "sampler",
+        "guidance",
+        "evaluation",
+        "tracker",
+    ):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
             assert f"`{file.stem}`" in readme, file
