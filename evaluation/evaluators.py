@@ -97,7 +97,8 @@ class DigitsEvaluator:
         num_samples: int | None = None,
         labels: str = "random",
     ):
-        self.source, self.num_samples = source and source.with_labels(labels), num_samples
+        self.source = None if source is None else source.with_labels(labels)
+        self.num_samples = num_samples
         self._detector, self._judge = PixelDetector(), DigitJudge(*reference)
         self._images_of_reference, self._labels_of_reference = reference
         self._reference = self._statistics(reference[0])
