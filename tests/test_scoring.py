@@ -5,10 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import train
-from evaluation import AdmSuite
+from diffusion import random_labels
+from evaluation import AdmEvaluator, AdmSuite, SampleGrid
 from tests.evaluation.test_adm import REFERENCE, SAMPLES
 from tests.inception import write_random_weights
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
@@ -207,6 +209,17 @@ def test_two_processes_score_a_training_as_one_does(folder, tmp_path):
         for key in ("fid6", "sfid6", "is6"):
             if key in line:
                 assert other[key] == pytest.approx(line[key], rel=1e-2)  # a byte may round the other way
+
+
+@pytest.mark.parametrize("labels", ["random", "balanced"])
+def test_a_training_scores_samples_of_the_labels_that_it_records(folder, tmp_path, labels):
+    trainer, run = tiny_trainer(tmp_path / "run", *adm(folder), f"evaluation.labels={labels}", "train.sample_every=4")
+    evaluators = {type(evaluator): evaluator for _, evaluator in trainer.evaluators}
+    expected = {"random": random_labels(range(40), 10), "balanced": torch.arange(40) % 10}
+    assert evaluators[AdmEvaluator].source.labels(40).tolist() == expected[labels].tolist()
+    assert evaluators[SampleGrid].source.labels(40).tolist() == expected["balanced"].tolist(), "pictures stay balanced"
+    assert run.manifest()["scores"][0]["labels"] == labels
+    run.release()
 
 
 def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypatch):
