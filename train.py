@@ -219,6 +219,7 @@ def build_trainer(
             net=net,
             device=device,
             compiled=resolved["compile"],
+            fp32_slowdown=slowdown,
             num_lengths=num_lengths,
             report=partial(_report, run, show) if accelerator.is_main_process else _say_nothing,
             show=show,

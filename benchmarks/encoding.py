@@ -36,7 +36,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 def main() -> None:
     """Measure, print and record."""
-    state = start_process()
+    state = start_process(tf32=False)
     found = environment(state.device)
     with tempfile.TemporaryDirectory() as folder:
         rows = time_program(Path(folder)) + time_network(Path(folder), state.device)
@@ -55,7 +55,7 @@ def time_program(folder: Path) -> list[dict[str, Any]]:
         top, left = rng.integers(427 - 375), rng.integers(640 - 500)  # the usual size of an image of ImageNet
         Image.fromarray(photographs[i % 2][top : top + 375, left : left + 500]).save(target, quality=95)
     vae = _save_autoencoder(folder / "tiny", TINY)
-    encoder = KLEncoder(str(vae), start_process().device)
+    encoder = KLEncoder(str(vae), start_process(tf32=False).device)
     files = sorted((folder / "photos").rglob("*.jpg"))
     images = torch.randint(0, 256, (NUM_IMAGES, 3, RESOLUTION, RESOLUTION), dtype=torch.uint8)
     found: dict[str, list[float]] = {"data.encode": [], "reading, one thread": [], "network, mirror images too": []}

@@ -36,7 +36,7 @@ from routing import num_tokens_kept
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment
-from training.speed import speedup
+from training.speed import PRODUCT_SIZES, speedup
 from training.trainer import Trainer
 
 REPEATS, PART_REPEATS = 9, 3
@@ -239,9 +239,9 @@ def peak_flops(precision: str, device: torch.device) -> tuple[float, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if precision == "bf16" and name in PEAK_FLOPS:
         return PEAK_FLOPS[name], "specified"
-    size = 8192 if device.type == "cuda" else 1536
+    size, allowed = PRODUCT_SIZES[device.type], " in TF32" if precision == "no" and device.type == "cuda" else ""
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    return 2 * size**3 / min(_seconds(lambda: a @ b, device) for _ in range(20)), f"product of {size}"
+    return 2 * size**3 / min(_seconds(lambda: a @ b, device) for _ in range(20)), f"product of {size}{allowed}"
 
 
 def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:

@@ -55,7 +55,7 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg)
         check_request(request)
         check_sources(request)
-        state = start_process(timeout=PATIENCE)
+        state = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
         encoder = load_encoder(request["encoder"], state.device, request["mixed_precision"] == "bf16")
         job = plan(request, encoder)
         # The first process decides for all, before anybody writes.

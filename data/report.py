@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--encoder", help="where the encoder is found; default: where the manifest says")
     parser.add_argument("--out", type=Path, help="the picture; default: PATH_report.png, beside the folder")
     arguments = parser.parse_args()
-    path, state = arguments.path, start_process()
+    path, state = arguments.path, start_process(tf32=False)
     file = arguments.out or path.resolve().with_name(f"{path.resolve().name}_report.png")
     try:
         manifest = read_manifest(path)

@@ -23,6 +23,7 @@ from evaluation.statistics import FeatureStatistics
 NEIGHBOURS = 3
 KID_SUBSET_SIZE, KID_NUM_SUBSETS, KID_SEED = 1000, 100, 0
 NUM_PUBLISHED_SAMPLES = 50_000
+MANY_IMAGES = 100_000
 
 
 @dataclass
@@ -143,6 +144,11 @@ class AdmSuite:
 
     def _look_at_reference(self) -> Reference:
         keep, found = self._keep_of_reference(), None
+        if len(keep) > MANY_IMAGES and self.processes.index == 0:
+            tqdm.write(
+                f"note: precision and recall compare with all {len(keep):,} images of the reference, which takes memory and "
+                "hours: a reference made by mode=reference carries 10,000 of them"
+            )
         if len(keep) or not self.statistics:
             batches = self.images.batches(self.batch_size, self.processes.index, self.processes.count)
             found = self._extract(batches, self.images.count, keep if len(keep) else None, "features of reference")

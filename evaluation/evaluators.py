@@ -18,7 +18,7 @@ ImageSource = Callable[[int], tuple[np.ndarray, np.ndarray | None]]
 
 
 class DenseLoss:
-    """Training loss on held-out entries with all tokens in all layers: what routed training should be judged by.
+    """Training loss on held-out entries with all tokens in all layers: to watch a run, not to judge routed against dense.
 
     Every run draws the same noise for the same entries, so that steps and runs can be compared.
 

@@ -103,8 +103,8 @@ def test_parity_turns_all_official_details_together(model):
     for key, values in {"init": ("adaln_zero", "xavier"), "fp32_after_route": (False, True)}.items():
         assert (ours["model"].pop(key), official["model"].pop(key)) == values
     assert ours == official
-    for option in ("adm_5k", "digits"):
-        assert "labels: random" in (ROOT / f"configs/evaluation/{option}.yaml").read_text()
+    for evaluation in (["evaluation=adm_5k", "evaluation.reference=x"], ["evaluation=digits"]):
+        assert validated(f"model={model}", "parity=official", *evaluation)["evaluation"]["labels"] == "random"
 
 
 def test_the_model_group_is_the_signature_of_the_network():

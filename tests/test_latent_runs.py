@@ -53,8 +53,8 @@ def test_samples_are_decoded_by_the_autoencoder_of_the_latents(folder):
     assert record["mixed_precision"] == "bf16"
 
 
-@pytest.mark.parametrize("decoding", ["rounded", "official"])
-def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, monkeypatch, decoding):
+@pytest.mark.parametrize(("decoding", "asked"), [("rounded", False), ("official", False), ("official", True)])
+def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, monkeypatch, decoding, asked):
     """The whole way by hand: scale out of the latents, through the decoder, the one rounding rule; or all as public TREAD."""
     drawn = []
 
@@ -62,11 +62,14 @@ def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, mon
         decode = image_decoder(*arguments)
         return lambda latents: (drawn.append(latents), decode(latents))[1]
 
-    shutil.copytree(folder / "run", tmp_path / "run")
-    config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace("decoding: rounded\n", f"decoding: {decoding}\n"))
     monkeypatch.setattr(sample, "image_decoder", watched)
-    images, record = draw(tmp_path)
+    if asked:
+        images, record = draw(folder, f"decoding={decoding}")
+    else:
+        shutil.copytree(folder / "run", tmp_path / "run")
+        config = tmp_path / "run" / "config.yaml"
+        config.write_text(config.read_text().replace("decoding: rounded\n", f"decoding: {decoding}\n"))
+        images, record = draw(tmp_path)
     assert record["decoding"] == decoding
     latents = torch.cat(drawn[1:])  # the first asks for the shape
     net, official = KLEncoder(str(folder / "vae"), torch.device("cpu")).net, decoding == "official"

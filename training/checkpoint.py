@@ -169,7 +169,7 @@ def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
             the network.
     """
     file = _weights_file(Path(source))
-    if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
+    if is_own_checkpoint(file) and (file.parent / SUMS).is_file() and (damage := damage_of(file.parent, [file.name])):
         raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
     return {"file": str(file), "sha256": _digest(file), "entry": _load_into(net, file)}
 
@@ -180,8 +180,7 @@ def is_own_checkpoint(source: str | Path) -> bool:
     Raises:
         FileNotFoundError: there is nothing at `source`.
     """
-    folder = _weights_file(Path(source)).parent
-    return bool(STEP_FOLDER.fullmatch(folder.name)) and (folder / SUMS).is_file()
+    return STEP_FOLDER.fullmatch(_weights_file(Path(source)).parent.name) is not None
 
 
 def _load_into(net: nn.Module, file: Path) -> str | None:

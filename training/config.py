@@ -144,6 +144,7 @@ class SamplingConfig:
     guidance_scale: float | None = None
     num_steps: int | None = None
     mixed_precision: str = "no"  # of the network and of the encoder that decodes
+    decoding: str | None = None  # rounded or official
     encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
     allow_other_encoder: bool = False
     allow_foreign_code: bool = False  # run code that is not of this project where the run's configuration names it

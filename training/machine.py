@@ -21,14 +21,15 @@ MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_T
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
-def start_process(timeout: timedelta | None = None) -> PartialState:
+def start_process(timeout: timedelta | None = None, tf32: bool = True) -> PartialState:
     """Join the other processes of the launch, if there are any, on CUDA or else on a fair share of the CPU's cores.
 
     Args:
         timeout: how long a process waits for the others; None: as long as torch chooses.
+        tf32: allow TF32, on CUDA.
     """
     # PARITY: TF32 in training and sampling, as in all public code of the field; scores turn it off (evaluation/precision.py).
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     state = PartialState(cpu=on_cpu, **({"timeout": timeout} if timeout else {}))
     # The launchers set one thread where nobody chose, which is right beside a GPU and half the speed on two cores.

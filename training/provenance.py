@@ -319,6 +319,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         f"batch      {train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}, "
         f"{details['num_processes']} process(es) on {details['device']}, {resolved['num_workers']} reading ahead",
         f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
+        f"{'TF32 for what is in fp32, ' if details['tf32'] else ''}"
         f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks, {resolved['attention']} attention",
         *(
             [f"memory     what a step frees is {_freed(resolved)} (train.keep_freed_memory)"]

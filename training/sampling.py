@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from training import config as configuration
 from training.checkpoint import latest_checkpoint, load_weights, steps_in
 from training.provenance import RunFolder
-from training.rules import LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
+from training.rules import DECODINGS, LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
 
 RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
 
@@ -87,7 +87,7 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
             "encoder": request["encoder"] or config["data"].get("encoder"),
             "allow_other": request["allow_other_encoder"],
             "bf16": bf16,
-            "official": config["decoding"] == "official",
+            "official": settings["decoding"] == "official",
         },
         name=_name(checkpoint, settings),
         weights=weights,
@@ -97,7 +97,6 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
             "run": str(run.path),
             "checkpoint": str(checkpoint),
             "ema": config["ema"],
-            "decoding": config["decoding"],
             "data": details["data"],
         },
     )
@@ -141,7 +140,10 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     if request["num_steps"] is not None:
         check_positive("num_steps", request["num_steps"])
         sampler = {**sampler, "num_steps": request["num_steps"]}
-    settings = {**{key: request[key] for key in RECORDED}, "guidance_scale": scale, "sampler": sampler}
+    decoding = config["decoding"] if request["decoding"] is None else request["decoding"]
+    check_choice("decoding", decoding, DECODINGS)
+    settings = {key: request[key] for key in RECORDED}
+    settings |= {"guidance_scale": scale, "sampler": sampler, "decoding": decoding}
     return settings if label is None else {**settings, "labels": None}
 
 
@@ -154,4 +156,5 @@ def _name(checkpoint: Path, settings: dict[str, Any]) -> str:
     parts += [f"guidance{settings['guidance_scale']:g}"] if settings["guidance_scale"] != 1 else []
     parts += [f"{settings['sampler']['num_steps']}steps"]
     parts += ["bf16"] if settings["mixed_precision"] == "bf16" else []
+    parts += ["official"] if settings["decoding"] == "official" else []
     return "_".join(parts)

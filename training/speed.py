@@ -83,6 +83,7 @@ class SpeedCheck:
         predict: the speed-up that the cost model promises at given ratios.
         net: whose routes they are.
         compiled: whether its blocks are compiled.
+        fp32_slowdown: how many times as long products take in its blocks outside autocast; 1: there are none.
         num_lengths: how many lengths of the sequence the run knows.
         report: is given what was found.
         show: prints a line.
@@ -95,11 +96,13 @@ class SpeedCheck:
         net: nn.Module,
         device: torch.device,
         compiled: bool,
+        fp32_slowdown: float,
         num_lengths: int,
         report: Callable[[dict[str, Any]], None],
         show: Callable[[str], None],
     ):
         self.step, self.predict, self.net, self.device, self.compiled = step, predict, net, device, compiled
+        self.fp32_slowdown = fp32_slowdown
         self.num_lengths, self.num_graphs_before = num_lengths, _num_graphs()
         self.report, self.show = report, show
 
@@ -136,8 +139,9 @@ class SpeedCheck:
         causes = []
         if num_bypassed < depth / 2:
             causes.append(f"a short window ({num_bypassed} of {depth} blocks)")
-        if self.net.fp32_after_route:
-            causes.append("a block in fp32 after each route (model.fp32_after_route)")
+        if self.fp32_slowdown > 1:
+            slowdown = f"{self.fp32_slowdown:.1f}x as long"
+            causes.append(f"a block in fp32 after each route, where products take {slowdown} (model.fp32_after_route)")
         if self.net.gradient_checkpointing:
             causes.append("gradient checkpointing, whose bookkeeping does not shrink with the tokens")
         if not self.compiled:

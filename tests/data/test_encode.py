@@ -17,6 +17,7 @@ from tests.photos import photographs, write_autoencoder, write_photographs
 from tests.runs import ROOT, composed
 from tests.test_end_to_end import ENVIRONMENT, ONE, TWO
 from training.config import Explained
+from training.machine import start_process
 
 CPU = torch.device("cpu")
 
@@ -88,6 +89,20 @@ def test_photographs_become_moments_of_both_mirror_images(tmp_path, photos, vae,
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
     assert manifest.origin["left_out"] == []
     assert manifest.origin["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
+
+
+def test_latents_are_made_without_tf32(tmp_path, photos, vae, monkeypatch):
+    """Also in a process that has trained: everything that is trained on them rests on them."""
+    found, plain = [], KLEncoder.encode
+
+    def watched(self, images):
+        found.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        return plain(self, images)
+
+    start_process()
+    monkeypatch.setattr(KLEncoder, "encode", watched)
+    run(photos, tmp_path / "out", vae, "mirrors=false")
+    assert set(found) == {(False, False)}
 
 
 def test_without_mirrors_there_are_none_and_one_in_a_hundred_is_held_out(tmp_path, photos, vae):

@@ -278,6 +278,10 @@ def test_statistics_and_scores_on_a_gpu_are_those_on_the_cpu():
     rng = np.random.default_rng(6)
     reference, samples = (np.rint(np.abs(rng.standard_normal((n, 160)) * 12)).astype(np.float32) for n in (200, 300))
     assert precision_recall(reference, samples, device="cuda") == precision_recall(reference, samples)
+    torch.backends.cuda.matmul.allow_tf32 = True  # as training and sampling have it
+    a, b = (torch.from_numpy(rng.standard_normal((40, 160)).astype(np.float32)) for _ in range(2))
+    exact = _squared_distances(a.cuda(), b.cuda(), exact=True).cpu()
+    torch.testing.assert_close(exact, _squared_distances(a, b, exact=True), rtol=1e-5, atol=1e-5)
     on_gpu, on_cpu = (FeatureStatistics(160, device).update(torch.from_numpy(samples)) for device in ("cuda", "cpu"))
     torch.testing.assert_close(on_gpu.covariance.cpu(), on_cpu.covariance)
     probs = torch.from_numpy(rng.dirichlet(np.ones(6), 37))

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.networks import PAPER, small_dit
+from training.machine import start_process
 from training.speed import SpeedCheck, fp32_slowdown, interleaved_seconds, speedup
 
 CPU = torch.device("cpu")
@@ -15,7 +16,7 @@ def clock(monkeypatch):
     return now
 
 
-def check(clock, dense_sec, routed_sec, predicted, **options):
+def check(clock, dense_sec, routed_sec, predicted, fp32_slowdown=1.0, **options):
     """Run a check on steps that move the clock; return what was reported and shown."""
     net, reported, shown = small_dit([PAPER], **options), {}, []
 
@@ -28,6 +29,7 @@ def check(clock, dense_sec, routed_sec, predicted, **options):
         net=net,
         device=CPU,
         compiled=False,
+        fp32_slowdown=fp32_slowdown,
         num_lengths=2,
         report=reported.update,
         show=shown.append,
@@ -55,21 +57,26 @@ def test_a_dense_step_that_does_not_fit_is_told_and_harms_nothing():
     def step(ratios):
         raise torch.OutOfMemoryError("no")
 
-    SpeedCheck(step, lambda ratios: 1.5, net, CPU, False, 2, report=None, show=shown.append)((0.5,))
+    SpeedCheck(step, lambda ratios: 1.5, net, CPU, False, 1.0, 2, report=None, show=shown.append)((0.5,))
     assert "was not measured" in shown[0]
 
 
 def test_a_speed_up_far_below_the_predicted_one_names_the_likely_causes(clock):
-    _, shown = check(clock, 2.0, 2.0, predicted=1.5, gradient_checkpointing=True, fp32_after_route=True)
+    _, shown = check(clock, 2.0, 2.0, predicted=1.5, gradient_checkpointing=True, fp32_slowdown=2.1)
     assert len(shown) == 2
     for cause in (
         "a short window (3 of 8 blocks)",
-        "a block in fp32 after each route",
+        "a block in fp32 after each route, where products take 2.1x as long",
         "gradient checkpointing",
         "uncompiled blocks",
         "hidden_size=32",
     ):
         assert cause in shown[1]
+
+
+def test_a_cause_that_is_not_there_is_not_named(clock):
+    _, shown = check(clock, 2.0, 2.0, predicted=1.5, fp32_after_route=True)  # without autocast it costs nothing
+    assert "fp32" not in shown[1]
 
 
 def test_where_nothing_bypasses_nothing_is_measured(clock):
@@ -91,6 +98,14 @@ def test_a_block_outside_autocast_is_slower_by_what_products_take_there(clock, m
     assert fp32_slowdown(net, CPU, bf16=False) == 1
     assert fp32_slowdown(small_dit([PAPER]), CPU, bf16=True) == 1
     assert fp32_slowdown(small_dit(fp32_after_route=True), CPU, bf16=True) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_multiplies_faster_under_autocast():
+    start_process()
+    net = small_dit([PAPER], fp32_after_route=True).cuda()
+    assert fp32_slowdown(net, torch.device("cuda"), bf16=True) > 1
 
 
 def test_functions_take_turns_after_a_warm_up():
