@@ -40,6 +40,7 @@ from data import (
 )
 from diffusion import ImageSource
 from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
+from evaluation.files import sha256
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
 from training import config as configuration
@@ -170,6 +171,7 @@ def build_trainer(
     init_from = None
     if settings["init_from"] and not latest_checkpoint(run.path):
         init_from = load_weights(net, settings["init_from"]) | {"objective": settings["init_from_objective"] or "edm"}
+        init_from["sha256"] = sha256(Path(init_from["file"]))
     ema = EMA(net, **config["ema"])
     if resolved["compile"]:
         for block in net.blocks:

@@ -161,7 +161,7 @@ def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
             carry the prefixes of wrappers (`module.`, `model.`, `net.`) and of compilation.
 
     Returns:
-        Which file was read, its sha256, and the entry that was taken (None: its top).
+        Which file was read, and the entry that was taken (None: its top).
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
@@ -171,7 +171,7 @@ def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
     file = _weights_file(Path(source))
     if is_own_checkpoint(file) and (file.parent / SUMS).is_file() and (damage := damage_of(file.parent, [file.name])):
         raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
-    return {"file": str(file), "sha256": _digest(file), "entry": _load_into(net, file)}
+    return {"file": str(file), "entry": _load_into(net, file)}
 
 
 def is_own_checkpoint(source: str | Path) -> bool:

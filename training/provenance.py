@@ -357,7 +357,7 @@ def _fp32_block(cost: dict[str, float]) -> str:
 def _start(init_from: dict[str, str | None]) -> str:
     entry = f" ({init_from['entry']})" if init_from["entry"] else ""
     known = INIT_OBJECTIVES[init_from["objective"]]
-    anew = f". warning: it {known}; what its time embedding and its output mean has to be learnt anew" if known else ""
+    anew = f". warning: it {known}; what its time embedding and its output mean has to be learnt again" if known else ""
     return f"weights of {init_from['file']}{entry}{anew}"
 
 

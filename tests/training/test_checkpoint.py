@@ -105,7 +105,7 @@ def test_weights_of_another_objective_are_told_from_those_of_this_one(tmp_path, 
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
     assert "(model). warning: it " in line
     assert anew in line
-    assert "has to be learnt anew" in line
+    assert "has to be learnt again" in line
     assert RunFolder(tmp_path / "second").manifest()["init_from"]["objective"] == objective
     tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}", "train.total_steps=2")
     assert "init_from" in RunFolder(tmp_path / "second").manifest(), "a resumed run still says what it began with"
