@@ -31,12 +31,13 @@ from data import (
     read_manifest,
     real_images,
 )
-from data.arrays import read_member
 from data.images import ZIP_ERRORS
 from diffusion import ImageSource
 from evaluation import AdmSuite, DigitsEvaluator, InceptionDetector, Processes, make_reference, open_reference
-from evaluation.files import fingerprint, sha256
+from evaluation.files import fingerprint
 from evaluation.inception import check_weights_file
+from runtime.arrays import read_member
+from runtime.files import sha256
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment

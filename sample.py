@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from data import encoder_for, encoder_record, image_decoder, manifest_from
 from diffusion import ImageSource
-from evaluation.files import sha256
 from evaluation.pictures import in_turn, save_grid
+from runtime.files import sha256
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment

@@ -40,9 +40,10 @@ from data import (
 )
 from diffusion import ImageSource
 from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
-from evaluation.files import sha256
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
+from runtime.files import sha256
+from runtime.lock import TRY_AGAIN
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
 from training.ema import EMA
@@ -52,7 +53,7 @@ from training.processes import check_same, decided_by_first, lost_another
 from training.provenance import RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import DIGITS_EVALUATOR
 from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
-from training.stopping import TIME_LIMIT, TRY_AGAIN, StopRequest
+from training.stopping import TIME_LIMIT, StopRequest
 from training.trackers import BackgroundTracker, MetricsFile
 from training.trainer import Trainer
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from data.arrays import check_size, member_size, read_header
+from runtime.arrays import check_size, member_size, read_header
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from data.arrays import parse_array
 from data.images import ZIP_ERRORS, list_files
 from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MOST_CLASSES
 from data.unpickle import unpickle_array
+from runtime.arrays import parse_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.arrays import check_size, read_header
 from data.manifest import FILES, LatentManifest, read_manifest
+from runtime.arrays import check_size, read_header
 
 NUM_FINGERPRINT_ENTRIES = 64
 HELD_OUT_SEED = 0

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.arrays import read_member
 from data.images import ZIP_ERRORS
+from runtime.arrays import read_member
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from data.arrays import parse_array
 from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, parse_manifest
 from data.remote import read_file
 from data.stream import MicroBatch
+from runtime.arrays import parse_array
 
 SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used

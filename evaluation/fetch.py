@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from evaluation.files import PUBLISHED, PublishedFile, sha256
+from evaluation.files import PUBLISHED, PublishedFile
+from runtime.files import sha256
 
 CHUNK = 2**20
 TIMEOUT_SEC = 60

@@ -4,6 +4,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.files import sha256
+
 # The state dict of the Inception network is published twice, under two names, with the same bytes.
 WEIGHTS_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 BATCHES = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches"
@@ -52,9 +54,3 @@ def fingerprint(path: Path) -> str:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     listing = [f"{file.relative_to(path).as_posix()} {sha256(file)}" for file in files]
     return hashlib.sha256("\n".join(listing).encode()).hexdigest()
-
-
-def sha256(file: Path) -> str:
-    """Return the hash of a file."""
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from evaluation.files import PUBLISHED, WEIGHTS_SHA256, sha256
+from evaluation.files import PUBLISHED, WEIGHTS_SHA256
 from evaluation.precision import strict_fp32
+from runtime.files import sha256
 
 GRAPH_NAME = "classify_image_graph_def.pb"
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008

@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"models", "routing", "diffusion", "data", "evaluation", "training", "benchmarks", "examples", "tests"}
+PACKAGES = {"models", "routing", "diffusion", "data", "evaluation", "training", "runtime"} | {"benchmarks", "examples", "tests"}
 ENTRY_POINTS = {"train", "sample", "fid"}
 OWN = PACKAGES | ENTRY_POINTS
 MAY_IMPORT = {
     "models": {"models", "routing"},
     "routing": {"routing"},
     "diffusion": {"diffusion"},
-    "data": {"data"},
-    "evaluation": {"evaluation"},
-    "training": {"training"},
+    "data": {"data", "runtime"},
+    "evaluation": {"evaluation", "runtime"},
+    "training": {"training", "runtime"},
+    "runtime": {"runtime"},
 }
 ANYTHING_BUT = {"benchmarks", "examples", "tests"} | ENTRY_POINTS
 DATA_ENTRY_POINTS = {"encode", "convert", "verify", "report"}
@@ -85,6 +86,7 @@ def test_rules_hold(file):
     [
         ("routing/tokens.py", "from models import DiT"),
         ("diffusion/edm.py", "import data.latents"),
+        ("runtime/files.py", "from training import ema"),
         ("training/trainer.py", "from evaluation import metrics"),
         ("training/trainer.py", "import hydra"),
         ("data/latents.py", "from omegaconf import OmegaConf"),

@@ -6,9 +6,7 @@ used (`sha256sum -c SHA256SUMS` does the same by hand).
 """
 
 import argparse
-import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
@@ -21,6 +19,8 @@ import torch
 import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from runtime.files import sha256, sync
 
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 WRAPPERS = ("module.", "model.", "net.")
@@ -64,15 +64,15 @@ class CheckpointFolder:
             _save_tensors(partial / "ema.safetensors", ema.state_dict())
             _save_tensors(partial / "optimizer.safetensors", _optimizer_tensors(net, optimizer))
             (partial / "state.json").write_text(json.dumps({"step": step, **state}) + "\n")
-            (partial / SUMS).write_text("".join(f"{_digest(file)}  {file.name}\n" for file in sorted(partial.iterdir())))
+            (partial / SUMS).write_text("".join(f"{sha256(file)}  {file.name}\n" for file in sorted(partial.iterdir())))
             for path in (*partial.iterdir(), partial):
-                _sync(path)
+                sync(path)
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         _discard(final)
         partial.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
         self._remove_old()
 
     def newest_whole(self, show: Callable[[str], None]) -> Path | None:
@@ -146,7 +146,7 @@ def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
         )
     try:
         digests = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
-        wrong = [name for name in sorted(names) if digests.get(name) != _digest(checkpoint / name)]
+        wrong = [name for name in sorted(names) if digests.get(name) != sha256(checkpoint / name)]
     except (FileNotFoundError, ValueError) as error:  # other errors of the system may pass, and say nothing of the files
         return str(error)
     return f"{', '.join(wrong)} is not what was written" if wrong else None
@@ -253,11 +253,6 @@ def _discard(checkpoint: Path) -> None:
         shutil.rmtree(hidden)
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def _strip(name: str) -> str:
     name = name.replace(COMPILED, "")
     while prefix := next((prefix for prefix in WRAPPERS if name.startswith(prefix)), None):
@@ -272,11 +267,3 @@ def _trained_names(net: nn.Module) -> list[str]:
 def _optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names, state = _trained_names(net), optimizer.state_dict()["state"]
     return {f"{names[i]}/{key}": tensor for i, entry in state.items() for key, tensor in entry.items()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

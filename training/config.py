@@ -29,6 +29,7 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runtime.lock import TRY_AGAIN, Busy
 from training.messages import did_you_mean, explain
 from training.rules import check_finite, check_groups, check_loop
 
@@ -322,7 +323,7 @@ def run(main: Callable[[], None]) -> None:
             raise
         # One write: the lines of processes that share a terminal stay whole. `sys.exit(text)` takes two.
         sys.stderr.write(f"error: {explanation(error, sys.argv[1:])}\n")
-        sys.exit(1)
+        sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
 
 
 def explanation(error: BaseException, arguments: Sequence[str]) -> str:

@@ -20,10 +20,11 @@ import torch.nn as nn
 import yaml
 from joblib import cpu_count
 
+from runtime.files import write_json, write_text
 from training.machine import bf16_instructions
 from training.rules import INIT_OBJECTIVES
 
-OWN_PACKAGES = ("data", "diffusion", "evaluation", "models", "routing", "training")
+OWN_PACKAGES = ("data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
 PROJECT = Path(__file__).resolve().parents[1]
 SOURCES = (
     "*.py",
@@ -249,7 +250,7 @@ class RunFolder:
 
     def begin(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
         """Write the configuration and the manifest of a run that starts or resumes at a step."""
-        _write(self.config_file, yaml.safe_dump(config, sort_keys=False))
+        write_text(self.config_file, yaml.safe_dump(config, sort_keys=False))
         start = {
             "step": step,
             **{key: details[key] for key in ("command", "commit", "source_sha256", "num_processes", "changes")},
@@ -259,7 +260,7 @@ class RunFolder:
 
     def update(self, fields: dict[str, Any]) -> None:
         """Change fields of the manifest."""
-        _write(self.manifest_file, json.dumps({**self.manifest(), **fields}, indent=2) + "\n")
+        write_json(self.manifest_file, {**self.manifest(), **fields})
 
 
 def follows_the_total(config: dict[str, Any]) -> bool:
@@ -394,12 +395,3 @@ def source_sha256() -> str:
     for file in sorted({file for pattern in SOURCES for file in PROJECT.glob(pattern)}):
         digest.update(f"{file.relative_to(PROJECT).as_posix()} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    partial.replace(file)

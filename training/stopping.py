@@ -16,7 +16,6 @@ TIME_LIMIT = "the time limit train.max_time_sec"
 REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGTERM")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # variables that torchrun and accelerate set
-TRY_AGAIN = os.EX_TEMPFAIL  # exit status of a run that was stopped: the same command goes on with it
 
 
 class StopRequest:

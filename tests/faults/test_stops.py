@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 import train
+from runtime.lock import TRY_AGAIN
 from tests.faults.killing import BIN, ENVIRONMENT, ONE, TWO, Killed, Variant
 from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.config import Explained
-from training.stopping import TRY_AGAIN
 from training.trainer import STEPS_IN_RESERVE
 
 ACCELERATE = (str(BIN / "accelerate"), "launch")

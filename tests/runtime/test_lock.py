@@ -1,0 +1,91 @@
+"""A lock keeps all others out, also those that wait while it is given back."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from runtime.lock import Busy, Lock
+from tests.runs import ROOT
+
+
+def test_a_second_one_is_told_who_holds_it(tmp_path):
+    holder = rf"process {os.getpid()} on .* since 20.*"
+    with Lock(tmp_path / ".lock", "out=x"), pytest.raises(Busy, match=rf"^out=x is in use by {holder}: end it, or try again"):
+        Lock(tmp_path / ".lock", "out=x").acquire()
+    assert not (tmp_path / ".lock").exists()
+    Lock(tmp_path / ".lock", "out=x").acquire().release()
+
+
+def test_one_that_waits_says_so_and_gets_it(tmp_path):
+    first, told = Lock(tmp_path / ".lock", "out=x").acquire(), []
+    threading.Timer(0.3, first.release).start()
+    second = Lock(tmp_path / ".lock", "out=x", wait_sec=None, show=told.append).acquire()
+    assert second.is_in_place() and not first.is_in_place()
+    assert len(told) == 1 and told[0].startswith("out=x is in use by process ") and told[0].endswith("; waiting for its end")
+    second.release()
+
+
+def test_no_two_hold_it_where_one_opened_the_file_that_the_last_holder_removed(tmp_path, monkeypatch):
+    """The one that waits has the file open when the holder removes it: what it then locks keeps nobody out."""
+    first, flock, others = Lock(tmp_path / ".lock", "x").acquire(), fcntl.flock, []
+
+    def slowly(descriptor, how):
+        if not others:
+            first.release()
+            others.append(None)
+            others.append(Lock(tmp_path / ".lock", "x").acquire())
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", slowly)
+    with pytest.raises(Busy):
+        Lock(tmp_path / ".lock", "x").acquire()
+    assert others[1].is_in_place()
+
+
+def test_a_killed_holder_keeps_nobody_out(tmp_path):
+    program = "import sys, time; from pathlib import Path; from runtime.lock import Lock\n"
+    program += "Lock(Path(sys.argv[1]), 'x').acquire(); print('held', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(Busy, match=f"process {process.pid} on"):
+            Lock(tmp_path / ".lock", "x").acquire()
+        process.kill()
+    with Lock(tmp_path / ".lock", "x") as lock:
+        assert f"process {os.getpid()} on" in lock.holder()
+
+
+def test_a_lock_that_was_moved_away_keeps_nobody_out(tmp_path):
+    (tmp_path / "run").mkdir()
+    lock = Lock(tmp_path / "run/.lock", "x").acquire()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert not lock.is_in_place()
+    lock.release()
+    assert (tmp_path / "moved/.lock").exists(), "only its own place is tidied up"
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
+    def without(descriptor, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    told = []
+    lock = Lock(tmp_path / ".lock", "x", show=told.append).acquire()
+    assert lock.is_in_place()
+    assert told == [
+        f"warning: {tmp_path}/.lock cannot be locked ([Errno 95] Operation not supported): "
+        "see to it that no other process writes there"
+    ]
+
+
+def test_waiting_ends(tmp_path):
+    with Lock(tmp_path / ".lock", "x"):
+        started = time.monotonic()
+        with pytest.raises(Busy):
+            Lock(tmp_path / ".lock", "x", wait_sec=0.6, show=lambda line: None).acquire()
+        assert time.monotonic() - started >= 0.6
