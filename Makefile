@@ -12,8 +12,8 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 demo: setup ## digits from nothing: train, sample, score
 	@$(BIN)/python -m benchmarks.demo_time
 	$(LAUNCH) train.py model=tread run_name=demo
-	$(LAUNCH) sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz
-	$(LAUNCH) fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits
+	$(LAUNCH) sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz overwrite=true
+	$(LAUNCH) fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits overwrite=true
 	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."
 
 setup: $(VENV)/.complete

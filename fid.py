@@ -8,7 +8,6 @@
 What was scored, against what and how is kept with the scores as JSON.
 """
 
-import json
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -34,12 +33,15 @@ from data import (
 from data.images import ZIP_ERRORS
 from diffusion import ImageSource
 from evaluation import AdmSuite, DigitsEvaluator, InceptionDetector, Processes, make_reference, open_reference
+from evaluation.adm import Scores
 from evaluation.files import fingerprint
 from evaluation.inception import check_weights_file
 from runtime.arrays import read_member
-from runtime.files import sha256
+from runtime.files import read_json, sha256, write_json
+from runtime.output import check_free, claimed
 from training import config as configuration
 from training.machine import start_process
+from training.processes import claimed_by_first
 from training.provenance import environment
 from training.rules import check_choice, check_positive
 from training.sampling import check_run, open_run
@@ -48,7 +50,7 @@ NUM_SAMPLES = 50_000  # of a run, unless told
 SAMPLING_KEYS = {field.name for field in fields(configuration.SamplingConfig)} - {"num_samples"}
 DETECTOR_KEYS = {"weights", "allow_unpublished_weights", "detector_batch_size"}
 SUITE_KEYS = {"precision_recall", "exact_distances", "kid"}
-# What can be asked, and the keys that then mean something; `mode` and `suite` choose, `out` always does.
+# What can be asked, and the keys that then mean something; `mode` and `suite` choose, `out` and `overwrite` always do.
 SCORE_FILES = {"reference", "samples", "num_samples"} | DETECTOR_KEYS | SUITE_KEYS
 SCORE_RUN = {"reference", "run", "num_samples"} | SAMPLING_KEYS | DETECTOR_KEYS | SUITE_KEYS
 SCORE_DIGITS = {"reference", "samples"}
@@ -94,7 +96,7 @@ def check_request(request: dict[str, Any]) -> None:
     else:
         what, keys = "scoring samples in files", SCORE_FILES
     for field in fields(configuration.ScoreConfig):
-        if field.name not in {*keys, "mode", "out"} and request[field.name] != field.default:
+        if field.name not in {*keys, "mode", "out", "overwrite"} and request[field.name] != field.default:
             raise ValueError(f"{field.name}={request[field.name]} has no meaning for {what}")
     for key in NEEDED:
         if key in keys and request[key] is None:
@@ -131,7 +133,7 @@ def drawn(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_out(request: dict[str, Any]) -> None:
-    """Check where the result goes: nothing that took long to make is overwritten."""
+    """Check where the result goes."""
     suffix = ".npz" if request["mode"] == "reference" else ".json"
     if request["mode"] == "reference" and request["out"] is None:
         raise ValueError("out must be given for mode=reference")
@@ -140,8 +142,7 @@ def check_out(request: dict[str, Any]) -> None:
     out = Path(request["out"])
     if out.suffix != suffix:
         raise ValueError(f"out={out} must end in {suffix}")
-    if request["mode"] == "reference" and (out.exists() or out.with_suffix(".json").exists()):
-        raise ValueError(f"out={out} is there already, or its record: remove them, or choose another name")
+    check_free("out", out, [out.with_suffix(".json")], request["overwrite"])
 
 
 def score(request: dict[str, Any], state: PartialState) -> None:
@@ -157,21 +158,25 @@ def score(request: dict[str, Any], state: PartialState) -> None:
     )
     suite.check(samples.count, samples.shape, samples.name)
     out = Path(request["out"] or samples.out)
-    if state.is_main_process:
-        record = {"samples": samples.record(), "reference": {"path": str(reference), "sha256": fingerprint(reference)}}
-        record["protocol"] = suite.protocol
-        check_record(out, record)
-        make_room(out)
-    scores = suite.score(samples.batches, samples.count, samples.shape)
-    if not state.is_main_process:
-        return
+    with claimed_by_first(state, "out", out, (), request["overwrite"]):
+        record = {"protocol": suite.protocol, "num_processes": state.num_processes, "environment": environment(state.device)}
+        if state.is_main_process:
+            record["samples"] = samples.record()
+            record["reference"] = {"path": str(reference), "sha256": fingerprint(reference)}
+        scores = suite.score(samples.batches, samples.count, samples.shape)
+        if state.is_main_process:
+            tell(scores)
+            keep({**asdict(scores), **record}, out)
+
+
+def tell(scores: Scores) -> None:
+    """Print scores, what was left out, and what is to be known of them."""
     for metric, value in scores.values.items():
         print(f"{metric:14} {value:10.5g}")
     for metric, reason in scores.left_out.items():
         print(f"{metric:14}   left out: {reason}")
     for warning in scores.warnings:
         print(f"note: {warning}")
-    keep({**asdict(scores), **record, "num_processes": state.num_processes, "environment": environment(state.device)}, out)
 
 
 class KeptSamples:
@@ -211,7 +216,8 @@ class DrawnSamples:
         num_samples, self.name = request["num_samples"], f"run={request['run']}"
         self.run = open_run(request, state)
         self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
-        manifest = manifest_from(self.run.data["manifest"])
+        manifest = manifest_from(self.run.data["manifest"], f"{request['run']}/manifest.json: data.manifest")
+        manifest.check_sizes(request["run"], **self.run.sizes)
         self.encoder = encoder_for(manifest, state.device, **self.run.decoding)
         decode = image_decoder(manifest, self.encoder, self.run.decoding["official"])
         source = ImageSource(self.run.precond, self.run.sampler, decode, **self.run.drawing, state=state, gather=gather_object)
@@ -224,43 +230,23 @@ class DrawnSamples:
         return {"num_samples": self.count, "shape": self.shape, "drawn": drawn}
 
 
-def check_record(file: Path, record: dict[str, Any]) -> None:
-    """Raise a ValueError where a file holds scores of other samples, or by other rules."""
-    if not file.exists():
-        return
-    old, new = read_json(file), json.loads(json.dumps(record))
-    if not isinstance(old, dict) or any(old.get(key) != new[key] for key in new):
-        raise ValueError(f"{file} holds other scores (of other samples, another reference, other options): give out=FILE.json")
-
-
-def make_room(file: Path) -> None:
-    """Make the folder that a result goes to, before the work whose result would be lost without it."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.parent.joinpath(f".{file.name}.partial").touch()
-        file.parent.joinpath(f".{file.name}.partial").unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"out={file} can not be written: {error}") from error
-    if file.is_dir():
-        raise ValueError(f"out={file} is a folder, must be a file")
-
-
 def write_reference(request: dict[str, Any], state: PartialState) -> None:
     """Write a reference from images, with a record beside it."""
     source, file = Path(request["images"]), Path(request["out"])
     images = open_images(source, request["resolution"])
     if images.count < 2 or images.shape[-1] != 3:
         raise ValueError(f"images={source} holds {images.count} of {images.shape}: at least 2 of (H, W, 3) are needed")
-    detector = InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"])
-    make_room(file)
-    processes = Processes(state.process_index, state.num_processes)
-    found = make_reference(detector, images, file, request["detector_batch_size"], processes)
-    if state.is_main_process:
-        origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
-        record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
-        record |= {"num_processes": state.num_processes, "environment": environment(state.device)}
-        print(f"reference {file}")
-        keep(record, file.with_suffix(".json"))
+    beside = file.with_suffix(".json")
+    with claimed_by_first(state, "out", file, [beside], request["overwrite"]):
+        detector = InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"])
+        processes = Processes(state.process_index, state.num_processes)
+        found = make_reference(detector, images, file, request["detector_batch_size"], processes)
+        if state.is_main_process:
+            origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
+            record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
+            record |= {"num_processes": state.num_processes, "environment": environment(state.device)}
+            print(f"reference {file}")
+            keep(record, beside)
 
 
 def score_digits(request: dict[str, Any]) -> None:
@@ -277,17 +263,23 @@ def score_digits(request: dict[str, Any]) -> None:
         raise ValueError(f"samples={file} are {samples.shape[1:]}, the reference is {reference.shape[1:]}")
     evaluator = DigitsEvaluator((reference, reference_labels))
     held_out = real_images(dataset, dataset.held_out_ids, encoder) if len(dataset.held_out_ids) > 1 else None
-    scores = evaluator.compare(samples, labels, held_out)
+    out = Path(request["out"] or file.with_suffix(".scores.json"))
+    with claimed("out", out, (), request["overwrite"]):
+        keep_digits(request, evaluator.compare(samples, labels, held_out), dataset.describe(), out)
+
+
+def keep_digits(request: dict[str, Any], scores: dict[str, dict[str, float]], data: dict[str, Any], out: Path) -> None:
+    """Print scores of digits, and keep them with what was scored against what."""
     print(table(scores))
     print("A distance also depends on n: it grows as n falls.")
     result = {
         "scores": scores,
-        "samples": {"path": str(file), "sha256": sha256(file)},
+        "samples": {"path": request["samples"], "sha256": sha256(Path(request["samples"]))},
         "reference": request["reference"],
-        "data": dataset.describe(),
+        "data": data,
         "environment": environment(torch.device("cpu")),
     }
-    keep(result, Path(request["out"] or file.with_suffix(".scores.json")))
+    keep(result, out)
 
 
 def read_labelled(file: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -305,17 +297,9 @@ def read_labelled(file: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([batch for _, batch in images.batches(images.count)]), labels
 
 
-def read_json(file: Path) -> Any:
-    """Read a JSON file; a damaged one is named."""
-    try:
-        return json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-
-
 def keep(result: dict[str, Any], file: Path) -> None:
     """Write a result as JSON and say where."""
-    file.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(file, result)
     print(f"record {file}")
 
 

@@ -6,8 +6,9 @@
 Sample i is a function of seed first_seed + i alone: it does not depend on the batch size or the number of processes.
 """
 
-import json
+import os
 from pathlib import Path
+from typing import Any
 
 import hydra
 import numpy as np
@@ -19,9 +20,11 @@ from tqdm import tqdm
 from data import encoder_for, encoder_record, image_decoder, manifest_from
 from diffusion import ImageSource
 from evaluation.pictures import in_turn, save_grid
-from runtime.files import sha256
+from runtime.files import atomic_write, sha256, write_json
+from runtime.output import check_free
 from training import config as configuration
 from training.machine import start_process
+from training.processes import claimed_by_first, decided_by_first
 from training.provenance import environment
 from training.rules import check_positive
 from training.sampling import check_run, open_run
@@ -39,35 +42,36 @@ def main(cfg: DictConfig) -> None:
         check_positive("grid_columns", request["grid_columns"])
         if request["output"] and not request["output"].endswith(".npz"):
             raise ValueError(f"output={request['output']} must end in .npz; the picture and the protocol take its name")
+        if request["output"]:
+            check_free("output", Path(request["output"]), beside(Path(request["output"])), request["overwrite"])
         check_run(request)
         state = start_process()
         run = open_run(request, state)
         weights_sha256 = sha256(run.weights)  # now: a run that still trains removes old checkpoints
-        manifest = manifest_from(run.data["manifest"])
+        manifest = manifest_from(run.data["manifest"], f"{request['run']}/manifest.json: data.manifest")
+        manifest.check_sizes(request["run"], **run.sizes)
         encoder = encoder_for(manifest, state.device, **run.decoding)
         decode = image_decoder(manifest, encoder, run.decoding["official"])
         source = ImageSource(run.precond, run.sampler, decode, **run.drawing, state=state, gather=gather_object)
-    output = Path(request["output"] or Path(request["run"]) / "samples" / f"{run.name}.npz")
-    sample(source, request["num_samples"], request["grid_columns"], output, state)
-    if state.is_main_process:
-        record = {
-            **run.protocol,
-            "encoder": encoder_record(encoder),
-            "weights_sha256": weights_sha256,
-            "samples_sha256": sha256(output),
-        }
+        output = Path(request["output"] or Path(request["run"]) / "samples" / f"{run.name}.npz")
+        record = {**run.protocol, "encoder": encoder_record(encoder), "weights_sha256": weights_sha256}
         record["environment"] = environment(state.device)
-        output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
-        state.print(f"samples {output}\npicture {output.with_suffix('.png')}")
+        with claimed_by_first(state, "output", output, beside(output), request["overwrite"]):
+            sample(source, request["num_samples"], request["grid_columns"], output, record, state)
+    state.print(f"samples {output}\npicture {output.with_suffix('.png')}")
 
 
-def sample(source: ImageSource, num_samples: int, columns: int, output: Path, state: PartialState) -> None:
-    """Generate on all processes into one array on disk, then pack it into `output`, with a picture beside it."""
+def beside(output: Path) -> list[Path]:
+    """Return where picture, record and scores of samples go."""
+    return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
+
+
+def sample(
+    source: ImageSource, num_samples: int, columns: int, output: Path, record: dict[str, Any], state: PartialState
+) -> None:
+    """Generate on all processes into one array on disk, then pack it into `output`, with picture and record beside it."""
     unpacked = output.with_name(f".{output.stem}.npy")
-    if state.is_main_process:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        np.lib.format.open_memmap(unpacked, mode="w+", dtype=np.uint8, shape=(num_samples, *source.image_shape))
-    state.wait_for_everyone()
+    decided_by_first(state, lambda: _make_array(unpacked, (num_samples, *source.image_shape)))
     images = np.lib.format.open_memmap(unpacked, mode="r+")
     with tqdm(total=num_samples, desc="sample", unit="image", disable=not state.is_main_process) as progress:
         for start, pixels in source.batches(num_samples):
@@ -78,12 +82,21 @@ def sample(source: ImageSource, num_samples: int, columns: int, output: Path, st
     if state.is_main_process:
         labels = source.labels(num_samples)
         # The layout of [ADM]: arr_0 holds the images, arr_1 the labels.
-        partial = output.with_name(f".{output.stem}.partial.npz")
-        np.savez(partial, images, *([] if labels is None else [labels.numpy()]))
-        partial.replace(output)
+        with atomic_write(output) as partial:
+            np.savez(partial, images, *([] if labels is None else [labels.numpy()]))
+        for file in beside(output):  # of samples that were there before
+            file.unlink(missing_ok=True)
         shown = np.arange(num_samples) if labels is None else in_turn(labels.numpy())
         save_grid(images[shown[: GRID_ROWS * columns]], output.with_suffix(".png"), columns)
+        write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(output)})
         unpacked.unlink()
+
+
+def _make_array(file: Path, shape: tuple[int, ...]) -> None:
+    """Make an .npy of bytes, with its room on the disk: to meet a full one later, in mapped memory, would kill the process."""
+    np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
+    with file.open("r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def main(cfg: DictConfig) -> None:
         _check_files(config, run)
         state = start_process()
         with state.main_process_first():
-            dataset = configuration.build(config["data"])()
+            dataset = configuration.build(config, "data")()
         if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
             raise ValueError(
                 "train.masked_loss=true needs masks: conditioning_type of the latent manifest is null, "
@@ -178,8 +178,8 @@ def build_trainer(
         for block in net.blocks:
             block.compile(dynamic=False)
     precond = accelerator.prepare_model(configuration.build_precond(config, net))
-    optimizer = configuration.build(config["optimizer"])(net.parameters(), fused=True)
-    loss_fn = configuration.build(config["diffusion"]["loss"])()
+    optimizer = configuration.build(config, "optimizer")(net.parameters(), fused=True)
+    loss_fn = configuration.build(config, "diffusion.loss")()
     evaluators = _evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn)
     checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
     show = tqdm.write if accelerator.is_main_process else _say_nothing
@@ -285,7 +285,7 @@ def _begin(
     run.begin(config, details, step)
     kept = (state["metrics_size"], state["metrics_waiting"]) if state else ()
     metrics_file = MetricsFile(run.path / "metrics.jsonl", *kept, show=tqdm.write)
-    tracker = BackgroundTracker(configuration.build(config["tracker"])(), tqdm.write) if config["tracker"] else None
+    tracker = BackgroundTracker(configuration.build(config, "tracker")(), tqdm.write) if config["tracker"] else None
     print(summary(config, details, net, resumed_step=step), flush=True)
     return metrics_file, tracker
 
@@ -389,7 +389,7 @@ def _evaluators(
             raise ValueError(f"{error}. Training goes without: train.sample_every=null evaluation=none") from error
         source = ImageSource(
             ema_denoiser,
-            configuration.build(config["sampler"]),
+            configuration.build(config, "sampler"),
             image_decoder(dataset.manifest, encoder, official),
             batch_size=EVALUATION_BATCH,
             guidance_scale=config["guidance"]["guidance_scale"],
@@ -406,7 +406,7 @@ def _evaluators(
         loss = DenseLoss(denoisers, loss_fn, batches, total=partial(accelerator.reduce, reduction="sum"))
         evaluators.append((settings["eval_every"], loss))
     if settings["eval_every"] and config["evaluation"]:
-        build = configuration.build(config["evaluation"])
+        build = configuration.build(config, "evaluation")
         if config["evaluation"]["_target_"] == DIGITS_EVALUATOR:
             evaluator = build(reference=real_images(dataset, dataset.train_ids, encoder), source=source)
         else:

@@ -9,7 +9,6 @@ its tokens rejoin a state that is as much alike, give or take 0.01. That rule is
 been shown to predict the quality of a route, and published quality is known for the published window alone.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -28,14 +27,16 @@ from tqdm import tqdm
 from data import LatentDataset, mask_coverage
 from models import cost_of, token_mask
 from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
+from runtime.files import atomic_write, write_json, write_text
+from runtime.output import claimed
 from training import config as configuration
-from training.checkpoint import load_weights
 from training.machine import start_process
-from training.provenance import RunFolder, environment
+from training.provenance import environment
 from training.rules import check_positive
-from training.sampling import find_checkpoint
+from training.sampling import find_checkpoint, load_net, read_run
 from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, speedup
 
+MAX_BATCH = 4096  # that a run from elsewhere may ask for
 LEAST_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
 COLORS = {0.25: "tab:gray", 0.5: "tab:blue"}
 RATIOS = tuple(COLORS)  # published: 0.75 is worse than dense
@@ -69,9 +70,7 @@ def main(cfg: DictConfig) -> None:
     """Measure, recommend, and write table, figures and picture."""
     with configuration.user_mistakes():
         request = configuration.resolve(cfg)
-        run = RunFolder(request["run"])
-        config, details = run.read()
-        run.check_code(request["allow_foreign_code"])
+        config, details = read_run(request["run"])
         depth = config["model"]["depth"]
         if depth < LEAST_DEPTH:
             raise ValueError(
@@ -84,31 +83,53 @@ def main(cfg: DictConfig) -> None:
         if request["mask_coverage"] is not None and not 0 <= request["mask_coverage"] <= 1:
             raise ValueError(f"mask_coverage={request['mask_coverage']} must be in [0, 1]")
         checkpoint = find_checkpoint(Path(request["run"]), request["checkpoint"])
+        resolved = _resolved(request, details)
+        _find_data(request, config)
         device = start_process().device
-        net = configuration.build_net(config).to(device)
-        load_weights(net, checkpoint / "ema.safetensors")
-        dataset = configuration.build(config["data"])()
-        batch_size = request["batch_size"] or details["resolved"]["micro_batch_size"]
+        net = load_net(config, checkpoint / "ema.safetensors").to(device)
+        dataset = configuration.build(config, "data")()
         coverage = _coverage(request["mask_coverage"], config, dataset)
-    alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
-    candidates = measure(config, details["resolved"], net, alike, coverage, batch_size, request["repeats"], device)
-    best = recommend(candidates, depth)
-    folder = Path(request["output"] or Path(request["run"]) / "advice")
-    folder.mkdir(parents=True, exist_ok=True)
-    text = report(candidates, best, depth, coverage, routed=bool(config["model"]["routes"]))
-    (folder / "advice.md").write_text(text + "\n")
-    figures = {
-        "checkpoint": str(checkpoint),
-        "mask_coverage": coverage,
-        "batch_size": batch_size,
-        "candidates": [asdict(candidate) for candidate in candidates],
-        "recommended": asdict(best) if best else None,
-        "similarity": alike.tolist(),
-        "environment": environment(device),
-    }
-    (folder / "advice.json").write_text(json.dumps(figures, indent=2) + "\n")
-    draw(alike, candidates, best, folder / "advice.png")
-    print(f"{text}\n\ntable   {folder / 'advice.md'}\npicture {folder / 'advice.png'}")
+        file = Path(request["output"] or Path(request["run"]) / "advice") / "advice.json"
+        with claimed("output", file, [file.with_suffix(".md"), file.with_suffix(".png")], request["overwrite"]):
+            batch_size = resolved["micro_batch_size"]
+            alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
+            candidates = measure(config, resolved, net, alike, coverage, batch_size, request["repeats"], device)
+            best = recommend(candidates, depth)
+            text = report(candidates, best, depth, coverage, routed=bool(config["model"]["routes"]))
+            figures = {
+                "checkpoint": str(checkpoint),
+                "mask_coverage": coverage,
+                "batch_size": batch_size,
+                "candidates": [asdict(candidate) for candidate in candidates],
+                "recommended": asdict(best) if best else None,
+                "similarity": alike.tolist(),
+                "environment": environment(device),
+            }
+            write_text(file.with_suffix(".md"), text + "\n")
+            write_json(file, figures)
+            with atomic_write(file.with_suffix(".png")) as partial:
+                draw(alike, candidates, best, partial)
+    print(f"{text}\n\ntable   {file.with_suffix('.md')}\npicture {file.with_suffix('.png')}")
+
+
+def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
+    """Return precision, mode and batch of the run, as its manifest tells them, and as the request changes them."""
+    told = details.get("resolved")
+    told = told if isinstance(told, dict) else {}
+    batch_size = request["batch_size"] or told.get("micro_batch_size")
+    if not isinstance(batch_size, int) or not (request["batch_size"] or 1 <= batch_size <= MAX_BATCH):
+        raise ValueError(f"run={request['run']}: its manifest tells micro-batches of {batch_size}: give batch_size=N")
+    return {**told, "micro_batch_size": batch_size}
+
+
+def _find_data(request: dict[str, Any], config: dict[str, Any]) -> None:
+    """Put the place of the data into the configuration of a run, which may not send a program anywhere, or write there."""
+    data, asked = config["data"], request["data_path"]
+    if "path" not in data:
+        return
+    if asked is None and not Path(data["path"]).is_dir():
+        raise FileNotFoundError(f"run={request['run']}: data.path={data['path']} is no folder here: give data_path=PATH")
+    data["path"] = asked or data["path"]
 
 
 def _coverage(requested: float | None, config: dict[str, Any], dataset: LatentDataset) -> float:
@@ -131,7 +152,7 @@ def similarity(
     """
     ids = dataset.held_out_ids if len(dataset.held_out_ids) else dataset.train_ids
     ids, depth, states = ids[:num_samples], len(net.blocks), []
-    precond, loss_fn = configuration.build_precond(config, net).eval(), configuration.build(config["diffusion"]["loss"])()
+    precond, loss_fn = configuration.build_precond(config, net).eval(), configuration.build(config, "diffusion.loss")()
     hooks = [block.register_forward_pre_hook(lambda _, args: states.append(args[0])) for block in net.blocks]
     hooks.append(net.blocks[-1].register_forward_hook(lambda _, __, output: states.append(output)))
     total = torch.zeros(depth + 1, depth + 1, dtype=torch.float64, device=device)
@@ -161,18 +182,18 @@ def measure(
     """Return all candidates, with the time of a forward and backward pass in the precision and mode of the run."""
     depth, T = len(net.blocks), net.num_tokens
     num_forced = int(np.ceil(coverage * T))
-    if resolved["compile"]:
+    if resolved.get("compile"):
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         torch._dynamo.config.recompile_limit = most_graphs(len(RATIOS) + 1)
         for block in net.blocks:
             block.compile(dynamic=False)
-    precond, loss_fn = configuration.build_precond(config, net).train(), configuration.build(config["diffusion"]["loss"])()
+    precond, loss_fn = configuration.build_precond(config, net).train(), configuration.build(config, "diffusion.loss")()
     x = torch.zeros(batch_size, net.in_channels, net.input_size, net.input_size, device=device)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=device) if net.num_classes else None
 
     def step(route: Route) -> None:
         net.routes = (route,)
-        with torch.autocast(device.type, torch.bfloat16, enabled=resolved["mixed_precision"] == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=resolved.get("mixed_precision") == "bf16"):
             loss_fn(precond, x, labels).mean().backward()
         net.zero_grad()
 
@@ -185,7 +206,7 @@ def measure(
         steps[length, ratio] = lambda route=route: step(route)
     with tqdm(total=len(steps) * (repeats + 1), desc="time", unit="step") as bar:
         seconds = interleaved_seconds({key: _counted(step, bar) for key, step in steps.items()}, device, repeats)
-    slowdown = fp32_slowdown(net, device, bf16=resolved["mixed_precision"] == "bf16")
+    slowdown = fp32_slowdown(net, device, bf16=resolved.get("mixed_precision") == "bf16")
     candidates = []
     for (start, end), ratio in product(windows, RATIOS):
         grown = grow_ratio(ratio, T, num_forced)

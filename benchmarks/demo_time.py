@@ -32,7 +32,7 @@ def main() -> None:
         keep_freed_memory()
     net = configuration.build_net(config).to(state.device)
     precond = configuration.build_precond(config, net)
-    loss_fn = configuration.build(config["diffusion"]["loss"])()
+    loss_fn = configuration.build(config, "diffusion.loss")()
     data, train = config["data"], config["train"]
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,7 +88,7 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
         keep_freed_memory()
     run = RunFolder(tempfile.mkdtemp(dir=folder))
     with redirect_stdout(io.StringIO()):  # the summary of a run
-        trainer = train.build_trainer(config, resolved, run, dataset := configuration.build(config["data"])())
+        trainer = train.build_trainer(config, resolved, run, dataset := configuration.build(config, "data")())
     masks_to_tokens = trainer.token_mask
     coverage = mask_coverage(dataset, masks_to_tokens, config["train"]["batch_size"]) if masks_to_tokens else 0.0
     return trainer, describe(trainer.net, resolved, config, coverage)

@@ -203,15 +203,23 @@ def parse_manifest(text: bytes, name: str) -> LatentManifest:
         ValueError: it is none; the name says which.
     """
     try:
-        return manifest_from(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not a latent manifest: {error}") from error
+    return manifest_from(fields, name)
 
 
-def manifest_from(fields: dict[str, Any]) -> LatentManifest:
-    """Rebuild a manifest from what JSON keeps of it."""
-    lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-    return LatentManifest(**{**fields, **lists})
+def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
+    """Rebuild a manifest from what JSON keeps of it.
+
+    Raises:
+        ValueError: it is none; the name says which.
+    """
+    try:
+        lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        return LatentManifest(**{**fields, **lists})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{name} is not a latent manifest: {error}") from error
 
 
 def to_json(manifest: LatentManifest) -> str:

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from runtime.files import atomic_write
+
 PADDING = 2
 SMALLEST_TILE = 32
 TEXT_COLUMNS = 100
@@ -25,7 +27,8 @@ def save_grid(images: np.ndarray, file: Path, columns: int) -> np.ndarray:
     rows = tiles.reshape(-1, columns, height, width, channels).transpose(0, 2, 1, 3, 4)
     grid = rows.reshape(-1, columns * width, channels)
     file.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(grid.squeeze(-1) if channels == 1 else grid).save(file)
+    with atomic_write(file) as partial:
+        Image.fromarray(grid.squeeze(-1) if channels == 1 else grid).save(partial)
     return grid
 
 

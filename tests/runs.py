@@ -42,7 +42,7 @@ def validated(*overrides, num_processes=1):
 def tiny_trainer(folder, *overrides):
     """Build the trainer of a tiny run in `folder`, as train.py does."""
     config = validated(*TINY, f"output_dir={folder}", *overrides)
-    run, dataset = RunFolder(folder), configuration.build(config["data"])()
+    run, dataset = RunFolder(folder), configuration.build(config, "data")()
     run.hold(print)
     try:
         run.check(config, dataset.describe())

@@ -28,8 +28,8 @@ def built(*overrides):
     with torch.device("meta"):
         net = configuration.build_net(config)
     configuration.build_precond(config, net)
-    configuration.build(config["diffusion"]["loss"])()
-    configuration.build(config["sampler"])
+    configuration.build(config, "diffusion.loss")()
+    configuration.build(config, "sampler")
     return config, net
 
 
@@ -139,7 +139,10 @@ WRONG = [
     (["diffusion.loss.P_mean=x"], r"diffusion\.loss\.P_mean='x' must be of type float"),
     (["sampler.num_steps=many"], r"sampler\.num_steps='many' must be of type int"),
     (["+sampler.num_step=3"], r"sampler\.num_step=3 is not known: did you mean num_steps\?"),
-    (["sampler._target_=diffusion.nothing"], r"sampler\._target_=diffusion\.nothing can not be imported"),
+    (
+        ["sampler._target_=diffusion.nothing"],
+        r"_target_=diffusion\.nothing must be diffusion\.edm_sampler, as YAML files",
+    ),
     (["+tracker.mode=online"], r"tracker=\{'mode': 'online'\} must name a _target_"),
     (["model.routes=[]"], r"model\.routes=\[\]: TREAD training requires you to configure the routes"),
     (["model/routes=off"], "TREAD training requires you to configure the routes"),

@@ -45,7 +45,7 @@ INTEGER, NUMBER = "could not be converted to Integer", "could not be converted t
 SWITCH, TEXT = "is not a valid bool", "Cannot convert 'list' to string"
 POSITIVE, NOT_NEGATIVE, FINITE = "must be greater than 0", "must not be negative", "must be a finite number"
 A_TEXT, A_SWITCH, AN_INTEGER = "must be of type str", "must be of type bool", "must be of type int"
-GONE = "can not be imported: "
+NAMED = "as YAML files in configs/ say: name other code"
 SYNTHETIC, IMAGENET = "data=synthetic", "data=imagenet256 data.path=x"
 ADM = "evaluation=adm_5k evaluation.reference=x"
 WANDB, TENSORBOARD = "tracker=wandb", "tracker=tensorboard"
@@ -79,7 +79,7 @@ KEYS = {
         ("run_name=''", "must not be empty"),
         ("output_dir=''", "must not be empty"),
         ("seed=-1", NOT_NEGATIVE),
-        ("data._target_=data.nothing", f"{GONE}module 'data' has no attribute 'nothing'"),
+        ("data._target_=data.nothing", "must be data.digits or data.open_latents or data.open_shards or data.synthetic"),
         ("data.path=[1]", A_TEXT),
         (f"{IMAGENET} data.encoder=[1]", "must be of type str | None"),
         ("data.input_size=half", AN_INTEGER),
@@ -89,7 +89,7 @@ KEYS = {
         (f"{SYNTHETIC} data.num_entries=0", POSITIVE),
         (f"{SYNTHETIC} data.num_held_out=1024", "must be in [0, 1023]"),
         (f"{SYNTHETIC} data.seed=-1", NOT_NEGATIVE),
-        ("model._target_=models", "must be the dotted name of a class or a function"),
+        ("model._target_=models", f"must be models.DiT, {NAMED}"),
         ("model.input_size=0", "must be data.input_size=8"),
         ("model.in_channels=3", "must be data.in_channels=1"),
         ("model.num_classes=7", "must be data.num_classes=10"),
@@ -118,21 +118,21 @@ KEYS = {
         ("routing.off_last_steps=1001", "must be in [1, 1000]"),
         ("routing.force_keep_overflow=drop", "must be one of grow, bypass, error"),
         ("diffusion.sigma_data=0", POSITIVE),
-        ("diffusion.precond._target_=diffusion.nothing", f"{GONE}module 'diffusion' has no attribute 'nothing'"),
+        ("diffusion.precond._target_=diffusion.nothing", f"must be diffusion.EDMPrecond, {NAMED}"),
         ("diffusion.precond.sigma_data=0.9", "must be diffusion.sigma_data=0.5"),
-        ("diffusion.loss._target_=null", "must be the dotted name of a class or a function"),
+        ("diffusion.loss._target_=null", f"must be diffusion.EDMLoss, {NAMED}"),
         ("diffusion.loss.P_mean=inf", FINITE),
         ("diffusion.loss.P_std=0", POSITIVE),
         ("diffusion.loss.sigma_data=0.9", "must be diffusion.sigma_data=0.5"),
         ("diffusion.loss.kept_tokens_only=maybe", A_SWITCH),
-        ("optimizer._target_=torch.optim.Adamw", GONE),
+        ("optimizer._target_=torch.optim.Adamw", f"must be torch.optim.AdamW, {NAMED}"),
         ("optimizer.lr=nan", FINITE),
         ("optimizer.betas=[0.9]", "must be two numbers in [0, 1)"),
         ("optimizer.eps=-1", NOT_NEGATIVE),
         ("optimizer.weight_decay=-1", NOT_NEGATIVE),
         ("ema.decay=1", "must be in [0, 1)"),
         ("ema.warmup=maybe", SWITCH),
-        ("sampler._target_=nothing", f"{GONE}No module named 'nothing'"),
+        ("sampler._target_=nothing", f"must be diffusion.edm_sampler, {NAMED}"),
         ("sampler.num_steps=0", POSITIVE),
         ("sampler.sigma_min=0", POSITIVE),
         ("sampler.sigma_max=0.001", "must be greater than sampler.sigma_min=0.002"),
@@ -142,7 +142,7 @@ KEYS = {
         ("sampler.S_min=2 sampler.S_max=1", "must be greater than sampler.S_min=2.0"),
         ("sampler.S_noise=-1", NOT_NEGATIVE),
         ("guidance.guidance_scale=-1", NOT_NEGATIVE),
-        ("evaluation=digits evaluation._target_=evaluation.Nothing", f"{GONE}module 'evaluation' has no attribute 'Nothing'"),
+        ("evaluation=digits evaluation._target_=evaluation.Nothing", "must be evaluation.AdmEvaluator or "),
         ("evaluation=digits evaluation.num_samples=1", "must be at least 2"),
         ("evaluation=digits evaluation.labels=alphabetical", "must be one of random, balanced"),
         ("evaluation=adm_5k evaluation.reference=nowhere", "not found: `python -m evaluation.fetch` lists what can be"),
@@ -152,7 +152,7 @@ KEYS = {
         (f"{ADM} evaluation.exact_distances=maybe", A_SWITCH),
         (f"{ADM} evaluation.kid=maybe", A_SWITCH),
         (f"{ADM} evaluation.allow_unpublished_weights=maybe", A_SWITCH),
-        (f"{WANDB} tracker._target_=training.trackers", "must be the dotted name of a class or a function"),
+        (f"{WANDB} tracker._target_=training.trackers", "TensorBoardTracker or training.trackers.WandbTracker, as YAML"),
         (f"{WANDB} tracker.run_name=[1]", A_TEXT),
         (f"{WANDB} tracker.project=[1]", A_TEXT),
         (f"{WANDB} tracker.mode=on", "must be one of offline, online, disabled"),
@@ -178,7 +178,7 @@ KEYS = {
         ("train.masked_loss=7.5", SWITCH),
     ],
     "sample": [
-        ("run=nowhere", "is no run: nowhere/config.yaml not found"),
+        ("run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
         ("run=r checkpoint=5", "not found: run=r has steps 4"),
         ("run=r num_samples=0", POSITIVE),
         ("run=r batch_size=0", POSITIVE),
@@ -191,8 +191,8 @@ KEYS = {
         ("run=r decoding=jpeg", "must be one of rounded, official"),
         ("run=r encoder=[1]", TEXT),
         ("run=r allow_other_encoder=maybe", SWITCH),
-        ("run=r allow_foreign_code=maybe", SWITCH),
         ("run=r output=x.png", "must end in .npz"),
+        ("run=r overwrite=maybe", SWITCH),
         ("run=r grid_columns=0", POSITIVE),
     ],
     "fid": [
@@ -209,7 +209,7 @@ KEYS = {
         (f"{FILES} exact_distances=maybe", SWITCH),
         (f"{FILES} kid=maybe", SWITCH),
         (f"{FILES} detector_batch_size=0", POSITIVE),
-        ("reference=file weights=weights.pth run=nowhere", "is no run: nowhere/config.yaml not found"),
+        ("reference=file weights=weights.pth run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
         (f"{RUN} checkpoint=5", "not found: run=r has steps 4"),
         (f"{RUN} num_samples=0", POSITIVE),
         (f"{RUN} batch_size=0", POSITIVE),
@@ -222,7 +222,7 @@ KEYS = {
         (f"{RUN} decoding=jpeg", "must be one of rounded, official"),
         (f"{RUN} encoder=[1]", TEXT),
         (f"{RUN} allow_other_encoder=maybe", SWITCH),
-        (f"{RUN} allow_foreign_code=maybe", SWITCH),
+        (f"{FILES} overwrite=maybe", SWITCH),
     ],
     "encode": [
         ("out=new source=nowhere", "not found"),
@@ -249,13 +249,14 @@ KEYS = {
         (f"{CONVERT} scale=-1", POSITIVE),
     ],
     "advise": [
-        ("run=nowhere", "is no run: nowhere/config.yaml not found"),
+        ("run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
         ("run=r checkpoint=5", "not found: run=r has steps 4"),
         ("run=r num_samples=0", POSITIVE),
         ("run=r batch_size=0", POSITIVE),
         ("run=r repeats=0", POSITIVE),
         ("run=r mask_coverage=2", "must be in [0, 1]"),
-        ("run=r allow_foreign_code=maybe", SWITCH),
+        ("run=r data_path=[1]", TEXT),
+        ("run=r overwrite=maybe", SWITCH),
         ("run=r output=[1]", TEXT),
     ],
     "finetune": [
@@ -286,6 +287,8 @@ KEYS = {
 # (program, overrides, how the line begins): rules across keys, and what is not a value at all.
 RULES = [
     ("train", "model.routes=[]", "model.routes=[]: TREAD training requires you to configure the routes"),
+    ("train", "sampler.num_steps=1000000", "sampler.num_steps=1000000 must be at most 100000"),
+    ("train", f"{SYNTHETIC} data.num_entries=2000000", "data.num_entries=2000000 must give at most 268435456 numbers"),
     ("train", "model=dit model/routes=paper", "model.routes=[{'selection_ratio': 0.5, "),
     ("train", "model.routes=half", "model.routes=half must be a list of routes, each {KEY: VALUE, ...}; [] for none"),
     ("train", "model.routes=[5]", "model.routes=[5] must be a list of routes"),
@@ -342,7 +345,7 @@ RULES = [
     ("fid", f"{MAKE} num_samples=5", "num_samples=5 has no meaning for mode=reference"),
     ("fid", "reference=file samples=r", "samples=r is a folder, which may hold images of an earlier time"),
     ("fid", "mode=reference images=file", "out must be given for mode=reference"),
-    ("fid", "mode=reference images=file out=there.npz", "out=there.npz is there already"),
+    ("fid", "mode=reference images=file out=there.npz", "out=there.npz: there.npz is there already: overwrite=true "),
     ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: a part of a file, or another one"),
     ("encode", "source=file", "out must be given, as KEY=VALUE"),
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
@@ -372,7 +375,14 @@ RULES = [
     ("finetune", f"{FINETUNE} output_dir=r", "output_dir=r holds something else: choose another"),
     ("finetune", f"{FINETUNE} output_dir=tuned rank=8", "output_dir=tuned holds a run with other settings: rank: 4 -> 8"),
     ("finetune", "transformer=flux inputs=odd", "inputs=odd: masks.npy has shape (80, 9, 8), latents.npy (80, 1, 8, 8)"),
-    *((program, f"{run}run=foreign", "run=foreign: sampler._target_=os.system of its config.yaml is code that is not of this")
+    ("sample", "run=unknown", "unknown/config.yaml: train.speed: Key 'speed' not in 'TrainConfig'"),
+    ("sample", "run=older", "older/config.yaml: seed is missing: another version of this code wrote it"),
+    ("sample", "run=interpolated", "interpolated/config.yaml: it has interpolations, which no run writes"),
+    ("sample", "run=dotted", "dotted/config.yaml: sampler.'num_steps.of' must be a name without dots: keys are nested"),
+    ("sample", "run=untold", "untold/manifest.json does not tell the data (data.manifest)"),
+    ("advise", "run=r", "run=r: its manifest tells micro-batches of None: give batch_size=N"),
+    ("advise", "run=r batch_size=8", "run=r: data.path=latents/digits is no folder here: give data_path=PATH"),
+    *((program, f"{run}run=foreign", f"foreign/config.yaml: sampler._target_=os.system must be diffusion.edm_sampler, {NAMED}")
       for program, run in (("sample", ""), ("fid", "reference=file weights=weights.pth "), ("advise", ""))),
 ]  # fmt: skip
 
@@ -380,8 +390,9 @@ RULES = [
 TOLD_BY = [
     rules, configuration, routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files, train._check_init_from,
-    sampling.find_checkpoint, sampling._settings, sample.main, fid.main, fid.check_request, fid.check_out, fid.check_files,
-    encode.check_request, encode.check_sources, convert.check_request, advise.main,
+    sampling.find_checkpoint, sampling._settings, sampling.read_run, sample.main,
+    fid.main, fid.check_request, fid.check_out, fid.check_files,
+    encode.check_request, encode.check_sources, convert.check_request, advise.main, advise._resolved, advise._find_data,
     finetune.check_request, finetune.read_routes, finetune.check_output, finetune.open_inputs, finetune._open, finetune._try,
 ]  # fmt: skip
 
@@ -394,13 +405,22 @@ def folder(tmp_path_factory):
     for name, overrides in runs.items():
         (folder / name / "checkpoints").mkdir(parents=True)
         (folder / name / "config.yaml").write_text(yaml.safe_dump(validated(*overrides)))
-        (folder / name / "manifest.json").write_text("{}")
+        (folder / name / "manifest.json").write_text('{"data": {"manifest": {}}}')
         if name != "empty":
             (folder / name / "checkpoints/step_00000004").mkdir()
-    foreign = validated() | {"sampler": {"_target_": "os.system", "command": "touch EXECUTED"}}
-    (folder / "foreign").mkdir()
-    (folder / "foreign/config.yaml").write_text(yaml.safe_dump(foreign))
-    (folder / "foreign/manifest.json").write_text("{}")
+    config = validated()
+    spoilt = {
+        "foreign": config | {"sampler": {"_target_": "os.system", "command": "touch EXECUTED"}},
+        "unknown": config | {"train": config["train"] | {"speed": 9}},
+        "older": {key: value for key, value in config.items() if key != "seed"},
+        "interpolated": config | {"output_dir": "${oc.env:HOME}"},
+        "dotted": config | {"sampler": config["sampler"] | {"num_steps.of": 9}},
+        "untold": config,
+    }
+    for name, written in spoilt.items():
+        (folder / name).mkdir()
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(written))
+        (folder / name / "manifest.json").write_text("{}")
     for name in ("flux", "pixart", "sd3", "wan"):
         FAMILIES[name].build().save_config(folder / name)
     for name, changed in WRONG_INPUTS.items():

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from runtime.files import sha256, sync
@@ -212,6 +212,20 @@ def _weights_file(source: Path) -> Path:
     if not source.is_file():
         raise FileNotFoundError(f"{source} not found: give a weights file, a checkpoint folder or a run folder")
     return source
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a `.safetensors` file by name, without reading the tensors.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is damaged.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
 
 
 def _load_tensors(file: Path, device: torch.device) -> tuple[dict[str, torch.Tensor], str | None]:

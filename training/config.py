@@ -15,7 +15,8 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -30,8 +31,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.lock import TRY_AGAIN, Busy
-from training.messages import did_you_mean, explain
+from training.messages import did_you_mean, explain, one_line
+from training.provenance import RunFolder, flatten
 from training.rules import check_finite, check_groups, check_loop
+from training.targets import CONFIGS, allowed_targets, check_targets, load_target
 
 LONGEST_NAME = 160
 MAY_BE_EMPTY = ("evaluation", "tracker")
@@ -148,7 +151,6 @@ class SamplingConfig:
     decoding: str | None = None  # rounded or official
     encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
     allow_other_encoder: bool = False
-    allow_foreign_code: bool = False  # run code that is not of this project where the run's configuration names it
 
 
 @dataclass
@@ -159,6 +161,7 @@ class SampleConfig(SamplingConfig):
     num_samples: int = 100
     output: str | None = None  # None: inside the run
     grid_columns: int = 10
+    overwrite: bool = False
 
 
 @dataclass
@@ -179,6 +182,7 @@ class ScoreConfig(SamplingConfig):
     exact_distances: bool = False
     kid: bool = False
     detector_batch_size: int = 64
+    overwrite: bool = False
 
 
 @dataclass
@@ -223,8 +227,9 @@ class AdviceConfig:
     batch_size: int | None = None
     repeats: int = 11
     mask_coverage: float | None = None  # None: from the masks of the data, where the run uses them
-    allow_foreign_code: bool = False
+    data_path: str | None = None  # where the data of the run are found; None: in the folder that it names
     output: str | None = None  # None: inside the run
+    overwrite: bool = False
 
 
 @dataclass
@@ -271,8 +276,8 @@ def register() -> None:
     for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver("default_run_name", _default_run_name, replace=True)
-    OmegaConf.register_new_resolver("latent_manifest", partial(_manifest_key, "data.read_manifest"), replace=True)
-    OmegaConf.register_new_resolver("shard_manifest", partial(_manifest_key, "data.shards.read_shard_manifest"), replace=True)
+    OmegaConf.register_new_resolver("latent_manifest", partial(_manifest_key, "data:read_manifest"), replace=True)
+    OmegaConf.register_new_resolver("shard_manifest", partial(_manifest_key, "data.shards:read_shard_manifest"), replace=True)
 
 
 def _default_run_name(seed: int) -> str:
@@ -291,7 +296,7 @@ def _default_run_name(seed: int) -> str:
 
 
 def _manifest_key(reader: str, path: str, key: str) -> Any:
-    return getattr(named(reader)(path), key)
+    return getattr(resolve_name(reader)(path), key)
 
 
 class Explained(SystemExit):
@@ -359,7 +364,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
     with torch.device("meta"):
         net = build_net(config)  # the network's own rules, without its memory
     build_route_plan(config, net)
-    build(config["diffusion"]["loss"])()
+    build(config, "diffusion.loss")()
     return config
 
 
@@ -376,9 +381,41 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         hint = " (a latent folder; data/README.md tells how one is made)" if "data.path" in missing else ""
         raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{hint}")
     config = OmegaConf.to_container(cfg, resolve=True)
-    _check_targets(config)
+    check_targets(config, allowed_targets(config_folders()))
+    _check_arguments(config)
     check_finite(config)
     return config
+
+
+def of_run(run: RunFolder) -> dict[str, Any]:
+    """Return the configuration of a run, which may come from anywhere, held against the rules of the command line.
+
+    Raises:
+        ValueError: it breaks one, or was not written by this version.
+    """
+    written = run.config()
+    try:
+        if any("${" in text for text in _texts(written)):
+            raise ValueError("it has interpolations, which no run writes")
+        config = resolve(OmegaConf.merge(OmegaConf.structured(Config), written))
+        if missing := flatten(config).keys() - flatten(written).keys():
+            raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
+        check_loop(config, num_processes=1)
+        check_groups(config)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{run.config_file}: {error.full_key or 'it'}: {one_line(str(error))}") from error
+    except ValueError as error:
+        raise ValueError(f"{run.config_file}: {error}") from error
+    return config
+
+
+def _texts(node: Any) -> Iterator[str]:
+    children = [*node, *node.values()] if isinstance(node, dict) else node
+    if isinstance(children, list):
+        for child in children:
+            yield from _texts(child)
+    elif isinstance(node, str):
+        yield node
 
 
 def _check_keys(node: Any, key: str = "") -> None:
@@ -394,6 +431,8 @@ def _check_keys(node: Any, key: str = "") -> None:
         for name in sorted(known - set(node)):
             raise ValueError(f"{dotted}{name} must not be removed")
     for name in node:
+        if not isinstance(name, str) or "." in name:
+            raise ValueError(f"{dotted}{name!r} must be a name without dots: keys are nested")
         _check_keys(node._get_node(name), f"{dotted}{name}")
 
 
@@ -406,35 +445,40 @@ def _missing(node: Any, key: str = "") -> list[str]:
     return [key] if node == MISSING else []
 
 
-def named(name: str) -> Any:
-    """Return what a dotted name stands for: the last part names something in a module, be there a module of that name or not.
+def build(config: dict[str, Any], key: str) -> Callable[..., Any]:
+    """Return what the `_target_` of the node at a dotted key names, with the node's other entries bound as arguments.
 
     Raises:
-        ValueError, ImportError, AttributeError: there is nothing of that name.
+        ValueError: no file names it for this key.
     """
-    return resolve_name(":".join(name.rsplit(".", 1)))
+    node = reduce(getitem, key.split("."), config)
+    check_targets(node, allowed_targets(config_folders()), key)  # here, too: on the very node that is built
+    arguments = {name: value for name, value in node.items() if name != "_target_"}
+    return partial(load_target(f"{key}._target_", node["_target_"]), **arguments)
 
 
-def build(node: dict[str, Any]) -> Callable[..., Any]:
-    """Return what the node's `_target_` names, with the node's other entries bound as arguments."""
-    return partial(named(node["_target_"]), **{key: value for key, value in node.items() if key != "_target_"})
+def config_folders() -> tuple[Path, ...]:
+    """Return the folders whose files say what may be built: our own, and those of the command line."""
+    sources = HydraConfig.get().runtime.config_sources if HydraConfig.initialized() else []
+    given = [Path(source.path) for source in sources if source.schema == "file"]
+    return (CONFIGS, *(folder for folder in given if folder.resolve() != CONFIGS))
 
 
 def build_net(config: dict[str, Any]) -> nn.Module:
     """Build the network of a validated configuration, on the current default device."""
-    route = named("routing.Route")
-    return build(config["model"])(routes=[route(**fields) for fields in config["model"]["routes"]])
+    route = resolve_name("routing:Route")
+    return build(config, "model")(routes=[route(**fields) for fields in config["model"]["routes"]])
 
 
 def build_route_plan(config: dict[str, Any], net: nn.Module) -> Any:
     """Build the plan that tells the routes of a network what to do at each step."""
-    plan = named("routing.RoutePlan")
+    plan = resolve_name("routing:RoutePlan")
     return plan(net.routes, net.num_tokens, config["train"]["total_steps"], **config["routing"])
 
 
 def build_precond(config: dict[str, Any], net: nn.Module) -> nn.Module:
     """Wrap a network in the preconditioning of the configuration."""
-    return build(config["diffusion"]["precond"])(net)
+    return build(config, "diffusion.precond")(net)
 
 
 def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -476,14 +520,14 @@ def _plain(hint: Any) -> Any:
     return plain[0] | None if types.NoneType in options else plain[0]
 
 
-def _check_targets(node: Any, key: str = "") -> None:
-    """Check every node that has a `_target_`, and put the converted arguments in place."""
+def _check_arguments(node: Any, key: str = "") -> None:
+    """Check the arguments of every node that has a `_target_`, and put the converted ones in place."""
     if not isinstance(node, dict):
         return
     for name, child in node.items():
-        _check_targets(child, f"{key}.{name}" if key else name)
+        _check_arguments(child, f"{key}.{name}" if key else name)
     if "_target_" in node:
-        target = _target(f"{key}._target_", node["_target_"])
+        target = load_target(f"{key}._target_", node["_target_"])
         node.update(check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"}))
     elif key in GROUPS_OF_TARGETS and (node or key not in MAY_BE_EMPTY):
         raise ValueError(f"{key}={node} must name a _target_")
@@ -495,16 +539,4 @@ def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
     """Return the arguments of each route, checked; raise ValueError with the key for what is not known or of another type."""
     if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
         raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
-    return [check_arguments(f"{key}.{i}", named("routing.Route"), fields) for i, fields in enumerate(given)]
-
-
-def _target(key: str, name: Any) -> Callable[..., Any]:
-    if not isinstance(name, str):
-        raise ValueError(f"{key}={name} must be the dotted name of a class or a function")
-    try:
-        target = named(name)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise ValueError(f"{key}={name} can not be imported: {error}") from error
-    if not callable(target):
-        raise ValueError(f"{key}={name} must be the dotted name of a class or a function")
-    return target
+    return [check_arguments(f"{key}.{i}", resolve_name("routing:Route"), fields) for i, fields in enumerate(given)]

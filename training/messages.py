@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+from training.targets import CONFIGS
+
 NOT_FOR_USERS = ("To append to your config", "full_key:", "reference_type=", "object_type=", "See https://", "^")
 CLEARER = (
     (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", "must be a list, [VALUE,VALUE]"),

@@ -1,11 +1,15 @@
 """What the processes of one launch must have in common, and what one of them decides for all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import DistError
+
+from runtime.output import claimed
 
 T = TypeVar("T")
 LONGEST_VALUE = 80
@@ -46,6 +50,22 @@ def decided_by_first(state: PartialState, decide: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return decided
+
+
+@contextmanager
+def claimed_by_first(state: PartialState, key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
+    """Let the first process keep the place of a result for all, see `runtime.output.claimed`.
+
+    Raises:
+        OSError: in all processes, as the first did.
+    """
+    with ExitStack() as held:
+
+        def claim() -> None:
+            held.enter_context(claimed(key, file, beside, overwrite))
+
+        decided_by_first(state, claim)
+        yield
 
 
 def lost_another(error: BaseException) -> bool:

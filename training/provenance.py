@@ -34,6 +34,7 @@ SOURCES = (
 START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
 INHERIT_WITHIN_SEC = 3
 HOLD_WITHIN_SEC = 60.0  # for the last process of an earlier start, which may still be saving
+MAX_CONFIG_BYTES, MAX_MANIFEST_BYTES = 2**16, 2**24
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
 # What a resumed run may change: none of it changes the weights that a step gives.
@@ -85,7 +86,7 @@ class RunFolder:
         if not self.manifest_file.is_file():
             return {}
         try:
-            manifest = json.loads(self.manifest_file.read_text())
+            manifest = json.loads(_read(self.manifest_file, MAX_MANIFEST_BYTES))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.manifest_file} is damaged: {error}") from error
         if not isinstance(manifest, dict):
@@ -99,37 +100,22 @@ class RunFolder:
             ValueError: it is damaged.
         """
         try:
-            config = yaml.safe_load(self.config_file.read_text())
+            text = _read(self.config_file, MAX_CONFIG_BYTES)
+            # A few nested ones stand for more than memory can hold; no run writes any.
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+                raise ValueError("it has aliases")
+            config = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ValueError(f"{self.config_file} is damaged: {error}") from error
+            raise ValueError(f"{self.config_file} is damaged: {' '.join(str(error).split())}") from error
         if not isinstance(config, dict):
             raise ValueError(f"{self.config_file} is damaged: it holds no configuration")
         return config
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return configuration and manifest of a run that was started.
-
-        Raises:
-            FileNotFoundError: there is none here.
-        """
+    def check_started(self) -> None:
+        """Raise a FileNotFoundError unless this is the folder of a run that was started."""
         for file in (self.config_file, self.manifest_file):
             if not file.is_file():
-                raise FileNotFoundError(f"run={self.path} is no run: {file} not found")
-        return self.config(), self.manifest()
-
-    def check_code(self, allow_foreign_code: bool) -> None:
-        """Refuse a configuration that names code to be run which is not of this project: a run may come from anywhere.
-
-        Raises:
-            ValueError: naming the key and the code.
-        """
-        for key, value in flatten(self.config()).items():
-            ours = str(value).split(".")[0] in OWN_PACKAGES or str(value).startswith("torch.optim.")
-            if key.endswith("_target_") and not ours and not allow_foreign_code:
-                raise ValueError(
-                    f"run={self.path}: {key}={value} of its config.yaml is code that is not of this project; "
-                    "allow_foreign_code=true runs it, if you trust it"
-                )
+                raise FileNotFoundError(f"run={self.path} is not a run directory (no {file})")
 
     def has_results(self) -> bool:
         """Say whether there is anything here that another run must not overwrite."""
@@ -387,6 +373,14 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(config, dict):
         return {prefix: config}
     return {k: v for key, value in config.items() for k, v in flatten(value, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _read(file: Path, most_bytes: int) -> str:
+    with file.open("rb") as opened:
+        data = opened.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes")
+    return data.decode()
 
 
 def source_sha256() -> str:

@@ -20,6 +20,8 @@ INIT_OBJECTIVES = {
 LABELS = ("random", "balanced")  # of samples
 TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
 MAY_BE_INFINITE = ("sampler.S_max",)
+MAX_SYNTHETIC = 2**28  # numbers of random latents: 1 GiB
+MAX_SAMPLER_STEPS = 100_000  # 8 MB of noise levels; a run from elsewhere could ask for all memory
 NUM_SEEDS = 2**32  # what the CPU's generator tells apart
 
 
@@ -119,6 +121,8 @@ def check_synthetic(data: dict[str, Any]) -> None:
     """Raise a ValueError unless as many random latents can be drawn."""
     check_positive("data.num_entries", data["num_entries"])
     check_not_negative("data.seed", data["seed"])
+    if data["num_entries"] * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:
+        raise ValueError(f"data.num_entries={data['num_entries']} must give at most {MAX_SYNTHETIC} numbers in memory")
     if not 0 <= data["num_held_out"] < data["num_entries"]:
         raise ValueError(
             f"data.num_held_out={data['num_held_out']} must be in [0, {data['num_entries'] - 1}], of data.num_entries"
@@ -130,6 +134,8 @@ def check_sampler(sampler: dict[str, Any]) -> None:
     for key in ("num_steps", "sigma_min", "rho"):
         if key in sampler:
             check_positive(f"sampler.{key}", sampler[key])
+    if sampler.get("num_steps", 0) > MAX_SAMPLER_STEPS:
+        raise ValueError(f"sampler.num_steps={sampler['num_steps']} must be at most {MAX_SAMPLER_STEPS}")
     for key in ("S_churn", "S_min", "S_noise"):
         if key in sampler:
             check_not_negative(f"sampler.{key}", sampler[key])

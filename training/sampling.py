@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn as nn
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from training import config as configuration
-from training.checkpoint import latest_checkpoint, load_weights, steps_in
+from training.checkpoint import latest_checkpoint, load_weights, shapes_in, steps_in
 from training.provenance import RunFolder
 from training.rules import DECODINGS, LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
 
+FIRST_BLOCK = "blocks.0."
+MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
 
 
@@ -29,6 +32,7 @@ class OpenedRun:
         name: tells sets of samples of one run apart.
         weights: the file of the averaged weights.
         data: what the run trained on.
+        sizes: the arguments of LatentManifest.check_sizes that the run expects.
         protocol: everything that moves a number, to be kept beside what is made from the samples.
     """
 
@@ -39,6 +43,7 @@ class OpenedRun:
     name: str
     weights: Path
     data: dict[str, Any]
+    sizes: dict[str, int]
     protocol: dict[str, Any]
 
 
@@ -52,11 +57,9 @@ def check_run(request: dict[str, Any]) -> None:
         FileNotFoundError: there is no such run, or it has no such checkpoint.
         ValueError: with the key, the value and the rule.
     """
-    run = RunFolder(request["run"])
-    config, _ = run.read()
-    run.check_code(request["allow_foreign_code"])
+    config, _ = read_run(request["run"])
     _settings(request, config)
-    find_checkpoint(run.path, request["checkpoint"])
+    find_checkpoint(Path(request["run"]), request["checkpoint"])
 
 
 def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
@@ -69,19 +72,18 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
         FileNotFoundError: there is no such run, or it has no checkpoint yet.
         ValueError: with the key, the value and the rule.
     """
-    run = RunFolder(request["run"])
-    config, details = run.read()
+    run = Path(request["run"])
+    config, details = read_run(run)
     settings = _settings(request, config)
     # The first process chooses: a run that still trains may save between the looks of two.
-    (checkpoint,) = broadcast_object_list([find_checkpoint(run.path, request["checkpoint"])])
+    (checkpoint,) = broadcast_object_list([find_checkpoint(run, request["checkpoint"])])
     weights = checkpoint / "ema.safetensors"
-    net = configuration.build_net(config).to(state.device).eval()
-    load_weights(net, weights)
+    net = load_net(config, weights).to(state.device).eval()
     drawing = {key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")}
     bf16 = settings["mixed_precision"] == "bf16"
     return OpenedRun(
         precond=configuration.build_precond(config, net).eval(),
-        sampler=configuration.build(settings["sampler"]),
+        sampler=configuration.build(settings, "sampler"),
         drawing={**drawing, "bf16": bf16},
         decoding={
             "encoder": request["encoder"] or config["data"].get("encoder"),
@@ -92,14 +94,60 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
         name=_name(checkpoint, settings),
         weights=weights,
         data=details["data"],
+        sizes={key: config["data"][key] for key in ("input_size", "in_channels", "num_classes")},
         protocol={
             **settings,
-            "run": str(run.path),
+            "run": str(run),
             "checkpoint": str(checkpoint),
             "ema": config["ema"],
             "data": details["data"],
         },
     )
+
+
+def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return configuration and manifest of a run that was started, which may come from anywhere.
+
+    Raises:
+        FileNotFoundError: there is none here.
+        ValueError: what it says breaks a rule.
+    """
+    run = RunFolder(path)
+    run.check_started()
+    config, details = configuration.of_run(run), run.manifest()
+    if not isinstance(details.get("data"), dict) or not isinstance(details["data"].get("manifest"), dict):
+        raise ValueError(f"{run.manifest_file} does not tell the data (data.manifest)")
+    return config, details
+
+
+def load_net(config: dict[str, Any], weights: Path) -> nn.Module:
+    """Build the network of a run with its weights; no memory is taken for more than the weights are.
+
+    Raises:
+        ValueError: the weights do not match the model.
+    """
+    _check_shapes(config, weights)
+    net = configuration.build_net(config)
+    load_weights(net, weights)
+    return net
+
+
+def _check_shapes(config: dict[str, Any], weights: Path) -> None:
+    """Hold the sizes that a configuration declares against the shapes in the weights, block by block."""
+    model, found = config["model"], shapes_in(weights)
+    if (model["input_size"] / model["patch_size"]) ** 2 > MAX_TOKENS:
+        raise ValueError(f"model.input_size={model['input_size']} must give at most {MAX_TOKENS} tokens")
+    with torch.device("meta"):
+        one = configuration.build_net(config | {"model": model | {"depth": 1, "routes": []}}).state_dict()
+    block = {name: tensor for name, tensor in one.items() if name.startswith(FIRST_BLOCK)}
+    rest = {name: tuple(tensor.shape) for name, tensor in one.items() if name not in block}
+    if len(found) != len(rest) + model["depth"] * len(block):
+        raise ValueError(f"{weights} holds {len(found)} tensors, not those of model.depth={model['depth']}")
+    for i in range(model["depth"]):
+        rest |= {f"blocks.{i}.{name.removeprefix(FIRST_BLOCK)}": tuple(tensor.shape) for name, tensor in block.items()}
+    for name, shape in rest.items():
+        if found.get(name) != shape:
+            raise ValueError(f"{weights}: {name} is {found.get(name)}, the model of the run needs {shape}")
 
 
 def find_checkpoint(run_folder: Path, asked: str | None) -> Path:

@@ -1,0 +1,49 @@
+"""The place of a result: one program's at a time, and not overwritten unasked."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from runtime.lock import Busy, Lock
+
+
+def check_free(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> None:
+    """Raise an OSError where a result would replace something unasked; see `claimed`."""
+    if file.is_dir():
+        raise IsADirectoryError(f"{key}={file} is a folder, must be a file")
+    there = next((found for found in (file, *beside) if found.exists()), None)
+    if there and not overwrite:
+        raise FileExistsError(f"{key}={file}: {there.name} is there already: overwrite=true replaces it, {key}=OTHER leaves it")
+
+
+@contextmanager
+def claimed(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
+    """Keep the place of a result for this program, from before the work to after its end.
+
+    Args:
+        key: that the user sets to choose another place.
+        file: where the result goes; its folder is made, and goes again if nothing was put into it.
+        beside: what is written beside it, too.
+        overwrite: whether what is there may be replaced.
+
+    Raises:
+        Busy: another program is writing there.
+        OSError: there is something already, or nothing can be written there.
+    """
+    what = f"{key}={file}"
+    made = [folder for folder in (file.parent, *file.parent.parents) if not folder.exists()]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock(file.with_name(f".{file.name}.lock"), what).acquire()
+    except Busy:
+        raise
+    except OSError as error:
+        raise OSError(f"{what} cannot be written: {error}") from error
+    try:
+        check_free(key, file, beside, overwrite)
+        yield
+    finally:
+        lock.release()
+        for folder in made:
+            with suppress(OSError):  # there is something in it
+                folder.rmdir()
