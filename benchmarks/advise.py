@@ -117,7 +117,7 @@ def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any
     told = details.get("resolved")
     told = told if isinstance(told, dict) else {}
     batch_size = request["batch_size"] or told.get("micro_batch_size")
-    if not isinstance(batch_size, int) or not (request["batch_size"] or 1 <= batch_size <= MAX_BATCH):
+    if type(batch_size) is not int or not (request["batch_size"] or 1 <= batch_size <= MAX_BATCH):
         raise ValueError(f"run={request['run']}: its manifest tells micro-batches of {batch_size}: give batch_size=N")
     return {**told, "micro_batch_size": batch_size}
 

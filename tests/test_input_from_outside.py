@@ -139,7 +139,7 @@ def test_every_importer_and_both_kinds_of_weights_meet_a_malicious_file():
     assert set(FORMATS) <= set(MALICIOUS_FILES)
 
 
-RISKY = r"(pickle|dill|marshal|joblib|shelve)\.(loads?|open|Unpickler)|yaml\.(unsafe_|full_)?load|eval|exec|os\.system"
+RISKY = r"(pickle|dill|marshal|joblib|shelve)\.(loads?|open|Unpickler)|yaml\.(unsafe|full)_load|eval|exec|os\.system"
 RISKY += r"|shutil\.unpack_archive|.*\.extract(all)?"
 
 
@@ -154,6 +154,8 @@ def risky_calls(source):
                 yield f"{name} without allow_pickle=False"
             if name in ("Image.open", "PIL.Image.open") and "formats" not in given:
                 yield f"{name} without formats"
+            if name == "yaml.load" and [ast.unparse(argument) for argument in node.args[1:]] != ["yaml.CSafeLoader"]:
+                yield f"{name} without yaml.CSafeLoader"
             if re.fullmatch(RISKY, name) or given.get("shell") == "True" or given.get("trust_remote_code") == "True":
                 yield name
         if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "torch.serialization", "marshal"):
@@ -182,6 +184,7 @@ def test_no_source_could_run_or_unpack_a_file(file):
         "tar.extract(member)",
         "shutil.unpack_archive(f)",
         "yaml.load(f)",
+        "yaml.load(f, yaml.Loader)",
         "subprocess.run(x, shell=True)",
         "Image.open(f)",
         "eval(x)",

@@ -402,10 +402,9 @@ def of_run(run: RunFolder) -> dict[str, Any]:
             raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
         check_loop(config, num_processes=1)
         check_groups(config)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{run.config_file}: {error.full_key or 'it'}: {one_line(str(error))}") from error
-    except ValueError as error:
-        raise ValueError(f"{run.config_file}: {error}") from error
+    except (ValueError, OverflowError, OmegaConfBaseException) as error:  # the second: an integer that no float can hold
+        key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
+        raise ValueError(f"{run.config_file}: {key}{one_line(str(error))}") from error
     return config
 
 
