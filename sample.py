@@ -12,6 +12,7 @@ from typing import Any
 
 import hydra
 import numpy as np
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from omegaconf import DictConfig
@@ -71,25 +72,31 @@ def sample(
 ) -> None:
     """Generate on all processes into one array on disk, then pack it into `output`, with picture and record beside it."""
     unpacked = output.with_name(f".{output.stem}.npy")
-    decided_by_first(state, lambda: _make_array(unpacked, (num_samples, *source.image_shape)))
-    images = np.lib.format.open_memmap(unpacked, mode="r+")
-    with tqdm(total=num_samples, desc="sample", unit="image", disable=not state.is_main_process) as progress:
-        for start, pixels in source.batches(num_samples):
-            images[start : start + len(pixels)] = pixels
-            progress.update(min(len(pixels) * state.num_processes, num_samples - progress.n))
-    images.flush()
-    state.wait_for_everyone()
-    if state.is_main_process:
-        labels = source.labels(num_samples)
-        # The layout of [ADM]: arr_0 holds the images, arr_1 the labels.
-        with atomic_write(output) as partial:
-            np.savez(partial, images, *([] if labels is None else [labels.numpy()]))
-        for file in beside(output):  # of samples that were there before
-            file.unlink(missing_ok=True)
-        shown = np.arange(num_samples) if labels is None else in_turn(labels.numpy())
-        save_grid(images[shown[: GRID_ROWS * columns]], output.with_suffix(".png"), columns)
-        write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(output)})
-        unpacked.unlink()
+    try:
+        decided_by_first(state, lambda: _make_array(unpacked, (num_samples, *source.image_shape)))
+        images = np.lib.format.open_memmap(unpacked, mode="r+")
+        with tqdm(total=num_samples, desc="sample", unit="image", disable=not state.is_main_process) as progress:
+            for start, pixels in source.batches(num_samples):
+                images[start : start + len(pixels)] = pixels
+                progress.update(min(len(pixels) * state.num_processes, num_samples - progress.n))
+        images.flush()
+        state.wait_for_everyone()
+        if state.is_main_process:
+            pack(images, source.labels(num_samples), columns, output, record)
+    finally:
+        if state.is_main_process:
+            unpacked.unlink(missing_ok=True)
+
+
+def pack(images: np.ndarray, labels: torch.Tensor | None, columns: int, output: Path, record: dict[str, Any]) -> None:
+    """Write images (N, H, W, C) and labels (N,) in the layout of [ADM], then a picture and a record of them."""
+    with atomic_write(output) as partial:
+        np.savez(partial, images, *([] if labels is None else [labels.numpy()]))  # arr_0 and arr_1
+    for file in beside(output):  # of samples that were there before
+        file.unlink(missing_ok=True)
+    shown = np.arange(len(images)) if labels is None else in_turn(labels.numpy())
+    save_grid(images[shown[: GRID_ROWS * columns]], output.with_suffix(".png"), columns)
+    write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(output)})
 
 
 def _make_array(file: Path, shape: tuple[int, ...]) -> None:

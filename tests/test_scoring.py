@@ -109,15 +109,14 @@ def test_files_are_scored_like_an_array_and_stale_ones_are_noticed(folder):
     assert "samples=pictures holds 23 images, num_samples=22 must agree" in stale.stderr
 
 
-def test_scores_of_something_else_are_not_overwritten(folder):
+def test_scores_are_not_overwritten_unasked(folder):
     only = ("samples=samples.npz", "precision_recall=false")
-    fid(folder, *only, "reference=reference.npz", "out=kept.json")
-    fid(folder, *only, "reference=reference.npz", "out=kept.json")
-    before = (folder / "kept.json").read_text()
-    for changed in ("reference=samples.npz", "reference=reference.npz kid=true"):
-        result = fid(folder, *only, *changed.split(), "out=kept.json", check=False)
-        assert "kept.json holds other scores" in result.stderr
-    assert (folder / "kept.json").read_text() == before
+    (folder / "kept.json").write_text("of others")
+    result = fid(folder, *only, "reference=reference.npz", "out=kept.json", check=False)
+    assert "out=kept.json: kept.json is there already: overwrite=true replaces it, out=OTHER leaves it" in result.stderr
+    assert (folder / "kept.json").read_text() == "of others"
+    fid(folder, *only, "reference=reference.npz", "out=kept.json", "overwrite=true")
+    assert "fid22" in values(folder / "kept.json")
 
 
 def test_a_record_of_other_samples_is_noticed(folder):
@@ -139,7 +138,7 @@ def test_a_record_of_other_samples_is_noticed(folder):
         (["samples=samples.npz", "reference=reference.npz", "out=samples.npz"], "out=samples.npz must end in .json"),
         (["mode=reference", "images=samples.npz"], "out must be given for mode=reference"),
         (["mode=reference", "images=samples.npz", "out=x.npy"], "out=x.npy must end in .npz"),
-        (["mode=reference", "images=samples.npz", "out=samples.npz"], "out=samples.npz is there already"),
+        (["mode=reference", "images=samples.npz", "out=samples.npz"], "out=samples.npz: samples.npz is there already"),
         (["mode=reference", "images=samples.npz", "out=x.npz", "num_samples=5"], "num_samples=5 has no meaning for"),
         (["mode=reference", "images=samples.npz", "out=x.npz", "resolution=8"], "resolution=8 crops image files"),
         (["mode=scores", "samples=samples.npz"], "mode=scores must be one of score, reference"),
@@ -147,7 +146,7 @@ def test_a_record_of_other_samples_is_noticed(folder):
         (["run=run", "num_samples=3", "reference=reference.npz"], "3 image(s) are too few: at least 4"),
         (["run=run", "labels=alphabetical", "reference=reference.npz"], "labels=alphabetical must be one of random, balanced"),
         (["run=run", "checkpoint=5", "reference=reference.npz"], "checkpoint=5 not found: run=run has steps 4, 6"),
-        (["samples=samples.npz", "reference=reference.npz", "out=/proc/x/y.json"], "out=/proc/x/y.json can not be written"),
+        (["samples=samples.npz", "reference=reference.npz", "out=/proc/x/y.json"], "out=/proc/x/y.json cannot be written"),
         (["run=run", "labels=balanced", "class_label=3", "reference=reference.npz"], "class_label=3 is one class: labels=bal"),
         (["samples=damaged.npz", "reference=reference.npz"], "damaged.npz is damaged: Bad CRC-32"),
         (["run=run", "num_samples=0", "reference=reference.npz"], "num_samples=0 must be greater than 0"),

@@ -6,7 +6,9 @@ from PIL import Image
 
 import sample
 from diffusion import random_labels
+from runtime.files import sha256
 from tests.runs import composed, tiny_run
+from training.config import Explained
 from training.sampling import find_checkpoint
 
 
@@ -39,6 +41,47 @@ def test_labels_are_drawn_from_the_seeds_unless_told_otherwise_and_recorded(run,
         for label in range(10):
             shown = picture[2 : tile - 2 : zoom, tile * label + 2 : tile * (label + 1) - 2 : zoom]
             assert np.array_equal(shown, images[labels.tolist().index(label)])
+
+
+def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside_them(run, tmp_path):
+    output = tmp_path / "a.npz"
+    asked = (f"run={run}", "num_samples=4", f"output={output}")
+    sample.main(composed(*asked, config_name="sample"))
+    first, record = output.read_bytes(), output.with_suffix(".json").read_text()
+    (tmp_path / "a.scores.json").write_text("{}")
+    others = ("first_seed=9", "class_label=1")
+    with pytest.raises(Explained, match=r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it"):
+        sample.main(composed(*asked, *others, config_name="sample"))
+    assert (output.read_bytes(), output.with_suffix(".json").read_text()) == (first, record)
+    sample.main(composed(*asked, *others, "overwrite=true", config_name="sample"))
+    assert output.read_bytes() != first
+    assert json.loads(output.with_suffix(".json").read_text())["samples_sha256"] == sha256(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.npz", "a.png"]
+
+
+def test_samples_at_the_place_inside_the_run_are_not_overwritten_either(run):
+    asked = composed(f"run={run}", "num_samples=5", config_name="sample")
+    sample.main(asked)
+    with pytest.raises(Explained, match=r"step_00000006_n5_seed0_2steps\.npz is there already"):
+        sample.main(asked)
+
+
+@pytest.mark.parametrize("part", ["_make_array", "save_grid", "write_json"])
+def test_a_disk_that_is_full_leaves_what_was_there_and_nothing_half(run, tmp_path, monkeypatch, part):
+    output = tmp_path / "a.npz"
+    asked = (f"run={run}", "num_samples=4", f"output={output}", "overwrite=true")
+    sample.main(composed(*asked, config_name="sample"))
+    before = output.read_bytes()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sample, part, full)
+    with pytest.raises(Explained, match="No space left on device"):
+        sample.main(composed(*asked, config_name="sample"))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"_make_array": {"a.json", "a.npz", "a.png"}, "save_grid": {"a.npz"}, "write_json": {"a.npz", "a.png"}}[part]
+    assert output.read_bytes() == before, "the same samples"
 
 
 def test_the_pictures_of_a_training_are_decoded_as_its_samples_are(tmp_path):

@@ -1,0 +1,51 @@
+"""The place of a result is one program's at a time, and is not overwritten unasked."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime.lock import Busy
+from runtime.output import check_free, claimed
+
+
+def test_what_is_there_is_not_overwritten_unasked(tmp_path):
+    file, beside = tmp_path / "a.npz", tmp_path / "a.json"
+    for there in (file, beside):
+        there.write_text("before")
+        for place in (check_free, lambda *arguments: claimed(*arguments).__enter__()):
+            with pytest.raises(FileExistsError, match=rf"^out={file}: {there.name} is there already: overwrite=true replaces"):
+                place("out", file, [beside], False)
+        with claimed("out", file, [beside], True):
+            assert there.read_text() == "before", "it stays until it is replaced"
+        there.unlink()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_nothing_was_put_into_goes_again(tmp_path):
+    with claimed("out", tmp_path / "x/y/a.json", (), False):
+        assert (tmp_path / "x/y").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with claimed("out", tmp_path / "x/y/a.json", (), False):
+        (tmp_path / "x/y/a.json").touch()
+    assert [path.name for path in (tmp_path / "x/y").iterdir()] == ["a.json"]
+
+
+def test_two_programs_do_not_write_at_one_place(tmp_path):
+    for _ in range(2):
+        with (
+            claimed("out", tmp_path / "a.json", (), False),
+            pytest.raises(Busy, match=rf"^out={tmp_path}/a.json is in use by process \d+ on "),
+            claimed("out", tmp_path / "a.json", (), True),
+        ):
+            raise AssertionError
+
+
+@pytest.mark.parametrize("place", ["/proc/x/a.json", "/dev/null/a.json"])
+def test_where_nothing_can_be_written_is_told_before_the_work(place):
+    with pytest.raises(OSError, match=f"^out={place} cannot be written: "), claimed("out", Path(place), (), False):
+        raise AssertionError
+
+
+def test_a_folder_is_no_place_for_a_file(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder, must be a file"), claimed("out", tmp_path, (), True):
+        raise AssertionError

@@ -1,0 +1,133 @@
+"""What may be built is what files of `configs/` name, or those of a folder that the command line adds."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.runs import ROOT, composed
+from tests.test_end_to_end import ENVIRONMENT, ONE, start
+from tests.test_runs_from_outside import TIMEIT, changed
+from training import config as configuration
+from training.targets import CONFIGS, allowed_targets, check_targets, load_target
+
+# As `python -m training.targets` prints it: what a run from elsewhere could at most have built.
+LISTED = """
+data                 data.digits                          configs/data/digits.yaml
+data                 data.open_latents                    configs/data/imagenet256.yaml
+data                 data.open_shards                     configs/data/stream.yaml
+data                 data.synthetic                       configs/data/synthetic.yaml
+diffusion.loss       diffusion.EDMLoss                    configs/diffusion/edm.yaml
+diffusion.precond    diffusion.EDMPrecond                 configs/diffusion/edm.yaml
+evaluation           evaluation.AdmEvaluator              configs/evaluation/adm_5k.yaml
+evaluation           evaluation.DigitsEvaluator           configs/evaluation/digits.yaml
+model                models.DiT                           configs/config.yaml
+optimizer            torch.optim.AdamW                    configs/optimizer/adamw.yaml
+sampler              diffusion.edm_sampler                configs/sampler/edm.yaml
+tracker              training.trackers.TensorBoardTracker configs/tracker/tensorboard.yaml
+tracker              training.trackers.WandbTracker       configs/tracker/wandb.yaml
+"""
+OWN = """
+import torch
+
+def heun_twice(denoise, noise, *, num_steps: int, twice: bool = True, randn_like=torch.randn_like):
+    return torch.zeros_like(noise)
+"""
+
+
+def printed(*arguments):
+    command = [sys.executable, "-m", "training.targets", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder of configurations that names code of the user's."""
+    (tmp_path / "own/sampler").mkdir(parents=True)
+    (tmp_path / "own/sampler/twice.yaml").write_text("# Ours.\n_target_: own_sampler.heun_twice\nnum_steps: 2\n")
+    (tmp_path / "own_sampler.py").write_text(OWN)
+    return tmp_path / "own"
+
+
+def test_the_command_lists_all_that_can_be_built(own):
+    assert printed() == LISTED.lstrip()
+    added = "sampler              own_sampler.heun_twice               own/sampler/twice.yaml\n"
+    assert set(printed("--config-dir", own).splitlines(True)) == {*LISTED.lstrip().splitlines(True), added}
+
+
+def test_each_of_them_can_be_imported():
+    for key, names in allowed_targets().items():
+        for name in names:
+            assert callable(load_target(key, name))
+
+
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [
+        ("", "sampler"),
+        ("# Words.\n# @package _group_\n", "sampler"),
+        ("# @package _global_\n", ""),
+        ("# @package _global_.a.b\n", "a.b"),
+        ("# @package model\n", "model"),
+        ("x: 1\n# @package model\n", "sampler"),
+    ],
+)
+def test_a_file_names_for_the_key_to_which_its_content_goes(tmp_path, header, key):
+    (tmp_path / "sampler").mkdir()
+    (tmp_path / "sampler/own.yaml").write_text(f"{header}node:\n- - _target_: os.system\n")
+    inner = f"{key}.node".lstrip(".")
+    assert allowed_targets((tmp_path,)) == {inner: {"os.system": f"{tmp_path.name}/sampler/own.yaml"}}
+    check_targets({"_target_": "os.system"}, allowed_targets((tmp_path,)), inner)
+    with pytest.raises(ValueError, match=r"\._target_=os\.system must not be there"):
+        check_targets({"_target_": "os.system"}, allowed_targets((tmp_path,)), "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "cannot be imported: .*No module named 'nowhere'"),
+        ("diffusion.nothing", "cannot be imported: module 'diffusion' has no attribute 'nothing'"),
+        ("models", "must be the dotted name of a class or a function"),
+        ("..", "cannot be imported: invalid format"),
+    ],
+)
+def test_what_can_not_be_built_is_told(name, message):
+    with pytest.raises(ValueError, match=f"^sampler={name} {message}"):
+        load_target("sampler", name)
+
+
+def test_a_file_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"a\.yaml is no YAML: ") as raised:
+        allowed_targets((tmp_path,))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_node_that_was_changed_after_it_was_checked_is_not_built():
+    config = configuration.validate(composed())
+    with pytest.raises(ValueError, match=r"sampler\._target_=timeit\.timeit must be diffusion\.edm_sampler"):
+        configuration.build(config | {"sampler": TIMEIT}, "sampler")
+
+
+@pytest.mark.slow
+def test_code_of_the_user_is_trained_and_sampled_with_its_folder_alone(own, monkeypatch):
+    """Its folder is given to each program; a run of it is refused where it is not."""
+    folder, given = own.parent, f"--config-dir={own}"
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(folder))
+    small = ("model=tread", "data=synthetic", "train.total_steps=2", "run_name=r")
+    start(ONE, "train.py", given, *small, "sampler=twice", folder=folder)
+    start(ONE, "sample.py", given, "run=runs/r", "num_samples=2", "output=a.npz", folder=folder)
+    for arguments, message in (
+        (("sample.py", "run=runs/r"), "sampler._target_=own_sampler.heun_twice must be diffusion.edm_sampler"),
+        (("train.py", *small, "sampler._target_=own_sampler.heun_twice"), "must be diffusion.edm_sampler, as YAML files in"),
+    ):
+        result = start(ONE, *arguments, folder=folder, check=False)
+        assert result.returncode == 1
+        assert message in result.stderr
+    changed(sampler=TIMEIT)(folder / "runs/r")
+    refused = start(ONE, "sample.py", given, "run=runs/r", folder=folder, check=False)
+    assert "sampler._target_=timeit.timeit must be diffusion.edm_sampler or own_sampler.heun_twice" in refused.stderr
+
+
+def test_our_own_files_are_those_of_the_project():
+    assert CONFIGS == ROOT / "configs"
