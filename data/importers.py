@@ -21,15 +21,16 @@ from data.images import ZIP_ERRORS, list_files
 from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MOST_CLASSES
 from data.unpickle import unpickle_array
-from runtime.arrays import parse_array
+from runtime.arrays import parse_array, read_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 FAR_MEAN = 0.75  # of the promised standard deviation: what an offset of a channel may be at most
 MOSTLY = 0.95
 TAR_END = 1024
+MOST_NOTE_BYTES = 2**16
 # What tarfile raises where an archive is damaged, or a member declares more than memory holds.
-TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError)
+TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, LookupError, OverflowError, RecursionError, MemoryError)
 MIRROR_MARGIN = 0.2  # of correlations: chance gives less
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
@@ -219,9 +220,9 @@ def open_lmdb(path: Path) -> Source:
 def open_npy_zip(path: Path) -> Source:
     """Open a zip, or a folder, of .npy files with their labels in dataset.json, as the tools of EDM2 and REPA write them."""
     try:
-        files, opener = list_files(path)
+        files, opener, size_of = list_files(path)
     except ZIP_ERRORS as error:
-        raise ValueError(f"source={path} is neither a folder nor a zip: {error}") from error
+        raise ValueError(f"source={path} cannot be read as a folder or a zip: {error}") from error
     names = [name for name in files if name.endswith(".npy")]
     if not names:
         raise ValueError(f"source={path} holds no .npy files")
@@ -231,18 +232,29 @@ def open_npy_zip(path: Path) -> Source:
     def at(i: int) -> np.ndarray:
         try:
             with opener(names[i]) as file:
-                return parse_array(file.read())
+                return read_array(file, size_of(names[i]))
         except ZIP_ERRORS as error:
             raise ValueError(f"source={path}: {names[i]} can not be read: {error}") from error
 
     return Source(len(names), read_labels(opener, names, path), at)
 
 
+class _Header(tarfile.TarInfo):
+    """A header of a tar; of a long name and other notes, which tarfile reads at once, it may declare little."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Header":
+        header = super().frombuf(buf, encoding, errors)
+        if header.size > MOST_NOTE_BYTES and not header.isreg():
+            raise ValueError(f"a header declares {header.size} bytes of notes, must be at most {MOST_NOTE_BYTES}")
+        return header
+
+
 def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]]:
     """Yield (key, content of KEY.WANTED) of each sample of a tar; each must have KEY.PARTNER as well."""
     wanted_keys, partner_keys, size = set(), set(), tar.stat().st_size
     try:
-        with tarfile.open(tar, "r:") as archive:
+        with tarfile.open(tar, "r:", tarinfo=_Header) as archive:
             for member in archive:
                 key, _, suffix = member.name.rpartition("/")[2].partition(".")
                 if suffix == wanted and member.isreg():

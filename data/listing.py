@@ -1,6 +1,5 @@
 """Images and their classes: a folder of class folders, a zip of one, or a text file that lists images."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,11 @@ import numpy as np
 
 from data.images import LOSSLESS, ZIP_ERRORS, images_of, list_files
 from data.manifest import MOST_CLASSES
+from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
 LIST_SUFFIXES = (".txt", ".tsv", ".lst")
 LABELS_FILE = "dataset.json"
+MAX_LABEL_BYTES = 512  # of what dataset.json says of a file, beside what it may say of files that are not there
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ def list_images(path: str | Path) -> ImageList:
     if path.is_file() and path.suffix.lower() in LIST_SUFFIXES:
         return _from_list(path)
     try:
-        files, opener = list_files(path)
+        files, opener, _ = list_files(path)
     except ZIP_ERRORS as error:
         raise ValueError(
-            f"source={path} is neither a folder, nor a zip, nor a list ({', '.join(LIST_SUFFIXES)}): {error}"
+            f"source={path} cannot be read as a folder, a zip or a list ({', '.join(LIST_SUFFIXES)}): {error}"
         ) from error
     names = images_of(files)
     if not names:
@@ -89,7 +90,7 @@ def read_labels(opener: Callable[[str], BinaryIO], names: Sequence[str], path: P
     """
     try:
         with opener(LABELS_FILE) as file:
-            entries = json.load(file)["labels"]
+            entries = parse_json(read_bounded(file, MAX_JSON_BYTES + MAX_LABEL_BYTES * len(names)))["labels"]
         known = None if entries is None else dict(entries)
     except (*ZIP_ERRORS, KeyError, TypeError) as error:
         raise ValueError(f"{path}/{LABELS_FILE} is not of the form {{'labels': [[name, label], ...]}}: {error!r}") from error
@@ -116,9 +117,9 @@ class MaskFiles:
         if not self.path.exists():
             raise FileNotFoundError(f"masks={path} not found")
         try:
-            files, self._open = list_files(self.path)
+            files, self._open, _ = list_files(self.path)
         except ZIP_ERRORS as error:
-            raise ValueError(f"masks={path} is neither a folder nor a zip: {error}") from error
+            raise ValueError(f"masks={path} cannot be read as a folder or a zip: {error}") from error
         self._files = {_stem(name): name for name in files if name.lower().endswith(LOSSLESS)}
         missing = [name for name in names if _stem(name) not in self._files]
         if missing:

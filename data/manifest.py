@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
+
 FORMAT_VERSION = 1
 KINDS = ("samples", "moments")
 DTYPES = ("float16", "float32")
@@ -193,7 +195,12 @@ def read_manifest(path: str | Path) -> LatentManifest:
             f"data.path={path} must be a latent folder, but {file} is not there: "
             "`python -m data.encode` makes one of images, `python -m data.convert` of other formats (data/README.md)"
         )
-    return parse_manifest(file.read_bytes(), str(file))
+    try:
+        with file.open("rb") as opened:
+            text = read_bounded(opened, MAX_JSON_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{file} is not a latent manifest: {error}") from error
+    return parse_manifest(text, str(file))
 
 
 def parse_manifest(text: bytes, name: str) -> LatentManifest:
@@ -203,7 +210,7 @@ def parse_manifest(text: bytes, name: str) -> LatentManifest:
         ValueError: it is none; the name says which.
     """
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not a latent manifest: {error}") from error
     return manifest_from(fields, name)

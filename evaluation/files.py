@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.files import sha256
+from runtime.files import files_in, sha256
 
 # The state dict of the Inception network is published twice, under two names, with the same bytes.
 WEIGHTS_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
@@ -48,9 +48,9 @@ PUBLISHED = {
 
 
 def fingerprint(path: Path) -> str:
-    """Return the hash of a file, or of the names and contents of all files in a folder."""
+    """Return the hash of a file, or of the names and contents of all files in a folder, also behind links."""
     if path.is_file():
         return sha256(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    listing = [f"{file.relative_to(path).as_posix()} {sha256(file)}" for file in files]
+    files = sorted(path / name for name in files_in(path))
+    listing = [f"{file.relative_to(path).as_posix()} {sha256(file)}" for file in files if file.is_file()]
     return hashlib.sha256("\n".join(listing).encode()).hexdigest()

@@ -2,26 +2,25 @@
 
 import lzma
 import struct
-import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from evaluation.extraction import Images, Processes, evenly_spaced, extract, in_order, select
 from evaluation.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
+from runtime.arrays import read_header, read_member
 
 NUM_KEPT = 10_000  # images of the data set that a reference carries, for precision and recall: as many as those of [ADM]
 STATISTICS = {"mu": NUM_POOL_FEATURES, "mu_s": NUM_SPATIAL_FEATURES}  # beside each its covariance, sigma and sigma_s
 SHAPES = {mu: (n,) for mu, n in STATISTICS.items()} | {mu.replace("mu", "sigma"): (n, n) for mu, n in STATISTICS.items()}
 MOST_HASH_BYTES = 4 * 128
-# What reading an .npz raises where it is damaged, encrypted or packed in a way that is not known, or a header is nonsense.
+# What reading an .npz raises where it is damaged, encrypted or packed in a way that is not known.
 READ_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
-READ_ERRORS += (SyntaxError, TypeError, LookupError, AttributeError, OverflowError, MemoryError)
-READ_ERRORS += (tokenize.TokenError, lzma.LZMAError, struct.error)
+READ_ERRORS += (LookupError, OverflowError, lzma.LZMAError, struct.error)
 
 
 def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[dict[str, np.ndarray], Images | None]:
@@ -63,29 +62,20 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[d
 def _read_numbers(archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]) -> np.ndarray:
     """Read an array of floats of a known shape; what its header declares is looked at before memory is taken."""
     with archive.open(f"{name}.npy") as file:
-        shape, dtype = _read_header(file)
-        if shape != expected:
-            raise ValueError(f"{name} is {shape}, must be {expected}: of another network")
-        if dtype.kind != "f":
-            raise ValueError(f"{name} is {dtype}, must be floats")
-    with archive.open(f"{name}.npy") as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
+        shape, _, dtype = read_header(file)
+    if shape != expected:
+        raise ValueError(f"{name} is {shape}, must be {expected}: of another network")
+    if dtype.kind != "f":
+        raise ValueError(f"{name} is {dtype}, must be floats")
+    return read_member(archive, name)
 
 
 def _read_hash(archive: zipfile.ZipFile) -> str:
     with archive.open("weights.npy") as file:
-        shape, dtype = _read_header(file)
-        if shape != () or dtype.kind != "U" or dtype.itemsize > MOST_HASH_BYTES:
-            raise ValueError(f"weights is {dtype} {shape}, must be a hash")
-    with archive.open("weights.npy") as file:
-        return str(np.lib.format.read_array(file, allow_pickle=False))
-
-
-def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    return shape, dtype
+        shape, _, dtype = read_header(file)
+    if shape != () or dtype.kind != "U" or dtype.itemsize > MOST_HASH_BYTES:
+        raise ValueError(f"weights is {dtype} {shape}, must be a hash")
+    return str(read_member(archive, "weights"))
 
 
 def _check_statistics(statistics: dict[str, np.ndarray], path: Path) -> None:

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from data import StreamOrder
 from models import token_mask
 from routing import Route, attach, from_simpletuner, grow_ratio
+from runtime.arrays import read_header
 from training import config as configuration
 from training.machine import start_process
 from training.rules import check_choice, check_not_negative, check_positive
@@ -233,6 +234,8 @@ def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]
 
 def _open(file: Path) -> np.ndarray:
     try:
+        with file.open("rb") as opened:
+            read_header(opened)  # numpy would read one of any length
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{file} can not be read as an array of numbers: it is damaged, or of something else") from error

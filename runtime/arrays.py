@@ -2,6 +2,7 @@
 
 import io
 import math
+import struct
 import tokenize
 import zipfile
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import BinaryIO
 import numpy as np
 
 MOST_INFLATED = 1032  # bytes that deflate can make of one
+MOST_HEADER_BYTES = 10_000  # of an .npy; numpy refuses longer ones, too, but only once it has read them
+ZIP64_END_BYTES = 56 + 20 + 22  # end of a directory of 64 bits, what tells where that lies, end of a directory
+ZIP_DAMAGE = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error, LookupError, OverflowError)
 # What numpy's reading of a header raises where it is nonsense.
 HEADER_ERRORS = (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RecursionError, MemoryError)
 HEADER_ERRORS += (tokenize.TokenError, AttributeError)
@@ -19,12 +23,16 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Read the header of an .npy: shape, whether the order is Fortran's, and type.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or longer than MOST_HEADER_BYTES.
     """
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran_order, dtype = read(file)
+        first = np.lib.format.read_magic(file) == (1, 0)
+        length = file.read(2 if first else 4)
+        declared = int.from_bytes(length, "little")
+        if declared > MOST_HEADER_BYTES:
+            raise ValueError(f"it declares a header of {declared} bytes, must be at most {MOST_HEADER_BYTES}")
+        read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        shape, fortran_order, dtype = read(io.BytesIO(length + file.read(declared)))
     except HEADER_ERRORS as error:
         raise ValueError(f"it has no header of an .npy: {' '.join(str(error).split())[:200]}") from error
     return shape, fortran_order, dtype
@@ -68,11 +76,13 @@ def member_size(archive: zipfile.ZipFile, name: str) -> int:
 
     Raises:
         KeyError: there is none of that name.
-        ValueError: it declares more than the file can hold.
+        ValueError: it declares more than the file can hold, or is packed in a way that tells nothing of its size.
     """
     member = archive.getinfo(name)
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{name} is packed by method {member.compress_type}, must be stored or deflated")
     packed = min(member.compress_size, Path(archive.filename).stat().st_size)
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.file_size > MOST_INFLATED * packed:
+    if member.file_size > MOST_INFLATED * packed:
         raise ValueError(f"{name} declares {member.file_size} bytes, more than the {packed} that are there can be")
     return member.file_size
 
@@ -87,3 +97,34 @@ def read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     size = member_size(archive, f"{name}.npy")
     with archive.open(f"{name}.npy") as file:
         return read_array(file, size)
+
+
+def check_stored(file: Path) -> None:
+    """Raise a ValueError for a zip, which torch takes for weights, that is not as torch writes them: nothing in it is packed.
+
+    Other files are of torch's older format, or none. Ends that tell of two directories are refused, too: torch and zipfile
+    could read one each.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        if opened.read(4) != b"PK\3\4":
+            return
+        opened.seek(max(0, size - ZIP64_END_BYTES))
+        end = opened.read().rjust(ZIP64_END_BYTES)
+    is_zip64 = end[56:60] == b"PK\6\7"
+    begin = size - (len(end) if is_zip64 else 22)
+    told = struct.unpack_from("<Q", end, 64)[0] if is_zip64 else begin
+    length, start = struct.unpack_from("<2Q", end, 40) if is_zip64 else struct.unpack_from("<2L", end, 88)
+    if end[76:80] != b"PK\5\6" or end[96:] != b"\0\0" or told != begin or start + length != begin:
+        raise ValueError(f"{file} is damaged: it does not end as files that torch.save writes")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except ZIP_DAMAGE as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    packed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise ValueError(f"{file}: {packed[0]} is compressed, must be as torch.save writes it")
+    declared = sum(max(member.file_size, member.compress_size) for member in members)
+    if declared > size:
+        raise ValueError(f"{file} declares {declared} bytes, more than the {size} that are there")

@@ -7,7 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+MAX_JSON_BYTES = 2**24
+# Every list takes some 80 bytes of memory: text of hardly anything but brackets would become thirty times as much.
+FREE_BRACKETS, BYTES_PER_BRACKET = 1000, 8
 
 
 @contextmanager
@@ -47,22 +51,68 @@ def finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def read_json(file: Path) -> Any:
+def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or larger.
     """
     try:
-        return json.loads(file.read_text())
+        with file.open("rb") as opened:
+            return parse_json(read_bounded(opened, max_bytes))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged, it is no JSON: {error}") from error
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON from outside, whose bytes are bounded, in memory that is bounded by them.
+
+    Raises:
+        ValueError, RecursionError: it is none, or consists of brackets.
+    """
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > FREE_BRACKETS + len(data) // BYTES_PER_BRACKET:
+        raise ValueError(f"it holds {brackets} brackets in {len(data)} bytes")
+    return json.loads(data)
+
+
+def read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
+    """Read a file to its end; raise a ValueError if that is further than so many bytes."""
+    data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it holds more than {max_bytes} bytes, must be at most so many")
+    return data
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Yield the names of all files in a folder and its subfolders, relative to it, also through links to other folders.
+
+    Hidden folders are left out. Not Path.rglob, which takes minutes for a million files and follows no links.
+
+    Raises:
+        ValueError: a link leads to a folder that is there already: its files would be listed twice, or without end.
+        OSError: a folder cannot be read.
+    """
+    seen = set()
+    for path, folders, files in os.walk(folder, followlinks=True, onerror=_raise):
+        status, inside = Path(path).stat(), Path(path).relative_to(folder)
+        place = status.st_dev, status.st_ino
+        if place in seen:
+            raise ValueError(f"{path} is a folder that is listed already, under another name: one of the two must go")
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        prefix = "" if inside == Path() else f"{inside.as_posix()}/"
+        yield from (prefix + name for name in files)
 
 
 def sha256(file: Path) -> str:
     """Return the hash of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def sync(path: Path) -> None:

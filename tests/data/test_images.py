@@ -162,7 +162,7 @@ def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
     broken.write_bytes(broken.read_bytes()[:60])
     refused(tmp_path / "broken", "b/07.png can not be used")
     (tmp_path / "x.zip").write_text("hello")
-    refused(tmp_path / "x.zip", "neither a folder, nor a zip, nor an .npz")
+    refused(tmp_path / "x.zip", "cannot be read as a folder, a zip or an .npz")
 
 
 def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.images import open_images
 from data.listing import MaskFiles, list_images
+from evaluation.files import fingerprint
 
 NAMES = ["b/2.png", "a/1.jpg", "a/deep/er/0.png", "c/0.webp"]
 
@@ -59,11 +61,38 @@ def test_folders_around_all_images_do_not_count(tmp_path):
 
 
 def test_classes_behind_links_are_found(tmp_path):
-    write(tmp_path / "real", ["a/0.png"])
+    write(tmp_path / "real", ["a/0.png", "b/deep/0.png"])
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "z").symlink_to(tmp_path / "real" / "a")
-    (tmp_path / "linked" / "y").symlink_to(tmp_path / "real" / "a")
+    (tmp_path / "linked" / "y").symlink_to(tmp_path / "real" / "b")
+    assert list_images(tmp_path / "linked").names == ["y/deep/0.png", "z/0.png"]
     assert list_images(tmp_path / "linked").class_names == ("y", "z")
+
+
+@pytest.mark.parametrize("links", [{"up": "."}, {"x": ".", "y": "."}, {"cats": "cat"}, {"dog/back": ".."}])
+def test_a_folder_that_links_lead_to_twice_is_refused(tmp_path, links):
+    """Else its images would count several times, or without end."""
+    write(tmp_path / "images", ["cat/0.png", "dog/1.png"])
+    for name, to in links.items():
+        (tmp_path / "images" / name).symlink_to(to)
+    for read in (list_images, open_images, fingerprint):
+        with pytest.raises(ValueError, match=r"images/.* is a folder that is listed already, under another name") as raised:
+            read(tmp_path / "images")
+        assert len(str(raised.value).splitlines()) == 1
+
+
+def test_links_in_hidden_folders_do_not_count(tmp_path):
+    write(tmp_path, ["cat/0.png", ".hidden/0.png"])
+    (tmp_path / ".hidden" / "back").symlink_to("..")
+    assert list_images(tmp_path).names == ["cat/0.png"]
+
+
+def test_a_fingerprint_is_of_what_links_lead_to(tmp_path):
+    write(tmp_path, ["a/cat/0.png", "b/dog/0.png"])
+    (tmp_path / "a" / "linked").symlink_to(tmp_path / "b")
+    before = fingerprint(tmp_path / "a")
+    (tmp_path / "b" / "dog" / "0.png").write_bytes(b"x")
+    assert fingerprint(tmp_path / "a") != before
 
 
 def test_images_without_folders_have_no_classes(tmp_path):
@@ -121,7 +150,7 @@ def test_what_can_not_be_listed_is_refused_with_the_reason(tmp_path):
     with pytest.raises(ValueError, match="holds no images"):
         list_images(tmp_path / "empty")
     (tmp_path / "file.bin").write_bytes(b"PK\x03\x04 not a zip")
-    with pytest.raises(ValueError, match="is neither a folder, nor a zip, nor a list"):
+    with pytest.raises(ValueError, match="cannot be read as a folder, a zip or a list"):
         list_images(tmp_path / "file.bin")
     with pytest.raises(ValueError, match=r"1.png lies in no class folder"):
         list_images(write(tmp_path / "mixed", ["a/0.png", "1.png"]))

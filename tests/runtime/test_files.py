@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.files import atomic_write, read_json, write_json, write_text
+from runtime.files import MAX_JSON_BYTES, atomic_write, read_json, write_json, write_text
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -37,3 +37,25 @@ def test_damaged_json_is_named(tmp_path, text):
     with pytest.raises(ValueError, match=r"a\.json is damaged, it is no JSON") as raised:
         read_json(tmp_path / "a.json")
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_json_that_is_longer_than_it_may_be_is_not_read(tmp_path):
+    file = tmp_path / "a.json"
+    write_text(file, '"' + "a" * 8 + '"')
+    assert read_json(file, max_bytes=10) == "a" * 8
+    with pytest.raises(ValueError, match=r"a\.json is damaged, .*: it holds more than 9 bytes, must be at most so many"):
+        read_json(file, max_bytes=9)
+    with file.open("wb") as opened:
+        opened.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(ValueError, match=f"it holds more than {MAX_JSON_BYTES} bytes"):
+        read_json(file)
+
+
+def test_json_of_hardly_anything_but_brackets_is_not_parsed(tmp_path):
+    file = tmp_path / "a.json"
+    write_text(file, json.dumps([["0", 0]] * 10_000, separators=(",", ":")))
+    assert len(read_json(file)) == 10_000, "as short as labels can be"
+    for nothing in ([], {}):
+        write_text(file, json.dumps([nothing] * 10_000))
+        with pytest.raises(ValueError, match=r"a\.json is damaged, .*: it holds 1000\d brackets in \d+ bytes"):
+            read_json(file)
