@@ -20,6 +20,7 @@ import torch
 
 from evaluation.files import PUBLISHED, WEIGHTS_SHA256
 from evaluation.precision import strict_fp32
+from runtime.arrays import check_stored
 from runtime.files import sha256
 
 GRAPH_NAME = "classify_image_graph_def.pb"
@@ -128,6 +129,7 @@ def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str,
             f"weights={file} has sha256 {record['sha256']}, not the published one. {_where_found()}. "
             "allow_unpublished_weights=true takes it, and its scores compare with nothing published"
         )
+    check_stored(file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except LOAD_ERRORS as error:

@@ -20,6 +20,7 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from runtime.arrays import check_stored
 from runtime.files import sha256, sync
 
 STEP_FOLDER = re.compile(r"step_(\d{8})")
@@ -235,6 +236,7 @@ def _load_tensors(file: Path, device: torch.device) -> tuple[dict[str, torch.Ten
             return load_file(file, device="cpu" if device.type == "cpu" else str(device)), None  # it does not know cpu:0
         except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
+    check_stored(file)
     try:
         # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
         with torch.serialization.safe_globals([argparse.Namespace]):
