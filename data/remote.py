@@ -3,22 +3,24 @@
 Nothing else is an address: no other scheme of fsspec, none of its chains of addresses, and nothing that runs a program.
 """
 
+import asyncio
 import re
 import tarfile
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from runtime import servers
+
 ATTEMPTS, PAUSE_SEC = 3, 2.0
-SILENCE_SEC = 60.0  # to connect, and between two pieces of a download, which may take as long as it needs
 _CHUNK = 2**20  # bytes
 LIKE_ADDRESS = r"\s*[\w.+-]+:"
 ADDRESS = r"(?!.*::)(https?|s3)://[A-Za-z0-9._~:/@%+=,-]+"  # plain signs
-DAMAGED = (ValueError, EOFError, KeyError, OverflowError, tarfile.TarError)
+DAMAGED = (ValueError, EOFError, LookupError, OverflowError, RecursionError, tarfile.TarError)
 FINAL = {FileNotFoundError: "is not there", PermissionError: "cannot be read"}  # to ask again changes nothing
 CREDENTIALS = "give the credentials of AWS, or FSSPEC_S3_ANON=true for a public bucket"
 
@@ -73,7 +75,7 @@ class _Stream(RawIOBase):
     def __init__(self, server: Any, url: str):
         from fsspec.asyn import sync
 
-        self._sync = partial(sync, server.loop)
+        self._sync, self._rate = partial(sync, server.loop), servers.Rate()
         # Any size will do: without one, fsspec asks for it first.
         self._file = self._sync(server.open_async, url, size=1)
 
@@ -81,7 +83,10 @@ class _Stream(RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        data = self._sync(self._file.read, len(buffer))
+        began, asks = time.monotonic(), self._file.r is None
+        data = self._sync(self._file.read, len(buffer), timeout=servers.ANSWER_SEC if asks else None)
+        if data and not asks:
+            self._rate.add(len(data), time.monotonic() - began)
         buffer[: len(data)] = data
         return len(data)
 
@@ -100,19 +105,37 @@ def _http() -> Any:
     import aiohttp
     import fsspec
 
+    silence = servers.SILENCE_SEC
     options = {
-        "timeout": aiohttp.ClientTimeout(total=None, connect=SILENCE_SEC, sock_read=SILENCE_SEC),
+        "timeout": aiohttp.ClientTimeout(total=None, connect=silence, sock_read=silence),
+        "trace_configs": (_trace(),),
         "trust_env": True,  # proxies are found where other programs find them
         "raise_for_status": True,  # and lets go of the connection, as fsspec does not after a 404
     }
     return fsspec.filesystem("http", client_kwargs=options)
 
 
+@cache
+def _trace() -> Any:
+    """Return what checks whereto a server leads; one object, by which fsspec knows the connections that it keeps."""
+    import aiohttp
+
+    async def check(session: Any, context: Any, redirect: Any) -> None:
+        to = redirect.response.headers.get("Location") or redirect.response.headers.get("URI", "")  # as aiohttp does
+        hosts = redirect.url.host, redirect.url.join(type(redirect.url)(to)).host
+        await asyncio.to_thread(servers.check_redirect, *hosts)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(check)
+    return trace
+
+
 def _s3() -> Any:
     import fsspec
 
     # Attempts are counted here alone: those of botocore and of s3fs would multiply them.
-    config = {"connect_timeout": SILENCE_SEC, "read_timeout": SILENCE_SEC, "retries": {"total_max_attempts": 1}}
+    silence = servers.SILENCE_SEC
+    config = {"connect_timeout": silence, "read_timeout": silence, "retries": {"total_max_attempts": 1}}
     server = fsspec.filesystem("s3", config_kwargs=config)
     server.retries = 1
     return server
@@ -145,4 +168,5 @@ def _reason(error: Any) -> str:
     """Return in one line what happened."""
     status = getattr(error, "status", None)  # the text of aiohttp repeats the address, of a redirect with its signature
     text = f"{status} {error.message}" if status else getattr(error, "strerror", None) or str(error)
-    return " ".join((text or str(error.__cause__ or "") or type(error).__name__).split())
+    late = f"no answer in {servers.ANSWER_SEC:.0f} s" if isinstance(error, TimeoutError) else type(error).__name__
+    return " ".join((text or str(error.__cause__ or "") or late).split())

@@ -24,12 +24,13 @@ from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, parse_manifest
 from data.remote import read_file
 from data.stream import MicroBatch
-from runtime.arrays import parse_array
+from runtime.arrays import MOST_HEADER_BYTES, parse_array
+from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
 SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
 ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # tell the draws of the streams apart
-MOST_HEADER_BYTES = 2**14  # of an .npy
+MOST_OVERHEAD_BYTES = 2**16  # of a sample: headers of the tar, the class, padding, and what is read ahead
 NOTE = "streamed: a resumed run goes on at the same shard and sample, but is exempt from the promise of bitwise equality"
 
 
@@ -95,9 +96,24 @@ class ShardDataset:
         return np.stack(latents), np.array(labels, dtype=np.int64)
 
 
+class _PerSample:
+    """A stream that ends in an error where a sample takes more bytes: tarfile takes whatever headers declare of long names."""
+
+    def __init__(self, stream: BinaryIO, most_bytes: int):
+        self.stream, self.most_bytes, self.left = stream, most_bytes, most_bytes
+
+    def read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        self.left -= len(data)
+        if self.left < 0:
+            raise ValueError(f"a sample takes more than {self.most_bytes} bytes")
+        return data
+
+
 def _samples(stream: BinaryIO, most_bytes: int) -> Iterator[dict[str, bytes]]:
     """Yield the content of the files of each sample, by what follows its key; a tar that is packed is refused."""
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
+    bounded = _PerSample(stream, most_bytes + MOST_OVERHEAD_BYTES)
+    with tarfile.open(fileobj=bounded, mode="r|") as archive:
         for _, members in groupby(archive, key=lambda member: member.name.partition(".")[0]):
             sample = {}
             for member in members:
@@ -105,6 +121,7 @@ def _samples(stream: BinaryIO, most_bytes: int) -> Iterator[dict[str, bytes]]:
                     raise ValueError(f"{member.name} declares {member.size} bytes, must be a file of at most {most_bytes}")
                 sample[member.name.partition(".")[2]] = archive.extractfile(member).read()
             archive.members = []  # or they pile up
+            bounded.left = bounded.most_bytes
             yield sample
 
 
@@ -121,7 +138,7 @@ def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, 
     manifest = read_shard_manifest(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
     try:
-        shards = json.loads(_fetch(path, SHARDS_FILE))
+        shards = parse_json(_fetch(path, SHARDS_FILE))
         # Names are put after the path: one with a colon or a slash could lead anywhere.
         named = r"(train|held_out)-\d+\.tar"
         wrong = [name for name, n in shards.items() if not re.fullmatch(named, name) or type(n) is not int or n < 1]
@@ -148,7 +165,7 @@ def read_shard_manifest(path: str) -> LatentManifest:
 
 def _fetch(path: str, name: str) -> bytes:
     try:
-        return read_file(path, name, lambda stream: stream.read())
+        return read_file(path, name, lambda stream: read_bounded(stream, MAX_JSON_BYTES))
     except OSError as error:
         raise type(error)(f"data.path={path} must hold shards, but {error}") from error
 

@@ -12,16 +12,19 @@ import base64
 import hashlib
 import http.client
 import sys
+import time
 import urllib.request
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
 from evaluation.files import PUBLISHED, PublishedFile
 from runtime.files import sha256
+from runtime.servers import SILENCE_SEC, Rate, answered, check_redirect
 
 CHUNK = 2**20
-TIMEOUT_SEC = 60
 
 
 def fetch(published: PublishedFile, folder: Path) -> Path:
@@ -29,7 +32,7 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
 
     Raises:
         OSError: the server can not be reached, or the connection broke; what has arrived is kept.
-        ValueError: the file is another than the published one; what has arrived is removed.
+        ValueError: the file is another than the published one, or larger; what has arrived is removed.
     """
     file = folder / published.name
     if file.exists():
@@ -38,26 +41,27 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.partial")
     try:
-        length, md5 = _download(published.url, partial)
-    except http.client.HTTPException as error:
-        raise OSError(f"{published.url}: {error!r}: start again to go on") from error
-    try:
+        length, md5 = _download(published, partial)
         _check_sha256(partial, published)
         _check_whole(partial, length, md5)
+    except http.client.HTTPException as error:
+        raise OSError(f"{published.url}: {error!r}: start again to go on") from error
     except ValueError:
-        partial.unlink()
+        partial.unlink(missing_ok=True)
         raise
     partial.replace(file)
     _tag_of(partial).unlink(missing_ok=True)
     return file
 
 
-def _download(url: str, partial: Path) -> tuple[int | None, bytes | None]:
+def _download(published: PublishedFile, partial: Path) -> tuple[int | None, bytes | None]:
     """Get what is missing of `partial`; return length and MD5 of the whole, where the server tells them."""
+    url, rate = published.url, Rate()
     # Asked for by itself, since an answer to a part tells the MD5 of the part, if any.
     with _open(url, {}, method="HEAD") as response:
         about = response.headers
     length = int(about["Content-Length"]) if "Content-Length" in about else None
+    _check_size(published, length or 0)
     md5 = base64.b64decode(about["Content-MD5"]) if "Content-MD5" in about else None
     tag, tag_file = about.get("ETag", ""), _tag_of(partial)
     if partial.exists() and tag_file.exists() and tag_file.read_text() != tag:
@@ -70,21 +74,37 @@ def _download(url: str, partial: Path) -> tuple[int | None, bytes | None]:
         have = have if response.status == 206 else 0  # otherwise the server sends the whole file again
         bar = {"desc": partial.name.removesuffix(".partial"), "unit": "B", "unit_scale": True, "unit_divisor": 1024}
         with partial.open("ab" if have else "wb") as out, tqdm(**bar, initial=have, total=length) as progress:
-            while chunk := response.read(CHUNK):
-                out.write(chunk)
+            began = time.monotonic()
+            while chunk := response.read1(CHUNK):  # not `read`, which waits until it has so much
+                rate.add(len(chunk), time.monotonic() - began)
                 have += len(chunk)
+                _check_size(published, have)
+                out.write(chunk)
                 progress.update(len(chunk))
+                began = time.monotonic()
     if length is not None and have < length:
         raise OSError(f"the connection broke after {have} of {length} bytes: start again to go on")
     return length, md5
 
 
 def _open(url: str, headers: dict[str, str], method: str = "GET") -> http.client.HTTPResponse:
-    return urllib.request.urlopen(urllib.request.Request(url, headers=headers, method=method), timeout=TIMEOUT_SEC)
+    request = urllib.request.Request(url, headers=headers, method=method)
+    return answered(lambda: urllib.request.build_opener(_Redirects).open(request, timeout=SILENCE_SEC))
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        check_redirect(urlsplit(req.full_url).hostname or "", urlsplit(newurl).hostname or "")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _tag_of(partial: Path) -> Path:
     return partial.with_name(f"{partial.name}.etag")
+
+
+def _check_size(published: PublishedFile, num_bytes: int) -> None:
+    if num_bytes > published.most_bytes:
+        raise ValueError(f"{published.url} gives {num_bytes} bytes or more, must give at most {published.most_bytes}")
 
 
 def _check_sha256(file: Path, published: PublishedFile) -> None:

@@ -8,6 +8,7 @@ from runtime.files import files_in, sha256
 
 # The state dict of the Inception network is published twice, under two names, with the same bytes.
 WEIGHTS_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+GIB = 2**30
 BATCHES = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches"
 
 
@@ -16,11 +17,13 @@ class PublishedFile:
     """A file that others publish.
 
     Args:
+        most_bytes: a server that gives more gives another file.
         sha256: None where none is published; then the server's own checksum must do.
     """
 
     url: str
     about: str
+    most_bytes: int
     sha256: str | None = None
 
     @property
@@ -32,17 +35,19 @@ PUBLISHED = {
     "inception": PublishedFile(
         "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
         "weights of the Inception network, 91 MiB",
+        100 * 2**20,
         WEIGHTS_SHA256,
     ),
     "imagenet256": PublishedFile(
-        f"{BATCHES}/imagenet/256/VIRTUAL_imagenet256_labeled.npz", "ADM reference batch of ImageNet 256x256, 1.9 GiB"
+        f"{BATCHES}/imagenet/256/VIRTUAL_imagenet256_labeled.npz", "ADM reference batch of ImageNet 256x256, 1.9 GiB", 2 * GIB
     ),
     "imagenet512": PublishedFile(
-        f"{BATCHES}/imagenet/512/VIRTUAL_imagenet512.npz", "ADM reference batch of ImageNet 512x512, 7.4 GiB"
+        f"{BATCHES}/imagenet/512/VIRTUAL_imagenet512.npz", "ADM reference batch of ImageNet 512x512, 7.4 GiB", 8 * GIB
     ),
     "golden256": PublishedFile(
         f"{BATCHES}/imagenet/256/admnet_guided_upsampled_imagenet256.npz",
         "50,000 samples of ADM-G and ADM-U whose scores are published, 9.2 GiB",
+        10 * GIB,
     ),
 }
 

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,7 +24,8 @@ ENVIRONMENT = {
 class Server(ThreadingHTTPServer):
     """Answer requests for the files of a folder; the next of those whose names end on `of` meet the `faults`.
 
-    A fault is a status, "mute" (no answer), "cut" or "silent" after half of the file, or "slow".
+    A fault is a status, an address that is led to, "mute" (no answer), "cut" or "silent" after half of the file, "slow",
+    "endless" after the file, or "drip": now and then a byte, of the headers for "drip headers".
     """
 
     def __init__(self, folder, handler):
@@ -55,8 +56,25 @@ class Files(BaseHTTPRequestHandler):
             self.send_error(fault)
         elif fault == "mute":
             time.sleep(SILENT_SEC)
+        elif fault and fault.startswith("http:"):
+            self.send_response(302)
+            self.send_header("Location", fault)
+            self.end_headers()
+        elif fault in ("endless", "drip", "drip headers"):
+            self.go_on(fault)
         else:
             self.answer(fault)
+
+    def go_on(self, fault):
+        """Send without end, until the client goes away."""
+        self.wfile.write(b"HTTP/1.0 200 OK\r\n")
+        self.wfile.write(b"X: " if fault == "drip headers" else f"Content-Length: {2**40}\r\n\r\n".encode())
+        file = self.server.folder / self.path.lstrip("/")
+        with suppress(ConnectionError):
+            self.wfile.write(file.read_bytes() if fault == "endless" else b"")
+            while True:
+                self.wfile.write(bytes(2**20) if fault == "endless" else b"x")
+                time.sleep(0 if fault == "endless" else PIECE_SEC)
 
     def answer(self, fault):
         self.send_file(self.path, fault)

@@ -1,14 +1,20 @@
 import os
 import ssl
+import tarfile
 import threading
+import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
 from s3fs import S3FileSystem
 
-from data import remote
+from data import open_shards, remote
 from data.remote import read_file
+from data.shards import read_shard_manifest
+from runtime import servers
+from tests.outside import SIZES, shards_folder, spoilt
 from tests.servers import serving
 
 DATA = os.urandom(2**22)
@@ -139,7 +145,7 @@ def test_a_certificate_that_is_not_trusted_is_no_damage(tmp_path):
 
 
 def test_silence_ends_an_attempt_and_a_slow_download_goes_on(served, monkeypatch):
-    monkeypatch.setattr(remote, "SILENCE_SEC", 0.2)
+    monkeypatch.setattr(servers, "SILENCE_SEC", 0.2)
     server, path = served
     server.faults = ["slow"]  # for longer than that
     assert read(path) == DATA
@@ -150,6 +156,66 @@ def test_silence_ends_an_attempt_and_a_slow_download_goes_on(served, monkeypatch
     server.faults, server.asked = ["mute"] * 100, []
     assert "imeout on" in refused(path)
     assert len(server.asked) == remote.ATTEMPTS
+
+
+@pytest.mark.parametrize("fault", ["drip", "drip headers"])
+def test_a_server_that_gives_a_byte_now_and_then_is_given_up(served, monkeypatch, fault):
+    monkeypatch.setattr(servers, "WINDOW_SEC", 0.3)
+    monkeypatch.setattr(servers, "ANSWER_SEC", 2)
+    server, path = served
+    server.faults = [fault] * 100
+    told = "no answer in 2 s" if fault == "drip headers" else "bytes came in 0 s, must be at least 262144"
+    assert told in refused(path)
+    assert len(server.asked) == remote.ATTEMPTS
+
+
+def test_only_the_time_counts_that_is_spent_waiting(served, monkeypatch):
+    monkeypatch.setattr(servers, "WINDOW_SEC", 0.5)
+
+    def use(stream):
+        data = stream.read(2**20)
+        time.sleep(0.6)
+        return data + stream.read()
+
+    assert read_file(served[1], "a", use) == DATA
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shards.json", "held_out-000000.tar"])
+def test_a_server_without_end_is_left(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    read_shard_manifest.cache_clear()
+    note = tarfile.TarInfo("././@LongLink")
+    note.type, note.size = tarfile.GNUTYPE_LONGNAME, 2**32
+    spoilt(shards_folder(), "held_out-000000.tar", note.tobuf())
+    with serving("http", "shards", monkeypatch) as (server, path):
+        server.faults, server.of = ["endless"] * 3, name
+        tracemalloc.start()
+        try:
+            with pytest.raises((OSError, ValueError), match=rf"/{name} cannot be read, tried 3 times: ") as raised:
+                open_shards(path, **SIZES)
+            assert tracemalloc.get_traced_memory()[1] < 2**26
+        finally:
+            tracemalloc.stop()
+        assert len(str(raised.value).splitlines()) == 1
+
+
+def test_the_internet_does_not_lead_into_the_local_network(tmp_path, monkeypatch):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a").write_bytes(DATA)
+    with serving("http", tmp_path, monkeypatch) as (server, path):
+        asked, inside = path.replace("127.0.0.1", "localhost"), f"{path}/b/a"
+        server.faults = [inside]
+        assert read(asked) == DATA, "a local server may lead to another"
+        known = servers._addresses
+        monkeypatch.setattr(servers, "_addresses", lambda host: known("8.8.8.8" if host == "localhost" else host))
+        server.asked, server.faults = [], [inside] * 3
+        told = f"PermissionError: {asked}/a cannot be read: localhost leads to 127.0.0.1 (127.0.0.1), an address of a local"
+        assert refused(asked).startswith(told)
+        assert server.asked == ["/a"], "it is not asked again"
+        server.faults = [f"{asked}/b/a"]
+        assert read(asked) == DATA
+        server.faults = ["http://[::1]:1/a"]
+        assert "leads to ::1" in refused(asked)
 
 
 def test_a_file_that_is_left_early_keeps_no_connection(served, recwarn, caplog):
@@ -192,6 +258,8 @@ def test_s3_without_its_library_says_what_to_install(monkeypatch):
         "pipe:cat a",
         " pipe:cat a",
         "\tpipe:cat a",
+        "PIPE:cat a",
+        " \t FILE:///etc",
         "file:///etc",
         "file:a",
         "gs://bucket",

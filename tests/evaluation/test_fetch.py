@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -13,8 +16,10 @@ import pytest
 
 from evaluation.fetch import fetch
 from evaluation.files import PUBLISHED, PublishedFile
+from runtime import servers
 from tests.runs import ROOT
 
+MOST_BYTES = 2**22
 CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
 
 
@@ -22,40 +27,74 @@ class Handler(BaseHTTPRequestHandler):
     """Ranges, ETags and, for the whole alone, an MD5, as blob stores give it."""
 
     def do_HEAD(self):
+        if self.server.to:
+            self.lead()
+            return
+        if self.server.drip == "headers":
+            self.drip(b"HTTP/1.0 200 OK\r\nX: ")
         self.send_response(200)
-        self.send_header("Content-Length", str(len(CONTENT)))
+        if self.server.length:
+            self.send_header("Content-Length", self.server.length)
         self.send_header("ETag", self.server.tag)
         if self.server.md5:
             self.send_header("Content-MD5", base64.b64encode(self.server.md5).decode())
         self.end_headers()
 
+    def lead(self):
+        self.send_response(302)
+        self.send_header("Location", self.server.to)
+        self.end_headers()
+
     def do_GET(self):
         server = self.server
+        if server.to:
+            self.lead()
+            return
         start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if "Range" in self.headers else 0
         server.starts.append(start)
         start = start if server.ranges else 0
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(CONTENT) - start))
+        if server.length:
+            self.send_header("Content-Length", str(len(CONTENT) - start))
         self.end_headers()
+        if server.drip:
+            self.drip(b"")
         self.wfile.write(CONTENT[start : server.break_at])
+        with suppress(ConnectionError):
+            while server.endless:
+                self.wfile.write(CONTENT)
+
+    def drip(self, data):
+        with suppress(ConnectionError):
+            while True:
+                self.wfile.write(data + b"x")
+                data = b""
+                time.sleep(0.02)
 
     def log_message(self, format, *arguments):
         pass
 
 
-@pytest.fixture
-def server():
+@contextmanager
+def running():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.starts, server.ranges, server.md5, server.break_at, server.tag = [], True, None, None, "a"
+    server.length, server.endless, server.drip, server.to = str(len(CONTENT)), False, None, None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
 
 
+@pytest.fixture
+def server():
+    with running() as server:
+        yield server
+
+
 def published(server, content=CONTENT):
     sha256 = None if content is None else hashlib.sha256(content).hexdigest()
-    return PublishedFile(f"http://127.0.0.1:{server.server_address[1]}/folder/weights.pth", "a file", sha256)
+    return PublishedFile(f"http://127.0.0.1:{server.server_address[1]}/folder/weights.pth", "a file", MOST_BYTES, sha256)
 
 
 def test_a_file_is_downloaded_once(server, tmp_path):
@@ -122,6 +161,49 @@ def test_where_no_hash_is_published_the_servers_is_checked(server, tmp_path):
     server.md5 = hashlib.md5(b"other").digest()
     with pytest.raises(ValueError, match="damaged on the way"):
         fetch(published(server, None), tmp_path)
+
+
+def test_more_than_the_file_can_have_is_refused(server, tmp_path):
+    server.length = str(MOST_BYTES + 1)
+    with pytest.raises(ValueError, match=f"/weights.pth gives {MOST_BYTES + 1} bytes or more, must give at most {MOST_BYTES}"):
+        fetch(published(server, None), tmp_path)
+    assert not server.starts
+    server.length, server.endless = None, True
+    with pytest.raises(ValueError, match=f"bytes or more, must give at most {MOST_BYTES}"):
+        fetch(published(server, None), tmp_path)
+    assert not list(tmp_path.glob("*.pth*l"))
+
+
+def test_what_has_no_length_is_taken_where_it_is_the_file(server, tmp_path):
+    server.length = None
+    assert fetch(published(server), tmp_path).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(("drip", "told"), [("body", r"bytes came in 0 s, must be at least"), ("headers", "no answer in 1 s")])
+def test_a_server_that_gives_a_byte_now_and_then_is_given_up(server, tmp_path, monkeypatch, drip, told):
+    monkeypatch.setattr(servers, "WINDOW_SEC", 0.3)
+    monkeypatch.setattr(servers, "ANSWER_SEC", 1)
+    server.drip = drip
+    began = time.monotonic()
+    with pytest.raises(OSError, match=told):
+        fetch(published(server), tmp_path)
+    assert time.monotonic() - began < 5
+
+
+def test_the_internet_does_not_lead_into_the_local_network(server, tmp_path, monkeypatch):
+    file = published(server)
+    server.to, known = file.url, servers._addresses
+    monkeypatch.setattr(servers, "_addresses", lambda host: known("8.8.8.8" if host == "localhost" else host))
+    asked = replace(file, url=file.url.replace("127.0.0.1", "localhost"))
+    with pytest.raises(PermissionError, match=r"localhost leads to 127\.0\.0\.1 \(127\.0\.0\.1\), an address of a local"):
+        fetch(asked, tmp_path)
+    assert not server.starts
+
+
+def test_a_local_server_may_lead_to_another(server, tmp_path):
+    with running() as first:
+        first.to = published(server).url
+        assert fetch(published(first), tmp_path).read_bytes() == CONTENT
 
 
 def test_without_a_connection_the_way_by_hand_is_told(tmp_path):

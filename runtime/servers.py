@@ -1,0 +1,70 @@
+"""What servers are held to: bytes at some rate, answers in some time, and no way into the local network."""
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar
+
+SILENCE_SEC = 60.0  # to connect, and between two pieces of a download, which may take as long as it needs
+ANSWER_SEC = 180.0  # until a download begins, with all that a server leads to
+WINDOW_SEC, LEAST_BYTES = 60.0, 2**18  # in so much time that is spent waiting, at least so much arrives
+
+T = TypeVar("T")
+
+
+class Rate:
+    """How fast a download arrives; only the time counts that is spent waiting for it."""
+
+    def __init__(self):
+        self.waited_sec, self.num_bytes = 0.0, 0
+
+    def add(self, num_bytes: int, waited_sec: float) -> None:
+        """Count a piece; raise a TimeoutError where too little has arrived in WINDOW_SEC."""
+        self.waited_sec, self.num_bytes = self.waited_sec + waited_sec, self.num_bytes + num_bytes
+        if self.waited_sec < WINDOW_SEC:
+            return
+        if self.num_bytes < LEAST_BYTES:
+            raise TimeoutError(f"{self.num_bytes} bytes came in {self.waited_sec:.0f} s, must be at least {LEAST_BYTES}")
+        self.__init__()
+
+
+def answered(call: Callable[[], T]) -> T:
+    """Return what a call gives; raise a TimeoutError after ANSWER_SEC, and leave it to a thread that ends with the program."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    try:
+        return future.result(ANSWER_SEC)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer in {ANSWER_SEC:.0f} s") from error
+
+
+def check_redirect(asked: str, to: str) -> None:
+    """Raise a PermissionError where a host of the internet leads to one of the local network.
+
+    A name is looked up again when it is connected to: one whose address changes between the two is not held by this.
+    """
+    addresses = _addresses(to)
+    if any(not address.is_global for address in addresses) and not _is_local(asked):
+        raise PermissionError(f"{asked} leads to {to} ({addresses[0]}), an address of a local network: give it yourself")
+
+
+def _is_local(host: str) -> bool:
+    addresses = _addresses(host)
+    return bool(addresses) and not any(address.is_global for address in addresses)
+
+
+def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    try:
+        found = socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return []  # it is for a proxy to find, or will not be found
+    return [ipaddress.ip_address(address[0]) for *_, address in found]

@@ -1,0 +1,23 @@
+"""What servers are held to."""
+
+import pytest
+
+from runtime.servers import check_redirect
+
+LOCAL = ["127.0.0.1", "127.9.9.9", "::1", "10.1.2.3", "172.16.0.1", "172.31.0.1", "192.168.0.1", "169.254.169.254", "fe80::1"]
+LOCAL += ["fc00::1", "fd12::1", "0.0.0.0", "100.64.0.1", "::ffff:127.0.0.1", "localhost", "127.1", "2130706433", "0x7f.1"]
+
+
+@pytest.mark.parametrize("to", LOCAL)
+@pytest.mark.parametrize("asked", ["8.8.8.8", "2001:4860:4860::8888", "not.there.invalid"])
+def test_what_is_not_local_does_not_lead_to_what_is(asked, to):
+    with pytest.raises(PermissionError, match=r"leads to .* an address of a local network: give it yourself"):
+        check_redirect(asked, to)
+
+
+@pytest.mark.parametrize(
+    ("asked", "to"),
+    [("8.8.8.8", "8.8.4.4"), ("8.8.8.8", "not.there.invalid"), ("127.0.0.1", "10.0.0.1"), ("localhost", "8.8.8.8")],
+)
+def test_other_redirects_are_followed(asked, to):
+    check_redirect(asked, to)
