@@ -1,7 +1,9 @@
 """What a file only declares, and does not hold, is refused before memory is taken for it."""
 
 import io
+import os
 import struct
+import tarfile
 import time
 import tracemalloc
 import zipfile
@@ -18,6 +20,7 @@ from data.importers import FORMATS
 from data.listing import list_images
 from data.verify import damages
 from evaluation import inception
+from examples import finetune
 from fid import read_labelled
 from tests.outside import (
     declared,
@@ -69,6 +72,114 @@ def inflated(path, name, data):
     return Path(path)
 
 
+def long_header(path, member, version=2):
+    """Write a zip whose .npy has a header that is longer than what the memory of a test may be."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open(f"{member}.npy", "w") as file:
+        file.write(b"\x93NUMPY" + struct.pack("<BBI", version, 0, 2**27))
+        for _ in range(2**7):
+            file.write(b" " * 2**20)
+    return Path(path)
+
+
+def labelled(path):
+    """Add labels of a.npy to a zip or a folder."""
+    text = '{"labels": [["a.npy", 0]]}'
+    if path.is_dir():
+        (path / "dataset.json").write_text(text)
+        return path
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("dataset.json", text)
+    return path
+
+
+def packed_labels(path, text, method=zipfile.ZIP_DEFLATED):
+    """Write latents whose labels are a text, packed."""
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("a.npy", ZEROS)
+        archive.writestr("dataset.json", text)
+    return Path(path)
+
+
+def longer(folder, name):
+    """Make a file longer than what the memory of a test may be; it takes no room."""
+    os.truncate(folder / name, 2**28)
+    return folder
+
+
+def packed(name, method=zipfile.ZIP_DEFLATED, tail=b""):
+    """Save weights as a zip whose members are packed."""
+    plain = zipfile.ZipFile(saved({"fc.weight": torch.zeros(2**20)}, "plain.pt"))
+    with plain, zipfile.ZipFile(name, "w", method) as archive:
+        for member in plain.namelist():
+            archive.writestr(member, plain.read(member))
+    return written(name, Path(name).read_bytes() + tail)
+
+
+def two_directories(name):
+    """Save weights as a zip with two directories: zipfile finds the second by its place, others by where its end says it is."""
+    data = packed(name).read_bytes()
+    start = data.index(b"PK\1\2")
+    stored = packed(name, zipfile.ZIP_STORED).read_bytes()
+    directory = stored[stored.index(b"PK\1\2") :]
+    return written(
+        name, data[:start] + data[start:-22] + directory[:-22] + data[-22:][:16] + struct.pack("<L", start) + b"\0\0"
+    )
+
+
+def overlapping(name):
+    """Save weights as a zip whose directory names its member a hundred times."""
+    file = saved({"fc.weight": torch.zeros(2**20)}, name)
+    data = file.read_bytes()
+    start = data.index(b"PK\1\2")
+    directory = data[start : data.index(b"PK\6\6")] * 100
+    count, place = 100 * data[start:].count(b"PK\1\2"), struct.pack("<2LH", len(directory), start, 0)
+    return written(name, data[:start] + directory + struct.pack("<4s4H", b"PK\5\6", 0, 0, count, count) + place)
+
+
+def noted(path, kind=tarfile.GNUTYPE_LONGNAME, size=2**28, fill=b""):
+    """Write a tar that begins with a note that is longer than what the memory of a test may be; the file takes no room."""
+    note = tarfile.TarInfo("note")
+    note.type, note.size = kind, size
+    file = written(path, note.tobuf() + fill)
+    os.truncate(file, 2**28)
+    return file
+
+
+def notes_on_notes(path):
+    """Write a tar of notes, each on the next."""
+    note = tarfile.TarInfo("note")
+    note.type, note.size = tarfile.GNUTYPE_LONGNAME, 1
+    return written(path, (note.tobuf() + bytes(512)) * 2000)
+
+
+def cut_holes(path):
+    """Write a tar that ends where its list of holes says that it goes on."""
+    hole = tarfile.TarInfo("a.latent.npy")
+    hole.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(hole.tobuf(tarfile.GNU_FORMAT))
+    header[482] = 1
+    header[148:156] = b"%06o\0 " % tarfile.calc_chksums(header)[0]
+    return written(path, bytes(header))
+
+
+def sparse_without_end(path):
+    """Write a tar whose list of holes goes on to its end."""
+    hole = tarfile.TarInfo("a.latents.npy")
+    hole.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a", "GNU.sparse.realsize": "9"}
+    header = hole.tobuf(tarfile.PAX_FORMAT)
+    return written(path, header + f"{10**9}\n".encode() + b"1\n" * 2**25)
+
+
+def crowded(path):
+    """Write a tar of one sample with many files."""
+    with tarfile.open(path, "w") as tar:
+        for i in range(100):
+            info = tarfile.TarInfo(f"a.{i}")
+            info.size = 2**13
+            tar.addfile(info, io.BytesIO(bytes(2**13)))
+    return path
+
+
 def expanded(name):
     """Save weights whose only number is seen a thousand million million times."""
     return saved({"fc.weight": torch.zeros(1).expand(HUGE)}, name)
@@ -111,16 +222,25 @@ def repa(path):
 LYING_SHARDS = {"manifest": {"count": HUGE + 3}, "shards": {"train-000000.tar": HUGE, "train-000001.tar": 2}}
 LYING_HELD_OUT = {"manifest": {"count": HUGE + 5}, "shards": {"held_out-000000.tar": HUGE}}
 LYING_TENSOR = b'{"a":{"dtype":"F32","shape":[1000000000],"data_offsets":[0,4000000000]}}'
+BRACKETS = b"[" + b"[]," * 2**22 + b"[]]"
+LONG_HEADER = b"\x93NUMPY" + struct.pack("<BBI", 2, 0, 2**30) + b" " * 100
 LABELLED = npy(np.zeros((2, 8, 8, 1), np.uint8))
 FILES = {
     "samples": (read_images, lambda: npz(arr_0=declared((HUGE, 8, 8, 3)))),
     "samples, and their archive": (read_images, lambda: inflated("a.npz", "arr_0.npy", declared((HUGE, 1, 1, 1)))),
     "size of a sample": (read_images, lambda: npz(arr_0=declared((1, 10**6, 10**6, 3)))),
     "header of samples": (read_images, lambda: npz(arr_0=b"\x93NUMPY\x01\x00\x10\x27" + b"(" * 10_000)),
+    "length of a header of samples": (read_images, lambda: long_header("a.npz", "arr_0")),
+    "length of a header of version 3": (read_images, lambda: long_header("a.npz", "arr_0", version=3)),
     "labels of samples": (read_labelled, lambda: npz(arr_0=LABELLED, arr_1=declared((HUGE,)))),
     "reference": (read_reference, lambda: npz(mu=declared((HUGE,), "<f8"), sigma=declared((HUGE,), "<f8"))),
     "numbers of a reference": (read_reference, lambda: npz(mu=declared((2048,), "|V2000000000"), sigma=ZEROS)),
     "hash of a reference": (read_reference, lambda: npz(weights=declared((), "<U500000000"))),
+    "length of a header of a reference": (read_reference, lambda: long_header("a.npz", "mu")),
+    "length of a header of a hash": (read_reference, lambda: long_header("a.npz", "weights")),
+    "length of a header of a part": (read_part, lambda: long_header(written("parts/0000000.npz", b""), "latents").parent),
+    "length of a header of latents": (read_latents, lambda: spoilt(latent_folder(), "latents.npy", LONG_HEADER)),
+    "length of a header of inputs": (finetune._open, lambda: written("inputs/latents.npy", LONG_HEADER)),
     "latents": (read_latents, lambda: spoilt(latent_folder(), "latents.npy", declared((HUGE, 4, 4, 4), "<f2"))),
     "labels": (read_latents, lambda: spoilt(latent_folder(), "labels.npy", declared((10**30,), "<i8"))),
     "masks": (read_latents, lambda: spoilt(latent_folder(), "masks.npy", declared((HUGE, 4, 4)))),
@@ -129,9 +249,20 @@ FILES = {
     "classes": (read_latents, lambda: manifest_with(num_classes=HUGE)),
     "shape": (read_latents, lambda: manifest_with(shape=[4, 10**6, 10**6])),
     "blocks": (lambda path: list(damages(path, read_manifest(path))), lambda: manifest_with(block_bytes=10**30)),
+    "brackets of a manifest": (read_latents, lambda: spoilt(latent_folder(), "manifest.json", BRACKETS)),
+    "length of a manifest": (read_latents, lambda: longer(latent_folder(), "manifest.json")),
+    "brackets of an origin": (read_latents, lambda: manifest_with(origin={"a": [[]] * 2**18})),
     "depth of a manifest": (read_latents, lambda: spoilt(latent_folder(), "manifest.json", NESTED)),
     "shards.json": (read_stream, lambda: shards_with(**LYING_SHARDS)),
     "shards.json, held out": (read_stream, lambda: shards_with(**LYING_HELD_OUT)),
+    "brackets of shards.json": (read_stream, lambda: spoilt(shards_folder(), "shards.json", BRACKETS)),
+    "length of shards.json": (read_stream, lambda: longer(shards_folder(), "shards.json")),
+    "length of the manifest of shards": (read_stream, lambda: longer(shards_folder(), "manifest.json")),
+    "note in a shard": (read_stream, lambda: noted(shards_folder() / "train-000000.tar").parent),
+    "note of pax in a shard": (read_stream, lambda: noted(shards_folder() / "train-000000.tar", tarfile.XHDTYPE).parent),
+    "holes without end in a shard": (read_stream, lambda: sparse_without_end(shards_folder() / "train-000000.tar").parent),
+    "files of a sample in a shard": (read_stream, lambda: crowded(shards_folder() / "train-000000.tar").parent),
+    "notes on notes in a shard": (read_stream, lambda: notes_on_notes(shards_folder() / "train-000000.tar").parent),
     "depth of shards.json": (read_stream, lambda: spoilt(shards_folder(), "shards.json", NESTED)),
     "latents of a shard": (read_stream, lambda: shard_of(declared((HUGE,)))),
     "hole in a shard": (read_stream, lambda: shard_of(ZEROS, hole)),
@@ -139,6 +270,11 @@ FILES = {
     "part": (read_part, lambda: parts(declared((HUGE,)))),
     "safetensors": (load_net, lambda: written("w.safetensors", struct.pack("<Q", len(LYING_TENSOR)) + LYING_TENSOR)),
     "header of safetensors": (load_net, lambda: written("w.safetensors", struct.pack("<Q", HUGE) + b"{}")),
+    "weights.pt that are packed": (load_net, lambda: packed("w.pt")),
+    "weights.pt of two directories": (load_net, lambda: two_directories("w.pt")),
+    "weights.pt with a comment": (load_net, lambda: packed("w.pt", zipfile.ZIP_STORED, tail=b"PK")),
+    "weights.pt whose members overlap": (load_net, lambda: overlapping("w.pt")),
+    "inception.pth that is packed": (read_inception, lambda: packed("w.pth")),
     "weights.pt": (load_net, lambda: expanded("w.pt")),
     "inception.pth": (read_inception, lambda: expanded("w.pth")),
     "constant of a graph": (read_inception, lambda: graph((HUGE,))),
@@ -146,18 +282,62 @@ FILES = {
     "length in a graph": (read_inception, lambda: written("g.pb", b"\x0a\xff\xff\xff\xff\x0f")),
     "image": (crop_images, lambda: png(2**31 - 1)),
     "image in a zip": (crop_images, lambda: inflated("a.zip", "a.webp", b"RIFF" + b"\0" * 2**20)),
+    "brackets of dataset.json": (list_images, lambda: images_with_labels(BRACKETS)),
+    "length of dataset.json": (list_images, lambda: longer(images_with_labels(b"{}"), "dataset.json")),
     "depth of dataset.json": (list_images, lambda: images_with_labels(NESTED)),
     "latents in a tar": (tread, lambda: wds(declared((HUGE,)), "latent.npy")),
     "hole in a tar": (tread, lambda: wds(ZEROS, "latent.npy", change=hole)),
     "class in a tar": (tread, lambda: wds(ZEROS, "cls", change=huge)),
     "latents in a zip": (repa, lambda: npy_zip(declared((HUGE,)))),
+    "length of a header in a zip": (repa, lambda: labelled(long_header("a.zip", "a"))),
+    "length of a header in a folder": (repa, lambda: labelled(written("npys/a.npy", LONG_HEADER).parent)),
+    "brackets of labels in a zip": (repa, lambda: packed_labels("a.zip", BRACKETS)),
+    "length of labels in a zip": (repa, lambda: packed_labels("a.zip", BRACKETS * 7)),
+    "note in a tar": (tread, lambda: noted("a.tar")),
+    "note of pax in a tar": (tread, lambda: noted("a.tar", tarfile.XHDTYPE)),
+    "note on all tars": (tread, lambda: noted("a.tar", tarfile.XGLTYPE)),
+    "notes on notes in a tar": (tread, lambda: notes_on_notes("a.tar")),
+    "holes that are cut off in a tar": (tread, lambda: cut_holes("a.tar")),
+    "packing in a zip": (repa, lambda: packed_labels("a.zip", b'{"labels": [["a.npy", 0]]}', zipfile.ZIP_BZIP2)),
     "archive in a zip": (repa, lambda: npy_zip(npz(a=ZEROS).read_bytes())),
 }
 
 # The rule that refuses a file, where what comes after it would refuse it too, in another way, or later.
+LENGTH = "declares a header of .* bytes, must be at most 10000"
 RULES = {
     "samples": "bytes, its shape .* needs",
     "samples, and their archive": "declares .* bytes, more than the .* that are there can be",
+    "length of a header of samples": LENGTH,
+    "length of a header of version 3": LENGTH,
+    "length of a header of a reference": LENGTH,
+    "length of a header of a hash": LENGTH,
+    "length of a header of a part": LENGTH,
+    "length of a header of latents": LENGTH,
+    "length of a header in a zip": LENGTH,
+    "length of a header in a folder": LENGTH,
+    "brackets of a manifest": "brackets in .* bytes",
+    "brackets of an origin": "brackets in .* bytes",
+    "length of a manifest": "more than 16777216 bytes",
+    "brackets of shards.json": "brackets in .* bytes",
+    "length of shards.json": "more than 16777216 bytes",
+    "length of the manifest of shards": "more than 16777216 bytes",
+    "note in a shard": "a sample takes more than .* bytes",
+    "note of pax in a shard": "a sample takes more than .* bytes",
+    "holes without end in a shard": "a sample takes more than .* bytes",
+    "files of a sample in a shard": "a sample takes more than .* bytes",
+    "weights.pt that are packed": "is compressed, must be as torch.save writes it",
+    "weights.pt of two directories": "does not end as files that torch.save writes",
+    "weights.pt with a comment": "does not end as files that torch.save writes",
+    "weights.pt whose members overlap": "declares .* bytes, more than the .* that are there",
+    "inception.pth that is packed": "is compressed, must be as torch.save writes it",
+    "brackets of dataset.json": "brackets in .* bytes",
+    "length of dataset.json": "more than .* bytes",
+    "brackets of labels in a zip": "brackets in .* bytes",
+    "length of labels in a zip": "more than .* bytes",
+    "note in a tar": "declares .* bytes of notes",
+    "note of pax in a tar": "declares .* bytes of notes",
+    "note on all tars": "declares .* bytes of notes",
+    "packing in a zip": "must be stored or deflated",
     "size of a sample": "an image has at most .* pixels",
     "labels of samples": "bytes, its shape .* needs",
     "reference": "must be .*: of another network",

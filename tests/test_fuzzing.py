@@ -145,6 +145,11 @@ def tar_of_latents():
     return wds(npy(np.zeros((8, 4, 4), np.float32)), "latent.npy")
 
 
+def npy_folder():
+    written("npys/dataset.json", b'{"labels": [["a.npy", 0]]}')
+    return written("npys/a.npy", npy(np.zeros((8, 4, 4), np.float32))).parent
+
+
 READERS = {
     "samples": alone(lambda: npz(arr_0=npy(np.zeros((3, 8, 8, 3), np.uint8))), read_images),
     "reference": alone(reference, read_reference),
@@ -155,6 +160,8 @@ READERS = {
     "shard": in_folder(shards_folder, "train-000000.tar", read_stream),
     "tread_wds": alone(tar_of_latents, lambda file: read_all(FORMATS["tread_wds"].open(file))),
     "repa": alone(lambda: npy_zip(npy(np.zeros((8, 4, 4), np.float32))), lambda file: read_all(FORMATS["repa"].open(file))),
+    "repa folder": in_folder(npy_folder, "a.npy", lambda folder: read_all(FORMATS["repa"].open(folder))),
+    "dataset.json": in_folder(npy_folder, "dataset.json", lambda folder: read_all(FORMATS["repa"].open(folder))),
     "part": in_folder(lambda: parts(npy(np.zeros((1, 4, 4, 4), np.float16))), "0000000.npz", read_part),
     "safetensors": alone(lambda: weights("w.safetensors"), lambda file: load_weights(NET, file)),
     "pt": alone(lambda: weights("zip.pt"), lambda file: load_weights(NET, file)),
