@@ -115,7 +115,7 @@ def check_stored(file: Path) -> None:
     begin = size - (len(end) if is_zip64 else 22)
     told = struct.unpack_from("<Q", end, 64)[0] if is_zip64 else begin
     length, start = struct.unpack_from("<2Q", end, 40) if is_zip64 else struct.unpack_from("<2L", end, 88)
-    if end[76:80] != b"PK\5\6" or end[96:] != b"\0\0" or told != begin or start + length != begin:
+    if end[76:80] != b"PK\5\6" or told != begin or start + length != begin:
         raise ValueError(f"{file} is damaged: it does not end as files that torch.save writes")
     try:
         with zipfile.ZipFile(file) as archive:

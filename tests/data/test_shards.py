@@ -74,6 +74,16 @@ def test_shards_hold_all_entries_once_well_mixed_and_the_held_out_ones_apart(lat
     assert dataset.manifest.encoder == latents.manifest.encoder
 
 
+def test_a_shard_may_hold_more_entries_than_one_sample_may_take_bytes(tmp_path):
+    manifest = LatentManifest(200, (4, 4, 4), "float16", "samples", 10, "identity", num_held_out=0)
+    with LatentWriter(tmp_path / "a", manifest) as writer:
+        writer.append(np.zeros(manifest.stored_shape), np.arange(200) % 10)
+    write_shards(open_latents(str(tmp_path / "a"), **SIZES | {"input_size": 4}), tmp_path / "s", 200)
+    assert (tmp_path / "s/train-000000.tar").stat().st_size > 3 * shards.MOST_OVERHEAD_BYTES
+    dataset = open_shards(str(tmp_path / "s"), **SIZES | {"input_size": 4})
+    assert len(dataset.read_shard("train-000000.tar", 200)[0]) == 200
+
+
 def test_an_epoch_is_every_entry_once_and_the_next_is_in_another_order(latents, folder):
     dataset = open_shards(str(folder), **SIZES)
     sequence = [x for batch in first(stream(dataset), 60) for x in batch]
