@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data import open_images, read_manifest
+from data import open_images, read_manifest, shards
 from data.importers import FORMATS
 from data.listing import list_images
 from data.verify import damages
@@ -361,6 +361,15 @@ RULES = {
     "class in a tar": "declares .* bytes, more than are there",
     "latents in a zip": "bytes, its shape .* needs",
 }
+
+
+def test_notes_that_lie_on_each_other_are_told_in_one_line(tmp_path, monkeypatch):
+    """Where a sample may take much, they end in a recursion."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shards, "MOST_OVERHEAD_BYTES", 2**24)
+    folder = notes_on_notes(shards_folder() / "train-000000.tar").parent
+    with pytest.raises(ValueError, match=r"train-000000\.tar cannot be read, tried 3 times: maximum recursion depth"):
+        read_stream(folder)
 
 
 @pytest.mark.parametrize("name", FILES)
