@@ -129,7 +129,10 @@ def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str,
             f"weights={file} has sha256 {record['sha256']}, not the published one. {_where_found()}. "
             "allow_unpublished_weights=true takes it, and its scores compare with nothing published"
         )
-    check_stored(file)
+    try:
+        check_stored(file)
+    except ValueError as error:
+        raise ValueError(f"weights={error}. {_where_found()}") from error
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except LOAD_ERRORS as error:

@@ -183,6 +183,8 @@ def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     refused(weights, "not the published one", published)
     cut = tmp_path / "cut.pth"
     cut.write_bytes(weights.read_bytes()[: 20 * 2**20])
+    refused(cut, "is damaged: it does not end as files that torch.save writes", allow_unpublished=True)
+    cut.write_bytes(weights.read_bytes()[100 : 20 * 2**20])
     refused(cut, "can not be read as a state dict", allow_unpublished=True)
     short = tmp_path / "short.pth"
     short.write_bytes(b"x" * 1000)
