@@ -43,14 +43,14 @@ from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
 from runtime.files import sha256
-from runtime.lock import TRY_AGAIN
+from runtime.lock import TRY_AGAIN, Busy
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
 from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.processes import check_same, decided_by_first, lost_another
-from training.provenance import RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
+from training.provenance import Moved, RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import DIGITS_EVALUATOR
 from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
 from training.stopping import TIME_LIMIT, StopRequest
@@ -82,7 +82,7 @@ def main(cfg: DictConfig) -> None:
                 "it must be mask or segmentation (data/README.md)"
             )
         check_same(state, _facts(config, dataset))
-        decided_by_first(state, partial(run.hold, state.print))
+        _hold(run, state, config["wait"])
         try:
             trainer = _prepare(config, run, dataset, state)
         except (ValueError, OSError):
@@ -98,6 +98,25 @@ def main(cfg: DictConfig) -> None:
             raise SystemExit(TRY_AGAIN)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None  # what there is to say has been said
+
+
+def _hold(run: RunFolder, state: PartialState, wait: bool) -> None:
+    """Hold the folder of a run in the first process, for all; while it waits, the others hear from it every few seconds.
+
+    Raises:
+        Busy: another process holds it, and `wait` is false.
+        OSError: it cannot be written to.
+    """
+    told = False
+    while True:
+        try:
+            return decided_by_first(state, partial(run.hold, state.print))
+        except Busy as error:
+            if not wait:
+                raise Busy(f"{error}, or wait for that with wait=true") from error
+            if not told:
+                state.print(f"wait=true: {error}")
+            told = True
 
 
 def _prepare(
@@ -228,6 +247,7 @@ def build_trainer(
             show=show,
         ),
         checkpoints=checkpoints,
+        check_place=run.check_place,
         stop_request=StopRequest(settings["max_time_sec"]),
         history=LossHistory(
             places[accelerator.process_index :: accelerator.num_processes].flatten(),
@@ -300,7 +320,10 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
         Explained: the run could not go on, for a reason that one line tells.
     """
     with trainer.stop_request.listening():
-        reason = _fit(trainer, run)
+        try:
+            reason = _fit(trainer, run)
+        except Moved as error:
+            raise configuration.Explained(str(error)) from error
         trainer.accelerator.wait_for_everyone()  # a launcher ends the others where one has ended
     if reason == TIME_LIMIT and trainer.step == trainer.first_step:
         raise configuration.Explained(
@@ -319,9 +342,9 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
     reason = ""
     try:
         reason = trainer.fit()
-        if trainer.metrics_file:
-            trainer.metrics_file.flush()
-            run.update({"status": "stopped" if reason else "finished", "reason": reason, "step": trainer.step})
+        decided_by_first(trainer.accelerator, partial(_end, trainer, run, reason))
+    except Moved:  # what failed is told nowhere else: the manifest there may be that of another start
+        raise
     except KeyboardInterrupt:
         if trainer.metrics_file:
             run.update({"status": "interrupted", "step": trainer.step})
@@ -342,6 +365,11 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
         trainer.close(hurried=bool(reason))
         run.release()
     return reason
+
+
+def _end(trainer: Trainer, run: RunFolder, reason: str) -> None:
+    trainer.metrics_file.flush()
+    run.update({"status": "stopped" if reason else "finished", "reason": reason, "step": trainer.step})
 
 
 def _start_accelerator(mixed_precision: str, num_lengths: int) -> Accelerator:

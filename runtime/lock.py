@@ -23,7 +23,7 @@ class Lock:
     Args:
         file: in a folder that is there.
         what: is locked, for messages: a key and its value.
-        wait_sec: how long to wait for another to end; None for ever.
+        wait_sec: how long to wait for another to end; None for ever, and saying so.
         show: prints a line.
     """
 
@@ -43,13 +43,17 @@ class Lock:
             holder = self.holder()
             if self.wait_sec is not None and time.monotonic() - started >= self.wait_sec:
                 raise Busy(f"{self.what} is in use by {holder}: end it, or try again when it has ended")
-            if not told:
+            if self.wait_sec is None and not told:
                 self.show(f"{self.what} is in use by {holder}; waiting for its end")
             told = True
             time.sleep(0.5)
-        os.ftruncate(self._held, 0)
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
-        os.pwrite(self._held, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
+        try:
+            os.ftruncate(self._held, 0)
+            os.pwrite(self._held, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
+        except OSError:
+            self.release()
+            raise
         return self
 
     def release(self) -> None:
@@ -65,7 +69,7 @@ class Lock:
         """Return False if the lock is not held, or its file was moved or removed, so that it keeps nobody out any more."""
         try:
             return self._held is not None and os.path.samestat(os.fstat(self._held), self.file.stat())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def holder(self) -> str:

@@ -78,6 +78,7 @@ KEYS = {
         ("decoding=jpeg", "must be one of rounded, official"),
         ("run_name=''", "must not be empty"),
         ("output_dir=''", "must not be empty"),
+        ("wait=maybe", SWITCH),
         ("seed=-1", NOT_NEGATIVE),
         ("data._target_=data.nothing", "must be data.digits or data.open_latents or data.open_shards or data.synthetic"),
         ("data.path=[1]", A_TEXT),

@@ -60,7 +60,8 @@ class CheckpointFolder:
         for left_over in self.folder.glob(".step_*"):  # of a process that was killed while it saved or removed
             shutil.rmtree(left_over)
         try:
-            partial.mkdir(parents=True)
+            self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone is not made again
+            partial.mkdir()
             _save_tensors(partial / "net.safetensors", net.state_dict())
             _save_tensors(partial / "ema.safetensors", ema.state_dict())
             _save_tensors(partial / "optimizer.safetensors", _optimizer_tensors(net, optimizer))

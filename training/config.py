@@ -120,6 +120,7 @@ class Config:
     method: str = MISSING  # set by the model group: tread or dit
     run_name: str = MISSING
     output_dir: str = MISSING
+    wait: bool = False  # for another process that holds output_dir
     seed: int = 0
     decoding: str = "rounded"  # of samples, from latents to bytes; or official, as the public TREAD code
     data: dict[str, Any] = field(default_factory=dict)  # before the model, which takes its sizes: a mistake is told here

@@ -1,14 +1,11 @@
 """What a run was: its configuration, commit, versions, device, command and data, kept beside its results."""
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
@@ -21,6 +18,7 @@ import yaml
 from joblib import cpu_count
 
 from runtime.files import write_json, write_text
+from runtime.lock import Busy, Lock
 from training.machine import bf16_instructions
 from training.rules import INIT_OBJECTIVES
 
@@ -32,8 +30,9 @@ SOURCES = (
     *(f"{package}/**/*.py" for package in OWN_PACKAGES),
 )
 START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
-INHERIT_WITHIN_SEC = 3
-HOLD_WITHIN_SEC = 60.0  # for the last process of an earlier start, which may still be saving
+INHERIT_WITHIN_SEC = 3.0
+HOLD_WITHIN_SEC = 5.0  # for the last processes of an earlier start, which may still be ending
+HOLD_ATTEMPTS = 100  # of which each fails where another start removes the folder that was just made
 MAX_CONFIG_BYTES, MAX_MANIFEST_BYTES = 2**16, 2**24
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
@@ -41,6 +40,7 @@ PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy",
 FREE_KEYS = (
     "run_name",
     "output_dir",
+    "wait",
     "decoding",
     "data.encoder",
     "evaluation",
@@ -67,6 +67,10 @@ LATER_KEYS = {"model.attention": "auto"}
 
 # What a resumed run must not change either, where it scores its samples: scores of one name must mean the same.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
+
+
+class Moved(OSError):
+    """The folder of a run is no longer where the run was started."""
 
 
 class RunFolder:
@@ -158,56 +162,59 @@ class RunFolder:
         """Keep the folder for this process until it ends, however it ends: two that write here would spoil each other's work.
 
         Raises:
-            OSError: it can not be written to.
-            ValueError: another process holds it, and does not end within a minute.
+            Busy: another process holds it, and does not end within a few seconds.
+            OSError: it cannot be written to.
         """
-        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("a+")
+            self._lock = self._acquire(show)
+        except Busy:
+            raise
         except OSError as error:
-            raise OSError(f"output_dir={self.path} can not be written: {error}") from error
-        for attempt in range(int(HOLD_WITHIN_SEC)):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if attempt == 0:
-                    show(f"{self.path} is in use by another process ({self._holder()}); waiting for its end")
-                time.sleep(1.0)
-            except OSError as error:  # some file systems of clusters know no locks
-                show(f"warning: {self.path}/.lock can not be locked ({error}): see to it that no other process writes there")
-                break
-        else:
-            raise ValueError(
-                f"output_dir={self.path} is in use by another process ({self._holder()}): end it, or choose run_name=NAME"
-            )
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._lock.flush()
+            raise OSError(f"output_dir={self.path} cannot be written: {error}") from error
         self.failure_file.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let another process have the folder; one that nothing was put into goes away."""
         if not self._lock:
             return
-        if [file.name for file in self.path.iterdir()] == [".lock"]:
-            (self.path / ".lock").unlink()
-            for folder in self._made:
-                with suppress(OSError):  # somebody else has put something there
-                    folder.rmdir()
-        self._lock.close()
+        made = self._made if self._lock.is_in_place() else []
+        self._lock.release()
         self._lock = None
+        for folder in made:
+            with suppress(OSError):  # something was put there
+                folder.rmdir()
 
-    def _holder(self) -> str:
-        self._lock.seek(0)
-        return self._lock.read()
+    def check_place(self) -> None:
+        """Make sure that what this process writes is still written to the folder that it holds, if it holds it.
+
+        Raises:
+            Moved: it was moved or removed, so that another start may be writing there.
+        """
+        if self._lock and not self._lock.is_in_place():
+            raise Moved(
+                f"output_dir={self.path} (or its .lock) was moved or removed while it trained: to go on from its newest "
+                "checkpoint, run the same command with output_dir=FOLDER, where it is now"
+            )
+
+    def _acquire(self, show: Callable[[str], None], attempts: int = HOLD_ATTEMPTS) -> Lock:
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return self._locking(HOLD_WITHIN_SEC, show).acquire()
+        except FileNotFoundError:  # another start gave the folder back, without anything in it
+            if attempts == 1:
+                raise
+        return self._acquire(show, attempts - 1)
+
+    def _locking(self, wait_sec: float, show: Callable[[str], None]) -> Lock:
+        return Lock(self.path / ".lock", f"output_dir={self.path}", wait_sec, show)
 
     def fail(self, process_index: int, reason: str, details: dict[str, Any]) -> dict[str, Any]:
         """Record why the run failed, and return what failed first: often another process, whose end was this one's."""
         failure = {"process": process_index, "reason": reason, **details}
         own = self.path / f".failure_{process_index}.partial"
         try:
+            self.check_place()
             own.write_text(json.dumps(failure))
             try:
                 os.link(own, self.failure_file)  # whole at once, and for one process alone
@@ -223,15 +230,13 @@ class RunFolder:
 
     def _inherit(self) -> bool:
         """Hold the folder if the process that did is gone, or goes within a few seconds; never that of another start."""
-        lock, inode = (self.path / ".lock").open("a+"), self.failure_file.stat().st_ino
-        for _ in range(INHERIT_WITHIN_SEC):
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.failure_file.exists() and self.failure_file.stat().st_ino == inode:
-                    self._lock = lock
-                    return True
-            time.sleep(1.0)
-        lock.close()
+        inode, lock = self.failure_file.stat().st_ino, self._locking(INHERIT_WITHIN_SEC, _say_nothing)
+        with suppress(Busy):
+            lock.acquire()
+            if self.failure_file.exists() and self.failure_file.stat().st_ino == inode:
+                self._lock = lock
+                return True
+            lock.release()
         return False
 
     def begin(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
@@ -245,8 +250,17 @@ class RunFolder:
         self.update({**details, "status": "running", "reason": None, "failure": None, "starts": starts})
 
     def update(self, fields: dict[str, Any]) -> None:
-        """Change fields of the manifest."""
+        """Change fields of the manifest.
+
+        Raises:
+            Moved: the folder is no longer where this process took it.
+        """
+        self.check_place()
         write_json(self.manifest_file, {**self.manifest(), **fields})
+
+
+def _say_nothing(what: str) -> None:
+    pass
 
 
 def follows_the_total(config: dict[str, Any]) -> bool:

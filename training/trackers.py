@@ -148,13 +148,15 @@ class WandbTracker:
 
         # The same folder is the same run; runs of one name in two folders are two.
         identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
-        self._picture = wandb.Image
+        self._folder, self._picture = Path(folder), wandb.Image
         self._init = partial(wandb.init, project=project, name=run_name, id=identity, resume="allow", dir=folder, mode=mode)
 
     def open(self) -> None:
         self._run = self._init()
 
     def log(self, values: Values, step: int) -> None:
+        if not self._folder.is_dir():
+            raise FileNotFoundError(f"{self._folder} is gone")  # pictures would make it again
         pictures = {key: self._picture(value) for key, value in values.items() if isinstance(value, np.ndarray)}
         self._run.log({**values, **pictures}, step=step)
 
@@ -168,12 +170,13 @@ class TensorBoardTracker:
     def __init__(self, folder: str):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer_from, self._writer = partial(SummaryWriter, folder), None
+        self._folder, self._writer_from, self._writer = Path(folder), partial(SummaryWriter, folder), None
 
     def open(self) -> None:
         pass  # with the first line, whose step it needs
 
     def log(self, values: Values, step: int) -> None:
+        self._folder.mkdir(exist_ok=True)  # not its parents, as the writer would: a run folder may be gone
         # Points that an earlier start of the run drew behind the checkpoint that this one resumed from are taken back.
         self._writer = self._writer or self._writer_from(purge_step=step)
         for key, value in values.items():

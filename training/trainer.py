@@ -8,18 +8,20 @@ the global batch), so that a resumed run, or one on another number of processes,
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from training.checkpoint import CheckpointFolder
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
+from training.processes import decided_by_first
+from training.provenance import Moved
 from training.stopping import StopRequest
 from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, MetricsFile
 
@@ -64,6 +66,7 @@ class Trainer:
         evaluators: (every how many steps, evaluator).
         after_first_window: called with the last step's ratios at the first log point where tokens bypass, when everything
             is compiled.
+        check_place: raises Moved where the folder of the run is no longer in its place; asked in the first process.
         stop_request: says when all processes are to save and end.
         history: keeps what single steps gave until the next log point.
         metrics_file: gets every line; None on all processes but the first, like `tracker`.
@@ -88,6 +91,7 @@ class Trainer:
         evaluators: Sequence[tuple[int, Evaluator]],
         after_first_window: Callable[[tuple[float, ...]], None] | None,
         checkpoints: CheckpointFolder,
+        check_place: Callable[[], None],
         stop_request: StopRequest,
         history: LossHistory,
         metrics_file: MetricsFile | None,
@@ -107,7 +111,7 @@ class Trainer:
         self.micro_batches, self.to_latents, self.check_std = micro_batches, to_latents, check_std
         self.evaluators, self.checkpoints = evaluators, checkpoints
         self.after_first_window = after_first_window
-        self.stop_request, self.history = stop_request, history
+        self.check_place, self.stop_request, self.history = check_place, stop_request, history
         self.metrics_file, self.tracker = metrics_file, tracker
         self.seed, self.total_steps, self.grad_clip = seed, total_steps, grad_clip
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
@@ -123,6 +127,7 @@ class Trainer:
 
         Raises:
             NotFinite: too many steps in a row had to be skipped.
+            Moved: the folder of the run is no longer in its place.
             OSError: what is to be saved last can not be written.
         """
         micro_batches = iter(self.micro_batches(self.step))
@@ -250,6 +255,7 @@ class Trainer:
         return "Largest parameter norms: " + ", ".join(f"{name} {norms[name]:.4g}" for name in largest)
 
     def _log(self, values: dict[str, Any]) -> None:
+        decided_by_first(self.accelerator, self.check_place)  # a tracker would open its file at the old place
         values = {"num_images": self.step * self.batch_size, **values}
         if self.metrics_file and (told := _without_pictures(values)).keys() != {"num_images"}:
             self.metrics_file.log(told, self.step)
@@ -286,6 +292,7 @@ class Trainer:
                 if self.step > self.saved_step:
                     self._save(must=True)
                 return stop
+            decided_by_first(self.accelerator, self.check_place)  # evaluators write to the folder, too
             self.progress.set_description("evaluate")
             values |= evaluator.run(self.step)
             self.longest_evaluation_sec = max(self.longest_evaluation_sec, time.perf_counter() - start)
@@ -311,31 +318,30 @@ class Trainer:
         start = time.perf_counter()
         # SYNC: everything comes to the host. Each process keeps its own sums, so that a resumed window adds up bitwise.
         windows = self.accelerator.gather(self.window.unsqueeze(0)).tolist()
-        history = self.history.state(self._rows())
-        error = None
-        if self.accelerator.is_main_process:
-            state = {
-                "train_time_sec": self.train_time_sec,
-                "window_start_sec": self.window_start_sec,
-                "windows": windows,
-                "num_ema_updates": int(self.ema.num_updates),
-                "history": history,
-                "longest_save_sec": self.longest_save_sec,
-            }
-            try:
-                state |= self.metrics_file.state()
-                self.checkpoints.save(self.step, self.net, self.ema.net, self.optimizer, state)
-            except OSError as caught:
-                error = str(caught)
-        (error,) = broadcast_object_list([error])  # also waits for the first process
-        if error is None:
+        state = {
+            "train_time_sec": self.train_time_sec,
+            "window_start_sec": self.window_start_sec,
+            "windows": windows,
+            "num_ema_updates": int(self.ema.num_updates),
+            "history": self.history.state(self._rows()),
+            "longest_save_sec": self.longest_save_sec,
+        }
+        try:
+            decided_by_first(self.accelerator, partial(self._write, state))  # also waits for the first process
             self.saved_step = self.step
-        else:
+        except Moved:
+            raise
+        except OSError as error:
             kept = f"the last checkpoint is that of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
             if must:
-                raise OSError(f"step {self.step} could not be saved: {error}; {kept}")
+                raise OSError(f"step {self.step} could not be saved: {error}; {kept}") from error
             self.show(f"warning: step {self.step} could not be saved: {error}; {kept}. Training goes on and will save again")
         self.longest_save_sec = max(self.longest_save_sec, time.perf_counter() - start)
+
+    def _write(self, state: dict[str, Any]) -> None:
+        self.check_place()
+        state = {**state, **self.metrics_file.state()}
+        self.checkpoints.save(self.step, self.net, self.ema.net, self.optimizer, state)
 
     def _restore(self, state: dict[str, Any] | None) -> None:
         self.step = self.saved_step = self.first_step = state["step"] if state else 0

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from runtime.lock import Busy
 from tests.faults.killing import ONE
 from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
@@ -222,11 +223,12 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("training.provenance.HOLD_WITHIN_SEC", 1.0)
     trainer, run = tiny_trainer(tmp_path)
     before = (tmp_path / "manifest.json").read_text()
-    with pytest.raises(ValueError, match=rf"is in use by another process \(process {os.getpid()} on .*\): end it, or choose"):
+    with pytest.raises(Busy, match=rf"^output_dir={tmp_path} is in use by process {os.getpid()} on .*: end it, or try again"):
         tiny_trainer(tmp_path)
     assert (tmp_path / "manifest.json").read_text() == before
-    assert "waiting for its end" in capsys.readouterr().out
+    assert "in use" not in capsys.readouterr().out, "one line, and that is the error"
     train.run_training(trainer, run)
+    assert not (tmp_path / ".lock").exists()
     tiny_run(tmp_path, "train.total_steps=8")
 
 

@@ -1,0 +1,181 @@
+"""Two starts in one run folder, and a run folder that is moved, removed, or robbed of a file."""
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+import train
+from runtime.lock import TRY_AGAIN, Busy
+from tests.faults.killing import ONE, TWO, Killed, Variant, differences
+from tests.faults.programs import program
+from tests.runs import ROOT, metrics, tiny_run, tiny_trainer
+from training import provenance
+from training.config import Explained
+from training.provenance import RunFolder
+
+HOLDER = "import sys, time; from training.provenance import RunFolder; RunFolder(sys.argv[1]).hold(print)\n"
+HOLDER += "print('held', flush=True); time.sleep(float(sys.argv[2]))"
+
+
+def holder(folder, seconds):
+    """Start a process that holds a run folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_lock_that_is_given_back_while_another_waits_is_not_held_twice(tmp_path, monkeypatch):
+    """The one that waits has the file open that the holder removes; a third then makes a new one."""
+    monkeypatch.setattr(provenance, "HOLD_WITHIN_SEC", 0.0)
+    first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
+    first.hold(print)
+    flock, turns = fcntl.flock, []
+
+    def slowly(descriptor, how):
+        if not turns:
+            turns.append("once")
+            first.release()
+            third.hold(print)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", slowly)
+    with pytest.raises(Busy):
+        second.hold(print)
+    third.check_place()
+
+
+def test_a_folder_that_is_given_back_while_another_start_takes_it_is_made_again(tmp_path, monkeypatch):
+    first, second = RunFolder(tmp_path / "runs/run"), RunFolder(tmp_path / "runs/run")
+    first.hold(print)
+    acquire, turns = provenance.Lock.acquire, []
+
+    def slowly(lock):
+        if not turns:
+            turns.append("once")
+            first.release()
+            assert not (tmp_path / "runs").exists()
+        return acquire(lock)
+
+    monkeypatch.setattr(provenance.Lock, "acquire", slowly)
+    second.hold(print)
+    second.check_place()
+    second.release()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [ONE, TWO])
+def test_a_second_start_says_who_holds_the_folder_and_ends(tmp_path, launcher):
+    with holder(tmp_path / "runs/r", 120) as process:
+        start = time.monotonic()
+        result = program(launcher, folder=tmp_path)
+        process.kill()
+    assert result.returncode == (TRY_AGAIN if launcher == ONE else 1)  # launchers have an exit status of their own
+    assert time.monotonic() - start < 60
+    said = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
+    (line,) = said
+    assert line.startswith(f"error: output_dir=runs/r is in use by process {process.pid} on ")
+    assert line.endswith(": end it, or try again when it has ended, or wait for that with wait=true")
+    assert "in use" not in result.stdout
+    assert [file.name for file in (tmp_path / "runs/r").iterdir()] == [".lock"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [ONE, TWO])
+def test_a_start_waits_where_it_is_asked_to(tmp_path, launcher):
+    with holder(tmp_path / "runs/r", 20) as process:
+        result = program(launcher, "wait=true", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("wait=true: output_dir=runs/r is in use by process ") == 1
+    assert json.loads((tmp_path / "runs/r/manifest.json").read_text())["status"] == "finished"
+    assert process.returncode == 0
+
+
+def moved_at(step, trainer, do):
+    """Do something to the folder of a run before it takes a step."""
+    train_step = trainer.train_step
+
+    def moving(micro_batches):
+        if trainer.step == step:
+            do()
+        train_step(micro_batches)
+
+    trainer.train_step = moving
+
+
+@pytest.mark.parametrize("what", ["moved", "removed", "taken"])
+@pytest.mark.parametrize("tracker", ["none", "tensorboard"])
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(tmp_path, what, tracker, step):
+    """At step 5 the last save would be the next; before its first line a tracker has made no file."""
+    folder, elsewhere = tmp_path / "runs/run", tmp_path / "moved"
+    options = (f"tracker={tracker}", "train.sample_every=2", "sampler.num_steps=2", "train.log_every=6")
+    trainer, run = tiny_trainer(folder, *options)
+    others = []
+
+    def move():
+        shutil.rmtree(folder) if what == "removed" else folder.rename(elsewhere)
+        if what == "taken":  # the same command was given again
+            others.append(tiny_trainer(folder, *options))
+            others.append({file: file.read_bytes() for file in folder.rglob("*") if file.is_file()})
+
+    moved_at(step, trainer, move)
+    with pytest.raises(Explained) as error:
+        train.run_training(trainer, run)
+    assert str(error.value).startswith(f"output_dir={folder} (or its .lock) was moved or removed while it trained: to go on")
+    if what == "taken":
+        assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == others[1]
+        train.run_training(*others[0])
+    else:
+        assert not (tmp_path / "runs/run").exists()
+    if what != "removed":
+        assert RunFolder(elsewhere).manifest()["status"] == "running", "as of one that was killed"
+        tiny_run(tmp_path / "whole", *options)
+        tiny_run(elsewhere, *options)
+        assert metrics(elsewhere) == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, OSError])
+def test_a_run_that_fails_after_its_folder_was_moved_leaves_the_one_in_its_place_alone(tmp_path, end):
+    folder = tmp_path / "run"
+    trainer, run = tiny_trainer(folder)
+
+    def move():
+        folder.rename(tmp_path / "moved")
+        folder.mkdir()
+        raise end("the cosmic ray")
+
+    moved_at(1, trainer, move)
+    with pytest.raises(RuntimeError if end is RuntimeError else Explained):
+        train.run_training(trainer, run)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [ONE, TWO])
+def test_a_moved_run_goes_on_where_it_is(tmp_path, launcher):
+    """Of the whole program: its status, its one line, and that nothing was lost."""
+    whole = Killed(tmp_path / "whole", Variant(launcher, ("train.micro_batch_size=4", "wait=true")))
+    whole.finish()
+    killed = Killed(tmp_path / "moved", Variant(launcher, ("train.micro_batch_size=4", "wait=true")))
+    process = killed.start()
+    killed.wait_for_training(process, 0.0)
+    while not list((killed.run / "checkpoints").glob("step_*")):
+        time.sleep(0.05)
+    killed.run.rename(killed.folder / "elsewhere")
+    assert process.wait(120) == 1
+    output = (killed.folder / "output").read_text()
+    assert "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to go on from its newest" in output
+    assert ("Traceback" in output) == (launcher == TWO), "torchrun has one of its own"
+    assert not killed.run.exists()
+    assert json.loads((killed.folder / "elsewhere/manifest.json").read_text())["status"] == "running"
+    killed.variant = Variant(launcher, ("train.micro_batch_size=4", "output_dir=elsewhere"))
+    killed.finish()
+    assert differences(whole.run, killed.folder / "elsewhere") == []
