@@ -123,6 +123,13 @@ def test_what_a_kill_left_of_saving_or_removing_is_never_used_and_goes_away(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005"]
 
 
+def test_saving_does_not_make_a_run_folder_again_that_is_gone(tmp_path):
+    net = torch.nn.Linear(1, 1)
+    with pytest.raises(FileNotFoundError):
+        CheckpointFolder(tmp_path / "run/checkpoints", 2, None).save(5, net, net, torch.optim.AdamW(net.parameters()), {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def files_may_have(num_bytes):
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 

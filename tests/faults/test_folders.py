@@ -112,11 +112,11 @@ def moved_at(step, trainer, do):
 
 @pytest.mark.parametrize("what", ["moved", "removed", "taken"])
 @pytest.mark.parametrize("tracker", ["none", "tensorboard"])
-@pytest.mark.parametrize("step", [3, 5])
+@pytest.mark.parametrize("step", [2, 5])
 def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(tmp_path, what, tracker, step):
-    """At step 5 the last save would be the next; before its first line a tracker has made no file."""
+    """After step 2 a grid of samples would be next, after step 5 the last save; a tracker opens its file at its first line."""
     folder, elsewhere = tmp_path / "runs/run", tmp_path / "moved"
-    options = (f"tracker={tracker}", "train.sample_every=2", "sampler.num_steps=2", "train.log_every=6")
+    options = (f"tracker={tracker}", "train.sample_every=1", "sampler.num_steps=2", "train.log_every=6")
     trainer, run = tiny_trainer(folder, *options)
     others = []
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from tests.runs import metrics, tiny_run, tiny_trainer
-from training.trackers import BackgroundTracker, MetricsFile, TensorBoardTracker
+from training.trackers import BackgroundTracker, MetricsFile, TensorBoardTracker, WandbTracker
 
 GREY = ("data.in_channels=1", "train.log_every=3")
 
@@ -109,6 +109,17 @@ def test_no_room_for_the_logs_of_a_tracker_is_no_reason_to_stop(tmp_path, capsys
     tiny_run(tmp_path / "run", "tracker=tensorboard")
     assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 6]
     assert capsys.readouterr().out.count("the tracker is switched off") == 1
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_tracker_does_not_make_a_run_folder_again_that_is_gone(tmp_path, tracker):
+    folder = str(tmp_path / "run")
+    made = (
+        TensorBoardTracker(f"{folder}/tensorboard") if tracker == "tensorboard" else WandbTracker("r", folder, "p", "offline")
+    )
+    with pytest.raises(FileNotFoundError):
+        made.log({"loss": 1.0, "samples": np.zeros((4, 4, 3), np.uint8)}, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def picture(file):
