@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from runtime.arrays import check_stored
-from runtime.files import sha256, sync
+from runtime.files import finite, sha256, sync
 
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 WRAPPERS = ("module.", "model.", "net.")
@@ -65,7 +65,7 @@ class CheckpointFolder:
             _save_tensors(partial / "net.safetensors", net.state_dict())
             _save_tensors(partial / "ema.safetensors", ema.state_dict())
             _save_tensors(partial / "optimizer.safetensors", _optimizer_tensors(net, optimizer))
-            (partial / "state.json").write_text(json.dumps({"step": step, **state}) + "\n")
+            (partial / "state.json").write_text(json.dumps(finite({"step": step, **state})) + "\n")
             (partial / SUMS).write_text("".join(f"{sha256(file)}  {file.name}\n" for file in sorted(partial.iterdir())))
             for path in (*partial.iterdir(), partial):
                 sync(path)

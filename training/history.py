@@ -100,10 +100,12 @@ class LossHistory:
         """Go on from what a checkpoint kept; on another number of processes, each takes all that there was together."""
         for key in ("num_in_row", "mean", "variance", "num_landed"):
             setattr(self, key, state[key])
-        if len(state["rows"]) == num_processes:
-            rows = state["rows"][process_index]
+        # JSON has null for the losses of a step that was skipped, of which no more is asked than which are the largest.
+        kept = [[[math.inf if value is None else value for value in row] for row in rows] for rows in state["rows"]]
+        if len(kept) == num_processes:
+            rows = kept[process_index]
         else:
-            rows = [_together(of_processes) for of_processes in zip(*state["rows"], strict=True)]
+            rows = [_together(of_processes) for of_processes in zip(*kept, strict=True)]
         self.num_rows = len(rows)
         restored = torch.tensor(rows, device=self.rows.device).reshape(len(rows), FIELDS)
         self.rows = torch.cat([restored, torch.zeros_like(self.rows)])  # room for a whole window behind it

@@ -17,7 +17,7 @@ import torch.nn as nn
 import yaml
 from joblib import cpu_count
 
-from runtime.files import write_json, write_text
+from runtime.files import finite, write_json, write_text
 from runtime.lock import Busy, Lock
 from training.machine import bf16_instructions
 from training.rules import INIT_OBJECTIVES
@@ -215,7 +215,7 @@ class RunFolder:
         own = self.path / f".failure_{process_index}.partial"
         try:
             self.check_place()
-            own.write_text(json.dumps(failure))
+            own.write_text(json.dumps(finite(failure)))
             try:
                 os.link(own, self.failure_file)  # whole at once, and for one process alone
             except FileExistsError:

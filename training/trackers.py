@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from runtime.files import finite
+
 CLOSE_WITHIN_SEC = 60.0
 
 
@@ -49,21 +51,21 @@ class MetricsFile:
         self.path, self.show = path, show
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         found = os.fstat(self._descriptor).st_size
+        self._size, self._waiting, self._warned = min(found, size), waiting.encode(), False
         if found < size:
             show(f"warning: {path} has {found} bytes, the checkpoint knows of {size}: lines from before it are missing")
-        if found > size:
-            os.ftruncate(self._descriptor, size)
-        self._size, self._waiting, self._warned = min(found, size), waiting.encode(), False
+            self._mend_last_line()
+        if found > self._size:
+            os.ftruncate(self._descriptor, self._size)
+        self._write()
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Write a line, or keep it until there is room."""
-        self._waiting += (json.dumps({"step": step, **values}) + "\n").encode()
-        try:
-            self.flush()
-        except OSError as error:
-            if not self._warned:
-                self.show(f"warning: {error}")
-            self._warned = True
+        for key, value in values.items():
+            if value is not None and finite(value) is None:
+                self.show(f"warning: {key}={value} of step {step} is not finite: null in {self.path}")
+        self._waiting += (json.dumps(finite({"step": step, **values})) + "\n").encode()
+        self._write()
 
     def flush(self) -> None:
         """Write the lines that wait.
@@ -71,14 +73,16 @@ class MetricsFile:
         Raises:
             OSError: there is still no room.
         """
-        while self._waiting:
-            # At a place, not at the end: what an attempt without room left there is written over.
-            try:
-                num_written = os.pwrite(self._descriptor, self._waiting, self._size)
-            except OSError as error:
-                raise OSError(f"{self.path}: {error}; its lines wait, in checkpoints too, until there is room") from error
-            self._size += num_written
-            self._waiting = self._waiting[num_written:]
+        num_written = 0
+        try:
+            while num_written < len(self._waiting):
+                # At a place, not at the end: what an attempt without room left there is written over.
+                num_written += os.pwrite(self._descriptor, self._waiting[num_written:], self._size + num_written)
+        except OSError as error:
+            raise OSError(f"{self.path}: {error}; its lines wait, in checkpoints too, until there is room") from error
+        finally:  # a line that is there in part waits whole
+            whole = self._waiting.rfind(b"\n", 0, num_written) + 1
+            self._size, self._waiting = self._size + whole, self._waiting[whole:]
         self._warned = False
 
     def state(self) -> dict[str, Any]:
@@ -89,6 +93,25 @@ class MetricsFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    def _write(self) -> None:
+        try:
+            self.flush()
+        except OSError as error:
+            if not self._warned:
+                self.show(f"warning: {error}")
+            self._warned = True
+
+    def _mend_last_line(self) -> None:
+        """Give a last line the end that it lacks, or leave it out where it lacks more."""
+        content = os.pread(self._descriptor, self._size, 0)
+        last = content[content.rfind(b"\n") + 1 :]
+        self._size -= len(last)
+        try:
+            json.loads(last)
+        except (ValueError, RecursionError):  # empty, too
+            return
+        self._waiting = last + b"\n" + self._waiting
 
 
 class BackgroundTracker:

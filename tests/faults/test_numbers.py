@@ -12,6 +12,7 @@ from tests.faults.killing import TWO
 from tests.faults.programs import inject
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
+from training.checkpoint import latest_checkpoint
 from training.config import Explained
 from training.history import MOST_NAMED
 
@@ -109,6 +110,43 @@ def test_steps_in_a_row_are_counted_across_log_points_and_resumes(tmp_path):
     with pytest.raises(Explained, match="from step 2 on"):
         train.run_training(trainer, run)
     assert trainer.step == 6  # steps 2, 3, 4 and 5 are four in a row, step 6 is the next log point
+
+
+@pytest.mark.parametrize("what", ["nan loss", "inf loss", "nan batch"])
+def test_a_checkpoint_amid_skipped_steps_is_json_and_goes_on_bitwise(tmp_path, what):
+    options = ("train.log_every=3", "train.save_every=2")
+    trainer, run = tiny_trainer(tmp_path / "whole", *options)
+    poison(trainer, what, {3})
+    train.run_training(trainer, run)
+    trainer, run = tiny_trainer(tmp_path / "parts", *options)
+    poison(trainer, what, {3})
+    step = trainer.train_step
+
+    def stop(micro_batches):
+        if trainer.step == 4:
+            raise KeyboardInterrupt
+        step(micro_batches)
+
+    trainer.train_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    text = (latest_checkpoint(tmp_path / "parts") / "state.json").read_text()
+    rows = json.loads(text, parse_constant=pytest.fail)["history"]["rows"]
+    assert any(value is None for row in rows[0] for value in row)
+    tiny_run(tmp_path / "parts", *options)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_held_out_loss_that_is_not_finite_is_null_and_told_of(tmp_path, capsys):
+    trainer, run = tiny_trainer(tmp_path, "train.eval_every=3", "train.total_steps=3")
+    ((_, dense),) = trainer.evaluators
+    evaluate = dense.run
+    dense.run = lambda step: ((name, math.nan if name == "val_loss_dense" else value) for name, value in evaluate(step))
+    train.run_training(trainer, run)
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["val_loss_dense"] is None
+    assert lines[-1]["val_loss_dense_ema"] > 0
+    assert "warning: val_loss_dense=nan of step 3 is not finite: null in" in capsys.readouterr().out
 
 
 def test_steps_that_are_not_in_a_row_do_not_end_a_run(tmp_path):

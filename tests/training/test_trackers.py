@@ -1,9 +1,13 @@
 """Trackers that are slow, fail, have no network or no room: the training does not notice."""
 
+import errno
 import io
 import json
+import math
+import os
 import socket
 import time
+from functools import partial
 from threading import Event
 
 import numpy as np
@@ -94,6 +98,54 @@ def test_lines_of_steps_that_will_be_run_again_are_cut_off(tmp_path):
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1, "loss": 1.0}]
 
 
+@pytest.mark.parametrize(("cut", "kept"), [(1, 2), (2, 1), (20, 1), (21, 1), (22, 1), (41, 0), (42, 0)])
+def test_a_file_that_was_cut_goes_on_with_whole_lines(tmp_path, cut, kept):
+    """At any byte; a line that lacks no more than its end is kept."""
+    path, said = tmp_path / "metrics.jsonl", []
+    file = MetricsFile(path)
+    for step in (1, 2):
+        file.log({"loss": 1.5}, step)
+    state = file.state()
+    file.close()
+    assert path.stat().st_size == 2 * 25 == state["metrics_size"]
+    os.truncate(path, state["metrics_size"] - cut)
+    again = MetricsFile(path, state["metrics_size"], show=said.append)
+    assert len(path.read_bytes().splitlines(keepends=True)) == kept, "before the next line, too"
+    again.log({}, 3)
+    again.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(1, kept + 1), 3]
+    assert said == [f"warning: {path} has {50 - cut} bytes, the checkpoint knows of 50: lines from before it are missing"]
+
+
+def test_a_checkpoint_knows_of_whole_lines_where_a_disk_took_a_part_of_one(tmp_path, monkeypatch):
+    file, pwrite = MetricsFile(tmp_path / "metrics.jsonl", show=lambda line: None), os.pwrite
+
+    def with_room_for(size, descriptor, content, at):
+        if at >= size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, content[: size - at], at)
+
+    file.log({"loss": 1.5}, 1)
+    monkeypatch.setattr(os, "pwrite", partial(with_room_for, 60))
+    file.log({"loss": 2.5}, 2)
+    file.log({"loss": 3.5}, 3)
+    state = file.state()
+    assert (state["metrics_size"], len(state["metrics_waiting"].splitlines())) == (50, 1)
+    monkeypatch.undo()
+    file.close()
+    MetricsFile(tmp_path / "metrics.jsonl", *state.values()).close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_numbers_that_are_not_finite_are_null_and_told_of(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", show=(said := []).append)
+    file.log({"val_loss_dense": math.nan, "loss": 1.0, "grad_norm": None}, 4)
+    file.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line == {"step": 4, "val_loss_dense": None, "loss": 1.0, "grad_norm": None}
+    assert said == [f"warning: val_loss_dense=nan of step 4 is not finite: null in {tmp_path}/metrics.jsonl"]
+
+
 def test_a_training_goes_on_without_its_tracker(tmp_path, capsys):
     tiny_run(tmp_path / "plain")
     trainer, run = tiny_trainer(tmp_path / "tracked")
@@ -113,10 +165,9 @@ def test_no_room_for_the_logs_of_a_tracker_is_no_reason_to_stop(tmp_path, capsys
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_tracker_does_not_make_a_run_folder_again_that_is_gone(tmp_path, tracker):
-    folder = str(tmp_path / "run")
-    made = (
-        TensorBoardTracker(f"{folder}/tensorboard") if tracker == "tensorboard" else WandbTracker("r", folder, "p", "offline")
-    )
+    folder = tmp_path / "run"
+    made = TensorBoardTracker(str(folder / "tensorboard"))
+    made = made if tracker == "tensorboard" else WandbTracker("r", str(folder), "p", "offline")
     with pytest.raises(FileNotFoundError):
         made.log({"loss": 1.0, "samples": np.zeros((4, 4, 3), np.uint8)}, 1)
     assert list(tmp_path.iterdir()) == []
