@@ -7,6 +7,7 @@ used (`sha256sum -c SHA256SUMS` does the same by hand).
 
 import argparse
 import json
+import os
 import pickle
 import re
 import shutil
@@ -58,7 +59,7 @@ class CheckpointFolder:
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".{final.name}.partial"
         for left_over in self.folder.glob(".step_*"):  # of a process that was killed while it saved or removed
-            shutil.rmtree(left_over)
+            _remove(left_over)
         try:
             self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone is not made again
             partial.mkdir()
@@ -83,7 +84,7 @@ class CheckpointFolder:
         Damaged ones are told of and put aside, as `step_N.damaged`, so that nothing counts or uses them.
 
         Raises:
-            ValueError: there are checkpoints, and all are damaged, or the newest has no digests.
+            ValueError: there are checkpoints, and all are damaged.
         """
         found = steps_in(self.folder)
         for _, path in reversed(found):
@@ -91,12 +92,12 @@ class CheckpointFolder:
             if damage is None:
                 return path
             aside = path.with_name(f"{path.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             path.rename(aside)
             show(f"warning: {path} is damaged ({damage}), put aside as {aside.name}; the checkpoint before it is used")
         if found or list(self.folder.glob("*.damaged")):
             raise ValueError(
-                f"{self.folder}: no checkpoint is whole, so the run can not go on: start another with run_name=NAME"
+                f"{self.folder}: no checkpoint is whole, so the run cannot go on: start another with run_name=NAME"
             )
         return None
 
@@ -137,19 +138,21 @@ def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
     """Say what is wrong with files of a checkpoint; None where each is as it was written.
 
     Raises:
-        ValueError: it has no digests.
-        OSError: it can not be read.
+        OSError: it cannot be read.
     """
     sums = checkpoint / SUMS
+    if not checkpoint.is_dir():
+        return "it is no folder"
     if not sums.is_file():
-        raise ValueError(
-            f"{checkpoint} has no {SUMS}. If an earlier version wrote it and it is whole: "
-            f"cd {checkpoint} && sha256sum *.safetensors state.json > {SUMS}"
-        )
+        return f"it has no {SUMS}"
     try:
         digests = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
         wrong = [name for name in sorted(names) if digests.get(name) != sha256(checkpoint / name)]
-    except (FileNotFoundError, ValueError) as error:  # other errors of the system may pass, and say nothing of the files
+    except (
+        FileNotFoundError,
+        IsADirectoryError,
+        ValueError,
+    ) as error:  # other errors of the system may pass, and say nothing of the files
         return str(error)
     return f"{', '.join(wrong)} is not what was written" if wrong else None
 
@@ -171,7 +174,7 @@ def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
             the network.
     """
     file = _weights_file(Path(source))
-    if is_own_checkpoint(file) and (file.parent / SUMS).is_file() and (damage := damage_of(file.parent, [file.name])):
+    if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
         raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
     return {"file": str(file), "entry": _load_into(net, file)}
 
@@ -264,10 +267,18 @@ def _save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _discard(checkpoint: Path) -> None:
     """Remove a checkpoint; at no moment does a part of it look like one."""
-    if checkpoint.exists():
+    if os.path.lexists(checkpoint):
         hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
         checkpoint.rename(hidden)
-        shutil.rmtree(hidden)
+        _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file or link that is in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _strip(name: str) -> str:

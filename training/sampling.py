@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from training import config as configuration
-from training.checkpoint import latest_checkpoint, load_weights, shapes_in, steps_in
+from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
+from training.processes import decided_by_first
 from training.provenance import RunFolder
 from training.rules import DECODINGS, LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
 
@@ -59,7 +60,7 @@ def check_run(request: dict[str, Any]) -> None:
     """
     config, _ = read_run(request["run"])
     _settings(request, config)
-    find_checkpoint(Path(request["run"]), request["checkpoint"])
+    find_checkpoint(Path(request["run"]), request["checkpoint"], show=_say_nothing)
 
 
 def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
@@ -76,7 +77,7 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
     config, details = read_run(run)
     settings = _settings(request, config)
     # The first process chooses: a run that still trains may save between the looks of two.
-    (checkpoint,) = broadcast_object_list([find_checkpoint(run, request["checkpoint"])])
+    checkpoint = decided_by_first(state, partial(find_checkpoint, run, request["checkpoint"], state.print))
     weights = checkpoint / "ema.safetensors"
     net = load_net(config, weights).to(state.device).eval()
     drawing = {key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")}
@@ -150,23 +151,40 @@ def _check_shapes(config: dict[str, Any], weights: Path) -> None:
             raise ValueError(f"{weights}: {name} is {found.get(name)}, the model of the run needs {shape}")
 
 
-def find_checkpoint(run_folder: Path, asked: str | None) -> Path:
-    """Return the folder of a checkpoint: the newest, or the one that is asked for by path, name or step.
+def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], None] = print) -> Path:
+    """Return the folder of a checkpoint: the newest that is whole, or the one that is asked for by path, name or step.
+
+    Args:
+        show: is told what is passed over.
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: none is whole.
     """
     if asked is None:
-        newest = latest_checkpoint(run_folder)
-        if newest is None:
-            raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
-        return newest
+        return _newest_whole(run_folder, show)
     named = dict(steps_in(run_folder / "checkpoints")).get(int(asked)) if asked.isdigit() else None
     for folder in (named, run_folder / "checkpoints" / asked, Path(asked)):
         if folder and folder.is_dir():
             return folder
     known = ", ".join(str(step) for step, _ in steps_in(run_folder / "checkpoints"))
     raise FileNotFoundError(f"checkpoint={asked} not found: run={run_folder} has steps {known or 'none yet'}")
+
+
+def _newest_whole(run_folder: Path, show: Callable[[str], None]) -> Path:
+    found = steps_in(run_folder / "checkpoints")
+    if not found:
+        raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
+    for _, path in reversed(found):
+        damage = damage_of(path, ["ema.safetensors"])
+        if damage is None:
+            return path
+        show(f"warning: {path} is damaged ({damage}) and passed over; the checkpoint before it is used")
+    raise ValueError(f"run={run_folder} has no checkpoint whose ema.safetensors is whole")
+
+
+def _say_nothing(what: str) -> None:
+    pass
 
 
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tests.training.test_trainer import assert_same_run
 from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, load_weights, steps_in
 from training.config import Explained
 from training.provenance import RunFolder
+from training.sampling import find_checkpoint
 
 
 def cut(file):
@@ -40,11 +41,10 @@ DAMAGES = {
 
 
 FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS")
-# A checkpoint without digests is another case, below.
-DAMAGED = [(damage, name) for damage in DAMAGES for name in FILES if (damage, name) != ("gone", "SHA256SUMS")]
 
 
-@pytest.mark.parametrize(("damage", "name"), DAMAGED)
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(tmp_path, whole, damage, name, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
@@ -73,24 +73,67 @@ def test_a_run_of_which_no_checkpoint_is_whole_does_not_begin_anew(tmp_path, who
     for _, path in steps_in(tmp_path / "run/checkpoints"):
         flip(path / "net.safetensors")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"no checkpoint is whole, so the run can not go on: start another with run_name="):
+        with pytest.raises(ValueError, match=r"no checkpoint is whole, so the run cannot go on: start another with run_name="):
             tiny_trainer(tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(whole)
 
 
-def test_a_checkpoint_without_digests_is_refused_with_what_makes_them(tmp_path, whole):
+def in_place_of(checkpoint, kind):
+    """Put something in place of a checkpoint."""
+    if kind == "no digests":
+        (checkpoint / "SHA256SUMS").unlink()
+        return
+    shutil.rmtree(checkpoint)
+    {
+        "empty": checkpoint.mkdir,
+        "file": checkpoint.touch,
+        "dangling link": lambda: checkpoint.symlink_to("nowhere"),
+        "link in a circle": lambda: checkpoint.symlink_to(checkpoint),
+    }[kind]()
+
+
+@pytest.mark.parametrize("before", [None, "empty", "file", "dangling link"])
+@pytest.mark.parametrize("kind", ["no digests", "empty", "file", "dangling link", "link in a circle"])
+def test_what_is_no_checkpoint_is_put_aside_over_whatever_lies_there(tmp_path, whole, kind, before, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
-    (newest / "SHA256SUMS").unlink()
-    state = json.loads((newest / "state.json").read_text())
-    for key in ("metrics_waiting", "history", "longest_save_sec"):  # which came later
-        del state[key]
-    (newest / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=r"has no SHA256SUMS. If an earlier version wrote it .* sha256sum") as caught:
-        tiny_trainer(tmp_path / "run")
-    os.system(str(caught.value).partition("it is whole: ")[2])
+    if before:
+        shutil.copytree(newest, aside := newest.with_name(f"{newest.name}.damaged"))
+        in_place_of(aside, before)
+    in_place_of(newest, kind)
+    reason = "it has no SHA256SUMS" if kind in ("no digests", "empty") else "it is no folder"
+    assert find_checkpoint(tmp_path / "run", None).name == "step_00000004"
+    told = f"warning: {newest} is damaged ({reason}) and passed over; the checkpoint before it is used\n"
+    assert capsys.readouterr().out == told
+    assert os.path.lexists(newest), "who samples moves nothing"
     tiny_run(tmp_path / "run")
+    assert f"warning: {newest} is damaged ({reason}), put aside as {newest.name}.damaged" in capsys.readouterr().out
     assert_same_run(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_what_is_no_checkpoint_goes_where_an_old_one_would(tmp_path, kind):
+    folder, net = CheckpointFolder(tmp_path, keep_last=1, milestone_every=None), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for step in (1, 2, 3):
+        folder.save(step, net, net, optimizer, {})
+        if step < 3:
+            in_place_of(tmp_path / f"step_{step:08d}", kind)
+        (tmp_path / ".step_00000009.removed").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step_00000009.removed", "step_00000003"]
+
+
+def test_sampling_passes_over_a_checkpoint_whose_average_is_damaged_alone(tmp_path, whole, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = latest_checkpoint(tmp_path / "run")
+    flip(newest / "net.safetensors")
+    assert find_checkpoint(tmp_path / "run", None) == newest
+    assert capsys.readouterr().out == ""
+    for _, path in steps_in(tmp_path / "run/checkpoints"):
+        cut(path / "ema.safetensors")
+    with pytest.raises(ValueError, match=r"has no checkpoint whose ema.safetensors is whole"):
+        find_checkpoint(tmp_path / "run", None)
+    assert find_checkpoint(tmp_path / "run", "6") == newest, "who asks for one is told when it is loaded"
 
 
 def test_nothing_is_sampled_from_a_damaged_checkpoint(tmp_path, whole):
@@ -101,6 +144,9 @@ def test_nothing_is_sampled_from_a_damaged_checkpoint(tmp_path, whole):
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     with pytest.raises(ValueError, match=r"is damaged \(ema.safetensors is not what was written\)"):
         load_weights(net, tmp_path / "run")
+    (file.parent / "SHA256SUMS").unlink()
+    with pytest.raises(ValueError, match=r"is damaged \(it has no SHA256SUMS\)"):
+        load_weights(net, file)
 
 
 def test_retention_counts_whole_checkpoints_alone(tmp_path, whole):

@@ -1,4 +1,5 @@
 import json
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -100,6 +101,8 @@ def test_a_checkpoint_is_given_by_step_name_or_path(tmp_path):
         find_checkpoint(tmp_path, None)
     for folder in folders:
         folder.mkdir(parents=True)
+        (folder / "ema.safetensors").touch()
+        (folder / "SHA256SUMS").write_text(f"{sha256(b'').hexdigest()}  ema.safetensors\n")
     assert find_checkpoint(tmp_path, None) == folders[1]
     for asked in ("4", "00000004", "step_00000004", str(folders[0])):
         assert find_checkpoint(tmp_path, asked) == folders[0]
