@@ -8,6 +8,7 @@ import torch
 from data.encoders import IdentityEncoder, encode_images
 from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest
+from runtime.lock import Lock
 
 
 def digits(path: str, input_size: int, in_channels: int, num_classes: int, foreground_masks: bool = False) -> LatentDataset:
@@ -16,8 +17,13 @@ def digits(path: str, input_size: int, in_channels: int, num_classes: int, foreg
     Args:
         foreground_masks: give each digit a mask of the pixels that are not black.
     """
-    if not Path(path).exists():
-        _write(path, foreground_masks)
+    folder = Path(path)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Of two first starts one waits for the other.
+        with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait_sec=None):
+            if not folder.exists():
+                _write(path, foreground_masks)
     return open_latents(path, input_size, in_channels, num_classes)
 
 

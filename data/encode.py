@@ -13,6 +13,7 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,6 @@ import hydra
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from joblib import cpu_count
 from omegaconf import DictConfig
 from PIL import Image
@@ -32,9 +32,11 @@ from data.latents import open_latents
 from data.listing import ImageList, MaskFiles, list_images
 from data.manifest import FILES, LatentManifest
 from data.parts import Part, PartFolder
-from data.writer import LatentWriter
+from data.writer import LatentWriter, lock_of
+from runtime.lock import Lock
 from training import config as configuration
 from training.machine import start_process
+from training.processes import decided_by_first
 from training.provenance import environment
 from training.rules import check_choice, check_not_negative, check_positive
 
@@ -58,12 +60,16 @@ def main(cfg: DictConfig) -> None:
         state = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
         encoder = load_encoder(request["encoder"], state.device, request["mixed_precision"] == "bf16")
         job = plan(request, encoder)
-        # The first process decides for all, before anybody writes.
-        (todo,) = broadcast_object_list([begin(job, state) if state.is_main_process else None])
-        encode_parts(job, todo, encoder, state)
-        state.wait_for_everyone()
-        if state.is_main_process:
-            finish(job, state)
+        lock = lock_of(Path(request["out"]))
+        try:
+            # The first process decides for all, before anybody writes.
+            todo = decided_by_first(state, partial(begin, job, lock, state))
+            encode_parts(job, todo, encoder, state)
+            state.wait_for_everyone()
+            if state.is_main_process:
+                finish(job, state)
+        finally:
+            lock.release()
 
 
 def partial_folder(request: dict[str, Any]) -> Path:
@@ -78,14 +84,23 @@ def check_request(request: dict[str, Any]) -> None:
         FileExistsError: there is something at `out` already.
         ValueError: with the key, the value and the rule.
     """
-    if Path(request["out"]).exists():
-        left = f" ({partial_folder(request)} is no longer needed)" if partial_folder(request).exists() else ""
-        raise FileExistsError(f"out={request['out']} exists: move it away to write it anew, or choose another name{left}")
+    check_out(request)
     check_positive("resolution", request["resolution"])
     if request["num_held_out"] is not None:
         check_not_negative("num_held_out", request["num_held_out"])
     check_choice("conditioning_type", request["conditioning_type"], ("mask", "segmentation"))
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
+
+
+def check_out(request: dict[str, Any]) -> None:
+    """Check that nothing is where the folder is to be.
+
+    Raises:
+        FileExistsError: there is something at `out` already.
+    """
+    if Path(request["out"]).exists():
+        left = f" ({partial_folder(request)} is no longer needed)" if partial_folder(request).exists() else ""
+        raise FileExistsError(f"out={request['out']} exists: move it away to write it anew, or choose another name{left}")
 
 
 def check_sources(request: dict[str, Any]) -> None:
@@ -156,10 +171,12 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
     return Job(request, images, masks, manifest, PartFolder(partial_folder(request), about, -(-count // PART_IMAGES)))
 
 
-def begin(job: Job, state: PartialState) -> list[int]:
-    """Tell what is there, and return the parts that are still to do.
+def begin(job: Job, lock: Lock, state: PartialState) -> list[int]:
+    """Take the lock of `out`, tell what is there, and return the parts that are still to do.
 
     Raises:
+        Busy: another process is making it.
+        FileExistsError: another process has just made it.
         ValueError: the folder of parts was begun with something else, or the disk has no room.
     """
     state.print(f"{len(job.images.names)} images of {job.images.num_classes} classes in {job.request['source']}")
@@ -167,6 +184,8 @@ def begin(job: Job, state: PartialState) -> list[int]:
         state.print(
             f"{len(job.images.ignored)} files are no images and are left aside: {', '.join(job.images.ignored[:CORRUPT_SHOWN])}"
         )
+    lock.acquire()
+    check_out(job.request)
     todo = job.parts.begin()
     size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
     needed = size + size * len(todo) // job.parts.num_parts  # the parts, and what is put together from them
@@ -281,9 +300,7 @@ def finish(job: Job, state: PartialState) -> None:
     if errors:
         tell_corrupt(job, [*errors.values()])
     out, manifest = job.request["out"], _final_manifest(job, errors, state)
-    whole = job.parts.path / "whole"
-    shutil.rmtree(whole, ignore_errors=True)  # of a process that was killed
-    with LatentWriter(out, manifest, partial=whole) as writer:
+    with LatentWriter(out, manifest, partial=job.parts.path / "whole") as writer:
         for number in tqdm(range(job.parts.num_parts), desc="put together", unit="part"):
             part = job.parts.read(number)
             labels = None if job.images.labels is None else job.images.labels[part.positions]

@@ -8,7 +8,6 @@ it. data/README.md states the format.
 
 import argparse
 import json
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from tqdm import tqdm
 from data.latents import LatentDataset, open_latents
 from data.manifest import FILES, read_manifest, to_json
 from data.shards import SHARDS_FILE
-from data.writer import claim, hash_blocks
+from data.writer import claimed, hash_blocks
+from runtime.lock import TRY_AGAIN, Busy
 
 SHARD_ENTRIES = 2048
 WRITE_SEED = 0
@@ -29,16 +29,13 @@ def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
     """Write a latent folder as shards, beside their place, and move them there when they are whole.
 
     Raises:
+        Busy: another process is writing them.
         FileExistsError: there is something at `out` already.
         ValueError: the folder holds masks, which shards do not.
     """
-    if out.exists():
-        raise FileExistsError(f"{out} exists: move it away to write it anew")
     if dataset.manifest.conditioning_type:
         raise ValueError(f"conditioning_type={dataset.manifest.conditioning_type}: shards hold no masks, use the latent folder")
-    partial = out.with_name(f".{out.name}.partial")
-    claim(partial)
-    try:
+    with claimed(out) as partial:
         order = np.random.default_rng(WRITE_SEED).permutation(dataset.train_ids)
         parts = {"train": _pieces(order, shard_entries), "held_out": _pieces(dataset.held_out_ids, shard_entries)}
         jobs = [(f"{kind}-{i:06d}.tar", ids) for kind, pieces in parts.items() for i, ids in enumerate(pieces)]
@@ -50,8 +47,6 @@ def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
         checksums[SHARDS_FILE] = hash_blocks(partial / SHARDS_FILE, dataset.manifest.block_bytes)
         (partial / FILES["manifest"]).write_text(to_json(replace(dataset.manifest, checksums=checksums)))
         partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_shard(file: Path, dataset: LatentDataset, ids: np.ndarray) -> None:
@@ -82,6 +77,9 @@ def main() -> None:
         manifest = read_manifest(arguments.path)
         dataset = open_latents(str(arguments.path), manifest.input_size, manifest.in_channels, manifest.num_classes)
         write_shards(dataset, arguments.out, arguments.entries)
+    except Busy as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(TRY_AGAIN)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"Train on it: accelerate launch train.py data=stream data.path={arguments.out}")

@@ -6,19 +6,19 @@ removed after one without errors: whatever moment a process is killed at, a part
 
 import errno
 import json
-import os
 import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from data.images import ZIP_ERRORS
 from runtime.arrays import read_member
+from runtime.files import atomic_write
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class PartFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / "about.json"
         if not file.exists():
-            with _replacing(file) as f:
-                f.write(json.dumps(self.about, indent=2).encode())
+            with _replacing(file) as partial:
+                partial.write_text(json.dumps(self.about, indent=2))
         begun = _read_json(file)
         changes = [f"{key}: {begun.get(key)} -> {value}" for key, value in self.about.items() if begun.get(key) != value]
         if changes:
@@ -71,11 +71,11 @@ class PartFolder:
     def write(self, i: int, part: Part) -> None:
         """Write a part, whole or not at all."""
         if part.errors:
-            with _replacing(self._errors(i)) as file:
-                file.write(json.dumps(part.errors).encode())
-        with _replacing(self._file(i)) as file:
+            with _replacing(self._errors(i)) as partial:
+                partial.write_text(json.dumps(part.errors))
+        with _replacing(self._file(i)) as partial:
             masks = {} if part.masks is None else {"masks": part.masks}
-            np.savez(file, latents=part.latents, positions=part.positions, **masks)
+            np.savez(partial, latents=part.latents, positions=part.positions, **masks)
         if not part.errors:
             self._errors(i).unlink(missing_ok=True)
 
@@ -124,14 +124,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[BinaryIO]:
-    partial = file.with_name(f"{file.name}.tmp")
+def _replacing(file: Path) -> Iterator[Path]:
     try:
-        with partial.open("wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        partial.replace(file)
+        with atomic_write(file) as partial:
+            yield partial
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise OSError(error.errno, f"{error.strerror}; mend this and run the same command again to go on", str(file)) from error

@@ -3,7 +3,8 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, to_json
+from runtime.lock import Lock
 
 CHUNK = 2**22
 
@@ -24,24 +26,21 @@ class LatentWriter:
     filled in.
 
     Args:
-        partial: where it is written before it is moved; None: beside `path`.
+        partial: where it is written before it is moved, by one who holds the lock of `path`; None: beside `path`.
 
     Raises:
-        FileExistsError: there is something at `path` already, or at the place where it is written.
+        Busy: another process is writing it.
+        FileExistsError: there is something at `path` already.
         ValueError: entries of another shape, labels outside the classes, masks that are missing or not wanted, or another
             count than the manifest's.
         OSError: the disk is full; the file is named, and nothing is left behind.
     """
 
     def __init__(self, path: str | Path, manifest: LatentManifest, partial: Path | None = None):
-        self.path, self.manifest = Path(path), manifest
-        if self.path.exists():
-            raise FileExistsError(f"{self.path} exists: move it away to write it anew")
-        self.partial = partial or self.path.with_name(f".{self.path.name}.partial")
+        self.path, self.manifest, self.partial = Path(path), manifest, partial
         self.num_written = 0
 
     def __enter__(self) -> "LatentWriter":
-        claim(self.partial)
         manifest = self.manifest
         arrays = {FILES["latents"]: (manifest.dtype, manifest.stored_shape)}
         if manifest.num_classes:
@@ -49,12 +48,12 @@ class LatentWriter:
         if manifest.conditioning_type:
             arrays[FILES["masks"]] = ("uint8", (manifest.count, *manifest.shape[1:]))
         self.files: dict[str, _ArrayFile] = {}
-        try:
+        with ExitStack() as stack:
+            self.partial = stack.enter_context(claimed(self.path, self.partial))
             for name, (dtype, shape) in arrays.items():
                 self.files[name] = _ArrayFile(self.partial / name, dtype, shape, manifest.block_bytes)
-        except OSError:
-            self._remove()
-            raise
+                stack.callback(self.files[name].close)
+            self._opened = stack.pop_all()
         return self
 
     def append(self, stored: np.ndarray, labels: np.ndarray | None, masks: np.ndarray | None = None) -> None:
@@ -86,11 +85,9 @@ class LatentWriter:
         self.num_written = end
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        try:
+        with self._opened:
             if error_type is None:
                 self._finish()
-        finally:
-            self._remove()
 
     def _finish(self) -> None:
         if self.num_written != self.manifest.count:
@@ -102,24 +99,34 @@ class LatentWriter:
             os.fsync(f.fileno())
         self.partial.rename(self.path)
 
-    def _remove(self) -> None:
-        for file in self.files.values():
-            file.close()
-        shutil.rmtree(self.partial, ignore_errors=True)
+
+def lock_of(path: Path) -> Lock:
+    """Return the lock that a process must hold to make what is to lie at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Lock(path.with_name(f".{path.name}.lock"), f"out={path}")
 
 
-def claim(partial: Path) -> None:
-    """Make the folder that something is written in before it is whole.
+@contextmanager
+def claimed(path: Path, partial: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder for what is moved to `path` when it is whole. What a killed process left of it is removed.
+
+    Args:
+        partial: the folder, where the lock of `path` is held already; None: beside it, and the lock is taken.
 
     Raises:
-        FileExistsError: another process is writing there, or was killed while it did.
+        Busy: another process is writing it.
+        FileExistsError: there is something at `path` already.
     """
-    try:
-        partial.mkdir(parents=True)
-    except FileExistsError as error:
-        raise FileExistsError(
-            f"{partial} is there: another process is writing it, or was killed while it did; in that case remove it"
-        ) from error
+    with lock_of(path) if partial is None else nullcontext():
+        if path.exists():
+            raise FileExistsError(f"{path} exists: move it away to write it anew")
+        partial = partial or path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def hash_blocks(file: Path, block_bytes: int) -> list[str]:

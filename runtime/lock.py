@@ -36,7 +36,7 @@ class Lock:
 
         Raises:
             Busy: another process holds it.
-            OSError: the file cannot be written.
+            OSError: the file cannot be made.
         """
         started, told = time.monotonic(), False
         while not self._try():
@@ -48,12 +48,9 @@ class Lock:
             told = True
             time.sleep(0.5)
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
-        try:
+        with suppress(OSError):  # a full disk: the lock holds, it only does not tell whose it is
             os.ftruncate(self._held, 0)
             os.pwrite(self._held, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
-        except OSError:
-            self.release()
-            raise
         return self
 
     def release(self) -> None:

@@ -395,7 +395,8 @@ TOLD_BY = [
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files, train._check_init_from,
     sampling.find_checkpoint, sampling._newest_whole, sampling._settings, sampling.read_run, sample.main,
     fid.main, fid.check_request, fid.check_out, fid.check_files,
-    encode.check_request, encode.check_sources, convert.check_request, advise.main, advise._resolved, advise._find_data,
+    encode.check_request, encode.check_out, encode.check_sources, convert.check_request,
+    advise.main, advise._resolved, advise._find_data,
     finetune.check_request, finetune.read_routes, finetune.check_output, finetune.open_inputs, finetune._open, finetune._try,
 ]  # fmt: skip
 

@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 
 from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, parts, read_manifest
+from data.writer import lock_of
+from runtime.lock import TRY_AGAIN
 from tests.photos import photographs, write_autoencoder, write_photographs
 from tests.runs import ROOT, composed
 from tests.test_end_to_end import ENVIRONMENT, ONE, TWO
@@ -176,7 +178,7 @@ def test_a_scale_that_does_not_fit_is_told_with_one_that_does(tmp_path, photos, 
 
 def test_a_part_that_was_half_written_is_no_part(tmp_path, photos, vae, small_parts, monkeypatch):
     def torn(file, **arrays):
-        file.write(b"half of it")
+        file.write_bytes(b"half of it")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -465,7 +467,7 @@ def test_a_kill_while_the_parts_are_put_together_costs_nothing(tmp_path, photos,
     run(photos, tmp_path / "whole", vae)
     with monkeypatch.context() as patch:
         # Killed outright: nothing is cleaned up.
-        patch.setattr(LatentWriter, "_remove", lambda writer: None)
+        patch.setattr("data.writer.shutil.rmtree", lambda *_, **__: None)
         patch.setattr(LatentWriter, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(photos, tmp_path / "out", vae)
@@ -474,6 +476,46 @@ def test_a_kill_while_the_parts_are_put_together_costs_nothing(tmp_path, photos,
     monkeypatch.setattr(encode, "encode_batch", lambda *arguments: (encoded.append(1), again(*arguments))[1])
     run(photos, tmp_path / "out", vae)
     assert not encoded
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_second_process_says_who_encodes_there_and_ends(tmp_path, photos, vae):
+    with lock_of(tmp_path / "out"):
+        result = start(photos, tmp_path / "out", vae)
+    assert result.returncode == TRY_AGAIN
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(f"error: out={tmp_path}/out is in use by process {os.getpid()} on ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_comes_when_another_has_just_ended_does_not_begin_anew(tmp_path, photos, vae, monkeypatch):
+    """After its first look at `out`, before it has the lock."""
+    acquire = encode.Lock.acquire
+
+    def late(lock):
+        monkeypatch.undo()
+        run(photos, tmp_path / "out", vae)
+        return acquire(lock)
+
+    monkeypatch.setattr(encode.Lock, "acquire", late)
+    with pytest.raises(Explained, match=r"out exists: move it away to write it anew, or choose another name$"):
+        run(photos, tmp_path / "out", vae)
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [ONE, TWO])
+def test_of_processes_that_encode_at_once_one_does_it(tmp_path, photos, vae, launcher):
+    assert start(photos, tmp_path / "whole", vae).returncode == 0
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    several = [
+        subprocess.Popen(command(launcher, photos, tmp_path / "out", vae), env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    ends = [(process.communicate()[1], process.returncode) for process in several]
+    assert [code for _, code in ends].count(0) == 1
+    assert all("is in use by process" in said or "out exists" in said for said, code in ends if code)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
 

@@ -20,6 +20,7 @@ from data import (
     real_images,
     to_uint8,
 )
+from runtime.lock import Busy
 from tests.runs import ROOT
 
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 5}
@@ -432,10 +433,11 @@ def test_a_folder_appears_by_one_renaming(tmp_path, monkeypatch):
 def test_two_writers_do_not_write_over_each_other(tmp_path):
     manifest = LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "identity")
     with LatentWriter(tmp_path / "a", manifest) as writer:
-        with pytest.raises(FileExistsError, match=r"\.a\.partial is there: another process is writing it, or was killed"):
+        with pytest.raises(Busy, match=r"a is in use by process \d+ on .*: end it, or try again when it has ended"):
             LatentWriter(tmp_path / "a", manifest).__enter__()
         writer.append(np.zeros((3, 1, 4, 4)), None)
     assert open_latents(str(tmp_path / "a"), 4, 1, 0).manifest.count == 3
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
 def test_the_position_of_a_wrong_label_is_that_of_its_entry(tmp_path):
