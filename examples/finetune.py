@@ -31,6 +31,7 @@ from data import StreamOrder
 from models import token_mask
 from routing import Route, attach, from_simpletuner, grow_ratio
 from runtime.arrays import read_header
+from runtime.files import atomic_write, finite, write_json, write_text
 from training import config as configuration
 from training.machine import start_process
 from training.rules import check_choice, check_not_negative, check_positive
@@ -187,7 +188,7 @@ def check_output(request: dict[str, Any], num_processes: int) -> dict[str, Any]:
         raise ValueError(f"output_dir={folder} must be a folder")
     file = folder / "finetune.json"
     if not file.exists():
-        if folder.exists() and any(not found.name.endswith(".partial") for found in folder.iterdir()):
+        if folder.exists() and any(".partial" not in found.name for found in folder.iterdir()):
             raise ValueError(f"output_dir={folder} holds something else: choose another")
         return settings
     before = json.loads(file.read_text())
@@ -454,14 +455,15 @@ class Finetuning:
         """Append a line to `metrics.jsonl`."""
         if self.accelerator.is_main_process:
             with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": self.step, **values}) + "\n")
+                file.write(json.dumps(finite({"step": self.step, **values})) + "\n")
 
     def save(self) -> None:
         """Save what is trained and the optimizer, whole or not at all."""
         if self.accelerator.is_main_process:
             weights = {name: parameter.detach() for name, parameter in self.trained.items()}
             state = {"step": self.step, "weights": weights, "optimizer": self.optimizer.state_dict()}
-            _replace(self.folder / "checkpoint.pt", lambda file: torch.save(state, file))
+            with atomic_write(self.folder / "checkpoint.pt") as partial:
+                torch.save(state, partial)
 
     def resume(self, settings: dict[str, Any]) -> None:
         """Go on where the checkpoint in `output_dir` is, if there is one."""
@@ -480,26 +482,17 @@ class Finetuning:
         self.accelerator.wait_for_everyone()  # all have read before anything is written
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _replace(self.folder / "finetune.json", lambda file: file.write_text(json.dumps(settings, indent=2)))
+            write_json(self.folder / "finetune.json", settings)
             lines = metrics.read_text().splitlines(keepends=True) if self.step else []
             whole = [line for line in lines if line.endswith("}\n")]  # a line that a kill has cut is of a later step
             kept = [line for line in whole if json.loads(line)["step"] <= self.step]
-            _replace(metrics, lambda file: file.write_text("".join(kept)))
+            write_text(metrics, "".join(kept))
 
     def save_model(self) -> None:
         """Save the adapters in the format of peft, or all weights in that of diffusers, as if there had been no routes."""
         if self.accelerator.is_main_process:
             self.network.save_pretrained(self.folder / "model")
             self.accelerator.print(f"saved {self.folder / 'model'}; the losses are in {self.folder / 'metrics.jsonl'}")
-
-
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all."""
-    partial = file.with_name(f"{file.name}.partial")
-    write(partial)
-    with partial.open("rb") as opened:
-        os.fsync(opened.fileno())
-    partial.replace(file)
 
 
 if __name__ == "__main__":
