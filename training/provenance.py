@@ -29,6 +29,8 @@ SOURCES = (
     "configs/**/*.yaml",
     *(f"{package}/**/*.py" for package in OWN_PACKAGES),
 )
+GOES_ON_FROM = ("data.fingerprint", "num_processes", "commit", "versions.torch")  # what a resumed start reads of the manifest
+GOES_ON_FROM += ("resolved.mixed_precision", "resolved.compile", "resolved.micro_batch_size")
 START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
 INHERIT_WITHIN_SEC = 3.0
 HOLD_WITHIN_SEC = 5.0  # for the last processes of an earlier start, which may still be ending
@@ -129,16 +131,17 @@ class RunFolder:
     def is_finished(self, total_steps: int) -> bool:
         """Say whether the run has come to the end that is asked of it."""
         manifest = self.manifest()
-        return manifest.get("status") == "finished" and manifest["step"] == total_steps
+        return manifest.get("status") == "finished" and manifest.get("step") == total_steps
 
     def check(self, config: dict[str, Any], data: dict[str, Any]) -> None:
         """Compare configuration and data with what the results in the folder were made from.
 
         Raises:
-            ValueError: they differ in something that changes the result.
+            FileNotFoundError, ValueError: they differ in something that changes the result, or what tells that is gone.
         """
         if not self.has_results():
             return
+        self._check_whole()
         old, new = LATER_KEYS | flatten(self.config()), flatten(config)
         free_keys = set(FREE_KEYS)
         if follows_the_total(config):
@@ -157,6 +160,15 @@ class RunFolder:
             )
         if self.manifest()["data"]["fingerprint"] != data["fingerprint"]:
             raise ValueError(f"output_dir={self.path} was begun with other data: start this run elsewhere with run_name=NAME")
+
+    def _check_whole(self) -> None:
+        elsewhere = "put it back, or start this run elsewhere with run_name=NAME"
+        for file in (self.config_file, self.manifest_file):
+            if not file.is_file():
+                raise FileNotFoundError(f"output_dir={self.path} holds a run whose {file.name} is gone: {elsewhere}")
+        missing = [key for key in GOES_ON_FROM if key not in flatten(self.manifest())]
+        if missing:
+            raise ValueError(f"{self.manifest_file} is damaged, it lacks {', '.join(missing)}: {elsewhere}")
 
     def hold(self, show: Callable[[str], None]) -> None:
         """Keep the folder for this process until it ends, however it ends: two that write here would spoil each other's work.

@@ -98,6 +98,59 @@ def test_a_start_waits_where_it_is_asked_to(tmp_path, launcher):
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
+@pytest.mark.parametrize("total_steps", [4, 6])
+def test_a_run_that_was_robbed_of_a_file_says_which_and_what_to_do(tmp_path, name, total_steps):
+    tiny_run(tmp_path, "train.total_steps=4")
+    content = (tmp_path / name).read_text()
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        tiny_trainer(tmp_path, f"train.total_steps={total_steps}")
+    elsewhere = "put it back, or start this run elsewhere with run_name=NAME"
+    assert str(error.value) == f"output_dir={tmp_path} holds a run whose {name} is gone: {elsewhere}"
+    (tmp_path / name).write_text(content)
+    tiny_run(tmp_path)
+
+
+@pytest.mark.parametrize("spoilt", [None, 5, "text", [], {}])
+@pytest.mark.parametrize("key", ["data", "resolved", "versions"])
+def test_a_manifest_that_lacks_what_is_read_says_what(tmp_path, whole, key, spoilt):
+    shutil.copytree(whole, tmp_path / "run")
+    file = tmp_path / "run/manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({**manifest, key: spoilt}))
+    with pytest.raises(
+        ValueError, match=rf"^{file} is damaged, it lacks {key}\.\w+.*: put it back, or start this run elsewhere"
+    ):
+        tiny_trainer(tmp_path / "run")
+
+
+def test_each_key_of_a_manifest_that_is_read_is_looked_for(tmp_path, whole):
+    """Without one of those that are looked for there is one line; without any other the run goes on."""
+    manifest = json.loads((whole / "manifest.json").read_text())
+    for key in [*manifest, *(f"resolved.{key}" for key in manifest["resolved"])]:
+        folder = shutil.copytree(whole, tmp_path / key)
+        group, _, name = key.rpartition(".")
+        spoilt = json.loads((whole / "manifest.json").read_text())
+        del (spoilt[group] if group else spoilt)[name]
+        (folder / "manifest.json").write_text(json.dumps(spoilt))
+        if any(needed == key or needed.startswith(f"{key}.") for needed in provenance.GOES_ON_FROM):
+            with pytest.raises(ValueError, match="is damaged, it lacks"):
+                tiny_trainer(folder)
+        else:
+            _, run = tiny_trainer(folder)
+            run.is_finished(6)
+            run.release()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of which some steps are still to do."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    tiny_run(folder, "train.total_steps=4")
+    return folder
+
+
 def moved_at(step, trainer, do):
     """Do something to the folder of a run before it takes a step."""
     train_step = trainer.train_step
