@@ -331,6 +331,28 @@ def test_lines_that_a_kill_has_cut_are_written_again(tmp_path):
     assert metrics(tmp_path) == metrics(tmp_path, "whole")
 
 
+def test_what_a_kill_or_a_full_disk_leaves_of_saving_is_no_hindrance(tmp_path, monkeypatch):
+    write_inputs(tmp_path, "sd3")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.finetune.partial.json").write_text("{")
+    run(tmp_path, "rank=4", "total_steps=2")
+    before = (tmp_path / "run/checkpoint.pt").read_bytes()
+
+    def full(state, file):
+        file.write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(SystemExit, match="No space left"):
+            run(tmp_path, "rank=4")
+    assert (tmp_path / "run/checkpoint.pt").read_bytes() == before
+    assert not list((tmp_path / "run").glob(".*"))
+    run(tmp_path, "rank=4")
+    run(tmp_path, "rank=4", output="whole")
+    assert metrics(tmp_path) == metrics(tmp_path, "whole")
+
+
 def test_fewer_steps_than_a_run_has_are_refused(tmp_path):
     write_inputs(tmp_path, "sd3")
     run(tmp_path, "rank=4")
