@@ -1,5 +1,4 @@
 import json
-from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -102,7 +101,7 @@ def test_a_checkpoint_is_given_by_step_name_or_path(tmp_path):
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / "ema.safetensors").touch()
-        (folder / "SHA256SUMS").write_text(f"{sha256(b'').hexdigest()}  ema.safetensors\n")
+        (folder / "SHA256SUMS").write_text(f"{sha256(folder / 'ema.safetensors')}  ema.safetensors\n")
     assert find_checkpoint(tmp_path, None) == folders[1]
     for asked in ("4", "00000004", "step_00000004", str(folders[0])):
         assert find_checkpoint(tmp_path, asked) == folders[0]
