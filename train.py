@@ -49,6 +49,7 @@ from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_chec
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
 from training.machine import keep_freed_memory, resolve_auto, start_process
+from training.messages import say_nothing
 from training.processes import check_same, decided_by_first, lost_another
 from training.provenance import Moved, RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import DIGITS_EVALUATOR
@@ -201,7 +202,7 @@ def build_trainer(
     loss_fn = configuration.build(config, "diffusion.loss")()
     evaluators = _evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn)
     checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
-    show = tqdm.write if accelerator.is_main_process else _say_nothing
+    show = tqdm.write if accelerator.is_main_process else say_nothing
     checkpoint = decided_by_first(accelerator, partial(checkpoints.newest_whole, show))
     state = checkpoints.load(checkpoint, net, ema.net, optimizer, device) if checkpoint else None
     if state and state["step"] > settings["total_steps"]:
@@ -243,7 +244,7 @@ def build_trainer(
             compiled=resolved["compile"],
             fp32_slowdown=slowdown,
             num_lengths=num_lengths,
-            report=partial(_report, run, show) if accelerator.is_main_process else _say_nothing,
+            report=partial(_report, run, show) if accelerator.is_main_process else say_nothing,
             show=show,
         ),
         checkpoints=checkpoints,
@@ -282,10 +283,6 @@ def _read(
     masking = {"with_masks": config["train"]["masked_loss"], "token_mask": counting}
     entries = entries_by_step(dataset, seed, batch_sizes["batch_size"])
     return partial(stream, dataset, **order, **masking, num_workers=num_workers), entries
-
-
-def _say_nothing(what: Any) -> None:
-    pass
 
 
 def _report(run: RunFolder, show: Callable[[str], None], found: dict[str, Any]) -> None:

@@ -129,6 +129,16 @@ def test_commands_of_published_results_are_the_recipe_to_the_last_key():
     assert programs == {"data.encode", "train.py", "fid.py"}
 
 
+def test_each_line_of_what_is_trusted_names_its_test():
+    section = (ROOT / "data/README.md").read_text().partition("## Files from outside\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    named = [re.search(r"\| `(test_\w+)` \|$", line)[1] for line in lines]
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) >= 10
+    for name in named:
+        assert f"def {name}(" in tests
+
+
 def test_keys_that_are_cited_are_in_the_references():
     code = [file for folder in SOURCES for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".yaml", ".md")]
     text = "\n".join(file.read_text() for file in [*code, *ROOT.glob("*.py"), *ROOT.glob("*.md")])

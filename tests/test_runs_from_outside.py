@@ -215,7 +215,7 @@ VALUES_OF_RUNS = {
     "brackets": (
         lambda run: (run / "config.yaml").write_text("[" * 50_000), r"config\.yaml is damaged: "
     ),
-    "a long file": (added(f"# {'x' * 2**16}\n"), r"config\.yaml is damaged: it has more than 65536 bytes"),
+    "a long file": (added(f"# {'x' * 2**16}\n"), r"config\.yaml is damaged: it holds more than 65536 bytes"),
     "bytes": (lambda run: (run / "config.yaml").write_bytes(b"\xff\xfe\x00"), r"config\.yaml is damaged: "),
     "an empty manifest": (manifest("{}"), r"manifest\.json does not tell the data \(data\.manifest\)"),
     "a manifest of a list": (manifest('{"data": []}'), r"manifest\.json does not tell the data \(data\.manifest\)"),

@@ -148,11 +148,7 @@ def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
     try:
         digests = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
         wrong = [name for name in sorted(names) if digests.get(name) != sha256(checkpoint / name)]
-    except (
-        FileNotFoundError,
-        IsADirectoryError,
-        ValueError,
-    ) as error:  # other errors of the system may pass, and say nothing of the files
+    except (FileNotFoundError, IsADirectoryError, ValueError) as error:  # others may pass, and say nothing of the files
         return str(error)
     return f"{', '.join(wrong)} is not what was written" if wrong else None
 

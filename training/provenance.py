@@ -17,9 +17,10 @@ import torch.nn as nn
 import yaml
 from joblib import cpu_count
 
-from runtime.files import finite, write_json, write_text
+from runtime.files import finite, read_bounded, read_json, write_json, write_text
 from runtime.lock import Busy, Lock
 from training.machine import bf16_instructions
+from training.messages import say_nothing
 from training.rules import INIT_OBJECTIVES
 
 OWN_PACKAGES = ("data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
@@ -35,7 +36,7 @@ START = ("command", "commit", "source_sha256", "num_processes", "changes")  # wh
 INHERIT_WITHIN_SEC = 3.0
 HOLD_WITHIN_SEC = 5.0  # for the last processes of an earlier start, which may still be ending
 HOLD_ATTEMPTS = 100  # of which each fails where another start removes the folder that was just made
-MAX_CONFIG_BYTES, MAX_MANIFEST_BYTES = 2**16, 2**24
+MAX_CONFIG_BYTES = 2**16
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
 # What a resumed run may change: none of it changes the weights that a step gives.
@@ -91,10 +92,7 @@ class RunFolder:
         """
         if not self.manifest_file.is_file():
             return {}
-        try:
-            manifest = json.loads(_read(self.manifest_file, MAX_MANIFEST_BYTES))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.manifest_file} is damaged: {error}") from error
+        manifest = read_json(self.manifest_file)
         if not isinstance(manifest, dict):
             raise ValueError(f"{self.manifest_file} is damaged: it holds no object")
         return manifest
@@ -106,7 +104,8 @@ class RunFolder:
             ValueError: it is damaged.
         """
         try:
-            text = _read(self.config_file, MAX_CONFIG_BYTES)
+            with self.config_file.open("rb") as opened:
+                text = read_bounded(opened, MAX_CONFIG_BYTES).decode()
             # A few nested ones stand for more than memory can hold; no run writes any.
             if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.CSafeLoader)):
                 raise ValueError("it has aliases")
@@ -242,7 +241,7 @@ class RunFolder:
 
     def _inherit(self) -> bool:
         """Hold the folder if the process that did is gone, or goes within a few seconds; never that of another start."""
-        inode, lock = self.failure_file.stat().st_ino, self._locking(INHERIT_WITHIN_SEC, _say_nothing)
+        inode, lock = self.failure_file.stat().st_ino, self._locking(INHERIT_WITHIN_SEC, say_nothing)
         with suppress(Busy):
             lock.acquire()
             if self.failure_file.exists() and self.failure_file.stat().st_ino == inode:
@@ -269,10 +268,6 @@ class RunFolder:
         """
         self.check_place()
         write_json(self.manifest_file, {**self.manifest(), **fields})
-
-
-def _say_nothing(what: str) -> None:
-    pass
 
 
 def follows_the_total(config: dict[str, Any]) -> bool:
@@ -399,14 +394,6 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(config, dict):
         return {prefix: config}
     return {k: v for key, value in config.items() for k, v in flatten(value, f"{prefix}.{key}" if prefix else key).items()}
-
-
-def _read(file: Path, most_bytes: int) -> str:
-    with file.open("rb") as opened:
-        data = opened.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes")
-    return data.decode()
 
 
 def source_sha256() -> str:

@@ -12,6 +12,7 @@ from accelerate import PartialState
 
 from training import config as configuration
 from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
+from training.messages import say_nothing
 from training.processes import decided_by_first
 from training.provenance import RunFolder
 from training.rules import DECODINGS, LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
@@ -60,7 +61,7 @@ def check_run(request: dict[str, Any]) -> None:
     """
     config, _ = read_run(request["run"])
     _settings(request, config)
-    find_checkpoint(Path(request["run"]), request["checkpoint"], show=_say_nothing)
+    find_checkpoint(Path(request["run"]), request["checkpoint"], show=say_nothing)
 
 
 def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
@@ -181,10 +182,6 @@ def _newest_whole(run_folder: Path, show: Callable[[str], None]) -> Path:
             return path
         show(f"warning: {path} is damaged ({damage}) and passed over; the checkpoint before it is used")
     raise ValueError(f"run={run_folder} has no checkpoint whose ema.safetensors is whole")
-
-
-def _say_nothing(what: str) -> None:
-    pass
 
 
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
