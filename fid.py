@@ -38,7 +38,7 @@ from evaluation.files import fingerprint
 from evaluation.inception import check_weights_file
 from runtime.arrays import read_member
 from runtime.files import read_json, sha256, write_json
-from runtime.output import check_free, claimed
+from runtime.output import check_free, claimed, place_of
 from training import config as configuration
 from training.machine import start_process
 from training.processes import claimed_by_first
@@ -157,7 +157,7 @@ def score(request: dict[str, Any], state: PartialState) -> None:
         **{key: request[key] for key in SUITE_KEYS},
     )
     suite.check(samples.count, samples.shape, samples.name)
-    out = Path(request["out"] or samples.out)
+    out = samples.out
     with claimed_by_first(state, "out", out, (), request["overwrite"]):
         record = {"protocol": suite.protocol, "num_processes": state.num_processes, "environment": environment(state.device)}
         if state.is_main_process:
@@ -193,7 +193,7 @@ class KeptSamples:
             )
         self.count, self.shape = images.count, images.shape
         name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
-        self.out = self.path.parent / f"{name}.scores.json"
+        self.out = Path(request["out"] or self.path.parent / f"{name}.scores.json")
         self.batches = images.batches(request["detector_batch_size"], state.process_index, state.num_processes)
 
     def record(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class DrawnSamples:
         decode = image_decoder(manifest, self.encoder, self.run.decoding["official"])
         source = ImageSource(self.run.precond, self.run.sampler, decode, **self.run.drawing, state=state, gather=gather_object)
         self.count, self.shape, self.batches = num_samples, source.image_shape, source.batches(num_samples)
-        self.out = Path(request["run"]) / "scores" / f"{self.run.name}.json"
+        self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{self.run.name}.json")
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are."""

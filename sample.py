@@ -22,7 +22,7 @@ from data import encoder_for, encoder_record, image_decoder, manifest_from
 from diffusion import ImageSource
 from evaluation.pictures import in_turn, save_grid
 from runtime.files import atomic_write, sha256, write_json
-from runtime.output import check_free
+from runtime.output import check_free, place_of
 from training import config as configuration
 from training.machine import start_process
 from training.processes import claimed_by_first, decided_by_first
@@ -54,7 +54,7 @@ def main(cfg: DictConfig) -> None:
         encoder = encoder_for(manifest, state.device, **run.decoding)
         decode = image_decoder(manifest, encoder, run.decoding["official"])
         source = ImageSource(run.precond, run.sampler, decode, **run.drawing, state=state, gather=gather_object)
-        output = Path(request["output"] or Path(request["run"]) / "samples" / f"{run.name}.npz")
+        output = place_of("output", request["output"], Path(request["run"]), f"samples/{run.name}.npz")
         record = {**run.protocol, "encoder": encoder_record(encoder), "weights_sha256": weights_sha256}
         record["environment"] = environment(state.device)
         with claimed_by_first(state, "output", output, beside(output), request["overwrite"]):
@@ -101,6 +101,7 @@ def pack(images: np.ndarray, labels: torch.Tensor | None, columns: int, output: 
 
 def _make_array(file: Path, shape: tuple[int, ...]) -> None:
     """Make an .npy of bytes, with its room on the disk: to meet a full one later, in mapped memory, would kill the process."""
+    file.unlink(missing_ok=True)  # what a kill left, or a link that came with the run
     np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
     with file.open("r+b") as opened:
         os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)

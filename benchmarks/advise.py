@@ -28,7 +28,7 @@ from data import LatentDataset, mask_coverage
 from models import cost_of, token_mask
 from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
 from runtime.files import atomic_write, write_json, write_text
-from runtime.output import claimed
+from runtime.output import claimed, place_of
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment
@@ -89,7 +89,7 @@ def main(cfg: DictConfig) -> None:
         net = load_net(config, checkpoint / "ema.safetensors").to(device)
         dataset = configuration.build(config, "data")()
         coverage = _coverage(request["mask_coverage"], config, dataset)
-        file = Path(request["output"] or Path(request["run"]) / "advice") / "advice.json"
+        file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
         with claimed("output", file, [file.with_suffix(".md"), file.with_suffix(".png")], request["overwrite"]):
             batch_size = resolved["micro_batch_size"]
             alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)

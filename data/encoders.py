@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch
 from data.latents import LatentDataset
 from data.manifest import LatentManifest
 from data.writer import LatentWriter
+from runtime.files import read_json
 
 IDENTITY = "identity"
 # Short names of public autoencoders, as their owners call them.
@@ -28,6 +29,7 @@ PUBLISHED = {
 # memory happens to be free. benchmarks/encoding.py measures what it takes.
 PIXELS_AT_ONCE = 8 * 256 * 256
 TIMEOUT_SEC = 10
+MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder: a run from elsewhere may bring one
 
 
 class Encoder(Protocol):
@@ -235,6 +237,8 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
     # One that lacks tensors would be filled up at random, with no more than a warning.
     options = {"use_safetensors": True, "output_loading_info": True}
     try:
+        if not on_the_hub:
+            _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
         return _whole(asked, *AutoencoderKL.from_pretrained(name, **options, local_files_only=True))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if not on_the_hub:
@@ -247,6 +251,15 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
             f"encoder={asked} is neither in the cache nor can it be downloaded ({_first_line(error)}): where there is a "
             f"network, `hf download {name} --local-dir FOLDER` brings it; then give encoder=FOLDER"
         ) from error
+
+
+def _check_depth(config: Any) -> None:
+    """Raise a ValueError for more blocks than an autoencoder has: they would be built before its weights are looked at."""
+    for key in ("layers_per_block", "block_out_channels"):
+        value = config.get(key) if isinstance(config, dict) else None
+        count = len(value) if isinstance(value, list) else value
+        if isinstance(count, int) and count > MAX_BLOCKS:
+            raise ValueError(f"{key} of its config.json asks for {count} blocks, must be at most {MAX_BLOCKS}")
 
 
 def _reach_the_hub() -> None:

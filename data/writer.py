@@ -102,7 +102,6 @@ class LatentWriter:
 
 def lock_of(path: Path) -> Lock:
     """Return the lock that a process must hold to make what is to lie at `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     return Lock(path.with_name(f".{path.name}.lock"), f"out={path}")
 
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from evaluation.files import PUBLISHED, PublishedFile
 from runtime.files import sha256
+from runtime.lock import Lock
 from runtime.servers import SILENCE_SEC, Rate, answered, check_redirect
 
 CHUNK = 2**20
@@ -38,7 +39,11 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
     if file.exists():
         _check_sha256(file, published)
         return file
-    folder.mkdir(parents=True, exist_ok=True)
+    with Lock(folder / f".{published.name}.lock", str(file)):
+        return _fetch(published, file)
+
+
+def _fetch(published: PublishedFile, file: Path) -> Path:
     partial = file.with_name(f"{file.name}.partial")
     try:
         length, md5 = _download(published, partial)

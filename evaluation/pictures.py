@@ -26,7 +26,7 @@ def save_grid(images: np.ndarray, file: Path, columns: int) -> np.ndarray:
     _, height, width, channels = tiles.shape
     rows = tiles.reshape(-1, columns, height, width, channels).transpose(0, 2, 1, 3, 4)
     grid = rows.reshape(-1, columns * width, channels)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(exist_ok=True)  # not its parents: a run folder that is gone is not made again
     with atomic_write(file) as partial:
         Image.fromarray(grid.squeeze(-1) if channels == 1 else grid).save(partial)
     return grid

@@ -13,6 +13,7 @@ import numpy as np
 from evaluation.extraction import Images, Processes, evenly_spaced, extract, in_order, select
 from evaluation.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
 from runtime.arrays import read_header, read_member
+from runtime.files import atomic_write
 
 NUM_KEPT = 10_000  # images of the data set that a reference carries, for precision and recall: as many as those of [ADM]
 STATISTICS = {"mu": NUM_POOL_FEATURES, "mu_s": NUM_SPATIAL_FEATURES}  # beside each its covariance, sigma and sigma_s
@@ -111,16 +112,14 @@ def make_reference(
     parts = in_order(processes.gather(kept))
     if processes.index != 0:
         return {}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.stem}.partial.npz")
-    np.savez(
-        unfinished,
-        mu=found.pool.mean.cpu().numpy(),
-        sigma=found.pool.covariance.cpu().numpy(),
-        mu_s=found.spatial.mean.cpu().numpy(),
-        sigma_s=found.spatial.covariance.cpu().numpy(),
-        arr_0=np.concatenate(parts),
-        weights=np.array(detector.record["tensors_sha256"]),
-    )
-    unfinished.replace(file)
+    with atomic_write(file) as partial:
+        np.savez(
+            partial,
+            mu=found.pool.mean.cpu().numpy(),
+            sigma=found.pool.covariance.cpu().numpy(),
+            mu_s=found.spatial.mean.cpu().numpy(),
+            sigma_s=found.spatial.covariance.cpu().numpy(),
+            arr_0=np.concatenate(parts),
+            weights=np.array(detector.record["tensors_sha256"]),
+        )
     return {"num_images": images.count, "num_kept": len(keep), "shape": images.shape, "batch_size": batch_size}

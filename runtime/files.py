@@ -21,6 +21,7 @@ def atomic_write(file: Path) -> Iterator[Path]:
     Whatever goes wrong before, `file` is as it was. The place has the suffix of `file`, by which libraries tell formats.
     """
     partial = file.with_name(f".{file.stem}.partial{file.suffix}")
+    partial.unlink(missing_ok=True)  # what a kill left, or a link that came with a folder from elsewhere
     try:
         yield partial
         sync(partial)

@@ -12,6 +12,8 @@ from types import TracebackType
 
 TRY_AGAIN = os.EX_TEMPFAIL  # exit status where the same command may do better later
 
+ATTEMPTS = 100  # of which each fails only where others give the same lock back at that moment
+
 
 class Busy(OSError):
     """Another process holds what this one wants: the same command can be given again when it has ended."""
@@ -21,7 +23,7 @@ class Lock:
     """A lock in a file that tells who holds it; the file goes when the lock is given back.
 
     Args:
-        file: in a folder that is there.
+        file: its folder is made where it is not there.
         what: is locked, for messages: a key and its value.
         wait_sec: how long to wait for another to end; None for ever, and saying so.
         show: prints a line.
@@ -30,6 +32,7 @@ class Lock:
     def __init__(self, file: Path, what: str, wait_sec: float | None = 0.0, show: Callable[[str], None] = print):
         self.file, self.what, self.wait_sec, self.show = file, what, wait_sec, show
         self._held: int | None = None
+        self._certain = True
 
     def acquire(self) -> "Lock":
         """Take the lock.
@@ -59,15 +62,18 @@ class Lock:
             return
         if self.is_in_place():
             self.file.unlink()
-        os.close(self._held)
-        self._held = None
+        self._close()
 
     def is_in_place(self) -> bool:
         """Return False if the lock is not held, or its file was moved or removed, so that it keeps nobody out any more."""
         try:
+            if not self._certain:
+                return self.file.exists()
             return self._held is not None and os.path.samestat(os.fstat(self._held), self.file.stat())
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:  # a network that fails for a moment: that says nothing of the file
+            return True
 
     def holder(self) -> str:
         """Return who holds the lock."""
@@ -76,22 +82,38 @@ class Lock:
         return "another process"
 
     def _try(self) -> bool:
-        self._held = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._held)
-            self._held = None
-            return False
-        except OSError as error:  # some file systems of clusters know no locks
-            self.show(f"warning: {self.file} cannot be locked ({error}): see to it that no other process writes there")
-            return True
-        if self.is_in_place():
-            return True
-        # Its last holder removed the file while it was opened here: by now another may hold a new one of this name.
+        """Take the lock if nobody holds it; its folder is made."""
+        for _ in range(ATTEMPTS):
+            try:
+                # A link would lead to a file of somebody who knows nothing of this.
+                self._held = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except FileNotFoundError:  # another may have given an empty folder back
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                continue
+            except BlockingIOError:
+                self._close()
+                return False
+            except OSError as error:
+                if self._held is None:
+                    raise
+                return self._go_without(error)
+            if self.is_in_place():
+                return True
+            # Its last holder removed the file while it was opened here: by now another may hold a new one of this name.
+            self._close()
+        return self._go_without("an open file is not known by its name")
+
+    def _go_without(self, reason: str | OSError) -> bool:
+        """Go on where a file system cannot lock, as some of clusters."""
+        self.show(f"warning: {self.file} cannot be locked ({reason}): see to it that no other process writes there")
+        self._held = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW) if self._held is None else self._held
+        self._certain = False
+        return True
+
+    def _close(self) -> None:
         os.close(self._held)
         self._held = None
-        return self._try()
 
     def __enter__(self) -> "Lock":
         return self.acquire()

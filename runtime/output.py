@@ -7,6 +7,20 @@ from pathlib import Path
 from runtime.lock import Busy, Lock
 
 
+def place_of(key: str, asked: str | None, run: Path, inside: str) -> Path:
+    """Return where a result goes: where it is asked for, or inside a run, which may come from elsewhere.
+
+    Raises:
+        ValueError: a link of the run leads out of it.
+    """
+    if asked:
+        return Path(asked)
+    place = run / inside
+    if not place.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"{place} leads out of the run, to {place.resolve()}: give {key}=FILE")
+    return place
+
+
 def check_free(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> None:
     """Raise an OSError where a result would replace something unasked; see `claimed`."""
     if file.is_dir():
@@ -33,7 +47,6 @@ def claimed(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> It
     what = f"{key}={file}"
     made = [folder for folder in (file.parent, *file.parent.parents) if not folder.exists()]
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(file.with_name(f".{file.name}.lock"), what).acquire()
     except Busy:
         raise

@@ -11,6 +11,7 @@ SILENCE_SEC = 60.0  # to connect, and between two pieces of a download, which ma
 ANSWER_SEC = 180.0  # until a download begins, with all that a server leads to
 WINDOW_SEC, LEAST_BYTES = 60.0, 2**18  # in so much time that is spent waiting, at least so much arrives
 
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
 T = TypeVar("T")
 
 
@@ -53,13 +54,19 @@ def check_redirect(asked: str, to: str) -> None:
     A name is looked up again when it is connected to: one whose address changes between the two is not held by this.
     """
     addresses = _addresses(to)
-    if any(not address.is_global for address in addresses) and not _is_local(asked):
+    if any(map(_is_inside, addresses)) and not _is_local(asked):
         raise PermissionError(f"{asked} leads to {to} ({addresses[0]}), an address of a local network: give it yourself")
 
 
 def _is_local(host: str) -> bool:
     addresses = _addresses(host)
-    return bool(addresses) and not any(address.is_global for address in addresses)
+    return bool(addresses) and all(map(_is_inside, addresses))
+
+
+def _is_inside(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return True for what is not of the internet, or may stand for it: an IPv4 address within one of IPv6."""
+    translated = address.version == 6 and (address.sixtofour is not None or address in NAT64)
+    return not address.is_global or address.is_multicast or translated
 
 
 def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:

@@ -1,6 +1,7 @@
 """A run may come from anywhere: its files run nothing, write nowhere else, and take no memory for what they only declare."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -19,11 +20,14 @@ import fid
 import sample
 from benchmarks import advise
 from benchmarks.memory import peak_gib, reset_peak
+from runtime.files import sha256
 from tests.runs import composed, tiny_run
 from tests.test_fuzzing import DAMAGE, FUZZED, VALUES, damaged
+from training import config as configuration
 from training.config import Explained
 from training.provenance import RunFolder
 from training.sampling import check_run, load_net, read_run
+from training.targets import CONFIGS
 
 ASKED = {
     "sample": (sample, ("num_samples=2",)),
@@ -170,9 +174,13 @@ CODE = {
     "a group that names nothing": (changed(guidance=TIMEIT), r"config\.yaml: guidance\._target_: Key '_target_' not in 'Guid"),
     "a folder of configurations": (with_configs, r"config\.yaml: sampler\._target_=timeit\.timeit must be diffusion\.edm_sam"),
     "an interpolation": (changed(output_dir="${oc.env:HOME}"), r"config\.yaml: it has interpolations, which no run writes"),
+    "an interpolation in a pair": (
+        added("loop: !!pairs [a: '${shard_manifest:http://127.0.0.1:9/${oc.env:HOME},count}']\n"),
+        r"config\.yaml is damaged: it has the tag tag:yaml\.org,2002:pairs",
+    ),
     "a tag of YAML": (
         added("seed: !!python/object/apply:os.system ['touch EXECUTED']\n"),
-        r"config\.yaml is damaged: could not determine a constructor for the tag 'tag:yaml\.org,2002:python/object/app",
+        r"config\.yaml is damaged: it has the tag tag:yaml\.org,2002:python/object/apply:os\.system",
     ),
 }
 VALUES_OF_RUNS = {
@@ -212,6 +220,12 @@ VALUES_OF_RUNS = {
     ),
     "lists of lists": (multiplied(), r"config\.yaml is damaged: it has aliases"),
     "a list of itself": (added("loop: &l [*l]\n"), r"config\.yaml is damaged: it has aliases"),
+    "deep brackets": (
+        added(f"loop: {'[' * 30_000}{']' * 30_000}\n"),
+        r"config\.yaml is damaged: it nests more than 20 deep",
+    ),
+    "deep lists": (added(f"loop:\n  {'- ' * 30_000}x\n"), r"config\.yaml is damaged: it nests more than 20 deep"),
+    "no patches": (changed(model__patch_size=0), r"model\.patch_size=0 must be greater than 0"),
     "brackets": (
         lambda run: (run / "config.yaml").write_text("[" * 50_000), r"config\.yaml is damaged: "
     ),
@@ -219,7 +233,7 @@ VALUES_OF_RUNS = {
     "bytes": (lambda run: (run / "config.yaml").write_bytes(b"\xff\xfe\x00"), r"config\.yaml is damaged: "),
     "an empty manifest": (manifest("{}"), r"manifest\.json does not tell the data \(data\.manifest\)"),
     "a manifest of a list": (manifest('{"data": []}'), r"manifest\.json does not tell the data \(data\.manifest\)"),
-    "a manifest of brackets": (manifest("[" * 200_000), r"manifest\.json is damaged: "),
+    "a manifest of brackets": (manifest("[" * 200_000), r"manifest\.json is damaged, it is no JSON: it holds 200000 brackets"),
     "a manifest without data": (manifest('{"data": {"manifest": {}}}'), r"manifest\.json: data\.manifest is not a latent"),
     "a manifest of others": (manifest_of(shape=[3, 4096, 4096]), r"data\.input_size=8 must be 4096, as in run/manifest\.json"),
 }  # fmt: skip
@@ -271,10 +285,64 @@ def test_a_batch_that_a_manifest_declares_is_bounded(run):
         assert told("advise", ()) == f"run=run: its manifest tells micro-batches of {size}: give batch_size=N"
 
 
-def test_weights_of_another_network_are_named(run):
-    (weights,) = run.glob("checkpoints/*/ema.safetensors")
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert re.search(r"ema\.safetensors is truncated or no safetensors file", told("sample", ()))
+def with_sums(checkpoint):
+    sums = "".join(f"{sha256(file)}  {file.name}\n" for file in sorted(checkpoint.glob("*.*")))
+    (checkpoint / "SHA256SUMS").write_text(sums)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:1000]), "has no checkpoint whose ema.safetensors is whole"),
+        (lambda file: (file.write_bytes(b"x" * 99), with_sums(file.parent)), "is truncated or no safetensors file"),
+        (lambda file: (file.unlink(), os.mkfifo(file)), "has no checkpoint whose ema.safetensors is whole"),
+        (lambda file: (file.unlink(), file.symlink_to("/dev/zero")), "has no checkpoint whose ema.safetensors is whole"),
+        (lambda file: os.truncate(file.with_name("SHA256SUMS"), 2**30), "has no checkpoint whose ema.safetensors is whole"),
+    ],
+)
+@pytest.mark.parametrize("asked", [False, True])
+def test_weights_that_are_none_end_in_one_line(run, spoil, expected, asked):
+    (file,) = run.glob("checkpoints/*/ema.safetensors")
+    spoil(file)
+    line = told("sample", ("checkpoint=2",) if asked else ())
+    assert re.search(expected if not asked else "ema.safetensors|damaged", line)
+
+
+LINKS = {
+    "sample": ("samples", "step_00000002_n2_seed0_2steps", (".{}.npz.lock", ".{}.npy", ".{}.partial.npz", ".{}.partial.json")),
+    "advise": ("advice", "advice", (".{}.json.lock", ".{}.partial.json", ".{}.partial.md", ".{}.partial.png")),
+}
+
+
+@pytest.mark.parametrize(("program", "link"), [(program, link) for program, (_, _, links) in LINKS.items() for link in links])
+def test_no_link_of_a_run_lets_a_file_elsewhere_be_written(run, tmp_path_factory, program, link):
+    victim = tmp_path_factory.mktemp("elsewhere") / "victim"
+    victim.write_text("mine")
+    folder, name, _ = LINKS[program]
+    (run / folder).mkdir()
+    (run / folder / link.format(name)).symlink_to(victim)
+    module, asked = ASKED[program]
+    request = composed("run=run", *asked, config_name=program)
+    if link.endswith(".lock"):
+        with pytest.raises(Explained, match="cannot be written: "):
+            module.main(request)
+    else:
+        module.main(request)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("program", LINKS)
+def test_a_folder_of_a_run_that_leads_elsewhere_is_not_written_to(run, tmp_path_factory, program):
+    outside = tmp_path_factory.mktemp("elsewhere")
+    (run / LINKS[program][0]).symlink_to(outside)
+    assert re.match(rf"run/{LINKS[program][0]}\S* leads out of the run, to {outside}", told(program, ()))
+    assert list(outside.iterdir()) == []
+
+
+def test_a_run_in_a_folder_of_configurations_is_refused(run, monkeypatch):
+    """Its own config.yaml would be one of those that say what may be built."""
+    monkeypatch.setattr(configuration, "config_folders", lambda: (CONFIGS, Path()))
+    assert told("sample", ()).startswith("run=run lies in a folder of configurations")
 
 
 def reads_or_refuses(run, request, weights):

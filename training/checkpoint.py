@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from runtime.arrays import check_stored
-from runtime.files import finite, sha256, sync
+from runtime.files import finite, read_bounded, sha256, sync
 
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 WRAPPERS = ("module.", "model.", "net.")
@@ -30,6 +30,7 @@ COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
 # Where public code keeps weights in its files, averaged ones first: DiT, SiT, REPA and MaskDiT, TREAD.
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
 SUMS = "SHA256SUMS"
+MAX_SUMS_BYTES = 2**12
 # What came into state.json later, and stands for nothing known.
 LATER_STATE = {"metrics_waiting": "", "history": None, "longest_save_sec": None}
 # What damaged bytes make torch.load raise is written down nowhere.
@@ -146,9 +147,13 @@ def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
     if not sums.is_file():
         return f"it has no {SUMS}"
     try:
-        digests = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
+        with sums.open("rb") as opened:
+            lines = read_bounded(opened, MAX_SUMS_BYTES).decode().splitlines()
+        digests = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        if no_files := [name for name in sorted(names) if not (checkpoint / name).is_file()]:
+            return f"{no_files[0]} is not there, or no file"
         wrong = [name for name in sorted(names) if digests.get(name) != sha256(checkpoint / name)]
-    except (FileNotFoundError, IsADirectoryError, ValueError) as error:  # others may pass, and say nothing of the files
+    except (FileNotFoundError, ValueError) as error:  # others may pass, and say nothing of the files
         return str(error)
     return f"{', '.join(wrong)} is not what was written" if wrong else None
 
@@ -222,6 +227,8 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         FileNotFoundError: it is not there.
         ValueError: it is damaged.
     """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there, or no file")
     try:
         with safe_open(file, "pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118

@@ -395,6 +395,8 @@ def of_run(run: RunFolder) -> dict[str, Any]:
         ValueError: it breaks one, or was not written by this version.
     """
     written = run.config()
+    if any(run.path.resolve().is_relative_to(folder.resolve()) for folder in config_folders()):
+        raise ValueError(f"run={run.path} lies in a folder of configurations, which say what may be built: give another one")
     try:
         if any("${" in text for text in _texts(written)):
             raise ValueError("it has interpolations, which no run writes")
@@ -411,7 +413,7 @@ def of_run(run: RunFolder) -> dict[str, Any]:
 
 def _texts(node: Any) -> Iterator[str]:
     children = [*node, *node.values()] if isinstance(node, dict) else node
-    if isinstance(children, list):
+    if isinstance(children, list | tuple):
         for child in children:
             yield from _texts(child)
     elif isinstance(node, str):

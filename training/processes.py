@@ -40,12 +40,15 @@ def decided_by_first(state: PartialState, decide: Callable[[], T]) -> T:
     Raises:
         ValueError, OSError: as the first process did.
     """
-    answer: tuple[T | None, ValueError | OSError | None] = (None, None)
+    answer: tuple[T | None, Exception | None] = (None, None)
     if state.is_main_process:
         try:
             answer = (decide(), None)
         except (ValueError, OSError) as error:
             answer = (None, error)
+        except Exception as error:  # no mistake of the user's: but the others must not wait for an answer
+            broadcast_object_list([(None, RuntimeError(f"process 0: {type(error).__name__}: {error}"))])
+            raise
     ((decided, error),) = broadcast_object_list([answer])
     if error is not None:
         raise error

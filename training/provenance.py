@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -35,8 +35,7 @@ GOES_ON_FROM += ("resolved.mixed_precision", "resolved.compile", "resolved.micro
 START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
 INHERIT_WITHIN_SEC = 3.0
 HOLD_WITHIN_SEC = 5.0  # for the last processes of an earlier start, which may still be ending
-HOLD_ATTEMPTS = 100  # of which each fails where another start removes the folder that was just made
-MAX_CONFIG_BYTES = 2**16
+MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
 # What a resumed run may change: none of it changes the weights that a step gives.
@@ -106,9 +105,7 @@ class RunFolder:
         try:
             with self.config_file.open("rb") as opened:
                 text = read_bounded(opened, MAX_CONFIG_BYTES).decode()
-            # A few nested ones stand for more than memory can hold; no run writes any.
-            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.CSafeLoader)):
-                raise ValueError("it has aliases")
+            _check_events(yaml.parse(text, yaml.CSafeLoader))
             config = yaml.load(text, yaml.CSafeLoader)  # that of Python takes minutes for many brackets
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(f"{self.config_file} is damaged: {' '.join(str(error).split())}") from error
@@ -176,8 +173,9 @@ class RunFolder:
             Busy: another process holds it, and does not end within a few seconds.
             OSError: it cannot be written to.
         """
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
-            self._lock = self._acquire(show)
+            self._lock = self._locking(HOLD_WITHIN_SEC, show).acquire()
         except Busy:
             raise
         except OSError as error:
@@ -206,16 +204,6 @@ class RunFolder:
                 f"output_dir={self.path} (or its .lock) was moved or removed while it trained: to go on from its newest "
                 "checkpoint, run the same command with output_dir=FOLDER, where it is now"
             )
-
-    def _acquire(self, show: Callable[[str], None], attempts: int = HOLD_ATTEMPTS) -> Lock:
-        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return self._locking(HOLD_WITHIN_SEC, show).acquire()
-        except FileNotFoundError:  # another start gave the folder back, without anything in it
-            if attempts == 1:
-                raise
-        return self._acquire(show, attempts - 1)
 
     def _locking(self, wait_sec: float, show: Callable[[str], None]) -> Lock:
         return Lock(self.path / ".lock", f"output_dir={self.path}", wait_sec, show)
@@ -268,6 +256,19 @@ class RunFolder:
         """
         self.check_place()
         write_json(self.manifest_file, {**self.manifest(), **fields})
+
+
+def _check_events(events: Iterator[yaml.Event]) -> None:
+    """Refuse what no run writes: aliases, of which a few nested ones fill all memory; tags, which make other types; depth."""
+    depth = 0
+    for event in events:
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has aliases")
+        if getattr(event, "tag", None) is not None:
+            raise ValueError(f"it has the tag {event.tag}")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_CONFIG_DEPTH:
+            raise ValueError(f"it nests more than {MAX_CONFIG_DEPTH} deep")
 
 
 def follows_the_total(config: dict[str, Any]) -> bool:

@@ -12,7 +12,6 @@ from accelerate import PartialState
 
 from training import config as configuration
 from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
-from training.messages import say_nothing
 from training.processes import decided_by_first
 from training.provenance import RunFolder
 from training.rules import DECODINGS, LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
@@ -61,7 +60,10 @@ def check_run(request: dict[str, Any]) -> None:
     """
     config, _ = read_run(request["run"])
     _settings(request, config)
-    find_checkpoint(Path(request["run"]), request["checkpoint"], show=say_nothing)
+    if request["checkpoint"] is None:
+        _checkpoints_of(Path(request["run"]))
+    else:
+        find_checkpoint(Path(request["run"]), request["checkpoint"])
 
 
 def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
@@ -137,10 +139,11 @@ def load_net(config: dict[str, Any], weights: Path) -> nn.Module:
 def _check_shapes(config: dict[str, Any], weights: Path) -> None:
     """Hold the sizes that a configuration declares against the shapes in the weights, block by block."""
     model, found = config["model"], shapes_in(weights)
-    if (model["input_size"] / model["patch_size"]) ** 2 > MAX_TOKENS:
-        raise ValueError(f"model.input_size={model['input_size']} must give at most {MAX_TOKENS} tokens")
     with torch.device("meta"):
-        one = configuration.build_net(config | {"model": model | {"depth": 1, "routes": []}}).state_dict()
+        net = configuration.build_net(config | {"model": model | {"depth": 1, "routes": []}})
+    if net.num_tokens > MAX_TOKENS:
+        raise ValueError(f"model.input_size={model['input_size']} must give at most {MAX_TOKENS} tokens")
+    one = net.state_dict()
     block = {name: tensor for name, tensor in one.items() if name.startswith(FIRST_BLOCK)}
     rest = {name: tuple(tensor.shape) for name, tensor in one.items() if name not in block}
     if len(found) != len(rest) + model["depth"] * len(block):
@@ -172,11 +175,15 @@ def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], N
     raise FileNotFoundError(f"checkpoint={asked} not found: run={run_folder} has steps {known or 'none yet'}")
 
 
-def _newest_whole(run_folder: Path, show: Callable[[str], None]) -> Path:
+def _checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
     found = steps_in(run_folder / "checkpoints")
     if not found:
         raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
-    for _, path in reversed(found):
+    return found
+
+
+def _newest_whole(run_folder: Path, show: Callable[[str], None]) -> Path:
+    for _, path in reversed(_checkpoints_of(run_folder)):
         damage = damage_of(path, ["ema.safetensors"])
         if damage is None:
             return path

@@ -19,6 +19,14 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
+def test_a_link_at_the_place_beside_leads_nowhere(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".a.partial.json").symlink_to(tmp_path / "victim")
+    write_json(tmp_path / "a.json", 1)
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert not (tmp_path / "a.json").is_symlink()
+
+
 def test_what_is_written_beside_has_the_suffix_by_which_libraries_tell_formats(tmp_path):
     with atomic_write(tmp_path / "a.npz") as partial:
         assert partial.parent == tmp_path and partial.suffix == ".npz" and partial.name.startswith(".")

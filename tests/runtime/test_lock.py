@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,45 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
         f"warning: {tmp_path}/.lock cannot be locked ([Errno 95] Operation not supported): "
         "see to it that no other process writes there"
     ]
+
+
+def test_a_link_is_no_lock(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        Lock(tmp_path / ".lock", "x").acquire()
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_folder_that_goes_while_the_lock_is_taken_is_made_again(tmp_path, monkeypatch):
+    opened, gone = os.open, []
+
+    def late(path, *arguments, **options):
+        if str(path).endswith(".lock") and not gone:
+            gone.append((tmp_path / "x").rmdir())
+        return opened(path, *arguments, **options)
+
+    (tmp_path / "x").mkdir()
+    monkeypatch.setattr(os, "open", late)
+    with Lock(tmp_path / "x/.lock", "x") as lock:
+        assert lock.is_in_place()
+    assert gone
+
+
+def test_a_network_that_fails_for_a_moment_moves_nothing(tmp_path, monkeypatch):
+    with Lock(tmp_path / ".lock", "x") as lock:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", lambda path, **options: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+            assert lock.is_in_place()
+        assert lock.is_in_place()
+
+
+def test_a_file_system_that_does_not_know_an_open_file_by_its_name_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "samestat", lambda one, other: False)
+    told = []
+    lock = Lock(tmp_path / ".lock", "x", show=told.append).acquire()
+    assert lock.is_in_place()
+    assert len(told) == 1 and "cannot be locked (an open file is not known by its name)" in told[0]
 
 
 def test_waiting_ends(tmp_path):
