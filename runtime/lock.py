@@ -23,7 +23,7 @@ class Lock:
     """A lock in a file that tells who holds it; the file goes when the lock is given back.
 
     Args:
-        file: its folder is made where it is not there.
+        file: its folder is made where it is not there, and goes again with the lock if nothing was put into it.
         what: is locked, for messages: a key and its value.
         wait_sec: how long to wait for another to end; None for ever, and saying so.
         show: prints a line.
@@ -33,6 +33,7 @@ class Lock:
         self.file, self.what, self.wait_sec, self.show = file, what, wait_sec, show
         self._held: int | None = None
         self._certain = True
+        self._made: list[Path] = []
 
     def acquire(self) -> "Lock":
         """Take the lock.
@@ -62,6 +63,9 @@ class Lock:
             return
         if self.is_in_place():
             self.file.unlink()
+            for folder in self._made:
+                with suppress(OSError):  # something was put there
+                    folder.rmdir()
         self._close()
 
     def is_in_place(self) -> bool:
@@ -89,6 +93,7 @@ class Lock:
                 self._held = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except FileNotFoundError:  # another may have given an empty folder back
+                self._made = [folder for folder in self.file.parents if not folder.exists()]
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 continue
             except BlockingIOError:

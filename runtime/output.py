@@ -1,7 +1,7 @@
 """The place of a result: one program's at a time, and not overwritten unasked."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.lock import Busy, Lock
@@ -45,7 +45,6 @@ def claimed(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> It
         OSError: there is something already, or nothing can be written there.
     """
     what = f"{key}={file}"
-    made = [folder for folder in (file.parent, *file.parent.parents) if not folder.exists()]
     try:
         lock = Lock(file.with_name(f".{file.name}.lock"), what).acquire()
     except Busy:
@@ -57,6 +56,3 @@ def claimed(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> It
         yield
     finally:
         lock.release()
-        for folder in made:
-            with suppress(OSError):  # there is something in it
-                folder.rmdir()

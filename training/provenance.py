@@ -81,7 +81,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.config_file, self.manifest_file = self.path / "config.yaml", self.path / "manifest.json"
-        self.failure_file, self._lock, self._made = self.path / ".failure.json", None, []
+        self.failure_file, self._lock = self.path / ".failure.json", None
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest; empty before the run has started.
@@ -173,7 +173,6 @@ class RunFolder:
             Busy: another process holds it, and does not end within a few seconds.
             OSError: it cannot be written to.
         """
-        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self._lock = self._locking(HOLD_WITHIN_SEC, show).acquire()
         except Busy:
@@ -186,12 +185,8 @@ class RunFolder:
         """Let another process have the folder; one that nothing was put into goes away."""
         if not self._lock:
             return
-        made = self._made if self._lock.is_in_place() else []
         self._lock.release()
         self._lock = None
-        for folder in made:
-            with suppress(OSError):  # something was put there
-                folder.rmdir()
 
     def check_place(self) -> None:
         """Make sure that what this process writes is still written to the folder that it holds, if it holds it.

@@ -98,12 +98,23 @@ def damage(file, change):
     file.write_bytes(change(file.read_bytes()))
 
 
+def configured(folder, **changes):
+    """Let an autoencoder declare what it does not have, for which memory would be taken before its weights are looked at."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda folder: damage(folder / WEIGHTS, lambda data: data[:1000]), "can not be read as an AutoencoderKL"),
         (lambda folder: (folder / WEIGHTS).unlink(), "can not be read as an AutoencoderKL: .*no file named"),
-        (lambda folder: (folder / "config.json").write_text("{"), "can not be read as an AutoencoderKL: .*valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("{"), "can not be read as an AutoencoderKL: .*it is no JSON"),
+        (
+            lambda folder: configured(folder, layers_per_block=10**7),
+            "layers_per_block of its config.json asks for 10000000",
+        ),
+        (lambda folder: configured(folder, block_out_channels=[8] * 10**4), "asks for 10000 blocks, must be at most 32"),
         (lambda folder: (folder / "config.json").unlink(), "can not be read as an AutoencoderKL: .*config.json"),
         (lambda folder: drop(folder / WEIGHTS, "decoder.conv_in.weight"), "lacks 1 tensors, such as decoder.conv_in.weight"),
     ],
