@@ -168,10 +168,10 @@ def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
     (tmp_path / "latents/digits").mkdir(parents=True)
     (tmp_path / "r").mkdir()
     (tmp_path / "r/config.yaml").write_text(yaml.safe_dump(validated()))
-    (tmp_path / "r/manifest.json").write_text("{}")
+    (tmp_path / "r/manifest.json").write_text('{"data": {"manifest": {}}}')
     np.savez(tmp_path / "floats.npz", np.zeros((4, 8, 8, 1)), np.zeros(4))
     for program, overrides, message in (
-        ("sample.py", ["run=nowhere"], "run=nowhere is no run"),
+        ("sample.py", ["run=nowhere"], "run=nowhere is not a run directory"),
         ("sample.py", ["run=r", "output=x.png"], "output=x.png must end in .npz"),
         ("sample.py", ["run=r", "num_steps=0"], "num_steps=0 must be greater than 0"),
         ("sample.py", ["run=r", "class_label=10"], "class_label=10 must be in [0, 9]"),

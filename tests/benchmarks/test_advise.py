@@ -103,7 +103,7 @@ def test_advice_that_makes_no_sense_is_refused_in_one_line(tmp_path):
     tiny_run(tmp_path / "shallow", "model=dit", "model.depth=7")
     for arguments, message in (
         ((f"run={tmp_path / 'shallow'}",), "routes make no sense at model.depth=7, it must be at least 8"),
-        ((f"run={tmp_path / 'nothing'}",), "is no run"),
+        ((f"run={tmp_path / 'nothing'}",), "is not a run directory"),
         ((), "run must be given"),
     ):
         result = advise(*arguments)
