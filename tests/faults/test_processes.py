@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from data import StreamOrder
-from tests.faults.killing import ALL_ENDED_WITHIN_SEC, ONE, TWO
+from tests.faults.killing import ALL_ENDED_WITHIN_SEC, ENVIRONMENT, ONE, TWO
 from tests.faults.programs import inject, program
 from tests.runs import ROOT, metrics
 from tests.training.test_trainer import write_latents
@@ -127,3 +128,27 @@ def test_all_processes_have_equally_many_batches_whatever_the_size_of_the_data(
         seen += [entry for turn in zip(*micro_batches, strict=True) for ids in turn for entry in ids]
     for epoch in range(2):
         assert sorted(seen[epoch * num_entries : (epoch + 1) * num_entries]) == ids.tolist()
+
+
+UNDECIDED = """
+from accelerate import PartialState
+from training.processes import decided_by_first
+
+def fail():
+    raise MemoryError("none left")
+
+state = PartialState(cpu=True)
+try:
+    decided_by_first(state, fail)
+except Exception as error:
+    open(f"told_{state.process_index}", "w").write(repr(error))
+"""
+
+
+@pytest.mark.slow
+def test_none_waits_for_a_decision_that_failed_for_whatever_reason(tmp_path):
+    (tmp_path / "undecided.py").write_text(UNDECIDED)
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*TWO, "undecided.py"], cwd=tmp_path, env=environment, check=True, timeout=120)
+    told = [(tmp_path / f"told_{i}").read_text() for i in range(2)]
+    assert told == ["MemoryError('none left')", "RuntimeError('process 0: MemoryError: none left')"]
