@@ -336,7 +336,6 @@ RULES = [
     ("train", "optimizer.lr=fast", f"optimizer.lr=fast: Value 'fast' of type 'str' {NUMBER}"),
     ("sample", "num_samples=3", "run must be given, as KEY=VALUE"),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
-    ("sample", "run=hollow", "run=hollow has no checkpoint whose ema.safetensors is whole"),
     ("sample", "run=r labels=balanced class_label=3", "class_label=3 is one class: labels=balanced must not be given"),
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
     ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
@@ -393,7 +392,7 @@ RULES = [
 TOLD_BY = [
     rules, configuration, routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files, train._check_init_from,
-    sampling.find_checkpoint, sampling._newest_whole, sampling._settings, sampling.read_run, sample.main,
+    sampling.find_checkpoint, sampling._checkpoints_of, sampling._settings, sampling.read_run, sample.main,
     fid.main, fid.check_request, fid.check_out, fid.check_files,
     encode.check_request, encode.check_out, encode.check_sources, convert.check_request,
     advise.main, advise._resolved, advise._find_data,
@@ -408,7 +407,6 @@ def folder(tmp_path_factory):
     runs = {
         "r": [],
         "empty": [],
-        "hollow": [],
         "shallow": ["model=dit", "model.depth=7"],
         "unconditional": [SYNTHETIC, "data.num_classes=0"],
     }
@@ -418,7 +416,7 @@ def folder(tmp_path_factory):
         (folder / name / "manifest.json").write_text('{"data": {"manifest": {}}}')
         if name != "empty":
             (checkpoint := folder / name / "checkpoints/step_00000004").mkdir()
-        if name not in ("empty", "hollow"):
+        if name != "empty":
             (checkpoint / "ema.safetensors").touch()
             (checkpoint / "SHA256SUMS").write_text(f"{hashlib.sha256().hexdigest()}  ema.safetensors\n")
     config = validated()

@@ -34,7 +34,7 @@ from runtime.lock import TRY_AGAIN, Busy
 from training.messages import did_you_mean, explain, one_line
 from training.provenance import RunFolder, flatten
 from training.rules import check_finite, check_groups, check_loop
-from training.targets import CONFIGS, allowed_targets, check_targets, load_target
+from training.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
 
 LONGEST_NAME = 160
 MAY_BE_EMPTY = ("evaluation", "tracker")
@@ -395,8 +395,7 @@ def of_run(run: RunFolder) -> dict[str, Any]:
         ValueError: it breaks one, or was not written by this version.
     """
     written = run.config()
-    if any(run.path.resolve().is_relative_to(folder.resolve()) for folder in config_folders()):
-        raise ValueError(f"run={run.path} lies in a folder of configurations, which say what may be built: give another one")
+    check_apart(run.path, config_folders())
     try:
         if any("${" in text for text in _texts(written)):
             raise ValueError("it has interpolations, which no run writes")

@@ -57,6 +57,12 @@ def check_targets(node: Any, allowed: Targets, key: str = "") -> None:
             )
 
 
+def check_apart(run: Path, folders: Sequence[Path]) -> None:
+    """Raise a ValueError where a run lies in a folder whose files say what may be built: its own would be among them."""
+    if any(run.resolve().is_relative_to(folder.resolve()) for folder in folders):
+        raise ValueError(f"run={run} lies in a folder of configurations, which say what may be built: give another one")
+
+
 def load_target(key: str, name: str) -> Callable[..., Any]:
     """Import what a configuration names; the last part of a name is in a module, be there a module of that name or not.
 
