@@ -105,9 +105,9 @@ def test_what_a_reference_does_not_hold_is_left_out_with_the_reason(detector, fe
 
 def test_a_reference_that_is_made_scores_like_its_images(detector, folder):
     images = open_images(folder / "images.npz")
-    record = make_reference(detector, images, folder / "new" / "made.npz", 8, Processes())
+    record = make_reference(detector, images, folder / "all.npz", 8, Processes())
     assert record == {"num_images": 17, "num_kept": 17, "shape": (24, 24, 3), "batch_size": 8}
-    with np.load(folder / "new" / "made.npz") as made:
+    with np.load(folder / "all.npz") as made:
         assert {name: made[name].shape for name in made} == {
             "mu": (2048,),
             "sigma": (2048, 2048),
@@ -117,7 +117,7 @@ def test_a_reference_that_is_made_scores_like_its_images(detector, folder):
             "weights": (),
         }
     direct = scores(detector, folder, "images.npz")
-    assert scores(detector, folder, "new/made.npz").values == pytest.approx(direct.values, rel=1e-9)
+    assert scores(detector, folder, "all.npz").values == pytest.approx(direct.values, rel=1e-9)
 
 
 def test_a_reference_is_of_no_use_to_other_weights(detector, folder, tmp_path):
