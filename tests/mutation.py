@@ -9,14 +9,15 @@ An entry that gives `equivalent`, the reason why no test can, is not run. Change
 
 import argparse
 import os
-import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import yaml
@@ -24,8 +25,11 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
 LISTS = Path(__file__).with_name("mutations")
-LONGEST_SEC = 300  # a program that hangs is noticed as well
-RED, GREEN = "red", "GREEN"
+LONGEST_SEC = 300
+# What takes longest to import, and is not ours: each run of the tests is a fork of a process that has it.
+PRELOADED = ("accelerate", "diffusers", "hydra", "hypothesis", "pytest", "scipy.linalg", "timm", "torchvision")
+GREEN, RED = "GREEN", "red"
+OUTPUT = "output.txt"
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,15 @@ class Mutation:
     def __str__(self) -> str:
         return f"{self.file}: {_one_line(self.text)}  ->  {_one_line(self.wrong)}"
 
-    def problem(self, root: Path) -> str:
+    def problem(self) -> str:
         """Return what is wrong with the entry itself, if anything."""
-        count = (root / self.file).read_text().count(self.text) if (root / self.file).is_file() else 0
+        file = ROOT / self.file
+        count = file.read_text().count(self.text) if file.is_file() else 0
         if count != 1:
             return f"{self}: the text is there {count} times, must be there once"
         if bool(self.tests) == bool(self.equivalent):
             return f"{self}: must give either tests or equivalent"
-        missing = [test for test in self.tests.split() if not _is_there(test, root)]
+        missing = [test for test in self.tests.split() if not _is_there(test)]
         return f"{self}: no test {missing[0]}" if missing else ""
 
 
@@ -65,83 +70,102 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="how many run at once")
     asked = parser.parse_args()
     listed = [m for m in read_lists() if not asked.files or any(part in m.file for part in asked.files)]
-    if problems := [problem for m in listed if (problem := m.problem(ROOT))]:
+    if problems := [problem for m in listed if (problem := m.problem())]:
         sys.exit("\n".join(["error: the lists do not fit the code:", *problems]))
+    os.environ |= {"OMP_NUM_THREADS": "1", "LOKY_MAX_CPU_COUNT": "1"}  # several run at once
+    for name in tqdm(PRELOADED, desc="import", unit="library"):
+        import_module(name)
     mutations = [m for m in listed if not m.equivalent]
     with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
-        copies: queue.Queue[Path] = queue.Queue()
-        for job in range(asked.jobs):
-            copies.put(_copy(Path(folder) / str(job)))
-        survived = _run(mutations, copies, asked.jobs)
+        copies = [_copy(Path(folder) / str(job)) for job in range(asked.jobs)]
+        _check_that_all_pass(copies, sorted({test for m in mutations for test in m.tests.split()}))
+        survived = _survivors(mutations, copies)
     print(f"{len(mutations)} mutations, {len(mutations) - len(survived)} red; {len(listed) - len(mutations)} named equivalent")
     if survived:
         sys.exit("\n".join(["error: the tests did not notice:", *map(str, survived)]))
 
 
-def _run(mutations: Sequence[Mutation], copies: "queue.Queue[Path]", jobs: int) -> list[Mutation]:
+def _check_that_all_pass(copies: Sequence[Path], tests: Sequence[str]) -> None:
+    """Run the tests on the code as it is: else their red would say nothing."""
+    print(f"{len(tests)} tests, on the code as it is", flush=True)
+    started = {_start(copy, tests[i :: len(copies)]): copy for i, copy in enumerate(copies) if tests[i :: len(copies)]}
+    failed = [started[pid] for pid, status in (os.wait() for _ in range(len(started))) if status]
+    if failed:
+        sys.exit(f"error: tests fail on the code as it is\n{(failed[0] / OUTPUT).read_text()[-3000:]}")
+
+
+def _survivors(mutations: Sequence[Mutation], copies: Sequence[Path]) -> list[Mutation]:
     """Return those that the tests did not notice."""
-    copy = copies.get()
-    print("the tests of the list, on the code as it is", flush=True)
-    if (result := _pytest(copy, sorted({test for m in mutations for test in m.tests.split()}))).returncode:
-        sys.exit(f"error: the tests fail as it is, so their red would say nothing\n{result.stdout[-3000:]}")
-    copies.put(copy)
-
-    def outcome(mutation: Mutation) -> tuple[Mutation, str]:
-        copy = copies.get()
-        try:
-            return mutation, _outcome(mutation, copy)
-        finally:
-            copies.put(copy)
-
-    survived = []
-    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(mutations), desc="mutations", unit="mutation") as bar:
-        for mutation, said in pool.map(outcome, mutations):
+    waiting, free, running, survived = deque(mutations), list(copies), {}, []
+    with tqdm(total=len(mutations), desc="mutations", unit="mutation") as bar:
+        while waiting or running:
+            while waiting and free:
+                mutation, copy = waiting.popleft(), free.pop()
+                file = copy / mutation.file
+                file.write_text(file.read_text().replace(mutation.text, mutation.wrong))
+                running[_start(copy, mutation.tests.split())] = (mutation, copy)
+            pid, status = os.wait()
+            mutation, copy = running.pop(pid)
+            shutil.copyfile(ROOT / mutation.file, copy / mutation.file)
+            free.append(copy)
+            said = _outcome(status)
+            survived += [mutation] if said != RED else []
             bar.update()
             tqdm.write(f"{said:5} {mutation}")
-            if said != RED:
-                survived.append(mutation)
     return survived
 
 
-def _outcome(mutation: Mutation, copy: Path) -> str:
-    file = copy / mutation.file
-    right = file.read_text()
-    file.write_text(right.replace(mutation.text, mutation.wrong))
-    try:
-        result = _pytest(copy, mutation.tests.split())
-    except subprocess.TimeoutExpired:
-        return RED
-    finally:
-        file.write_text(right)
+def _outcome(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return RED if os.WTERMSIG(status) == signal.SIGALRM else f"killed by {os.WTERMSIG(status)}"
     # 1: tests failed. Anything else, as a file that cannot be read, is not what the entry claims.
-    return {0: GREEN, 1: RED}.get(result.returncode, f"ERROR {result.returncode}")
+    code = os.waitstatus_to_exitcode(status)
+    return {0: GREEN, 1: RED}.get(code, f"pytest ended with {code}")
 
 
-def _pytest(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    # Without bytecode: it is told apart by size and second, and a change may alter neither.
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    options = {"cwd": copy, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, **options, timeout=None if len(tests) > 10 else LONGEST_SEC)
+def _start(copy: Path, tests: Sequence[str]) -> int:
+    """Start pytest in a copy, in a fork, and return its process id; what it says goes to OUTPUT."""
+    if pid := os.fork():
+        return pid
+    if len(tests) < 20:
+        signal.alarm(LONGEST_SEC)  # a program that hangs is noticed as well
+    said = os.open(copy / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.chdir(copy)
+    # Nothing of this tree may stand in for the copy.
+    for name in [name for name, module in sys.modules.items() if _is_ours(getattr(module, "__file__", None))]:
+        del sys.modules[name]
+    sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    sys.dont_write_bytecode = True  # it is told apart by size and second, and a change may alter neither
+    code = 3
+    try:
+        import pytest
+
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _is_ours(file: str | None) -> bool:
+    return file is not None and Path(file).is_relative_to(ROOT) and "site-packages" not in file
 
 
 def _copy(to: Path) -> Path:
     """Copy what git tracks, and what is new and not ignored."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True
-    )
-    for name in listed.stdout.decode().split("\0"):
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode()
+    for name in listed.split("\0"):
         if name and (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, to / name)
     return to
 
 
-def _is_there(test: str, root: Path) -> bool:
+def _is_there(test: str) -> bool:
     file, _, name = test.partition("::")
-    if not (root / file).exists():
-        return False
-    return not name or f"def {name.split('[')[0]}(" in (root / file).read_text()
+    return (ROOT / file).exists() and (not name or f"def {name.split('[')[0]}(" in (ROOT / file).read_text())
 
 
 def _one_line(text: str) -> str:
