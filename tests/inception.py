@@ -1,9 +1,10 @@
 """An Inception network of random weights: the same graph as the published one, in 95 MB that nobody has to download."""
 
+import numpy as np
 import torch
 from torchvision.models import inception_v3
 
-from evaluation.inception import NUM_CLASSES, InceptionDetector
+from evaluation.inception import NUM_CLASSES, InceptionDetector, InceptionFeatures
 
 
 def random_state():
@@ -30,5 +31,16 @@ def write_random_weights(file):
     return file
 
 
-def random_detector(folder):
-    return InceptionDetector(write_random_weights(folder / "random.pth"), allow_unpublished=True)
+class Remembering(InceptionDetector):
+    """Looks at each image once: most tests are of what is made of its features."""
+
+    def __init__(self, weights):
+        self._known = {}
+        super().__init__(weights, allow_unpublished=True)
+
+    def __call__(self, images):
+        keys = [(image.shape, image.tobytes()) for image in images]
+        new = {key: image for key, image in zip(keys, images, strict=True) if key not in self._known}
+        if new:
+            self._known |= zip(new, zip(*super().__call__(np.stack(list(new.values()))), strict=True), strict=True)
+        return InceptionFeatures(*map(torch.stack, zip(*(self._known[key] for key in keys), strict=True)))

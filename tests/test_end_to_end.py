@@ -13,11 +13,10 @@ import yaml
 from safetensors.torch import load_file
 
 from diffusion import random_labels
+from tests.programs import start
 from tests.runs import ROOT, metrics, validated
 
 BIN = Path(sys.executable).parent
-ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline"}
-ENVIRONMENT.pop("OMP_NUM_THREADS", None)
 
 DIGITS = (
     "model.hidden_size=32",
@@ -35,30 +34,19 @@ DIGITS = (
 )
 
 
-def start(launcher, *arguments, folder, check=True):
-    """Run a program of the project with `folder` as the current directory and return the finished process."""
-    program, *overrides = arguments
-    command = [*launcher, str(ROOT / program), *overrides]
-    result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
-    assert not check or result.returncode == 0, result.stdout + result.stderr
-    return result
-
-
 DIGIT_SCORES = ("suite=digits", "reference=latents/digits")
-ONE = (sys.executable,)
-TWO = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
-ACCELERATE = (str(BIN / "accelerate"), "launch")
 
 
 @pytest.mark.parametrize("model", ["tread", pytest.param("dit", marks=pytest.mark.slow)])
 def test_one_and_two_processes_train_sample_and_score_alike(tmp_path, model):
     folders = {}
-    for name, launcher in (("one", ONE), ("two", TWO)):
+    for name, num_processes in (("one", 1), ("two", 2)):
         folders[name] = tmp_path / name
         folders[name].mkdir()
-        start(launcher, "train.py", f"model={model}", "run_name=r", *DIGITS, "evaluation=digits", folder=folders[name])
-        start(launcher, "sample.py", "run=runs/r", "num_samples=23", "batch_size=4", "output=out/s.npz", folder=folders[name])
-        result = start(launcher, "fid.py", *DIGIT_SCORES, "samples=out/s.npz", folder=folders[name])
+        where = {"folder": folders[name], "num_processes": num_processes}
+        start("train.py", f"model={model}", "run_name=r", *DIGITS, "evaluation=digits", **where)
+        start("sample.py", "run=runs/r", "num_samples=23", "batch_size=4", "output=out/s.npz", **where)
+        result = start("fid.py", *DIGIT_SCORES, "samples=out/s.npz", **where)
         for word in ("held-out real", "class means", "fd_pixel", "label_accuracy", "record out/s.scores.json"):
             assert word in result.stdout
     one, two = (folder / "runs/r" for folder in folders.values())
@@ -80,33 +68,42 @@ def test_one_and_two_processes_train_sample_and_score_alike(tmp_path, model):
     assert sorted(p.name for p in (folders["one"] / "out").iterdir()) == ["s.json", "s.npz", "s.png", "s.scores.json"]
 
 
+@pytest.mark.slow
 def test_accelerate_launch_resumes_and_a_finished_run_says_so(tmp_path):
-    command = ("train.py", "run_name=r", *DIGITS, "train.sample_every=null", "train.eval_every=null")
-    start(ACCELERATE, *command, "train.total_steps=2", folder=tmp_path)
-    resumed = start(ACCELERATE, *command, folder=tmp_path)
-    assert "resumed at step 2" in resumed.stdout
-    assert "runs/r is finished. Sample from it: accelerate launch sample.py run=runs/r num_samples=500" in resumed.stdout
-    assert [line["step"] for line in metrics(tmp_path / "runs/r")] == [1, 2, 3, 4]
-    again = start(ACCELERATE, *command, folder=tmp_path)
-    assert "runs/r is finished: raise train.total_steps to go on" in again.stdout
-    assert [line["step"] for line in metrics(tmp_path / "runs/r")] == [1, 2, 3, 4]
+    """The commands of README, by the launcher itself."""
+
+    def launch(*overrides):
+        command = [BIN / "accelerate", "launch", ROOT / "train.py", "run_name=r", *DIGITS, *overrides]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return result.stdout, [line["step"] for line in metrics(tmp_path / "runs/r")]
+
+    short = ("train.sample_every=null", "train.eval_every=null")
+    launch(*short, "train.total_steps=2")
+    resumed, steps = launch(*short)
+    assert "resumed at step 2" in resumed
+    assert "runs/r is finished. Sample from it: accelerate launch sample.py run=runs/r num_samples=500" in resumed
+    assert steps == [1, 2, 3, 4]
+    again, steps = launch(*short)
+    assert "runs/r is finished: raise train.total_steps to go on" in again
+    assert steps == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
 def test_a_sweep_runs_each_job_in_its_own_folder_as_if_alone_and_continues(tmp_path):
     short = (*DIGITS, "train.sample_every=null", "train.eval_every=null")
-    start(ONE, "train.py", "-m", "model=dit,tread", "seed=0,1", *short, folder=tmp_path)
+    start("train.py", "-m", "model=dit,tread", "seed=0,1", *short, folder=tmp_path)
     folders = sorted((tmp_path / "runs").glob("*/"))
     assert len(folders) == 4
     assert all(re.fullmatch(r"[\w.-]+", folder.name) for folder in folders)  # usable as run=runs/NAME
-    start(ONE, "train.py", "model=tread", "seed=1", "run_name=alone", *short, folder=tmp_path)
+    start("train.py", "model=tread", "seed=1", "run_name=alone", *short, folder=tmp_path)
     (last,) = [folder for folder in folders if folder.name.startswith("tread") and "seed1" in folder.name]
     assert metrics(last) == metrics(tmp_path / "runs/alone")
     configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in folders]
     assert {(config["method"], config["seed"]) for config in configs} == {(m, s) for m in ("dit", "tread") for s in (0, 1)}
-    again = start(ONE, "train.py", "-m", "model=dit,tread", "seed=0,1", *short, folder=tmp_path)
+    again = start("train.py", "-m", "model=dit,tread", "seed=0,1", *short, folder=tmp_path)
     assert again.stdout.count("is finished: raise train.total_steps") == 4
-    start(ONE, "train.py", "-m", "optimizer.lr=1e-4,3e-4", *short, folder=tmp_path)
+    start("train.py", "-m", "optimizer.lr=1e-4,3e-4", *short, folder=tmp_path)
     assert len(list((tmp_path / "runs").glob("*/"))) == 7
 
 
@@ -122,7 +119,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("overrides", "message"), ERRORS, ids=[" ".join(overrides) for overrides, _ in ERRORS])
 def test_a_mistake_ends_in_one_message_and_no_traceback(tmp_path, overrides, message):
-    result = start(ONE, "train.py", "run_name=r", *DIGITS, *overrides, folder=tmp_path, check=False)
+    result = start("train.py", "run_name=r", *DIGITS, *overrides, folder=tmp_path, check=False)
     assert result.returncode != 0
     (line,) = [line for line in result.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")
@@ -151,9 +148,9 @@ def test_masked_training_compiles_for_every_length_and_agrees_on_two_processes(t
         "routing.end_factor=0.5",
         "routing.num_levels=2",
     )
-    start(ONE, "train.py", "run_name=eager", *options, folder=tmp_path)
-    start(TWO, "train.py", "run_name=two", *options, folder=tmp_path)
-    start(ONE, "train.py", "run_name=compiled", *options, "train.compile=true", folder=tmp_path)
+    start("train.py", "run_name=eager", *options, folder=tmp_path)
+    start("train.py", "run_name=two", *options, num_processes=2, folder=tmp_path)
+    start("train.py", "run_name=compiled", *options, "train.compile=true", folder=tmp_path)
     eager = metrics(tmp_path / "runs/eager")
     assert len({line.get("selection_ratio") for line in eager}) > 2
     assert all(line.get("num_forced_bypassed", 0) == 0 for line in eager)
@@ -179,7 +176,7 @@ def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
         ("fid.py", ["samples=noise.npz", *DIGIT_SCORES], "noise.npz can not be read"),
         ("fid.py", ["samples=floats.npz", *DIGIT_SCORES], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
     ):
-        result = start(ONE, program, *overrides, folder=tmp_path, check=False)
+        result = start(program, *overrides, folder=tmp_path, check=False)
         assert result.returncode != 0
         assert message in result.stderr
         assert "Traceback" not in result.stderr
@@ -188,20 +185,20 @@ def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
 @pytest.mark.slow
 def test_trackers_write_beside_the_run(tmp_path):
     short = ("run_name=r", *DIGITS, "train.sample_every=null", "train.eval_every=null", "train.total_steps=2")
-    start(ONE, "train.py", "tracker=tensorboard", *short, folder=tmp_path)
+    start("train.py", "tracker=tensorboard", *short, folder=tmp_path)
     assert list((tmp_path / "runs/r/tensorboard").glob("events.*"))
-    start(ONE, "train.py", "tracker=wandb", *short, "run_name=fresh", folder=tmp_path)  # a folder that is not there yet
+    start("train.py", "tracker=wandb", *short, "run_name=fresh", folder=tmp_path)  # a folder that is not there yet
     assert list((tmp_path / "runs/fresh/wandb").glob("offline-run-*"))
 
 
 @pytest.mark.slow
 def test_compiled_training_agrees_with_uncompiled_and_resumes_bitwise(tmp_path):
     short = (*DIGITS, "train.sample_every=null", "train.compile=true", "train.eval_every=2")
-    start(ONE, "train.py", "run_name=whole", *short, folder=tmp_path)
-    start(ONE, "train.py", "run_name=parts", *short, "train.total_steps=2", folder=tmp_path)
-    start(ONE, "train.py", "run_name=parts", *short, folder=tmp_path)
-    start(TWO, "train.py", "run_name=two", *short, folder=tmp_path)
-    start(ONE, "train.py", "run_name=eager", *short, "train.compile=false", folder=tmp_path)
+    start("train.py", "run_name=whole", *short, folder=tmp_path)
+    start("train.py", "run_name=parts", *short, "train.total_steps=2", folder=tmp_path)
+    start("train.py", "run_name=parts", *short, folder=tmp_path)
+    start("train.py", "run_name=two", *short, num_processes=2, folder=tmp_path)
+    start("train.py", "run_name=eager", *short, "train.compile=false", folder=tmp_path)
     whole, parts, eager = (tmp_path / "runs" / name for name in ("whole", "parts", "eager"))
     resolved = [json.loads((run / "manifest.json").read_text())["resolved"]["compile"] for run in (whole, parts, eager)]
     assert resolved == [True, True, False]

@@ -13,8 +13,8 @@ from diffusion import random_labels
 from evaluation import AdmEvaluator, AdmSuite, SampleGrid
 from tests.evaluation.test_adm import REFERENCE, SAMPLES
 from tests.inception import write_random_weights
+from tests.programs import start
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
-from tests.test_end_to_end import ONE, TWO, start
 from training.checkpoint import latest_checkpoint
 
 RGB = ("data.in_channels=3", "sampler.num_steps=2")
@@ -26,15 +26,15 @@ def folder(tmp_path_factory):
     write_random_weights(folder / "weights.pth")
     np.savez(folder / "samples.npz", SAMPLES)
     np.savez(folder / "reference.npz", REFERENCE)
+    np.savez(folder / "few.npz", REFERENCE[:5])  # an image takes half a second
     whole = (folder / "samples.npz").read_bytes()
     (folder / "damaged.npz").write_bytes(whole[:20_000] + bytes([whole[20_000] ^ 1]) + whole[20_001:])
     tiny_run(folder / "run", *RGB)
     return folder
 
 
-def fid(folder, *overrides, launcher=ONE, check=True):
-    weights = ("weights=weights.pth", "allow_unpublished_weights=true")
-    return start(launcher, "fid.py", *weights, *overrides, folder=folder, check=check)
+def fid(folder, *overrides, **options):
+    return start("fid.py", "weights=weights.pth", "allow_unpublished_weights=true", *overrides, folder=folder, **options)
 
 
 def values(file):
@@ -45,7 +45,7 @@ def values(file):
 def test_any_number_of_processes_gives_the_same_scores(folder):
     """22 samples in batches of 4 leave one process with more than the other, and a short last batch."""
     files = {}
-    for name, launcher in (("one", ONE), ("two", TWO)):
+    for name, num_processes in (("one", 1), ("two", 2)):
         result = fid(
             folder,
             "samples=samples.npz",
@@ -53,15 +53,22 @@ def test_any_number_of_processes_gives_the_same_scores(folder):
             "detector_batch_size=4",
             "kid=true",
             f"out={name}.json",
-            launcher=launcher,
+            num_processes=num_processes,
         )
         for word in ("fid22", "sfid22", "precision22", "kid_std22", "published scores are of 50,000", f"record {name}.json"):
             assert word in result.stdout
         files[name] = values(folder / f"{name}.json")
     assert files["two"] == pytest.approx(files["one"], rel=1e-6)
     made = {}
-    for name, launcher in (("one", ONE), ("two", TWO)):
-        fid(folder, "mode=reference", "images=samples.npz", f"out=made_{name}.npz", "detector_batch_size=4", launcher=launcher)
+    for name, num_processes in (("one", 1), ("two", 2)):
+        fid(
+            folder,
+            "mode=reference",
+            "images=samples.npz",
+            f"out=made_{name}.npz",
+            "detector_batch_size=4",
+            num_processes=num_processes,
+        )
         with np.load(folder / f"made_{name}.npz") as arrays:
             made[name] = dict(arrays)
     assert made["one"].pop("weights") == made["two"].pop("weights")
@@ -73,10 +80,10 @@ def test_any_number_of_processes_gives_the_same_scores(folder):
 @pytest.mark.slow
 def test_a_run_is_scored_without_files_like_its_samples(folder):
     from_run = fid(
-        folder, "run=run", "num_samples=12", "batch_size=5", "reference=reference.npz", "out=direct.json", launcher=TWO
+        folder, "run=run", "num_samples=12", "batch_size=5", "reference=reference.npz", "out=direct.json", num_processes=2
     )
     assert "fid12" in from_run.stdout
-    start(ONE, "sample.py", "run=run", "num_samples=12", "batch_size=5", "output=drawn.npz", folder=folder)
+    start("sample.py", "run=run", "num_samples=12", "batch_size=5", "output=drawn.npz", folder=folder)
     fid(folder, "samples=drawn.npz", "reference=reference.npz")
     direct, kept = (json.loads((folder / name).read_text()) for name in ("direct.json", "drawn.scores.json"))
     assert direct["values"] == pytest.approx(kept["values"], rel=2e-3)  # a byte may round the other way in another batch
@@ -110,13 +117,13 @@ def test_files_are_scored_like_an_array_and_stale_ones_are_noticed(folder):
 
 
 def test_scores_are_not_overwritten_unasked(folder):
-    only = ("samples=samples.npz", "precision_recall=false")
+    only = ("samples=few.npz", "precision_recall=false", "reference=few.npz")
     (folder / "kept.json").write_text("of others")
-    result = fid(folder, *only, "reference=reference.npz", "out=kept.json", check=False)
+    result = fid(folder, *only, "out=kept.json", check=False)
     assert "out=kept.json: kept.json is there already: overwrite=true replaces it, out=OTHER leaves it" in result.stderr
     assert (folder / "kept.json").read_text() == "of others"
-    fid(folder, *only, "reference=reference.npz", "out=kept.json", "overwrite=true")
-    assert "fid22" in values(folder / "kept.json")
+    fid(folder, *only, "out=kept.json", "overwrite=true")
+    assert "fid5" in values(folder / "kept.json")
 
 
 def test_a_record_of_other_samples_is_noticed(folder):
@@ -168,7 +175,7 @@ def adm(folder):
         *RGB,
         "evaluation=adm_5k",
         "evaluation.num_samples=6",
-        f"evaluation.reference={folder}/reference.npz",
+        f"evaluation.reference={folder}/few.npz",
         f"evaluation.weights={folder}/weights.pth",
         "evaluation.allow_unpublished_weights=true",
         "train.eval_every=4",
@@ -186,11 +193,9 @@ def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
     assert lines[0]["fid6"] != lines[1]["fid6"]
     (record,) = json.loads((tmp_path / "run/manifest.json").read_text())["scores"]
     assert record["num_samples"] == 6
-    assert record["reference"]["path"] == f"{folder}/reference.npz"
+    assert record["reference"]["path"] == f"{folder}/few.npz"
     assert record["weights"]["checked"] == "names and shapes"
-    scored = fid(
-        folder, f"run={tmp_path}/run", "num_samples=6", "batch_size=64", "reference=reference.npz", f"out={tmp_path}/s.json"
-    )
+    scored = fid(folder, f"run={tmp_path}/run", "num_samples=6", "batch_size=64", "reference=few.npz", f"out={tmp_path}/s.json")
     assert "fid6" in scored.stdout
     assert values(tmp_path / "s.json")["fid6"] == pytest.approx(lines[1]["fid6"], rel=2e-3)
     with pytest.raises(ValueError, match=r"another configuration .evaluation.num_samples: 6 -> 7; sampler.num_steps: 2 -> 3"):
@@ -201,8 +206,9 @@ def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_score_a_training_as_one_does(folder, tmp_path):
-    for name, launcher in (("one", ONE), ("two", TWO)):
-        start(launcher, "train.py", *TINY, *adm(folder), "train.micro_batch_size=4", f"output_dir={name}", folder=tmp_path)
+    for name, num_processes in (("one", 1), ("two", 2)):
+        options = ("train.micro_batch_size=4", f"output_dir={name}")
+        start("train.py", *TINY, *adm(folder), *options, num_processes=num_processes, folder=tmp_path)
     for line, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert line.keys() == other.keys()
         for key in ("fid6", "sfid6", "is6"):

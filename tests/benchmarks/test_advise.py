@@ -1,7 +1,5 @@
 import json
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -9,7 +7,8 @@ import torch
 
 from benchmarks.advise import LEAST_SPEEDUP, Candidate, override, recommend, report, similarity
 from routing import Route
-from tests.runs import ROOT, tiny_run, tiny_trainer, validated
+from tests.programs import start
+from tests.runs import tiny_run, tiny_trainer, validated
 
 
 def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9):
@@ -17,8 +16,7 @@ def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9):
 
 
 def advise(*arguments):
-    command = [sys.executable, "-m", "benchmarks.advise", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return start("-m benchmarks.advise", *arguments, check=False)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """The plain step is the same step, its comparison sees a difference, and the record tells where it comes from."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from benchmarks.sampling import measure as measure_sampling
 from benchmarks.speed_picture import draw, predictions
 from models import cost_of
 from tests.networks import PAPER, small_dit
+from tests.programs import start
 from tests.runs import ROOT, validated
 from training import config as configuration
 from training.provenance import environment
@@ -181,8 +180,7 @@ def test_the_picture_shows_what_the_flops_promise(tmp_path):
 @pytest.mark.slow
 def test_one_setting_is_measured_and_nothing_is_recorded():
     before = set((ROOT / "benchmarks" / "results").iterdir())
-    command = [sys.executable, "-m", "benchmarks.train_step", *SMALL, "--repeats", "1", "--input-size", "8", *FP32]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    result = start("-m benchmarks.train_step", *SMALL, "--repeats", "1", "--input-size", "8", *FP32)
     assert len(re.findall(r"loss within \S+, gradients within \S+ of the plain step", result.stdout)) == 4
     assert {"dense", "routed", "plain dense", "plain routed"} == set(
         re.findall(r"^  \| ([a-z ]+) \| [0-9.]+ \|", result.stdout, re.M)

@@ -1,6 +1,5 @@
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -15,9 +14,10 @@ from PIL import Image
 from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, parts, read_manifest
 from data.writer import lock_of
 from runtime.lock import TRY_AGAIN
+from tests import programs
+from tests.faults.killing import ENVIRONMENT, ONE, TWO
 from tests.photos import photographs, write_autoencoder, write_photographs
 from tests.runs import ROOT, composed
-from tests.test_end_to_end import ENVIRONMENT, ONE, TWO
 from training.config import Explained
 from training.machine import start_process
 
@@ -58,9 +58,9 @@ def command(launcher, source, out, vae, *overrides):
     return [*launcher, "-m", "data.encode", *map(str, options)]
 
 
-def start(*arguments, launcher=ONE, **options):
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command(launcher, *arguments), env=environment, capture_output=True, text=True, **options)
+def start(source, out, vae, *overrides, **options):
+    given = (f"source={source}", f"out={out}", f"encoder={vae}", "resolution=32", *overrides)
+    return programs.start("-m data.encode", *given, check=False, **options)
 
 
 def files(folder):
@@ -384,13 +384,9 @@ def test_too_little_room_is_told_before_any_work(tmp_path, photos, vae, monkeypa
         run(photos, tmp_path / "out", vae)
 
 
-def limit_files(num_bytes):
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-
-
 def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path, photos, vae):
     """A limit on the size of files stands for the full disk: 10 images are one part of 82 kB, and so is what is made of it."""
-    result = start(photos, tmp_path / "out", vae, preexec_fn=limit_files(60_000))
+    result = start(photos, tmp_path / "out", vae, file_bytes=60_000)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith(
         "error: [Errno 27] File too large; mend this and run the same command again"
@@ -408,7 +404,7 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
     photos = tmp_path / "photos"
     write_photographs(photos, per_class=320)
     assert start(photos, tmp_path / "one", vae).returncode == 0
-    two = start(photos, tmp_path / "two", vae, launcher=TWO)
+    two = start(photos, tmp_path / "two", vae, num_processes=2)
     assert two.returncode == 0, two.stderr
     assert files(tmp_path / "two") == files(tmp_path / "one")
     partial = tmp_path / "out.partial"

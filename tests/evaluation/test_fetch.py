@@ -2,9 +2,6 @@
 
 import base64
 import hashlib
-import os
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -17,7 +14,7 @@ import pytest
 from evaluation.fetch import fetch
 from evaluation.files import PUBLISHED, PublishedFile
 from runtime import servers
-from tests.runs import ROOT
+from tests.programs import start
 
 MOST_BYTES = 2**22
 CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
@@ -207,9 +204,8 @@ def test_a_local_server_may_lead_to_another(server, tmp_path):
 
 
 def test_without_a_connection_the_way_by_hand_is_told(tmp_path):
-    environment = {**os.environ, "https_proxy": "http://127.0.0.1:9"}  # nobody listens there
-    command = [sys.executable, "-m", "evaluation.fetch", "inception", "--folder", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    nobody = {"https_proxy": "http://127.0.0.1:9"}
+    result = start("-m evaluation.fetch", "inception", "--folder", tmp_path, check=False, variables=nobody)
     assert result.returncode == 1
     assert result.stderr.startswith("error: inception: ")
     for part in (PUBLISHED["inception"].url, PUBLISHED["inception"].sha256, f"{tmp_path}/{PUBLISHED['inception'].name}"):
@@ -217,14 +213,9 @@ def test_without_a_connection_the_way_by_hand_is_told(tmp_path):
 
 
 def test_the_program_lists_and_refuses():
-    def start(*arguments):
-        command = [sys.executable, "-m", "evaluation.fetch", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-    listing = start()
-    assert listing.returncode == 0
+    listing = start("-m evaluation.fetch")
     assert all(file.url in listing.stdout for file in PUBLISHED.values())
     assert "Warning" not in listing.stderr
-    unknown = start("cifar")
+    unknown = start("-m evaluation.fetch", "cifar", check=False)
     assert unknown.returncode == 1
     assert unknown.stderr == f"error: cifar is not known: {', '.join(PUBLISHED)}\n"

@@ -1,12 +1,9 @@
 """What may be built is what files of `configs/` name, or those of a folder that the command line adds."""
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.programs import start
 from tests.runs import ROOT, composed
-from tests.test_end_to_end import ENVIRONMENT, ONE, start
 from tests.test_runs_from_outside import TIMEIT, changed
 from training import config as configuration
 from training.targets import CONFIGS, allowed_targets, check_targets, load_target
@@ -36,8 +33,7 @@ def heun_twice(denoise, noise, *, num_steps: int, twice: bool = True, randn_like
 
 
 def printed(*arguments):
-    command = [sys.executable, "-m", "training.targets", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return start("-m training.targets", *arguments).stdout
 
 
 @pytest.fixture
@@ -110,22 +106,22 @@ def test_a_node_that_was_changed_after_it_was_checked_is_not_built():
 
 
 @pytest.mark.slow
-def test_code_of_the_user_is_trained_and_sampled_with_its_folder_alone(own, monkeypatch):
+def test_code_of_the_user_is_trained_and_sampled_with_its_folder_alone(own):
     """Its folder is given to each program; a run of it is refused where it is not."""
     folder, given = own.parent, f"--config-dir={own}"
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(folder))
+    where = {"folder": folder, "variables": {"PYTHONPATH": str(folder)}}
     small = ("model=tread", "data=synthetic", "train.total_steps=2", "run_name=r")
-    start(ONE, "train.py", given, *small, "sampler=twice", folder=folder)
-    start(ONE, "sample.py", given, "run=runs/r", "num_samples=2", "output=a.npz", folder=folder)
+    start("train.py", given, *small, "sampler=twice", **where)
+    start("sample.py", given, "run=runs/r", "num_samples=2", "output=a.npz", **where)
     for arguments, message in (
         (("sample.py", "run=runs/r"), "sampler._target_=own_sampler.heun_twice must be diffusion.edm_sampler"),
         (("train.py", *small, "sampler._target_=own_sampler.heun_twice"), "must be diffusion.edm_sampler, as YAML files in"),
     ):
-        result = start(ONE, *arguments, folder=folder, check=False)
+        result = start(*arguments, **where, check=False)
         assert result.returncode == 1
         assert message in result.stderr
     changed(sampler=TIMEIT)(folder / "runs/r")
-    refused = start(ONE, "sample.py", given, "run=runs/r", folder=folder, check=False)
+    refused = start("sample.py", given, "run=runs/r", **where, check=False)
     assert "sampler._target_=timeit.timeit must be diffusion.edm_sampler or own_sampler.heun_twice" in refused.stderr
 
 
