@@ -25,6 +25,10 @@ $(VENV)/.complete: requirements.txt
 	$(BIN)/python -m pip install --progress-bar on -r requirements.txt
 	@touch $@
 
+# Tests that run at once must not share cores: a thread that waits for a busy core makes all others wait.
+test slow: export OMP_NUM_THREADS = 1
+test slow: export LOKY_MAX_CPU_COUNT = 1
+
 test: setup ## the tests that take seconds
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 

@@ -19,7 +19,6 @@ from training.checkpoint import damage_of, latest_checkpoint, steps_in
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-ENVIRONMENT.pop("OMP_NUM_THREADS", None)
 ONE = (sys.executable,)
 TWO = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
 ALL_ENDED_WITHIN_SEC = 45  # torchrun waits half a minute for processes that it asked to end
