@@ -163,13 +163,32 @@ def moved_at(step, trainer, do):
     trainer.train_step = moving
 
 
-@pytest.mark.parametrize("what", ["moved", "removed", "taken"])
-@pytest.mark.parametrize("tracker", ["none", "tensorboard"])
-@pytest.mark.parametrize("step", [2, 5])
-def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(tmp_path, what, tracker, step):
+DRAWING = ("train.sample_every=1", "sampler.num_steps=2", "train.log_every=6")
+
+
+@pytest.fixture(scope="module")
+def drawing(tmp_path_factory):
+    """A run that draws after each step, left alone."""
+    folder = tmp_path_factory.mktemp("drawing") / "run"
+    tiny_run(folder, *DRAWING)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("what", "tracker", "step"),
+    [
+        ("moved", "none", 5),
+        ("moved", "tensorboard", 2),
+        ("removed", "none", 2),
+        ("removed", "tensorboard", 5),
+        ("taken", "none", 2),
+        ("taken", "tensorboard", 5),
+    ],
+)
+def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(tmp_path, drawing, what, tracker, step):
     """After step 2 a grid of samples would be next, after step 5 the last save; a tracker opens its file at its first line."""
     folder, elsewhere = tmp_path / "runs/run", tmp_path / "moved"
-    options = (f"tracker={tracker}", "train.sample_every=1", "sampler.num_steps=2", "train.log_every=6")
+    options = (f"tracker={tracker}", *DRAWING)
     trainer, run = tiny_trainer(folder, *options)
     others = []
 
@@ -192,9 +211,8 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(tmp
         assert not (tmp_path / "runs/run").exists()
     if what != "removed":
         assert RunFolder(elsewhere).manifest()["status"] == "running", "as of one that was killed"
-        tiny_run(tmp_path / "whole", *options)
         tiny_run(elsewhere, *options)
-        assert metrics(elsewhere) == metrics(tmp_path / "whole")
+        assert metrics(elsewhere) == metrics(drawing)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, OSError])

@@ -156,8 +156,9 @@ def test_steps_that_are_not_in_a_row_do_not_end_a_run(tmp_path):
     assert [line["num_skipped_steps"] for line in metrics(tmp_path)] == [1, 1, 1, 1]
 
 
-def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survives_a_resume(tmp_path, capsys):
-    options = ("train.log_every=7", "train.total_steps=140", "train.save_every=5", "train.batch_size=8")
+def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survives_a_resume(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("training.history.LEAST_STEPS", 20)
+    options = ("train.log_every=7", "train.total_steps=42", "train.save_every=5", "train.batch_size=8")
 
     def spoil(trainer):
         loss_fn, step = trainer.loss_fn, trainer.train_step
@@ -166,7 +167,7 @@ def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survive
             return loss_fn(*args, **kwargs) * torch.ones(8).index_fill(0, torch.tensor([1, 6]), 400.0)
 
         def train_step(micro_batches):
-            trainer.loss_fn = spiked if trainer.step == 120 else loss_fn
+            trainer.loss_fn = spiked if trainer.step == 30 else loss_fn
             step(micro_batches)
 
         trainer.train_step = train_step
@@ -176,19 +177,19 @@ def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survive
     train.run_training(trainer, run)
     found = [spike for line in metrics(tmp_path / "whole") for spike in line.get("loss_spikes", [])]
     (spike,) = found
-    batch = trainer.history.entries(120)
-    assert spike["step"] == 121
+    batch = trainer.history.entries(30)
+    assert spike["step"] == 31
     assert spike["loss"] > 20
     assert set(spike["entries"][:2]) == {batch[1], batch[6]}
     assert len(spike["entries"]) == MOST_NAMED
-    assert "step 121: loss" in capsys.readouterr().out
+    assert "step 31: loss" in capsys.readouterr().out
 
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     spoil(trainer)
     step = trainer.train_step
 
     def stop(micro_batches):
-        if trainer.step == 123:
+        if trainer.step == 33:
             raise KeyboardInterrupt
         step(micro_batches)
 
@@ -197,7 +198,7 @@ def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survive
         train.run_training(trainer, run)
     assert not any("loss_spikes" in line for line in metrics(tmp_path / "parts"))  # that log point is still to come
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
-    assert trainer.first_step == 120
+    assert trainer.first_step == 30
     spoil(trainer)
     train.run_training(trainer, run)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")

@@ -22,12 +22,18 @@ ACCELERATE = (str(BIN / "accelerate"), "launch")
 ALL_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("at", [1, 3, 4])
-def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(tmp_path, number, at, capsys):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with an evaluation at steps 4 and 6 that was left alone."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    tiny_run(folder, "train.eval_every=4")
+    return folder
+
+
+@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 1), (signal.SIGTERM, 3), (signal.SIGUSR1, 4)])
+def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(tmp_path, whole, number, at, capsys):
     """Also where nothing was to be saved, and within a window of the log."""
     options = ("train.eval_every=4",)
-    tiny_run(tmp_path / "whole", *options)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
     step = trainer.train_step
 
@@ -48,7 +54,7 @@ def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(tmp_pa
     manifest = run.manifest()
     assert (manifest["status"], manifest["reason"]) == ("finished", "")
     assert [start["step"] for start in manifest["starts"]] == [0, at + 1]
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
 
 
 def test_a_signal_at_the_end_or_before_an_evaluation_leaves_that_for_the_next_start(tmp_path):
