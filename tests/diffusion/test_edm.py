@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from diffusion import EDMLoss, EDMPrecond
@@ -23,16 +24,27 @@ def test_input_target_and_output_have_unit_variance():
     torch.testing.assert_close(c_noise, SIGMAS.log() / 4)
 
 
-def test_loss_weight_gives_every_noise_level_the_same_say():
+def test_the_denoiser_mixes_its_input_with_the_output_of_the_network():
+    """[EDM] eq. 7, each sample at a noise level of its own."""
+    net, (x, logs, labels) = small_dit().eval(), small_batch()
+    sigma, std = logs.exp(), (logs.exp() ** 2 + 0.7**2).sqrt()
+    s, r = sigma.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+    expected = 0.7**2 / r**2 * x + 0.7 * s / r * net(x / r, logs / 4, labels)
+    torch.testing.assert_close(EDMPrecond(net, 0.7)(x, sigma, labels), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sigma_data", [0.5, 1.3])
+def test_loss_weight_gives_every_noise_level_the_same_say(sigma_data):
     """A network that outputs zero has expected loss 1 at each noise level: the weight is 1 / c_out^2."""
-    x = 0.5 * torch.randn(200_000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    x = sigma_data * torch.randn(200_000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
 
     class Zero(torch.nn.Module):
         def forward(self, x, c_noise, class_labels, *, selection_ratio=None, force_keep=None, generator=None):
             return torch.zeros_like(x)
 
     for P_mean in (-3.0, 0.0, 2.0):
-        loss = EDMLoss(P_mean, P_std=1e-6)(EDMPrecond(Zero()), x, None, generator=torch.Generator().manual_seed(1))
+        precond, generator = EDMPrecond(Zero(), sigma_data), torch.Generator().manual_seed(1)
+        loss = EDMLoss(P_mean, 1e-6, sigma_data)(precond, x, None, generator=generator)
         assert abs(loss.mean().item() - 1) < 0.02
 
 
@@ -79,7 +91,7 @@ def test_masked_loss_weights_each_position_and_stays_a_mean_over_all():
     def denoiser(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
         return noisy
 
-    def loss(mask):
+    def loss(mask, denoiser=denoiser):
         return EDMLoss()(denoiser, x, None, generator=torch.Generator().manual_seed(0), loss_mask=mask)
 
     whole = loss(None)
@@ -90,6 +102,14 @@ def test_masked_loss_weights_each_position_and_stays_a_mean_over_all():
     right = torch.zeros(4, 8, 8)
     right[:, :, 4:] = 1.0
     torch.testing.assert_close(4 * loss(left) + loss(right), whole)
+    one = torch.zeros(4, 8, 8)
+    one[:, 2, 5] = 1.0
+
+    def wrong_at_one(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
+        return x + one.unsqueeze(1)
+
+    assert torch.equal(loss(one, wrong_at_one), loss(None, wrong_at_one))
+    assert not loss(one.mT, wrong_at_one).any()
 
 
 def test_masks_and_routes_reach_the_network():

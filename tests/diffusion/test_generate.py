@@ -10,6 +10,7 @@ from tests.networks import PAPER, small_batch, small_dit
 
 PRECOND = EDMPrecond(small_dit([PAPER])).eval()
 CPU = torch.device("cpu")
+TWO_STEPS = partial(edm_sampler, num_steps=2)
 
 
 def process(index, count):
@@ -97,10 +98,28 @@ def test_image_source_puts_processes_together_in_order():
     assert (together == alone).all()
 
 
-def source(**options):
-    arguments = {"batch_size": 3, "guidance_scale": 1.0, "state": process(0, 1)}
-    sampler, decode = partial(edm_sampler, num_steps=2), lambda x: x.permute(0, 2, 3, 1).numpy()
-    return ImageSource(PRECOND, sampler, decode, gather=lambda parts: parts, **arguments, **options)
+def source(sampler=TWO_STEPS, **options):
+    arguments = {"batch_size": 3, "guidance_scale": 1.0, "state": process(0, 1), **options}
+    return ImageSource(PRECOND, sampler, lambda x: x.permute(0, 2, 3, 1).numpy(), gather=lambda parts: parts, **arguments)
+
+
+def test_a_source_neither_routes_nor_drops_labels():
+    expected, _ = source()(3)
+    PRECOND.train()
+    images, _ = source()(3)
+    assert (images == expected).all()
+
+
+def test_a_source_guides_the_noise_of_each_seed_away_from_the_null_class():
+    def look_once(denoise, noise, *, randn_like):
+        return denoise(noise, torch.tensor(0.5))
+
+    images, labels = source(look_once, guidance_scale=3.0, first_seed=5)(2)
+    noise = torch.stack([torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)])
+    with torch.no_grad():
+        conditional, unconditional = (PRECOND(noise, torch.tensor(0.5), torch.tensor(y)) for y in (labels, [10, 10]))
+    expected = unconditional + 3 * (conditional - unconditional)
+    np.testing.assert_allclose(images, expected.permute(0, 2, 3, 1), rtol=1e-3, atol=1e-4)
 
 
 def test_random_labels_depend_on_their_seed_alone():

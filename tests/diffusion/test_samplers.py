@@ -1,6 +1,7 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,27 @@ def test_churn_keeps_the_distribution_and_draws_its_noise():
     )
 
 
+@pytest.mark.parametrize(("S_churn", "gamma"), [(1, 1 / 4), (40, math.sqrt(2) - 1)])
+def test_churn_raises_the_noise_of_the_levels_in_its_range(S_churn, gamma):
+    """Levels of rho 2, and a denoiser that says 0: x is proportional to sigma but for the noise that is added, here of ones."""
+    seen = []
+
+    def denoise(x, sigma):
+        seen.append((float(x), float(sigma)))
+        return torch.zeros_like(x)
+
+    options = {"num_steps": 4, "sigma_min": 1, "sigma_max": 16, "rho": 2, "S_min": 3, "S_max": 10, "S_noise": 1.5}
+    edm_sampler(denoise, torch.ones(1, 1, 1, 1), **options, S_churn=S_churn, randn_like=torch.ones_like)
+    x, expected = 16.0, []
+    for sigma, sigma_next in pairwise((16, 9, 4, 1, 0)):
+        sigma_hat = sigma * (1 + gamma) if sigma in (9, 4) else sigma
+        x += 1.5 * math.sqrt(sigma_hat**2 - sigma**2)
+        expected.append((x, sigma_hat))
+        x *= sigma_next / sigma_hat
+        expected += [(x, sigma_next)] if sigma_next else []
+    np.testing.assert_allclose(seen, expected)
+
+
 def test_second_order_convergence():
     noise = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     # sigma_min near zero, so that the last Euler step adds nothing to the error that is measured.
@@ -59,13 +81,15 @@ def test_second_order_convergence():
 
 @pytest.mark.parametrize("num_steps", [1, 2, 18])
 def test_number_of_network_evaluations(num_steps):
-    sigmas = []
+    sigmas, denoised = [], []
 
     def denoise(x, sigma):
         sigmas.append(float(sigma))
-        return gaussian_denoiser(x, sigma)
+        denoised.append(gaussian_denoiser(x, sigma))
+        return denoised[-1]
 
-    edm_sampler(denoise, torch.randn(2, 1, 1, 1), num_steps=num_steps)
+    x = edm_sampler(denoise, torch.randn(2, 1, 1, 1), num_steps=num_steps)
+    torch.testing.assert_close(x, denoised[-1])  # the step to sigma 0 goes all the way
     assert len(sigmas) == 2 * num_steps - 1
     assert sigmas[0] == pytest.approx(80)
     assert min(sigmas) == pytest.approx(0.002 if num_steps > 1 else 80)
