@@ -79,10 +79,11 @@ def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp3
     assert cost_of(parity, mask_coverage=1.0, fp32_slowdown=9.0).ceiling == 1
 
 
-def test_the_blocks_outside_autocast_are_those_that_the_network_runs_there(monkeypatch):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_blocks_outside_autocast_are_those_that_the_network_runs_there(monkeypatch, checkpointing):
     """Also right before the next window, at the length of that; none after the last block."""
     routes = [Route(0.5, 1, 2), Route(0.25, 3, 4), Route(0.5, 6, -1)]
-    net, found = small_dit(routes, fp32_after_route=True).train(), []
+    net, found = small_dit(routes, fp32_after_route=True, gradient_checkpointing=checkpointing).train(), []
     run = net._run
 
     def watched(block, x, c, rope, fp32):
@@ -92,8 +93,8 @@ def test_the_blocks_outside_autocast_are_those_that_the_network_runs_there(monke
     monkeypatch.setattr(net, "_run", watched)
     net(*small_batch(2))
     assert [idx for idx, (fp32, _) in enumerate(found) if fp32] == [3, 5]
-    expected = sum(3 * _block_flops(net.blocks[idx], length) for idx, (fp32, length) in enumerate(found) if fp32)
-    assert cost_of(net).fp32_training_flops == expected
+    expected = sum(_block_flops(net.blocks[idx], length) for idx, (fp32, length) in enumerate(found) if fp32)
+    assert cost_of(net).fp32_training_flops == (3 + checkpointing) * expected
 
 
 def test_masks_and_short_windows_lower_what_a_route_can_give():
@@ -104,6 +105,7 @@ def test_masks_and_short_windows_lower_what_a_route_can_give():
     assert short.ceiling < long.ceiling
     assert 1 < masked.predicted_speedup < long.predicted_speedup
     assert masked.predicted_speedup < masked.ceiling < long.ceiling
+    assert masked.ceiling == cost_of(nets[8], mask_coverage=154 / 256).ceiling  # 153.6 tokens
     assert cost_of(nets[8], mask_coverage=1.0).predicted_speedup == cost_of(nets[8], mask_coverage=1.0).ceiling == 1
     assert cost_of(nets[8], ratios=[0.0]).predicted_speedup == 1
     assert cost_of(nets[8], ratios=[0.75]).predicted_speedup > long.predicted_speedup

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models import DiT
-from models.layers import attention, gelu, resolve_attention, sincos_position_table
+from models.layers import TimestepEmbedder, attention, gelu, resolve_attention, sincos_position_table
 from routing import Route, num_tokens_kept
 from tests.networks import PAPER, small_batch, small_dit
 
@@ -66,6 +66,58 @@ def test_position_table_is_the_public_one():
     angles = torch.tensor([1.0, 0.01])
     expected = torch.cat([(2 * angles).sin(), (2 * angles).cos(), angles.sin(), angles.cos()])
     torch.testing.assert_close(table[1 * 4 + 2], expected)
+
+
+def test_noise_levels_are_embedded_as_public_checkpoints_need_it():
+    """Cosines, then sines, of c_noise / 10000^(i / 128), i = 0 ... 127."""
+    embedder, c_noise, seen = TimestepEmbedder(32), torch.tensor([0.3, -1.5, 20.0]), []
+    embedder.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    embedder(c_noise)
+    angles = c_noise[:, None] / 10000 ** (torch.arange(128) / 128)
+    torch.testing.assert_close(seen[0], torch.cat([angles.cos(), angles.sin()], dim=1))
+
+
+def test_norms_add_a_millionth_to_the_variance():
+    """Which counts where tokens are small."""
+    net, x = small_dit(), 1e-3 * torch.randn(2, 16, 32)
+    expected = (x - x.mean(dim=-1, keepdim=True)) / (x.var(dim=-1, keepdim=True, correction=0) + 1e-6).sqrt()
+    for norm in (net.blocks[0].norm1, net.blocks[0].norm2, net.final_layer.norm_final):
+        torch.testing.assert_close(norm(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("block", "mlp_ratio", "width"), [("dit", 4, 128), ("dit", 3, 96), ("modern", 4, 88), ("modern", 3, 64)]
+)
+def test_the_perceptron_is_as_wide_as_asked(block, mlp_ratio, width):
+    """With a gate, two thirds: 32 * 4 * 2 / 3 is 85.3, in eights 88."""
+    assert small_dit(block=block, mlp_ratio=mlp_ratio).blocks[0].mlp.fc2.in_features == width
+
+
+@pytest.mark.parametrize("init", ["adaln_zero", "xavier"])
+def test_weights_start_as_published(init):
+    """Linear layers by Xavier, the patch projection too, embeddings of 0.02; all else is zero."""
+    D, fans = 64, {"x_embedder.proj": (12, 64)}
+    for i in range(2):
+        fans |= {f"blocks.{i}.attn.qkv": (D, 3 * D), f"blocks.{i}.attn.proj": (D, D)}
+        fans |= {f"blocks.{i}.mlp.fc1": (D, 4 * D), f"blocks.{i}.mlp.fc2": (4 * D, D)}
+        fans |= {f"blocks.{i}.adaLN_modulation.1": (D, 6 * D)} if init == "xavier" else {}
+    fans |= {"final_layer.adaLN_modulation.1": (D, 2 * D), "final_layer.linear": (D, 12)} if init == "xavier" else {}
+    expected = {f"{name}.weight": (2 / sum(fan)) ** 0.5 for name, fan in fans.items()}
+    embeddings = ("t_embedder.mlp.0.weight", "t_embedder.mlp.2.weight", "y_embedder.embedding_table.weight", "prefix")
+    net = DiT(8, 2, 3, D, 2, 4, num_classes=100, num_prefix_tokens=9, init=init)
+    found = {name: parameter.std().item() for name, parameter in net.named_parameters() if parameter.any()}
+    assert found == pytest.approx(expected | dict.fromkeys(embeddings, 0.02), rel=0.1)
+
+
+@pytest.mark.parametrize(("training", "prob", "share"), [(True, 0.3, 0.3), (True, 0.7, 0.7), (False, 0.7, 0.0)])
+def test_labels_are_dropped_in_training_alone_and_as_often_as_asked(training, prob, share):
+    net, seen = small_dit(class_dropout_prob=prob).train(training), []
+    net.y_embedder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    _, c_noise, labels = small_batch(1000)
+    net._condition(c_noise, labels, torch.Generator().manual_seed(0))
+    dropped = seen[0] == 10
+    assert torch.equal(seen[0][~dropped], labels[~dropped])
+    assert abs(dropped.float().mean() - share) < 0.05
 
 
 def test_output_is_zero_and_blocks_are_the_identity_at_initialisation():
@@ -178,6 +230,9 @@ def test_any_number_of_classes(num_classes):
 def test_learn_sigma_adds_outputs_that_are_not_used():
     net = small_dit(learn_sigma=True)
     assert net.final_layer.linear.out_features == 2 * 3 * 4
+    with torch.no_grad():
+        net.final_layer.linear.bias.view(4, 6)[:, 3:] = torch.nan  # channels are innermost; the second half is the variance
+    assert net(*small_batch()).isfinite().all()
     assert net(*small_batch()).shape == (4, 3, 8, 8)
 
 

@@ -119,6 +119,25 @@ def test_modern_block_is_what_its_name_says():
     assert block.mlp.fc2.in_features % 8 == 0
 
 
+def test_queries_and_keys_are_normalised_and_turned_in_fp32():
+    net, dtypes, turn = small_dit(block="modern"), [], apply_rot_embed_cat
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr("models.layers.apply_rot_embed_cat", lambda z, rope: dtypes.append(z.dtype) or turn(z, rope))
+        net.blocks[0].attn.q_norm.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+        net.blocks[0](torch.randn(2, 16, 32), torch.randn(2, 1, 32), net.rope)
+    assert dtypes == [torch.float32] * 3
+
+
+def test_prefix_tokens_come_first_and_have_no_position():
+    """Neither of the table nor of the rotation."""
+    dit, modern = (small_dit(block=block, num_prefix_tokens=3) for block in BLOCKS)
+    x, z = small_batch()[0], torch.randn(4, 19, 8)
+    assert torch.equal(dit._embed(x)[:, :3], dit.prefix.expand(4, -1, -1))
+    turned = apply_rot_embed_cat(z, modern.rope)
+    assert torch.equal(turned[:, :3], z[:, :3])
+    assert torch.equal(turned[:, 3:], apply_rot_embed_cat(z[:, 3:], small_dit(block="modern").rope))
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_prefix_tokens_stay_in_front_and_never_bypass(variant):
     net = small_dit([PAPER], **variant).train()
@@ -140,10 +159,12 @@ def test_conditioning_of_each_token_travels_with_it(variant):
     same = net(x, c_noise[:, None].expand(-1, L), labels, generator=draws[1])
     torch.testing.assert_close(same, plain, atol=1e-5, rtol=1e-5)
     by_token = torch.randn(4, L)
-    c = net.t_embedder(by_token) + net.y_embedder(labels).unsqueeze(1)
+    c, last = net.t_embedder(by_token) + net.y_embedder(labels).unsqueeze(1), []
+    net.final_layer.register_forward_pre_hook(lambda _, args: last.append(args[1]))
     _, ids_keep, _, inputs = window_of(net, (x, by_token, labels), generator=draws[2])
     for sample in range(4):
         torch.testing.assert_close(inputs[0][1][sample], c[sample, ids_keep[sample]])
+    torch.testing.assert_close(last[0], c[:, net.num_prefix_tokens :])
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -324,6 +345,14 @@ def test_a_token_is_touched_where_its_patch_is():
     assert touched.shape == (2, 16)
     assert touched[0].nonzero().flatten().tolist() == [3]
     assert touched[1].nonzero().flatten().tolist() == [8]
+
+
+@pytest.mark.parametrize(("area", "held"), [(0.0, [0, 1, 2]), (0.25, [0, 2]), (0.5, [2]), (0.75, [2])])
+def test_a_token_is_held_where_a_mask_covers_more_than_the_area(area, held):
+    """A half, a quarter and the whole of the first three patches."""
+    mask = torch.zeros(1, 8, 8)
+    mask[0, 0, :2] = mask[0, 0, 2] = mask[0, :2, 4:6] = 1
+    assert token_mask(mask, 2, area)[0].nonzero().flatten().tolist() == held
 
 
 @pytest.mark.parametrize(
