@@ -132,7 +132,8 @@ def test_a_model_is_saved_as_it_is_and_detached_as_it_was(name, tmp_path):
     model, arguments = family.build(), family.arguments()
     plain = run(model, arguments)
     model.save_pretrained(tmp_path / "before")
-    before = {**model.__dict__}
+    parts = [model, *(getattr(model, blocks) for blocks in family.block_lists)]
+    before = [{**part.__dict__} for part in parts]
     keys, config, text = list(model.state_dict()), dict(model.config), repr(model)
     attach(model, [WINDOW])
     assert (list(model.state_dict()), dict(model.config)) == (keys, config)
@@ -141,7 +142,7 @@ def test_a_model_is_saved_as_it_is_and_detached_as_it_was(name, tmp_path):
         assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes()
     assert torch.equal(run(type(model).from_pretrained(tmp_path / "after").train(), arguments), plain)
     detach(model)
-    assert model.__dict__ == before
+    assert [part.__dict__ for part in parts] == before
     assert repr(model) == text
     assert torch.equal(run(model, arguments), plain)
 
@@ -228,6 +229,15 @@ def test_force_keep_and_importance_are_those_of_our_own_router(name, variant, st
         run(model, arguments, force_keep=torch.zeros(NUM_SAMPLES, NUM_TOKENS + 5, dtype=torch.bool))
 
 
+def test_where_not_all_forced_tokens_fit_the_most_important_stay():
+    model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
+    attach(model, [WINDOW])
+    forced = run(model, arguments, force_keep=torch.ones(NUM_SAMPLES, NUM_TOKENS, dtype=torch.bool))
+    detach(model)
+    attach(model, [WINDOW], importance_weight=1.0)
+    assert torch.equal(forced, run(model, arguments))
+
+
 @pytest.mark.parametrize(("name", "variant"), [("flux", {"num_reference_tokens": 4}), ("auraflow", {})])
 def test_text_and_reference_tokens_do_not_count_in_the_ratio(name, variant):
     family = FAMILIES[name]
@@ -245,6 +255,14 @@ def test_text_and_reference_tokens_do_not_count_in_the_ratio(name, variant):
     else:
         P = 5 + 8  # text and register tokens
         assert lengths == [T, K, P + K, P + K, P + K, P + T]
+
+
+def test_positions_may_be_given_for_each_sample_as_they_once_were():
+    model, arguments = FAMILIES["flux"].build(), FAMILIES["flux"].arguments(num_reference_tokens=4)
+    attach(model, [WINDOW])
+    expected = run(model, arguments, generator=seeded())
+    by_sample = {key: arguments[key].expand(NUM_SAMPLES, -1, -1) for key in ("img_ids", "txt_ids")}
+    assert torch.equal(run(model, {**arguments, **by_sample}, generator=seeded()), expected)
 
 
 def test_layers_are_counted_through_all_lists_and_negative_ones_from_the_end():
@@ -381,6 +399,13 @@ def test_models_that_are_not_known_and_blocks_that_do_not_fit_are_refused_by_nam
         attach(nn.Linear(2, 2), [WINDOW])
     with pytest.raises(ValueError, match="routing knows no DistributedDataParallel"):
         attach(type("DistributedDataParallel", (nn.Module,), {})(), [WINDOW])
+    for like in (
+        type("SD3Transformer2DModel", (nn.Module,), {})(),  # of the same name
+        copy.copy(model),  # of a derived class with a forward of its own
+    ):
+        like.__class__ = type("SD3Transformer2DModel", (type(like),), {"forward": lambda self: None})
+        with pytest.raises(ValueError, match="routing knows no SD3Transformer2DModel"):
+            attach(like, [WINDOW])
     with pytest.raises(ValueError, match="no blocks at layers"):
         attach(model, [WINDOW], adapter=Adapter([BlockList("layers")], ()))
     with pytest.raises(ValueError, match="pos_embed of SD3Transformer2DModel is a PatchEmbed"):

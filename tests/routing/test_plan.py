@@ -54,6 +54,14 @@ def test_levels_bound_the_number_of_lengths_and_the_last_steps_are_dense(levels,
     assert {num_tokens_kept(64, r) for pair in ratios for r in pair} <= scheduled.lengths(with_force_keep=False)
 
 
+def test_lengths_are_those_that_steps_have_and_no_more():
+    """Each is a graph to compile: 0.5 and 0.2 keep 32 and 52 of 64 tokens; by quarters less, 40, 48, 56 and 55, 58, 61."""
+    assert plan().lengths(with_force_keep=False) == {32, 52, 64}
+    assert plan().lengths(with_force_keep=True) == {32, 40, 48, 56, 52, 55, 58, 61, 64}
+    assert plan(force_keep_overflow="bypass").lengths(with_force_keep=True) == {32, 52, 64}
+    assert plan(schedule="linear", end_factor=0.5, num_levels=2).lengths(with_force_keep=False) == {32, 48, 52, 58, 64}
+
+
 @given(num_tokens=st.integers(1, 300), ratio=RATIOS, forced=st.integers(0, 300))
 def test_grow_takes_the_next_of_a_few_sizes(num_tokens, ratio, forced):
     forced = min(forced, num_tokens)
@@ -111,6 +119,8 @@ def test_under_error_the_sample_is_named():
     plan((), force_keep_overflow="error").check_force_keep([64])
     with pytest.raises(ValueError, match=r"more than the 13 that the route of blocks 5 to 6 keeps"):
         plan((Route(0.5, 2, 4), Route(0.8, 5, 6)), force_keep_overflow="error").check_force_keep([14])
+    with pytest.raises(ValueError, match=r"more than the 32 .*selection_ratio=0\.5"):
+        plan(schedule="linear", start_factor=0, end_factor=1, force_keep_overflow="error").check_force_keep([33])
 
 
 @pytest.mark.parametrize(

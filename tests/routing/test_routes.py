@@ -36,7 +36,16 @@ def test_errors_name_the_route_the_value_and_the_rule(routes, depth, message):
         resolve_routes(routes, depth)
 
 
-KNOWN = ["paper", "basic", "advanced", "balanced", "max_speed", "high_res", "lora", "masked"]
+KNOWN = {
+    "paper": [0.5],
+    "basic": [0.5],
+    "advanced": [0.3, 0.5, 0.7],
+    "balanced": [0.5],
+    "max_speed": [0.7],
+    "high_res": [0.6],
+    "lora": [0.4],
+    "masked": [0.7],
+}
 VALID = {
     8: {
         "paper": [(2, 4)],
@@ -62,6 +71,10 @@ VALID = {
 def known_routes(name):
     routes = OmegaConf.load(ROOT / f"configs/model/routes/{name}.yaml").routes
     return [Route(**route) for route in routes]
+
+
+def test_known_settings_give_these_ratios():
+    assert {name: [route.selection_ratio for route in known_routes(name)] for name in KNOWN} == KNOWN
 
 
 @pytest.mark.parametrize("depth", VALID)
