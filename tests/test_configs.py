@@ -1,6 +1,7 @@
 """Every configuration composes, validates and builds; every wrong one is refused before any work."""
 
 import inspect
+import math
 from dataclasses import MISSING, asdict, fields
 
 import pytest
@@ -11,15 +12,88 @@ from omegaconf.errors import OmegaConfBaseException
 
 import fid
 from data import LatentManifest, LatentWriter
+from diffusion import EDMLoss, EDMPrecond, edm_sampler
 from models import DiT
 from routing import RoutePlan
 from tests.runs import ROOT, composed, validated
 from training import config as configuration
 from training.machine import resolve_auto
+from training.provenance import flatten
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
 GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "guidance", "evaluation", "tracker"]
+PUBLISHED_SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}  # width, depth, heads
+# What the paper's code trains and samples with, in numbers; nothing else may have a say.
+RECIPE = {
+    "model": {
+        "_target_": "models.DiT",
+        "input_size": 32,
+        "patch_size": 2,
+        "in_channels": 4,
+        "mlp_ratio": 4.0,
+        "num_classes": 1000,
+        "class_dropout_prob": 0.1,
+        "learn_sigma": False,
+        "init": "adaln_zero",
+        "block": "dit",
+        "attention": "auto",
+        "num_prefix_tokens": 0,
+        "importance_weight": 0.0,
+        "removal": True,
+        "fp32_after_route": False,
+        "gradient_checkpointing": False,
+    },
+    "diffusion": {
+        "sigma_data": 0.5,
+        "precond": {"_target_": "diffusion.EDMPrecond", "sigma_data": 0.5},
+        "loss": {
+            "_target_": "diffusion.EDMLoss",
+            "P_mean": -1.2,
+            "P_std": 1.2,
+            "sigma_data": 0.5,
+            "kept_tokens_only": False,
+        },
+    },
+    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "ema": {"decay": 0.9999, "warmup": False},
+    "sampler": {
+        "_target_": "diffusion.edm_sampler",
+        "num_steps": 40,
+        "sigma_min": 0.002,
+        "sigma_max": 80,
+        "rho": 7,
+        "S_churn": 0,
+        "S_min": 0,
+        "S_max": math.inf,
+        "S_noise": 1,
+    },
+    "guidance": {"guidance_scale": 1.0},
+}
+EXPECTED_FID = {  # unguided, 50,000 samples; with routes, without
+    "s_2": ("47.04", "68.40"),
+    "b_2": ("21.34", "43.47"),
+    "l_2": ("9.10", "23.33"),
+    "xl_2": ("7.38", "19.47"),
+}
+RECIPE_OF_STEPS = {"total_steps": 400_000, "batch_size": 256, "grad_clip": None, "init_from": None, "masked_loss": False}
+# Options that are known by a number, which results are told with.
+NUMBERS = {
+    ("guidance", "cfg"): {"guidance.guidance_scale": 1.5},
+    ("evaluation", "adm_5k"): {"evaluation.num_samples": 5000, "evaluation.labels": "random"},
+    ("data", "imagenet512"): {"model.input_size": 64, "train.batch_size": 256, "train.total_steps": 400_000},
+    ("data", "digits"): {
+        "train.total_steps": 1000,
+        "train.batch_size": 32,
+        "optimizer.lr": 1e-3,
+        "optimizer.betas": [0.9, 0.99],
+        "ema.decay": 0.999,
+        "ema.warmup": True,
+        "sampler.num_steps": 18,
+        "train.masked_loss": False,
+    },
+    ("data", "digits_masked"): {"train.masked_loss": True, "data.foreground_masks": True, "optimizer.lr": 1e-3},
+}
 OPTIONS = [(group, p.stem) for group in GROUPS for p in sorted((ROOT / "configs" / group).glob("*.yaml"))]
 
 
@@ -53,6 +127,7 @@ def test_every_option_composes_and_builds(group, option, latents):
     extra += ["evaluation.reference=REFERENCE.npz"] if option == "adm_5k" else []
     config, _ = built(f"{group}={option}", *extra)
     assert config["run_name"] == "test"
+    assert flatten(config).items() >= NUMBERS.get((group, option), {}).items()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -60,6 +135,10 @@ def test_every_option_composes_and_builds(group, option, latents):
 def test_every_size_composes_and_builds(model, size):
     shape = ["data=synthetic", "data.input_size=32"]
     config, net = built(f"model={model}", f"model/size={size}", *shape)
+    letter, _, patch_size = size.partition("_")
+    widths = PUBLISHED_SIZES.get(letter, (128, 8, 4))  # those of tiny are our own
+    assert tuple(config["model"][key] for key in ("hidden_size", "depth", "num_heads")) == widths
+    assert config["model"]["patch_size"] == int(patch_size or 1)
     assert len(net.routes) == (model == "tread")
     assert config["method"] == model
 
@@ -82,18 +161,23 @@ def test_twins_differ_in_their_name_and_routes_alone():
     assert tread == dit
 
 
-@pytest.mark.parametrize("size", ["s_2", "b_2", "l_2", "xl_2"])
+@pytest.mark.parametrize("size", EXPECTED_FID)
 def test_published_experiments_are_the_recipe_and_differ_from_their_dense_twins_in_the_routes_alone(size):
     path = ("data.path=x",)
     tread, dit = (validated(f"experiment=imagenet256_{model}_{size}_400k", *path) for model in ("tread", "dit"))
     assert tread == validated("model=tread", f"model/size={size}", "data=imagenet256", *path)
     assert dit == validated("model=dit", f"model/size={size}", "data=imagenet256", *path)
-    assert (tread["model"]["init"], tread["model"]["fp32_after_route"]) == ("adaln_zero", False)
-    assert tread["guidance"]["guidance_scale"] == 1
     routes = tread["model"].pop("routes"), dit["model"].pop("routes")
     assert routes == ([{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}], [])
     assert (tread.pop("method"), dit.pop("method")) == ("tread", "dit")
     assert tread == dit
+    widths = dict(zip(("hidden_size", "depth", "num_heads"), PUBLISHED_SIZES[size.removesuffix("_2")], strict=True))
+    assert {group: dit[group] for group in RECIPE} == {**RECIPE, "model": RECIPE["model"] | widths}
+    assert dit["train"].items() >= RECIPE_OF_STEPS.items()
+    for model, fid50k in zip(("tread", "dit"), EXPECTED_FID[size], strict=True):
+        header = (ROOT / f"configs/experiment/imagenet256_{model}_{size}_400k.yaml").read_text()
+        assert f"# expected: fid50k {fid50k}\n" in header
+    assert dit["routing"].items() >= {"schedule": "constant", "off_last_steps": None}.items()
 
 
 @pytest.mark.parametrize("model", ["tread", "dit"])
@@ -110,6 +194,22 @@ def test_parity_turns_all_official_details_together(model):
 def test_the_model_group_is_the_signature_of_the_network():
     config = validated()
     assert set(config["model"]) - {"_target_"} == set(inspect.signature(DiT).parameters)
+
+
+@pytest.mark.parametrize(
+    ("node", "target"),
+    [
+        (RECIPE["model"], DiT),
+        (RECIPE["diffusion"]["loss"], EDMLoss),
+        (RECIPE["diffusion"]["precond"], EDMPrecond),
+        (RECIPE["sampler"], edm_sampler),
+    ],
+)
+def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
+    parameters = inspect.signature(target).parameters.items()
+    defaults = {name: p.default for name, p in parameters if name in node and p.default is not p.empty}
+    assert len(defaults) >= len(node) - 4  # all but _target_ and the sizes
+    assert node.items() >= defaults.items()
 
 
 def test_a_data_option_brings_its_recipe_and_the_command_line_wins():
