@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import AutoModel
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from examples import finetune
-from routing import end_route
+from routing import Route, end_route
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed
 from training import config as configuration
@@ -215,66 +216,93 @@ def test_a_configuration_of_simpletuner_routes_like_its_routes(tmp_path, whole):
     assert metrics(tmp_path, "dense") != metrics(tmp_path, "ours")
 
 
+def zero(network, x, t, batch, routing):
+    return torch.zeros_like(x) + 0 * network.weight
+
+
+def loop(velocity=zero, routes=(), *, arrays, **request):
+    """The loop around a network of one number, without a transformer and its files."""
+    network = nn.Linear(1, 1, bias=False)
+    network.config = None
+    request = {"lr": 1e-3, "seed": 0, "batch_size": 4, "shift": 1.0, "mask_area": 0.0, "num_held_out": 1, **request}
+    request = {"output_dir": ".", "total_steps": 5, "log_every": 5, "save_every": 5, "eval_every": 5, **request}
+    return finetune.Finetuning(request, finetune.Family(velocity), arrays, network, routes, Accelerator())
+
+
 @pytest.mark.parametrize(("area", "held"), [(0.0, 12), (0.25, 8), (0.5, 4), (0.75, 4)])
-def test_masks_hold_a_token_by_the_area_that_is_asked_for(tmp_path, monkeypatch, area, held):
+def test_masks_hold_a_token_by_the_area_that_is_asked_for(area, held):
     """Rows of patches of which a mask covers all, a half, a quarter and nothing."""
-    write_inputs(tmp_path, "sd3")
-    masks = np.zeros((16, 8, 8), dtype=np.uint8)
+    masks = np.zeros((2, 8, 8), dtype=np.uint8)
     masks[:, :2] = masks[:, 2] = masks[:, 4, ::2] = 1
-    np.save(tmp_path / "masks.npy", masks)
-    forced = []
-    keywords = finetune.Finetuning.routing_keywords
-
-    def watched(self, *arguments):
-        found = keywords(self, *arguments)
-        forced.append(found["force_keep"])
-        return found
-
-    monkeypatch.setattr(finetune.Finetuning, "routing_keywords", watched)
-    run(tmp_path, ROUTES, "rank=4", f"mask_area={area}")
-    assert len(forced) == 4
-    for tokens in forced:
-        assert torch.equal(tokens, (torch.arange(16) < held).expand_as(tokens))
+    tuned = loop(routes=(Route(0.5, 1, 2),), arrays={"latents": masks, "masks": masks}, mask_area=area)
+    tokens = tuned.routing_keywords(np.arange(2), np.arange(2), torch.Generator())["force_keep"]
+    assert torch.equal(tokens, (torch.arange(16) < held).expand(2, -1))
 
 
-def test_positions_outside_of_masks_do_not_count(tmp_path):
-    write_inputs(tmp_path, "flux")
-    np.save(tmp_path / "masks.npy", np.zeros((16, 8, 8), dtype=np.uint8))
-    run(tmp_path, "rank=4")
-    assert {value for line in metrics(tmp_path) for key, value in line.items() if key != "step"} == {0.0}
+def test_positions_outside_of_masks_do_not_count():
+    masks = np.zeros((2, 8, 8), np.uint8)
+    masks[:, 2, 5] = 200
+    tuned = loop(arrays={"latents": np.zeros((2, 4, 8, 8)), "masks": masks})
+    n = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))  # with latents of 0 the velocity
+    loss = tuned.loss(tuned.network, np.arange(2), torch.Generator().manual_seed(0), {})
+    torch.testing.assert_close(loss, n[:, :, 2, 5].square().sum() / n.numel())
 
 
-def test_the_velocity_leads_from_the_latents_to_the_noise(tmp_path, monkeypatch):
+def test_all_processes_take_the_ratio_at_which_the_masks_of_all_fit():
+    masks = np.zeros((4, 8, 8), np.uint8)
+    masks[0], masks[3, 0, 2] = 1, 1
+    tuned = loop(routes=(Route(0.5, 1, 2),), arrays={"latents": masks, "masks": masks})
+    keywords = tuned.routing_keywords(np.arange(4), np.arange(2, 4), torch.Generator())
+    assert keywords["selection_ratio"] == [0.0]
+    assert keywords["force_keep"].nonzero().tolist() == [[1, 1]]  # of its own rows
+
+
+def test_rows_held_out_count_alike_and_are_never_trained_on():
+    tuned = loop(arrays={"latents": np.random.default_rng(0).standard_normal((20, 4, 8, 8))}, num_held_out=12)
+    assert sorted(np.concatenate([tuned.order.batch(step) for step in (0, 1)])) == list(range(12, 20))
+    first, last = (
+        tuned.loss(tuned.network, np.arange(*rows), torch.Generator().manual_seed(rows[0]), {}) for rows in ((0, 8), (8, 12))
+    )
+    assert tuned.evaluate() == pytest.approx((8 * first + 4 * last).item() / 12)
+    assert tuned.network.training
+    assert tuned.optimizer.param_groups[0]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize(("shift", "median"), [(1, 0.5), (3, 3 * 0.5 / (1 + 2 * 0.5))])
+def test_the_velocity_leads_from_the_latents_to_the_noise(shift, median):
     """x_t = x + t v where v is what the network is to learn: a network that says (x_t - x) / t has no loss."""
-    write_inputs(tmp_path, "sd3")
-    x = torch.from_numpy(np.load(tmp_path / "latents.npy"))[:1]
     times = []
 
-    def right(network, family, x_t, t, batch, routing):
+    def right(network, x_t, t, batch, routing):
         times.extend(t.tolist())
-        return (x_t - x) / t.view(-1, 1, 1, 1) + 0 * sum(p.sum() for p in network.parameters())
+        return (x_t - batch["latents"]) / t.view(-1, 1, 1, 1)
 
-    monkeypatch.setattr(finetune, "velocity", right)
-    monkeypatch.setattr(finetune, "_try", lambda *arguments: None)
-    medians = []
-    for shift in (1, 3):
-        times.clear()
-        run(tmp_path, "train=full", f"shift={shift}", "total_steps=40", "batch_size=8", "eval_every=40", output=f"shift{shift}")
-        assert all(value < 1e-6 for line in metrics(tmp_path, f"shift{shift}") for key, value in line.items() if key != "step")
-        medians.append(np.median(times))
-    assert medians[0] == pytest.approx(0.5, abs=0.06)  # of sigmoid(N(0, 1))
-    assert medians[1] == pytest.approx(0.75, abs=0.06)  # 3 * 0.5 / (1 + 2 * 0.5)
+    tuned = loop(right, arrays={"latents": np.random.default_rng(0).standard_normal((2000, 1, 2, 2))}, shift=shift)
+    assert tuned.loss(tuned.network, np.arange(2000), torch.Generator().manual_seed(0), {}) < 1e-6
+    assert np.median(times) == pytest.approx(median, abs=0.02)  # of sigmoid(N(0, 1)), shifted
+
+
+def test_every_step_draws_times_of_its_own(tmp_path):
+    times = []
+
+    def watched(network, x_t, t, batch, routing):
+        times.extend(t.tolist() if torch.is_grad_enabled() else [])
+        return zero(network, x_t, t, batch, routing)
+
+    loop(watched, arrays={"latents": np.zeros((9, 1, 2, 2))}, output_dir=tmp_path).fit()
+    assert len(set(times)) == 5 * 4
 
 
 @pytest.mark.parametrize(("name", "scale"), [("flux", 1), ("sd3", 1000), ("auraflow", 1), ("wan", 1000)])
 def test_times_are_those_that_the_pipelines_give(name, scale):
     """FLUX and AuraFlow take t in (0, 1), Stable Diffusion 3 and Wan the thousand steps of a schedule."""
-    network, given = FAMILIES[name].build(), []
+    network, given, guidance = FAMILIES[name].build(), [], []
     family = finetune.FAMILIES[type(network).__name__]
     place = list(inspect.signature(type(network).forward).parameters).index("timestep") - 1
 
     def watch(module, args, kwargs):
         given.append(kwargs["timestep"] if "timestep" in kwargs else args[place])
+        guidance.append(kwargs.get("guidance"))
 
     network.register_forward_pre_hook(watch, with_kwargs=True)
     shape = (2, CHANNELS[name], *((4, 4, 4) if name == "wan" else (8, 8)))
@@ -282,6 +310,7 @@ def test_times_are_those_that_the_pipelines_give(name, scale):
     output = finetune.velocity(network, family, torch.zeros(shape), torch.tensor([0.25, 0.5]), batch, {})
     assert output.shape == shape
     assert torch.equal(given[0], scale * torch.tensor([0.25, 0.5]))
+    assert name != "flux" or guidance[0].tolist() == [1, 1]  # more would be learnt as the data
 
 
 def test_what_flux_is_given_is_what_its_pipeline_gives():

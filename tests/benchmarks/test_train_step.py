@@ -101,6 +101,14 @@ def test_model_flops_leave_out_what_is_computed_twice(trainer_of):
     assert rows[0]["model_tflop"] == rows[1]["model_tflop"]
 
 
+def test_utilisation_is_of_the_model_flops_at_the_median_time(trainer_of):
+    trainer, row = trainer_of("routed")
+    assert row["model_tflop"] == pytest.approx(4 * cost_of(trainer.net).routed_training_flops / 1e12)
+    found = train_step.timing([0.2, 0.1, 0.5], row | {"model_tflop": 3.0}, {"no": (60e12, "specified")})
+    wanted = {"ms": 200, "ms_least": 100, "ms_most": 500, "images_per_sec": 20, "utilisation": 0.25, "peak_tflops": 60}
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+
+
 def test_the_dense_twin_differs_in_its_routes_alone(trainer_of):
     routes = ("model/routes=max_speed", "model.routes.0.selection_ratio=0.6", "routing.off_last_steps=null")
     assert trainer_of("routed", *routes)[1]["routes"] == "1-6:0.6"
