@@ -88,6 +88,8 @@ def test_advice_on_a_run_leaves_table_figures_and_picture(tmp_path):
         (c["route"]["start_layer_idx"], c["route"]["end_layer_idx"], c["route"]["selection_ratio"]): c["predicted_speedup"]
         for c in figures["candidates"]
     }
+    for c in figures["candidates"]:  # before the first block of the window, and after the last
+        assert c["similarity"] == figures["similarity"][c["route"]["start_layer_idx"]][c["route"]["end_layer_idx"] + 1]
     assert predicted[1, 5, 0.5] > predicted[2, 4, 0.5] > predicted[2, 4, 0.25] > 1
     assert (tmp_path / "run" / "advice" / "advice.md").read_text().strip() in result.stdout
     assert (tmp_path / "run" / "advice" / "advice.png").stat().st_size > 10_000

@@ -120,7 +120,7 @@ def test_masks_and_routes_reach_the_network():
         return noisy
 
     force_keep = torch.ones(2, 16, dtype=torch.bool)
-    EDMLoss()(denoiser, torch.randn(2, 3, 8, 8), None, selection_ratio=(0.25,), force_keep=force_keep)
+    EDMLoss()(EDMPrecond(denoiser), torch.randn(2, 3, 8, 8), None, selection_ratio=(0.25,), force_keep=force_keep)
     assert seen["selection_ratio"] == (0.25,)
     assert seen["force_keep"] is force_keep
 

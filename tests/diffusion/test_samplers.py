@@ -84,6 +84,7 @@ def test_number_of_network_evaluations(num_steps):
     sigmas, denoised = [], []
 
     def denoise(x, sigma):
+        assert x.dtype == sigma.dtype == torch.float64
         sigmas.append(float(sigma))
         denoised.append(gaussian_denoiser(x, sigma))
         return denoised[-1]

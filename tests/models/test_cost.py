@@ -72,6 +72,8 @@ def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp3
         cost = cost_of(parity, fp32_slowdown=slowdown)
         assert cost.predicted_speedup == pytest.approx(expected, abs=0.01)
         assert cost.predicted_speedup <= cost.ceiling
+        extra = (slowdown - 1) * cost.fp32_training_flops / cost.dense_training_flops
+        assert 1 / cost.ceiling == pytest.approx(1 / cost_of(plain).ceiling + extra)
         assert cost_of(plain, fp32_slowdown=slowdown).predicted_speedup == pytest.approx(none, abs=0.01)
         for nothing_bypasses in ({"ratios": [0.0]}, {"mask_coverage": 1.0}):
             cost = cost_of(parity, **nothing_bypasses, fp32_slowdown=slowdown)

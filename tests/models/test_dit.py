@@ -161,7 +161,7 @@ def test_several_routes_may_touch_and_reach_the_last_layer():
     net = small_dit([Route(0.5, 0, 1), Route(0.25, 2, 3), Route(0.7, 6, -1)]).train()
     last = num_tokens_kept(16, 0.7)
     assert lengths_seen(net) == [8, 8, 12, 12, 16, 16, last, last]
-    assert lengths_seen(net, selection_ratio=(0, 0.5, 0)) == [16, 16, 8, 8, 16, 16, 16, 16]
+    assert lengths_seen(net, selection_ratio=(0, 0.5, 0.25)) == [16, 16, 8, 8, 16, 16, 12, 12]
     assert net(*small_batch()).shape == (4, 3, 8, 8)
 
 

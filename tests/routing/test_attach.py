@@ -141,6 +141,7 @@ def test_a_model_is_saved_as_it_is_and_detached_as_it_was(name, tmp_path):
     for file in (tmp_path / "before").iterdir():
         assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes()
     assert torch.equal(run(type(model).from_pretrained(tmp_path / "after").train(), arguments), plain)
+    run(model, arguments)
     detach(model)
     assert [part.__dict__ for part in parts] == before
     assert repr(model) == text
