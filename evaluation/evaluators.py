@@ -43,8 +43,7 @@ class DenseLoss:
     def run(self, step: int) -> Iterator[tuple[str, float]]:
         """Yield each denoiser's mean loss."""
         for key, denoiser in self.denoisers.items():
-            was_training = denoiser.training
-            denoiser.eval()
+            denoiser.eval()  # and left so: a training step sets its network's mode itself, the average has no other
             sums = torch.zeros(2, dtype=torch.float64, device=next(denoiser.parameters()).device)  # of losses, of entries
             # The blocks are compiled for the shapes of training; here they run as they are written.
             with torch.compiler.set_stance("force_eager"):
@@ -53,7 +52,6 @@ class DenseLoss:
                     losses = self.loss_fn(denoiser, latents, labels, generator=generator, loss_mask=masks)
                     sums[0] += losses.double().sum()
                     sums[1] += len(losses)
-            denoiser.train(was_training)
             loss, count = self.total(sums).tolist()
             yield key, loss / count
 

@@ -1,21 +1,25 @@
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import train
 from data import LatentManifest, LatentWriter
-from tests.runs import TINY, metrics, tiny_run, tiny_trainer
-from training.checkpoint import latest_checkpoint
+from tests.runs import TINY, metrics, tiny_run, tiny_trainer, validated
+from training import config as configuration
+from training.checkpoint import latest_checkpoint, steps_in
+from training.provenance import RunFolder
 
 VARIANTS = {
     "plain": (),
     "accumulation": ("train.micro_batch_size=2",),
     "bf16 and clipping": ("train.mixed_precision=bf16", "train.grad_clip=0.1"),
-    "evaluation": ("train.eval_every=2", "train.sample_every=4", "sampler.num_steps=2"),
+    "evaluation and average": ("train.eval_every=2", "train.sample_every=4", "sampler.num_steps=2", "ema.warmup=true"),
 }
 
 
@@ -46,6 +50,14 @@ def whole_runs(tmp_path_factory):
     for variant, overrides in VARIANTS.items():
         tiny_run(folder / variant, *overrides)
     return folder
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """The folder of a run of one step."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    tiny_run(folder, "train.total_steps=1")
+    return RunFolder(folder)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -225,6 +237,142 @@ def test_accumulation_sums_to_the_gradient_of_the_whole_batch(tmp_path):
         torch.testing.assert_close(total, sum(parts) / 4)
 
 
+def test_the_average_takes_part_in_the_step_that_was_taken(tmp_path):
+    trainer, _ = tiny_trainer(tmp_path, "ema.decay=0.5", "optimizer.lr=0.1")
+    before = [parameter.clone() for parameter in trainer.ema.net.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.net.parameters(), strict=True))
+    trainer.train_step(iter(trainer.micro_batches(0)))
+    assert not all(torch.equal(a, b) for a, b in zip(before, trainer.net.parameters(), strict=True))
+    for old, new, average in zip(before, trainer.net.parameters(), trainer.ema.net.parameters(), strict=True):
+        torch.testing.assert_close(average, (old + new) / 2)
+
+
+def test_pictures_are_of_the_average_and_held_out_losses_of_what_they_are_named_after(tmp_path):
+    options = ("train.sample_every=2", "train.eval_every=2", "sampler.num_steps=2", "guidance=cfg")
+    trainer, _ = tiny_trainer(tmp_path, *options)
+    used = []
+    for name, net in (("net", trainer.net), ("average", trainer.ema.net)):
+        net.register_forward_pre_hook(lambda _, inputs, name=name: used.append((name, len(inputs[0]))))
+    (_, grid), (_, losses) = trainer.evaluators
+    list(grid.run(2))
+    assert set(used) == {("average", 2 * train.GRID_SAMPLES)}, "guidance evaluates each sample twice"
+    for key, name in (("val_loss_dense", "net"), ("val_loss_dense_ema", "average")):
+        used.clear()
+        losses.denoisers[key](torch.zeros(1, 4, 8, 8), torch.ones(1), torch.zeros(1, dtype=torch.int64))
+        assert used == [(name, 1)]
+
+
+def test_what_is_logged_are_means_over_the_steps_that_landed(tmp_path):
+    for name, log_every in (("single", 1), ("window", 3)):
+        trainer, run = tiny_trainer(tmp_path / name, f"train.log_every={log_every}", "train.total_steps=3")
+        loss_fn = trainer.loss_fn
+        trainer.loss_fn = lambda *a, trainer=trainer, loss_fn=loss_fn, **k: (
+            loss_fn(*a, **k) / (trainer.step != 1 or not torch.is_grad_enabled())
+        )
+        trainer.after_first_window = None
+        train.run_training(trainer, run)
+    (first, skipped, last), (window,) = metrics(tmp_path / "single"), metrics(tmp_path / "window")
+    assert skipped["loss"] is None
+    for key in ("loss", "grad_norm"):
+        assert window[key] == pytest.approx((first[key] + last[key]) / 2)
+    assert (window["num_skipped_steps"], window["selection_ratio"]) == (1, 0.5)
+
+
+def test_a_run_of_another_seed_starts_from_other_weights_and_one_of_the_same_from_the_same(tmp_path):
+    weights = [tiny_trainer(tmp_path / str(i), f"seed={i % 2}")[0].net.blocks[0].attn.proj.weight for i in range(3)]
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "data.seed=1",
+        "ema.decay=0.5",
+        "train.batch_size=16",
+        "train.micro_batch_size=4",
+        "train.grad_clip=1",
+        "train.mixed_precision=bf16",
+        "diffusion.loss.P_mean=-1",
+        "model.class_dropout_prob=0.2",
+        "model.routes.0.selection_ratio=0.25",
+        "optimizer.weight_decay=0.1",
+        "routing.off_last_steps=1",
+    ],
+)
+def test_a_run_does_not_go_on_with_what_changes_its_weights(short_run, override):
+    changed = validated(*TINY, f"output_dir={short_run.path}", override)
+    with pytest.raises(ValueError, match=re.escape(override.partition("=")[0].partition(".0.")[0]) + ": "):
+        short_run.check(changed, short_run.manifest()["data"])
+
+
+def test_scores_of_one_run_are_made_in_one_way(short_run, tmp_path):
+    run = RunFolder(shutil.copytree(short_run.path, tmp_path / "run"))
+    before, data = run.config(), run.manifest()["data"]
+    guided = before | {"guidance": {"guidance_scale": 3.0}}
+    run.check(guided, data)  # pictures alone may change
+    scored = {"_target_": "evaluation.DigitsEvaluator", "num_samples": 500, "labels": "random"}
+    run.check(before | {"evaluation": scored}, data)  # they begin where there were none
+    run.config_file.write_text(yaml.safe_dump(before | {"evaluation": scored}))
+    for key, changed in (
+        ("guidance.guidance_scale", guided | {"evaluation": scored}),
+        ("evaluation.num_samples", before | {"evaluation": scored | {"num_samples": 100}}),
+        ("decoding", before | {"evaluation": scored, "decoding": "official"}),
+    ):
+        with pytest.raises(ValueError, match=f"{re.escape(key)}: "):
+            run.check(changed, data)
+
+
+def test_a_run_is_finished_where_it_has_all_its_steps(short_run):
+    assert short_run.is_finished(1)
+    assert not short_run.is_finished(2)
+
+
+def test_milestones_stay_and_the_last_state_is_evaluated_and_saved(tmp_path):
+    options = ("train.save_every=1", "train.keep_last=2", "train.milestone_every=3", "train.eval_every=4")
+    tiny_run(tmp_path, *options, "train.total_steps=7")
+    assert [step for step, _ in steps_in(tmp_path / "checkpoints")] == [3, 6, 7]
+    assert [line["step"] for line in metrics(tmp_path) if "val_loss_dense" in line] == [4, 7]
+
+
+def test_the_optimizer_is_as_it_was_asked_for(tmp_path):
+    asked = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1}
+    written = [f"optimizer.{key}={list(value) if key == 'betas' else value}" for key, value in asked.items()]
+    trainer, _ = tiny_trainer(tmp_path, *written)
+    (group,) = trainer.optimizer.param_groups
+    assert {key: tuple(group[key]) if key == "betas" else group[key] for key in asked} == asked
+    assert {id(parameter) for parameter in group["params"]} == {id(parameter) for parameter in trainer.net.parameters()}
+
+
+def test_preconditioning_and_loss_are_as_they_were_asked_for(tmp_path):
+    asked = ("diffusion.sigma_data=0.7", "diffusion.loss.P_mean=-0.4", "train.eval_every=2")
+    trainer, _ = tiny_trainer(tmp_path, *asked)
+    ((_, evaluator),) = trainer.evaluators
+    assert [precond.sigma_data for precond in (trainer.precond, *evaluator.denoisers.values())] == [0.7] * 3
+    for loss_fn in (trainer.loss_fn, evaluator.loss_fn):
+        assert (loss_fn.sigma_data, loss_fn.P_mean) == (0.7, -0.4)
+
+
+def test_entries_are_named_that_were_read(tmp_path):
+    options = ("seed=3", "train.micro_batch_size=4")
+    trainer, _ = tiny_trainer(tmp_path, *options)
+    read = [micro_batch.stored for _, micro_batch in zip(range(2), trainer.micro_batches(5), strict=False)]
+    dataset = configuration.build(validated(*TINY, *options), "data")()
+    assert torch.equal(torch.cat(read), dataset.read(np.array(trainer.history.entries(5)))[0])
+
+
+def test_a_failure_is_recorded_with_the_step_that_failed(tmp_path):
+    trainer, run = tiny_trainer(tmp_path)
+    step = trainer.train_step
+    trainer.train_step = lambda micro_batches: step(micro_batches) if trainer.step < 3 else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        train.run_training(trainer, run)
+    failure = run.manifest()["failure"]
+    assert (failure["reason"], failure["step"]) == ("ZeroDivisionError: division by zero", 3)
+    assert [step for step, _ in steps_in(tmp_path / "checkpoints")] == [2]
+
+
 def test_draws_depend_on_seed_step_and_micro_batch(tmp_path):
     trainer, _ = tiny_trainer(tmp_path)
 
@@ -247,7 +395,16 @@ def test_dense_evaluation_sees_all_tokens_and_draws_the_same_each_time(tmp_path)
     assert first == second
     assert set(first) == {"val_loss_dense", "val_loss_dense_ema"}
     assert lengths == {16}
-    assert trainer.net.training
+
+
+def test_no_evaluation_takes_the_average_out_of_eval_mode(tmp_path):
+    """Samples would be drawn with routes and dropped labels."""
+    trainer, _ = tiny_trainer(tmp_path, "train.eval_every=2", "train.sample_every=2", "sampler.num_steps=2")
+    for _, evaluator in trainer.evaluators:
+        list(evaluator.run(2))
+        assert not any(module.training for module in trainer.ema.net.modules())
+    trainer.train_step(iter(trainer.micro_batches(0)))
+    assert all(module.training for module in trainer.net.modules())
 
 
 def test_clipping_bounds_the_gradient(tmp_path):
@@ -323,7 +480,8 @@ def test_a_dense_finetune_starts_from_the_averaged_weights_of_a_routed_run(tmp_p
     trainer, _ = tiny_trainer(tmp_path / "finetune", *finetune, f"train.init_from={tmp_path / 'routed'}")
     assert trainer.net.routes == ()
     ema = load_file(latest_checkpoint(tmp_path / "routed") / "ema.safetensors")
-    assert all(torch.equal(tensor, ema[name]) for name, tensor in trainer.net.state_dict().items())
+    for net in (trainer.net, trainer.ema.net):
+        assert all(torch.equal(tensor, ema[name]) for name, tensor in net.state_dict().items())
 
 
 @pytest.mark.parametrize("model", ["tread", "dit"])
