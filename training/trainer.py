@@ -358,8 +358,9 @@ class Trainer:
             self.ema.num_updates.fill_(state["num_ema_updates"])
             windows = torch.tensor(state["windows"], device=self.device)
             same = len(windows) == self.accelerator.num_processes
-            # On another number of processes each takes the mean of what there was.
+            # On another number of processes each takes the mean of what there was, and its share of what is counted.
             self.window += windows[self.accelerator.process_index] if same else windows.mean(dim=0)
+            self.window[WINDOW.index("num_forced_bypassed")] *= len(windows) / self.accelerator.num_processes
 
     def pause_clock(self) -> None:
         """Stop counting time as that of training."""
