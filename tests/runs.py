@@ -2,7 +2,7 @@
 
 import json
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from accelerate import PartialState
@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 import train
 from training import config as configuration
 from training.machine import resolve_auto
+from training.processes import decided_by_first
 from training.provenance import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -52,14 +53,15 @@ def validated(*overrides, num_processes=1):
 
 
 def tiny_trainer(folder, *overrides):
-    """Build the trainer of a tiny run in `folder`, as train.py does."""
-    config = validated(*TINY, f"output_dir={folder}", *overrides)
+    """Build the trainer of a tiny run in `folder`, as train.py does, in one process or in all of a launch."""
+    state = PartialState(cpu=True)
+    config = validated(*TINY, f"output_dir={folder}", *overrides, num_processes=state.num_processes)
     run, dataset = RunFolder(folder), configuration.build(config, "data")()
-    run.hold(print)
+    decided_by_first(state, partial(run.hold, print))
     try:
         run.check(config, dataset.describe())
         saved = run.manifest()["resolved"] if run.has_results() else {}
-        resolved = resolve_auto(config, saved, PartialState(cpu=True).device, 1)
+        resolved = resolve_auto(config, saved, state.device, state.num_processes)
         return train.build_trainer(config, resolved, run, dataset), run
     except (ValueError, OSError):
         run.release()

@@ -1,0 +1,275 @@
+"""What two processes do together, held against one: in one start of both, since what takes long is that each imports torch."""
+
+import hashlib
+import json
+import os
+import signal
+from datetime import timedelta
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from PIL import Image
+from safetensors.torch import load_file
+
+import sample
+import train
+from data import LatentManifest, LatentWriter, open_images
+from evaluation import AdmSuite, Processes, make_reference
+from evaluation.extraction import evenly_spaced
+from evaluation.inception import InceptionFeatures
+from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
+from tests.training.test_trainer import assert_same_run
+from training.checkpoint import latest_checkpoint
+from training.processes import check_same, decided_by_first
+
+NUM_PROCESSES = 2
+SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where no checkpoint, and an evaluation is due
+# Two micro-batches for each process. Zeros of adaLN-Zero would hide most draws; Adam makes much of gradients that are
+# nothing but rounding, unless eps is larger.
+OPTIONS = ("train.micro_batch_size=2", "model.init=xavier", "optimizer.lr=1e-3", "optimizer.eps=1e-3", "ema.decay=0.5")
+OPTIONS += ("model/size=tiny", "train.num_workers=0")
+RUN = (*OPTIONS, "train.log_every=5", "train.eval_every=3", "train.sample_every=6", "sampler.num_steps=2")
+NUM_IMAGES, NUM_KEPT, SIDE = 23, 9, 4  # of a reference, six batches of four: three for each process, one of them short
+
+
+class Pixels:
+    """Pixels in the place of what a network sees in them: what is tested is how features of all images come together."""
+
+    device, record = torch.device("cpu"), {"checked": "sha256", "tensors_sha256": "0"}
+
+    def __call__(self, images):
+        pixels = torch.from_numpy(images).flatten(1) / 255
+        return InceptionFeatures(pixels, pixels.square(), 20 * pixels)
+
+
+def shrink(patch):
+    """Have batches that do not divide by the processes, of few and small images."""
+    patch.setattr("train.EVALUATION_BATCH", 4)
+    patch.setattr("evaluation.reference.NUM_KEPT", NUM_KEPT)
+    patch.setattr("evaluation.extraction.SPLIT_SIZE", 10)
+    for name in ("NUM_POOL_FEATURES", "NUM_SPATIAL_FEATURES", "NUM_CLASSES"):
+        patch.setattr(f"evaluation.extraction.{name}", 3 * SIDE**2)
+
+
+def write_inputs(folder):
+    """Write latents whose masks touch 0 to 16 of 16 tokens, and images."""
+    rng = np.random.default_rng(0)
+    masks = np.zeros((34, 8, 8), np.uint8)
+    for entry in range(34):
+        for token in range(entry % 17):
+            masks[entry, 2 * (token // 4), 2 * (token % 4)] = 200
+    manifest = LatentManifest(34, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=10, conditioning_type="mask")
+    with LatentWriter(folder / "latents", manifest) as writer:
+        writer.append(rng.standard_normal((34, 4, 8, 8)), np.arange(34) % 10, masks)
+    for name, count in (("reference", NUM_IMAGES), ("samples", NUM_IMAGES + 4)):
+        np.savez(folder / f"{name}.npz", rng.integers(0, 256, (count, SIDE, SIDE, 3), np.uint8))
+
+
+def run_options(folder, overflow="bypass"):
+    masked = ("train.masked_loss=true", f"routing.force_keep_overflow={overflow}")
+    return ("data=latents", f"data.path={folder / 'latents'}", *TINY[1:], *masked, *RUN)
+
+
+def spoil(trainer):
+    """Have one sample of one step give a loss that is no number, by its place in the global batch."""
+    generator, loss_fn, at = trainer._generator, trainer.loss_fn, []
+    trainer._generator = lambda index: (at.append(index), generator(index))[1]
+
+    def spoilt(*args, **kwargs):
+        losses = loss_fn(*args, **kwargs)
+        here = trainer.step == SPOILT_STEP and at[-1] == SPOILT_PLACE // 2 and torch.is_grad_enabled()
+        return losses + torch.tensor([0.0, torch.nan]) if here else losses
+
+    trainer.loss_fn = spoilt
+
+
+def trained(folder, *overrides, asked=False):
+    """Train with a spoilt step; return why the run stopped, and a hash of all weights of this process."""
+    trainer, run = tiny_trainer(folder, *overrides)
+    spoil(trainer)
+    step = trainer.train_step
+
+    def train_step(micro_batches):
+        if asked and trainer.step == STOPPED_STEP:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step(micro_batches)
+
+    trainer.train_step = train_step
+    reason = train.run_training(trainer, run)
+    tensors = [*trainer.net.parameters(), *trainer.ema.net.parameters()]
+    digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors))
+    return reason, digest.hexdigest()
+
+
+def scored(folder, state):
+    """Make a reference, and return the scores of samples against one that has its images alone."""
+    images, samples = (open_images(folder / f"{name}.npz") for name in ("reference", "samples"))
+    processes = Processes(state.process_index, state.num_processes)
+    make_reference(Pixels(), images, folder / f"made_by_{state.num_processes}.npz", 4, processes)
+    options = {"batch_size": 4, "precision_recall": True, "exact_distances": True, "kid": True}
+    suite = AdmSuite(Pixels(), {}, images, processes=processes, **options)
+    return suite.score(samples.batches(4, processes.index, processes.count), samples.count, samples.shape).values
+
+
+def draw(run, output):
+    sample.main(composed(f"run={run}", "num_samples=23", "batch_size=4", f"output={output}", config_name="sample"))
+
+
+def refusal(ask):
+    try:
+        ask()
+    except Exception as error:
+        return repr(error)
+
+
+def fail():
+    raise MemoryError("none left")
+
+
+def process(rank, folder):
+    """Do in one of the processes all that the tests ask about, and save what came of it."""
+    torch.set_num_threads(1)
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")} | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    os.environ |= {name: str(NUM_PROCESSES) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    # A process that waits for one that does something else must not wait for ever.
+    group = {"rank": rank, "world_size": NUM_PROCESSES, "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", **group)
+    state = PartialState(cpu=True)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        found["whole"] = trained(folder / "whole", *run_options(folder))
+        found["stopped"] = trained(folder / "stopped", *run_options(folder), asked=rank == 1)
+        found["resumed"] = trained(folder / "stopped", *run_options(folder))
+        found["handed"] = trained(folder / "handed", *run_options(folder), "train.total_steps=4")
+        tiny_run(folder / "grown", *run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1")
+        tiny_run(folder / "smaller", "train.total_steps=3")
+        found["scores"] = scored(folder, state)
+    draw(folder / "whole", folder / "drawn_by_2.npz")
+    found["differing"] = refusal(lambda: check_same(state, {"same": 0, "seed": rank}))
+    found["undecided"] = refusal(lambda: decided_by_first(state, fail))
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What one process and two have written, and what each of the two has seen in N.pt."""
+    folder = tmp_path_factory.mktemp("processes")
+    write_inputs(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        trained(folder / "handed", *run_options(folder), "train.total_steps=2")
+        tiny_run(folder / "smaller", "train.total_steps=2")
+        torch.multiprocessing.start_processes(process, (folder,), NUM_PROCESSES, start_method="spawn")
+        trained(folder / "handed", *run_options(folder))
+        trained(folder / "one", *run_options(folder))
+        tiny_run(folder / "grown_by_one", *run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1")
+        torch.save(scored(folder, PartialState(cpu=True)), folder / "scores_of_one.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """What each of the two processes has seen."""
+    return [SimpleNamespace(**torch.load(folder / f"{rank}.pt")) for rank in range(NUM_PROCESSES)]
+
+
+def assert_same_numbers(run, other):
+    """Sums over processes are rounded differently, the rest is the same."""
+    for line, of_other in zip(metrics(run), metrics(other), strict=True):
+        assert line.keys() == of_other.keys()
+        for key, value in line.items():
+            assert of_other[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), key
+
+
+@pytest.mark.parametrize("run", ["whole", "handed"])
+def test_two_processes_log_what_one_logs(folder, run):
+    """Losses, held-out losses, counts of tokens, the step that all skip and whose sample was at fault; `handed` was
+    begun by one process, went on in two, and ended in one."""
+    assert_same_numbers(folder / "one", folder / run)
+
+
+@pytest.mark.parametrize("run", ["whole", "handed"])
+@pytest.mark.parametrize("file", ["net", "ema"])
+def test_two_processes_train_the_weights_of_one(folder, run, file):
+    one, two = (load_file(latest_checkpoint(folder / name) / f"{file}.safetensors") for name in ("one", run))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_skipped_step_names_the_sample_at_fault(folder):
+    trainer, run = tiny_trainer(folder / "asked", *run_options(folder))
+    run.release()
+    (skipped,) = metrics(folder / "whole")[1]["skipped_steps"]
+    assert skipped["step"] == SPOILT_STEP + 1
+    assert skipped["entries"][0] == trainer.history.entries(SPOILT_STEP)[SPOILT_PLACE]
+
+
+def test_all_processes_hold_the_same_weights(found):
+    for name in ("whole", "stopped", "resumed", "handed"):
+        assert len({getattr(of_one, name)[1] for of_one in found}) == 1
+
+
+def test_all_stop_where_one_process_is_asked_to_and_go_on_bitwise(folder, found):
+    assert [of_one.stopped[0] for of_one in found] == ["SIGTERM"] * NUM_PROCESSES
+    starts = json.loads((folder / "stopped/manifest.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, STOPPED_STEP + 1]
+    assert_same_run(folder / "whole", folder / "stopped")
+
+
+def test_a_run_says_what_another_number_of_processes_means(folder):
+    starts = json.loads((folder / "handed/manifest.json").read_text())["starts"]
+    assert [(start["step"], start["num_processes"]) for start in starts] == [(0, 1), (2, 2), (4, 1)]
+    assert starts[2]["changes"] == ["2 process(es) -> 1: the order of the data stays, sums are rounded differently"]
+
+
+def test_micro_batches_that_new_processes_can_not_share_become_smaller(folder):
+    start = json.loads((folder / "smaller/manifest.json").read_text())["starts"][1]
+    assert "micro-batches of 8 -> 4: noise, dropped labels and tokens are other draws from here on" in start["changes"]
+    assert metrics(folder / "smaller")[-1]["step"] == 3
+
+
+def test_windows_grow_alike_in_all_processes(folder):
+    assert_same_numbers(folder / "grown_by_one", folder / "grown")
+
+
+def test_two_processes_show_and_draw_the_pictures_of_one(folder):
+    draw(folder / "whole", folder / "drawn_by_1.npz")
+    one, two = (np.load(folder / f"drawn_by_{n}.npz") for n in (1, NUM_PROCESSES))
+    assert one["arr_1"].tolist() == two["arr_1"].tolist()
+    shown = [np.asarray(Image.open(folder / run / "samples/step_00000006.png")) for run in ("one", "whole")]
+    for ours, theirs in ((one["arr_0"], two["arr_0"]), shown):
+        assert ours.std() > 10
+        assert np.abs(ours.astype(int) - theirs).max() <= 1
+
+
+def test_two_processes_score_as_one_and_the_first_tells(folder, found):
+    one = torch.load(folder / "scores_of_one.pt")
+    assert one.keys() == {f"{name}{NUM_IMAGES + 4}" for name in ("fid", "sfid", "is", "precision", "recall", "kid", "kid_std")}
+    assert one[f"is{NUM_IMAGES + 4}"] > 1.5
+    assert found[0].scores == pytest.approx(one, rel=1e-6)
+    assert found[1].scores == {}
+
+
+def test_a_reference_keeps_its_images_in_order_whoever_looked_at_them(folder):
+    with np.load(folder / "reference.npz") as images, np.load(folder / "made_by_1.npz") as one:
+        assert np.array_equal(one["arr_0"], images["arr_0"][evenly_spaced(NUM_IMAGES, NUM_KEPT)])
+        with np.load(folder / "made_by_2.npz") as two:
+            for name in one.files:
+                close = np.array_equal if name in ("arr_0", "weights") else np.allclose
+                assert close(one[name], two[name]), name
+
+
+def test_processes_that_do_not_start_alike_refuse_together(found):
+    said = "ValueError('the processes of this launch must start alike: seed is 0 in process 0, 1 in process 1')"
+    assert [of_one.differing for of_one in found] == [said] * NUM_PROCESSES
+
+
+def test_none_waits_for_a_decision_that_failed(found):
+    told = ["MemoryError('none left')", "RuntimeError('process 0: MemoryError: none left')"]
+    assert [of_one.undecided for of_one in found] == told
