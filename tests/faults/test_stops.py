@@ -16,7 +16,6 @@ from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.config import Explained
-from training.trainer import STEPS_IN_RESERVE
 
 ACCELERATE = (str(BIN / "accelerate"), "launch")
 ALL_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
@@ -178,19 +177,6 @@ def test_a_limit_of_time_is_kept(tmp_path):
     manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
     assert (manifest["status"], manifest["reason"]) == ("stopped", "the time limit train.max_time_sec")
     assert (tmp_path / f"runs/r/checkpoints/step_{manifest['step']:08d}").is_dir()
-
-
-def test_the_reserve_holds_the_steps_and_the_saving_that_are_still_to_come(tmp_path):
-    trainer, run = tiny_trainer(tmp_path, "train.max_time_sec=1e9")
-    asked = []
-    agreed = trainer.stop_request.agreed
-    trainer.stop_request.agreed = lambda reserve_sec: asked.append(reserve_sec) or agreed(reserve_sec)
-    train.run_training(trainer, run)
-    assert len(asked) == trainer.total_steps + 1
-    assert asked[-1] > trainer.longest_save_sec + STEPS_IN_RESERVE * 1e-3
-    trainer.stop_request._ends = time.time() + 10
-    assert agreed(9.0) == ""
-    assert agreed(10.1) == "the time limit train.max_time_sec"
 
 
 def test_a_run_without_a_launcher_outlives_its_parent(tmp_path):

@@ -1,0 +1,120 @@
+"""What counts as the time of training, and what is kept back of a limit of time: by a clock that stands until it is moved."""
+
+import signal
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+import train
+from tests.runs import metrics, tiny_trainer
+from training.stopping import TIME_LIMIT, StopRequest
+from training.trainer import END_SEC, HURRIED_SEC
+
+STEP_SEC, SAVE_SEC, EVALUATION_SEC, CHECK_SEC = 2.0, 7.0, 100.0, 50.0
+OPTIONS = ("train.log_every=3", "train.save_every=2", "train.micro_batch_size=4")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("training.trainer.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+def timed(folder, clock, *overrides):
+    """Build a trainer whose work moves the clock; return it with its run and what it asks its stop request for, by step."""
+    trainer, run = tiny_trainer(folder, *OPTIONS, *overrides)
+    asked = []
+
+    def taking(seconds, work):
+        def call(*args):
+            clock[0] += seconds
+            return work(*args)
+
+        return call
+
+    trainer.train_step = taking(STEP_SEC, trainer.train_step)
+    trainer.checkpoints.save = taking(SAVE_SEC, trainer.checkpoints.save)
+    trainer.evaluators = [(2, SimpleNamespace(run=taking(EVALUATION_SEC, lambda step: [("score", 1.0)])))]
+    trainer.after_first_window = taking(CHECK_SEC, lambda ratios: None)
+    trainer.stop_request.agreed = lambda reserve_sec: asked.append((trainer.step, reserve_sec)) or ""
+    return trainer, run, asked
+
+
+def interrupt_before(trainer, at):
+    step = trainer.train_step
+
+    def train_step(micro_batches):
+        if trainer.step == at:
+            raise KeyboardInterrupt
+        step(micro_batches)
+
+    trainer.train_step = train_step
+
+
+def trained_lines(folder):
+    return [line for line in metrics(folder, clocks=True) if "loss" in line]
+
+
+def test_steps_alone_count_as_time_of_training_and_all_images_of_a_step(tmp_path, clock):
+    trainer, run, _ = timed(tmp_path, clock)
+    train.run_training(trainer, run)
+    keys = ("step", "num_images", "train_time_sec", "images_per_sec")
+    assert [tuple(line[key] for key in keys) for line in trained_lines(tmp_path)] == [(3, 24, 6.0, 4.0), (6, 48, 12.0, 4.0)]
+
+
+def test_a_run_that_goes_on_within_a_window_counts_on(tmp_path, clock):
+    trainer, run, _ = timed(tmp_path, clock)
+    interrupt_before(trainer, 5)
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    trainer, run, _ = timed(tmp_path, clock)
+    assert trainer.first_step == 4
+    train.run_training(trainer, run)
+    last = trained_lines(tmp_path)[-1]
+    assert (last["train_time_sec"], last["images_per_sec"]) == (12.0, 4.0)
+
+
+def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
+    trainer, run, asked = timed(tmp_path, clock)
+    interrupt_before(trainer, 4)
+    guessed_save_sec = trainer.longest_save_sec
+    assert guessed_save_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    # Twice at a step that evaluates: before its turn, and before its evaluation, which has to fit in as well.
+    expected = [
+        (0, END_SEC + guessed_save_sec),
+        (1, END_SEC + guessed_save_sec + 5 * STEP_SEC),
+        (2, END_SEC + guessed_save_sec + 5 * STEP_SEC),
+        (2, END_SEC + SAVE_SEC + 5 * (2 * STEP_SEC + SAVE_SEC) / 2),
+        (3, END_SEC + SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 3),
+        (4, END_SEC + SAVE_SEC + 5 * (4 * STEP_SEC + SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 4),
+        (4, END_SEC + SAVE_SEC + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 4 + EVALUATION_SEC),
+    ]
+    assert [step for step, _ in asked] == [step for step, _ in expected]
+    assert [seconds for _, seconds in asked] == pytest.approx([seconds for _, seconds in expected])
+
+
+def test_the_reserve_after_a_resume_is_that_of_its_own_steps(tmp_path, clock):
+    trainer, run, _ = timed(tmp_path, clock)
+    interrupt_before(trainer, 4)
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
+    trainer, run, asked = timed(tmp_path, clock)
+    trainer.evaluators = []
+    trainer.tracker = SimpleNamespace(log=lambda values, step: None, close=lambda within_sec: None)
+    train.run_training(trainer, run)
+    end_sec = END_SEC + HURRIED_SEC  # the tracker has to end, too
+    assert asked[:2] == [(4, end_sec + SAVE_SEC), (5, end_sec + SAVE_SEC + 5 * STEP_SEC)]
+
+
+def test_the_limit_counts_from_the_start_of_the_process_and_a_signal_comes_first(monkeypatch):
+    request, started, now = StopRequest(100.0), psutil.Process().create_time(), [0.0]
+    monkeypatch.setattr("training.stopping.time", SimpleNamespace(time=lambda: started + now[0]))
+    for now[0], reserve_sec, reason in ((90.0, 9.5, ""), (90.0, 10.5, TIME_LIMIT), (101.0, 0.0, TIME_LIMIT)):
+        assert request.agreed(reserve_sec) == reason
+    request._on_signal(signal.SIGUSR1, None)
+    assert request.agreed(0.0) == "SIGUSR1"
+    assert StopRequest(None).agreed(1e12) == ""
