@@ -1,0 +1,141 @@
+"""What is said of single steps: skipped ones, spikes, the samples at fault; over processes, log points and resumes."""
+
+import json
+
+import pytest
+import torch
+
+from training.history import LEAST_STEPS, MOST_NAMED, LossHistory, NotFinite
+
+CPU = torch.device("cpu")
+PLACES = ((0, 1, 4, 5), (2, 3, 6, 7))  # of two processes, in micro-batches of two
+# Of eight samples by their place; four of these are of the second process, and three are the largest there are.
+LOSSES = (0.5, 4.0, 9.0, 0.1, 3.0, 0.2, 7.0, 0.3)
+LARGEST = [2, 6, 1, 4]
+
+
+def history(places=range(8), log_every=4, max_skipped_steps=3):
+    def entries(num_steps):
+        return [f"{num_steps}/{place}" for place in range(8)]
+
+    return LossHistory(torch.tensor(list(places)), log_every, entries, max_skipped_steps, CPU)
+
+
+def add(found, loss=1.0, skipped=0, losses=LOSSES):
+    own = torch.tensor(losses)[found.places.long()]
+    found.add(torch.tensor(loss), torch.tensor(float(skipped)), own.split(2))
+
+
+def rows(*found):
+    return [of_one.rows[: of_one.num_rows].tolist() for of_one in found]
+
+
+def level(found, num_steps=200):
+    """Have losses of mean 1 and standard deviation 0.1."""
+    assert not any(found._is_spike(1 + 0.1 * (-1) ** i) for i in range(num_steps))
+    return found
+
+
+def test_a_spike_does_not_hide_the_next_one():
+    found = level(history())
+    assert [found._is_spike(loss) for loss in (1.7, 100.0, 3.0, 1.7)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("num_steps", "spike"), [(LEAST_STEPS - 1, False), (LEAST_STEPS, True)])
+def test_the_first_steps_are_no_measure_of_a_spike(num_steps, spike):
+    assert level(history(), num_steps)._is_spike(5.0) == spike
+
+
+def test_mean_and_deviation_forget_old_steps():
+    found = level(history(), 300)
+    for i in range(100):
+        found._is_spike(1.5 + 0.2 * (-1) ** i)
+    assert found.mean == pytest.approx(1.5 - 0.5 * 0.99**100, abs=0.01)
+    # Of both levels, with their weights, and the distance between them.
+    old = 0.99**100
+    assert found.variance == pytest.approx(0.1**2 * old + 0.2**2 * (1 - old) + 0.5**2 * old * (1 - old), rel=0.05)
+
+
+def test_what_is_remembered_comes_back_from_a_checkpoint():
+    found = level(history())
+    add(found, skipped=1)
+    found.report(7, rows(found))
+    add(found, loss=1.5)
+    kept = json.loads(json.dumps(found.state(rows(found))))
+    other = history()
+    other.restore(kept, 0, 1)
+    assert other.state(rows(other)) == kept
+    assert min(kept[key] for key in ("num_in_row", "mean", "variance", "num_landed")) > 0
+    for _ in range(4):  # there is room for a whole window behind what was restored
+        add(other)
+
+
+def test_the_largest_losses_of_all_processes_are_named_by_step_and_entry():
+    one, two = history(), [history(places) for places in PLACES]
+    for found in (one, *two):
+        add(found)
+        add(found, skipped=1)
+        add(found)
+    expected = {"skipped_steps": [{"step": 10, "entries": [f"9/{place}" for place in LARGEST]}]}
+    assert one.report(11, rows(one)) == expected
+    assert two[0].report(11, rows(*two)) == expected
+    assert len(LARGEST) == MOST_NAMED
+
+
+def test_the_loss_of_a_step_is_the_mean_over_processes():
+    found = [level(history(places)) for places in PLACES]
+    add(found[0], loss=1.0)
+    add(found[1], loss=9.0)
+    (spike,) = found[0].report(1, rows(*found))["loss_spikes"]
+    assert spike["loss"] == 5.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_the_largest(value):
+    found = history()
+    add(found, skipped=1, losses=(*LOSSES[:5], value, *LOSSES[6:]))
+    (skipped,) = found.report(1, rows(found))["skipped_steps"]
+    assert skipped["entries"] == [f"0/{place}" for place in (5, 2, 6, 1)]
+
+
+def test_rows_of_two_processes_go_on_in_one_and_the_other_way_round():
+    two, one = [history(places) for places in PLACES], history()
+    for found in two:
+        add(found, loss=float(found.places[0]), skipped=1)
+    one.restore(two[0].state(rows(*two)), 0, 1)
+    assert one.rows[0, 0] == 1.0  # of 0 and 2
+    assert one.report(1, rows(one))["skipped_steps"][0]["entries"] == [f"0/{place}" for place in LARGEST]
+    add(one, skipped=1)
+    again = [history(places) for places in PLACES]
+    for index, found in enumerate(again):
+        found.restore(one.state(rows(one)), index, 2)
+        add(found)
+    (skipped,) = again[0].report(3, rows(*again))["skipped_steps"]
+    assert (skipped["step"], skipped["entries"]) == (2, [f"1/{place}" for place in LARGEST])
+    assert again[0].num_rows == 0
+
+
+@pytest.mark.parametrize(("in_row", "ends"), [(2, False), (3, True), (4, True)])
+def test_as_many_skipped_steps_in_a_row_as_are_allowed_end_a_run(in_row, ends):
+    found = history()
+    add(found, skipped=1)
+    found.report(4, rows(found))
+    for _ in range(in_row - 1):
+        add(found, skipped=1)
+    if not ends:
+        found.report(5, rows(found))
+        return
+    with pytest.raises(NotFinite, match=r"from step 4 on .*; its batch was \['3/0', ") as caught:
+        found.report(3 + in_row, rows(found))
+    assert caught.value.details["step"] == 4
+    assert [skipped["step"] for skipped in caught.value.details["skipped_steps"]] == list(range(5, 4 + in_row))
+
+
+def test_a_step_that_landed_ends_the_row():
+    found = history()
+    for skipped in (1, 1, 0, 1):
+        add(found, skipped=skipped)
+    found.report(4, rows(found))
+    add(found, skipped=1)
+    found.report(5, rows(found))
+    assert found.num_in_row == 2
