@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from data import LatentManifest, LatentWriter
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
 
-MASKED = (*TINY[1:], "train.masked_loss=true", "train.log_every=1")
+SMALL = ("model/size=tiny", "train.num_workers=0")
+MASKED = (*TINY[1:], *SMALL, "train.masked_loss=true", "train.log_every=1")
 
 
 @pytest.fixture
@@ -68,6 +69,14 @@ def test_under_bypass_k_stays_and_the_forced_tokens_that_bypass_are_counted(tmp_
     assert sum(counted) > 0
 
 
+def test_the_saving_that_is_promised_knows_of_the_masks(tmp_path, latents):
+    flops = {}
+    for overflow in ("bypass", "grow"):
+        _, run = tiny_trainer(tmp_path / overflow, *latents, f"routing.force_keep_overflow={overflow}")
+        flops[overflow] = run.manifest()["cost"]["routed_training_flops"]
+    assert flops["bypass"] < flops["grow"]
+
+
 def test_under_error_the_data_are_refused_before_anything_is_written(tmp_path, latents):
     with pytest.raises(ValueError, match=r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that the route of"):
         tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=error")
@@ -96,12 +105,20 @@ def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path,
     assert 0 < (loss == 0).sum() < len(loss)
 
 
-def test_held_out_loss_is_masked_as_well(tmp_path, latents):
-    trainer, _ = tiny_trainer(tmp_path / "masked", *latents, "train.eval_every=2")
-    plain, _ = tiny_trainer(tmp_path / "plain", *latents, "train.eval_every=2", "train.masked_loss=false")
-    ((_, masked_loss),), ((_, plain_loss),) = trainer.evaluators, plain.evaluators
-    masked, whole = dict(masked_loss.run(0)), dict(plain_loss.run(0))
-    assert 0 < masked["val_loss_dense"] < 0.3 * whole["val_loss_dense"]
+def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, latents, monkeypatch):
+    monkeypatch.setattr("train.EVALUATION_BATCH", 3)  # of four entries
+    trainer, _ = tiny_trainer(tmp_path, *latents, "train.eval_every=2")
+    ((_, evaluator),) = trainer.evaluators
+    seen = []
+    evaluator.denoisers["val_loss_dense"].register_forward_hook(lambda _, args, output: seen.append((args[1], output)))
+    found = dict(evaluator.run(0))["val_loss_dense"]
+    errors = []
+    for (_, x, _, masks), (sigma, denoised) in zip(evaluator.batches(), seen, strict=True):
+        assert masks.max() == pytest.approx(200 / 255)
+        weight = (sigma**2 + 0.5**2) / (sigma * 0.5) ** 2
+        errors += (weight.view(-1, 1, 1, 1) * (denoised - x) ** 2 * masks[:, None]).mean(dim=(1, 2, 3)).tolist()
+    assert len(errors) == 4
+    assert found == pytest.approx(np.mean(errors))
 
 
 def test_a_masked_run_resumes_bitwise(tmp_path, latents):
