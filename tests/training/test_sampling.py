@@ -2,20 +2,25 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from accelerate import PartialState
 from PIL import Image
+from safetensors.torch import load_file
 
 import sample
 from diffusion import random_labels
 from runtime.files import sha256
 from tests.runs import composed, tiny_run
+from training import config as configuration
 from training.config import Explained
-from training.sampling import find_checkpoint
+from training.sampling import find_checkpoint, open_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
-    tiny_run(folder, "data.in_channels=3", "sampler.num_steps=2")
+    learnt = ("model.init=xavier", "optimizer.lr=1e-2", "ema.decay=0.5")
+    tiny_run(folder, "data.in_channels=3", "sampler.num_steps=2", *learnt)
     return folder
 
 
@@ -41,6 +46,35 @@ def test_labels_are_drawn_from_the_seeds_unless_told_otherwise_and_recorded(run,
         for label in range(10):
             shown = picture[2 : tile - 2 : zoom, tile * label + 2 : tile * (label + 1) - 2 : zoom]
             assert np.array_equal(shown, images[labels.tolist().index(label)])
+
+
+@pytest.mark.parametrize("option", ["num_steps=3", "guidance_scale=3", "mixed_precision=bf16", "checkpoint=4"])
+def test_what_is_asked_changes_the_samples(run, tmp_path, option):
+    images = []
+    for name, options in (("plain", ()), ("other", (option,))):
+        asked = (f"run={run}", "num_samples=4", f"output={tmp_path / name}.npz", *options)
+        sample.main(composed(*asked, config_name="sample"))
+        with np.load(tmp_path / f"{name}.npz") as arrays:
+            images.append(arrays["arr_0"])
+    assert (images[0] != images[1]).any()
+
+
+def test_samples_are_of_the_average_in_eval_mode(run):
+    request = configuration.resolve(composed(f"run={run}", config_name="sample"))
+    precond = open_run(request, PartialState(cpu=True)).precond
+    average = load_file(run / "checkpoints/step_00000006/ema.safetensors")
+    assert all(torch.equal(tensor, average[name]) for name, tensor in precond.net.state_dict().items())
+    assert not any(module.training for module in precond.modules())
+
+
+def test_other_samples_have_another_name(run):
+    options = ["num_samples=7", "first_seed=1", "class_label=1", "labels=balanced", "guidance_scale=2", "num_steps=3"]
+    options += ["mixed_precision=bf16", "decoding=official", "checkpoint=4"]
+    names = set()
+    for asked in ((), *((option,) for option in options)):
+        request = configuration.resolve(composed(f"run={run}", *asked, config_name="sample"))
+        names.add(open_run(request, PartialState(cpu=True)).name)
+    assert len(names) == 1 + len(options)
 
 
 def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside_them(run, tmp_path):
