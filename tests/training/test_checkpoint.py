@@ -136,6 +136,15 @@ def test_published_weights_load_by_name(tmp_path, prefix, key):
     assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in net.state_dict().items())
 
 
+def test_of_a_file_with_both_the_averaged_weights_are_taken(tmp_path):
+    """As the public DiT and SiT training scripts save them."""
+    for average, raw in (("ema", "model"), ("ema_state_dict", "model_state_dict")):
+        torch.save({raw: small_dit().state_dict(), average: other_weights(), "opt": {}}, tmp_path / "weights.pt")
+        net = small_dit()
+        assert load_weights(net, tmp_path / "weights.pt")["entry"] == average
+        assert torch.equal(net.x_embedder.proj.weight, other_weights()["x_embedder.proj.weight"])
+
+
 def test_bad_weights_are_one_clear_error_and_change_nothing(tmp_path):
     net = small_dit()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -173,15 +182,19 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     folder = CheckpointFolder(tmp_path, keep_last=2, milestone_every=None)
-    folder.save(3, net, small_dit(), optimizer, {"note": [1.5]})
+    kept_average = small_dit()
+    kept_average.load_state_dict(other_weights())
+    folder.save(3, net, kept_average, optimizer, {"note": [1.5]})
     fresh = small_dit()
     fresh_optimizer = torch.optim.AdamW(fresh.parameters(), fused=True)
-    state = folder.load(tmp_path / "step_00000003", fresh, small_dit(), fresh_optimizer, torch.device("cpu"))
+    average = small_dit()
+    state = folder.load(tmp_path / "step_00000003", fresh, average, fresh_optimizer, torch.device("cpu"))
     assert (state["step"], state["note"]) == (3, [1.5])
     for parameter, restored in zip(net.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(parameter, restored)
         for key, value in optimizer.state[parameter].items():
             assert torch.equal(value, fresh_optimizer.state[restored][key])
+    assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in average.state_dict().items())
 
 
 def test_the_last_n_and_the_milestones_are_kept(tmp_path):
@@ -194,7 +207,8 @@ def test_the_last_n_and_the_milestones_are_kept(tmp_path):
 
 def test_a_half_written_checkpoint_is_not_seen(tmp_path):
     (tmp_path / "checkpoints" / ".step_00000009.partial").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_00000004").mkdir()
+    for step in ("step_00000002", "step_00000004"):
+        (tmp_path / "checkpoints" / step).mkdir()
     assert latest_checkpoint(tmp_path).name == "step_00000004"
     assert latest_checkpoint(tmp_path / "nothing") is None
 

@@ -36,6 +36,12 @@ def nothing_chosen(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.parametrize("saved", ["no", "bf16"])
+def test_a_run_keeps_the_precision_it_was_begun_with(saved):
+    """On a machine that would choose the other."""
+    assert resolve_auto(validated(), {"mixed_precision": saved}, CPU, 1)["mixed_precision"] == saved
+
+
 @pytest.mark.usefixtures("nothing_chosen")
 def test_freed_memory_is_kept_on_a_cpu_unless_told_otherwise(monkeypatch):
     assert resolved() is True
