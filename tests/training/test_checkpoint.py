@@ -214,7 +214,7 @@ def test_a_half_written_checkpoint_is_not_seen(tmp_path):
 
 
 def test_a_run_starts_from_the_average_of_another(tmp_path):
-    first = tiny_run(tmp_path / "first")
+    first = tiny_run(tmp_path / "first", "optimizer.lr=1e-2", "ema.decay=0.5")  # neither the first weights nor the last
     second = tiny_run(tmp_path / "second", f"train.init_from={tmp_path / 'first'}", "train.total_steps=1", "optimizer.lr=1e-12")
     for average, parameter in zip(first.ema.net.parameters(), second.net.parameters(), strict=True):
         torch.testing.assert_close(average, parameter, atol=1e-6, rtol=0)
