@@ -110,7 +110,7 @@ def test_the_reserve_after_a_resume_is_that_of_its_own_steps(tmp_path, clock):
     assert asked[:2] == [(4, end_sec + SAVE_SEC), (5, end_sec + SAVE_SEC + 5 * STEP_SEC)]
 
 
-def test_the_limit_counts_from_the_start_of_the_process_and_a_signal_comes_first(monkeypatch):
+def test_the_limit_counts_from_the_start_and_a_signal_comes_first(monkeypatch):
     request, started, now = StopRequest(100.0), psutil.Process().create_time(), [0.0]
     monkeypatch.setattr("training.stopping.time", SimpleNamespace(time=lambda: started + now[0]))
     for now[0], reserve_sec, reason in ((90.0, 9.5, ""), (90.0, 10.5, TIME_LIMIT), (101.0, 0.0, TIME_LIMIT)):

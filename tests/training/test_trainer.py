@@ -247,7 +247,7 @@ def test_the_average_takes_part_in_the_step_that_was_taken(tmp_path):
         torch.testing.assert_close(average, (old + new) / 2)
 
 
-def test_pictures_are_of_the_average_and_held_out_losses_of_what_they_are_named_after(tmp_path):
+def test_pictures_are_of_the_average_and_losses_of_what_they_are_named(tmp_path):
     options = ("train.sample_every=2", "train.eval_every=2", "sampler.num_steps=2", "guidance=cfg")
     trainer, _ = tiny_trainer(tmp_path, *options)
     used = []
@@ -278,7 +278,7 @@ def test_what_is_logged_are_means_over_the_steps_that_landed(tmp_path):
     assert (window["num_skipped_steps"], window["selection_ratio"]) == (1, 0.5)
 
 
-def test_a_run_of_another_seed_starts_from_other_weights_and_one_of_the_same_from_the_same(tmp_path):
+def test_the_seed_decides_the_first_weights(tmp_path):
     weights = [tiny_trainer(tmp_path / str(i), f"seed={i % 2}")[0].net.blocks[0].attn.proj.weight for i in range(3)]
     assert torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[1])
