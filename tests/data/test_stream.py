@@ -4,7 +4,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from data import LatentDataset, StreamOrder, held_out_batches, stream, synthetic
+from data import (
+    LatentDataset,
+    LatentManifest,
+    StreamOrder,
+    entries_by_step,
+    held_out_batches,
+    mask_coverage,
+    stream,
+    synthetic,
+)
 
 
 def order(ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, process_index=0, num_processes=1, seed=0):
@@ -28,6 +37,8 @@ def test_each_permutation_holds_every_entry_once_and_they_differ():
     epochs = [positions[start : start + 10] for start in (0, 10, 20)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
+    of_next_seed = np.concatenate(first(order(seed=1), 5)).tolist()
+    assert of_next_seed not in epochs, "the epochs of a seed are not those of another, shifted"
 
 
 def test_the_stream_is_a_function_of_the_position():
@@ -35,6 +46,9 @@ def test_the_stream_is_a_function_of_the_position():
     whole_batches = np.concatenate(first(order(), 6)).reshape(2, 6).tolist()
     assert first(order(micro_batch_size=6), 2) == whole_batches
     assert first(order(seed=1), 3) != first(order(), 3)
+    dataset = synthetic(input_size=4, in_channels=1, num_classes=0, num_held_out=4, num_entries=20, seed=0)
+    batch = entries_by_step(dataset, seed=5, batch_size=6)(3)
+    assert [batch] == first(order(dataset.train_ids, seed=5, start_step=3, micro_batch_size=6), 1)
 
 
 def test_processes_share_each_batch_without_overlap():
@@ -92,20 +106,37 @@ def test_workers_change_nothing():
         "pin_memory": False,
     }
     batches = [list(itertools.islice(stream(dataset, 2, num_workers=n, **arguments), 12)) for n in (0, 2)]
-    for here, read_ahead in zip(*batches, strict=True):
+    steps = order(dataset.train_ids, batch_size=4, start_step=2)
+    for here, read_ahead, ids in zip(*batches, first(steps, 12), strict=True):
         assert torch.equal(here.stored, read_ahead.stored)
         assert torch.equal(here.labels, read_ahead.labels)
+        assert torch.equal(here.stored, dataset.read(np.array(ids))[0])
 
 
-def test_held_out_batches_cover_the_held_out_entries_on_any_number_of_processes():
-    dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=7, num_entries=20, seed=0)
-    expected, _ = dataset.read(dataset.held_out_ids)
+def test_held_out_batches_are_the_same_on_any_number_of_processes():
+    """Moments of two channels, certain in the first and not in the second: there the draws show."""
+    about = {"scale": 0.5, "shift": 2.0, "num_held_out": 7, "conditioning_type": "mask"}
+    manifest = LatentManifest(20, (4, 4, 4), "float32", "moments", 3, "identity", **about)
+    rng = np.random.default_rng(0)
+    moments = rng.standard_normal(manifest.stored_shape).astype(np.float32)
+    moments[:, 2], moments[:, 3] = -40, 0
+    masks = rng.integers(0, 256, (20, 4, 4), dtype=np.uint8)
+    dataset = LatentDataset(moments, np.arange(20) % 3, manifest, masks)
+    ids = dataset.held_out_ids
+    found = []
     for num_processes in (1, 2, 5):
         parts = {}
         for rank in range(num_processes):
-            for index, latents, *_ in held_out_batches(dataset, 2, torch.device("cpu"), rank, num_processes):
-                parts[index] = latents
-        assert torch.equal(torch.cat([parts[index] for index in sorted(parts)]), expected)
+            for index, *tensors in held_out_batches(dataset, 2, torch.device("cpu"), rank, num_processes, with_masks=True):
+                parts[index] = tensors
+        found.append([torch.cat(tensors) for tensors in zip(*(parts[i] for i in sorted(parts)), strict=True)])
+    for latents, labels, weights in found:
+        np.testing.assert_allclose(latents[:, 0], (moments[ids, 0] - 2) * 0.5, rtol=1e-6)
+        assert torch.equal(latents, found[0][0])
+        assert labels.tolist() == (ids % 3).tolist()
+        assert torch.equal(weights, dataset.read_masks(ids))
+    draws = found[0][0][:, 1].numpy() / 0.5 + 2 - moments[ids, 1]
+    assert len(np.unique(draws.round(3), axis=0)) == len(ids), "each entry has draws of its own"
 
 
 def test_held_out_moments_are_not_drawn_with_the_noise_of_the_loss():
@@ -124,6 +155,8 @@ def test_synthetic_data_is_a_function_of_its_seed():
     a, b, c = (synthetic(**arguments, seed=seed) for seed in (0, 0, 1))
     assert np.array_equal(a.stored, b.stored)
     assert not np.array_equal(a.stored, c.stored)
+    means = [a.stored[a.labels == label].mean() for label in range(3)]
+    np.testing.assert_allclose(means, [-1 / 2, -1 / 6, 1 / 6], atol=0.1)
     assert synthetic(**{**arguments, "num_classes": 0}, seed=0).labels is None
 
 
@@ -150,6 +183,16 @@ def test_all_processes_and_micro_batches_of_a_step_know_the_largest_mask():
         for step, (first_half, second_half) in zip(expected, pairs(batches), strict=False):
             assert first_half.num_forced == second_half.num_forced == step
             assert first_half.masks.shape == (2, 4, 4)
+
+
+def test_the_coverage_of_masks_is_that_of_the_largest_of_a_batch():
+    dataset = synthetic(input_size=4, in_channels=1, num_classes=0, num_held_out=0, num_entries=8, seed=0)
+    masks = np.zeros((8, 4, 4), np.uint8)
+    for entry in range(8):
+        masks[entry].flat[: 2 * entry] = 255
+    dataset = LatentDataset(dataset.stored, None, replace(dataset.manifest, conditioning_type="mask"), masks)
+    covered = mask_coverage(dataset, lambda mask: (mask > 0).flatten(1), batch_size=4)
+    assert covered == np.mean([6 / 16, 14 / 16])
 
 
 def pairs(iterable):
