@@ -11,6 +11,7 @@ import torch
 
 from data import (
     IdentityEncoder,
+    LatentDataset,
     LatentManifest,
     LatentWriter,
     digits,
@@ -24,6 +25,7 @@ from runtime.lock import Busy
 from tests.runs import ROOT
 
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 5}
+HELD_OUT_OF_20 = [2, 4, 6, 13, 16, 19]
 
 
 def write(path, kind="samples", count=20, **changes):
@@ -47,6 +49,7 @@ def test_what_is_written_is_read(tmp_path):
     assert np.array_equal(got.numpy(), stored[ids])
     assert got_labels.tolist() == labels[ids].tolist()
     assert isinstance(dataset.stored, np.memmap)
+    assert dataset.held_out_ids.tolist() == HELD_OUT_OF_20, "for everyone, and for ever"
     together = np.sort(np.concatenate([dataset.train_ids, dataset.held_out_ids]))
     assert len(dataset.held_out_ids) == 6
     assert np.array_equal(together, np.arange(20))
@@ -71,6 +74,14 @@ def test_moments_are_sampled_anew():
     assert abs(first.mean() - 1.5) < 0.01
     # std = exp(logvar / 2) * scale
     assert abs(first.std() - np.exp(-0.5) * 0.5) < 0.01
+
+
+def test_every_number_of_every_entry_has_a_draw_of_its_own():
+    manifest = LatentManifest(20, (4, 8, 8), "float16", "moments", 0, "identity")
+    draws = manifest.to_latents(torch.zeros(6, 4, 8, 8), torch.Generator().manual_seed(0))
+    assert draws.shape == (6, 2, 8, 8)
+    assert len(draws.unique()) > 0.99 * draws.numel()
+    assert torch.equal(manifest.to_latents(torch.zeros(6, 4, 8, 8), torch.Generator().manual_seed(0)), draws)
 
 
 def test_unconditional_folders_have_no_labels(tmp_path):
@@ -207,6 +218,15 @@ def test_digits_go_through_the_format_and_come_back(tmp_path):
     assert abs(latents.std() - 0.5) < 0.01
     again = digits(str(tmp_path / "digits"), input_size=8, in_channels=1, num_classes=10)
     assert again.describe() == dataset.describe()
+
+
+def test_real_images_of_moments_are_those_of_their_means():
+    manifest = LatentManifest(3, (2, 4, 4), "float32", "moments", 0, "identity", scale=0.5, shift=0.1)
+    pixels = np.linspace(-1, 1, 48, dtype=np.float32).reshape(3, 1, 4, 4)
+    dataset = LatentDataset(np.concatenate([pixels, np.zeros_like(pixels)], axis=1), None, manifest)
+    images, labels = real_images(dataset, np.arange(3), IdentityEncoder())
+    assert labels is None
+    assert np.array_equal(images, to_uint8(torch.from_numpy(pixels)).permute(0, 2, 3, 1).numpy())
 
 
 def test_bytes_survive_the_identity_encoder_and_the_rounding_rule():
@@ -401,6 +421,16 @@ def test_the_same_latents_have_the_same_fingerprint_however_they_were_made(tmp_p
     write(tmp_path / "d", scale=2.0)
     fingerprints = [open_latents(str(tmp_path / name), **SIZES).describe()["fingerprint"] for name in "abcd"]
     assert fingerprints[0] == fingerprints[1] == fingerprints[2] != fingerprints[3]
+
+
+def test_without_checksums_a_fingerprint_is_of_what_it_reads():
+    manifest = LatentManifest(3, (1, 4, 4), "float32", "samples", 2, "identity", conditioning_type="mask")
+    arrays = [np.zeros((3, 1, 4, 4), np.float32), np.zeros(3, np.int64), np.zeros((3, 4, 4), np.uint8)]
+    prints = set()
+    for changed in (None, 0, 1, 2):
+        stored, labels, masks = (array + (i == changed) for i, array in enumerate(arrays))
+        prints.add(LatentDataset(stored, labels, manifest, masks).describe()["fingerprint"])
+    assert len(prints) == 4
 
 
 def test_one_changed_number_anywhere_changes_the_fingerprint(tmp_path):
