@@ -8,6 +8,7 @@ import struct
 import tarfile
 import tracemalloc
 import zipfile
+from dataclasses import replace
 
 import lmdb
 import numpy as np
@@ -163,7 +164,23 @@ def test_scaled_moments_are_brought_back(tmp_path):
     close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
 
 
-def test_maskdit_lmdb(tmp_path):
+@pytest.mark.parametrize("stored_as", ["samples", "mean_logvar", "mean_std"])
+def test_scale_and_shift_of_each_channel_are_taken_out(stored_as):
+    chosen = replace(FORMATS["edm2"], stored_as=stored_as, scaled=True)
+    scale, shift = (np.reshape(value, (4, 1, 1)).astype(np.float32) for value in (chosen.scale, chosen.shift))
+    spread = {"samples": None, "mean_logvar": LOGVAR + 2 * np.log(scale), "mean_std": np.exp(0.5 * LOGVAR) * scale}[stored_as]
+    seen = (MEAN - shift) * scale
+    stored = chosen.to_stored(seen if spread is None else np.concatenate([seen, spread], axis=1))
+    np.testing.assert_allclose(stored, MEAN if spread is None else np.concatenate([MEAN, LOGVAR], axis=1), atol=1e-4)
+
+
+def test_variances_are_clamped_as_diffusers_does():
+    entry = np.array([1.0, 1.0, 1.0, 0.0, 1.0, 1e10]).reshape(1, 6, 1, 1)
+    assert FORMATS["repa"].to_stored(entry)[0, 3:].ravel().tolist() == [-30, 0, 20]
+
+
+def test_maskdit_lmdb(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "ENTRIES_AT_ONCE", 7)
     dataset = run(write_lmdb(tmp_path / "lmdb" / "train"), tmp_path / "out", "maskdit_lmdb", "num_held_out=3")
     manifest, moments = dataset.manifest, np.concatenate([MEAN, LOGVAR], axis=1)
     assert (manifest.count, manifest.mirrors, manifest.kind, manifest.num_held_out) == (COUNT, True, "moments", 3)

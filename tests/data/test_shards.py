@@ -95,6 +95,26 @@ def test_an_epoch_is_every_entry_once_and_the_next_is_in_another_order(latents, 
     assert [x >= 100 for x in sequence[:55]] != [x >= 100 for x in sequence[55:110]]
 
 
+def test_each_group_of_shards_has_draws_of_its_own(folder):
+    dataset = open_shards(str(folder), **SIZES)
+    (epoch,) = first(stream(dataset, batch_size=55, micro_batch_size=55), 1)
+    is_mirrored = {value % 100: value >= 100 for value in epoch}
+    sides = []
+    for _, group, _ in itertools.islice(stream(dataset).groups(), 2):
+        read = (dataset.read_shard(dataset.names[i], int(dataset.counts[i]))[0] for i in group)
+        sides.append([is_mirrored[int(value)] for latents in read for value in latents[:, 0, 0, 0, 0]])
+    assert sides[0][: 3 * SHARD] != sides[1][: 3 * SHARD]
+
+
+def test_a_sample_is_told_by_the_shards_that_it_may_come_from(folder):
+    dataset = open_shards(str(folder), **SIZES)
+    told = shards.shards_by_step(dataset, 0, 6, 2, 2)(4)
+    for rank, where in ((0, (0, 1, 4, 5)), (1, (2, 3))):
+        names = stream(dataset, 4, micro_batch_size=2, process_index=rank, num_processes=2).shards_at_start()
+        assert {told[i] for i in where} == {names}
+    assert len(set(told)) == 2
+
+
 def test_the_order_is_a_function_of_the_seed_and_the_step(folder):
     dataset = open_shards(str(folder), **SIZES)
     whole = first(stream(dataset), 100)
