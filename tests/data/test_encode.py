@@ -111,6 +111,8 @@ def test_without_mirrors_there_are_none_and_one_in_a_hundred_is_held_out(tmp_pat
     dataset = run(photos, tmp_path / "out", vae, "mirrors=false")
     assert dataset.stored.shape == (10, 8, 16, 16)
     assert dataset.manifest.num_held_out == 1
+    fast = run(photos, tmp_path / "fast", vae, "mirrors=false", "mixed_precision=bf16")
+    assert not np.array_equal(fast.stored, dataset.stored)
     both = run(photos, tmp_path / "both", vae)
     np.testing.assert_allclose(dataset.stored, both.stored[:, 0], rtol=2e-3, atol=1e-3)
 
@@ -169,8 +171,9 @@ def test_who_stops_it_is_told_how_it_goes_on(tmp_path, photos, vae, small_parts,
 
 
 def test_a_scale_that_does_not_fit_is_told_with_one_that_does(tmp_path, photos, capsys):
-    vae = write_autoencoder(tmp_path / "vae", scaling_factor=0.18215)
+    vae = write_autoencoder(tmp_path / "vae", scaling_factor=0.18215, shift_factor=0.25)
     dataset = run(photos, tmp_path / "out", vae)
+    assert (dataset.manifest.scale, dataset.manifest.shift) == (0.18215, 0.25)
     printed = capsys.readouterr().out
     fitting = float(printed.partition("the right latents, scale ")[2].split()[0])
     assert abs(float(dataset.measure()[2]) * fitting / 0.18215 - 1) < 1e-3
@@ -312,7 +315,7 @@ def write_masks(folder, photos, mode="L"):
 
 
 @pytest.mark.parametrize("conditioning_type", ["mask", "segmentation"])
-def test_masks_are_cut_and_pooled_like_their_images(tmp_path, photos, vae, conditioning_type):
+def test_masks_are_cut_and_pooled_like_their_images(tmp_path, photos, vae, small_parts, conditioning_type):
     masks = write_masks(tmp_path / "masks", photos)
     dataset = run(photos, tmp_path / "out", vae, f"masks={masks}", f"conditioning_type={conditioning_type}")
     assert dataset.manifest.conditioning_type == conditioning_type

@@ -191,3 +191,19 @@ def test_centre_crop_halves_by_boxes_first():
     got = np.asarray(centre_crop(Image.fromarray(image), 16)).astype(float)
     assert np.abs(got - boxes[:, 8:24]).max() <= 1
     assert centre_crop(Image.fromarray(image), 50).size == (50, 50)
+
+
+def published_crop(image, size):
+    """center_crop_arr of [ADM]."""
+    while min(*image.size) >= 2 * size:
+        image = image.resize(tuple(x // 2 for x in image.size), resample=Image.BOX)
+    scale = size / min(*image.size)
+    pixels = np.array(image.resize(tuple(round(x * scale) for x in image.size), resample=Image.BICUBIC))
+    top, left = (pixels.shape[0] - size) // 2, (pixels.shape[1] - size) // 2
+    return pixels[top : top + size, left : left + size]
+
+
+@pytest.mark.parametrize("size", [(24, 41), (57, 25), (100, 67), (11, 13), (32, 65)])
+def test_centre_crop_is_that_of_the_reference_code(size):
+    image = Image.fromarray(RNG.integers(0, 256, (*size, 3), dtype=np.uint8))
+    assert np.array_equal(np.asarray(centre_crop(image, 16)), published_crop(image, 16))

@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from runtime.arrays import parse_array
 from runtime.files import MAX_JSON_BYTES, atomic_write, read_json, write_json, write_text
+from tests.outside import npy
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -67,3 +70,11 @@ def test_json_of_hardly_anything_but_brackets_is_not_parsed(tmp_path):
         write_text(file, json.dumps([nothing] * 10_000))
         with pytest.raises(ValueError, match=r"a\.json is damaged, .*: it holds 1000\d brackets in \d+ bytes"):
             read_json(file)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<i8"])
+def test_an_array_is_read_in_its_order_and_type(order, dtype):
+    array = np.arange(6).reshape(2, 3).astype(dtype, order=order)
+    found = parse_array(npy(array))
+    assert np.array_equal(found, array) and found.dtype == array.dtype
