@@ -1,10 +1,15 @@
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
 
+import fid
 from data import IdentityEncoder, digits, real_images
 from evaluation import DigitsEvaluator
 from evaluation.pictures import in_turn, save_grid, text_picture
+from tests.runs import TINY, composed, tiny_trainer
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +27,25 @@ def test_scores_tell_good_from_bad(dataset):
     noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
     assert evaluator.score(noise, labels)["fd_pixel"] > 3
     assert evaluator.score(images[:1].repeat(50, axis=0), labels[:50])["fd_pixel"] > 3
+
+
+def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
+    """In fid.py and in a training: digits that are held out are for comparison."""
+    reference, held_out = (real_images(dataset, ids, IdentityEncoder()) for ids in (dataset.train_ids, dataset.held_out_ids))
+    images, labels = reference[0][:40], reference[1][:40]
+    np.savez(tmp_path / "s.npz", images, labels)
+    folder = Path(dataset.stored.filename).parent
+    fid.main(composed("suite=digits", f"samples={tmp_path / 's.npz'}", f"reference={folder}", config_name="fid"))
+    found = json.loads((tmp_path / "s.scores.json").read_text())["scores"]
+    evaluator = DigitsEvaluator(reference)
+    means = np.stack([reference[0][reference[1] == i % 10].mean(axis=0).round() for i in range(40)]).astype(np.uint8)
+    rows = {"samples": (images, labels), "class means": (means, np.arange(40) % 10), "held-out real": held_out}
+    assert found == {name: {"n": len(row[0]), **evaluator.score(*row)} for name, row in rows.items()}
+    options = ("data=digits", *TINY[1:], f"data.path={folder}", "evaluation=digits", "train.eval_every=2")
+    trainer, run = tiny_trainer(tmp_path / "run", *options)
+    (of_run,) = (evaluator for _, evaluator in trainer.evaluators if isinstance(evaluator, DigitsEvaluator))
+    assert of_run.score(*held_out) == evaluator.score(*held_out)
+    run.release()
 
 
 class Source:
@@ -65,7 +89,10 @@ def test_pictures(tmp_path, dataset):
     with Image.open(tmp_path / "one.png") as one, Image.open(tmp_path / "new" / "grid.png") as grid:
         assert one.width < grid.width / 5, "no more columns than images"
     save_grid(colour, tmp_path / "colour.png", columns=2)
-    assert np.asarray(Image.open(tmp_path / "colour.png")).shape == (136, 136, 3)
+    rows = np.split(np.asarray(Image.open(tmp_path / "colour.png")), 2)
+    tiles = [tile for row in rows for tile in np.split(row, 2, axis=1)]
+    assert all(np.array_equal(tile[2:66, 2:66], image) for tile, image in zip(tiles, colour, strict=True))
+    assert rows[0].shape == (68, 136, 3)
 
 
 def test_text_pictures_show_small_grey_images_only():

@@ -200,6 +200,15 @@ def test_kernel_distance_of_one_distribution_is_about_zero():
     assert abs(mean) < std
 
 
+def test_the_subsets_of_a_kernel_distance_follow_from_its_seed():
+    rng = np.random.default_rng(3)
+    reference, samples = rng.random((30, 8)), rng.random((20, 8))
+    one, again, other = (kernel_distance(reference, samples, 9, 5, seed) for seed in (0, 0, 1))
+    assert one == again != other
+    singles = [kernel_distance(reference, samples, 9, count)[0] for count in (1, 5)]
+    assert singles[0] != singles[1], "each subset is another"
+
+
 def test_inception_score_agrees_with_numpy():
     logits = np.random.default_rng(4).standard_normal((23, 7)) * 3
     probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
