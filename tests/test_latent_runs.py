@@ -6,14 +6,21 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
 
 import fid
 import sample
 import train
-from data import KLEncoder, encode, image_decoder, read_manifest
-from tests.inception import write_random_weights
+from data import KLEncoder, centre_crop, encode, open_images, read_manifest
+from diffusion import edm_sampler, random_labels
+from evaluation import AdmSuite, Processes, open_reference
+from runtime.files import sha256
+from tests.inception import Projections, write_random_weights
 from tests.photos import write_autoencoder, write_photographs
 from tests.runs import TINY, composed, metrics, tiny_run
+from training import config as configuration
 from training.checkpoint import latest_checkpoint
 from training.config import Explained
 
@@ -28,7 +35,8 @@ def folder(tmp_path_factory):
     write_photographs(folder / "photos")
     options = (f"source={folder / 'photos'}", f"out={folder / 'latents'}", f"encoder={vae}", "resolution=32", "num_held_out=2")
     encode.main(composed(*options, config_name="encode"))
-    tiny_run(folder / "run", *RUN, f"data.path={folder / 'latents'}", "train.eval_every=6")
+    far = ("optimizer.lr=0.01", "ema.decay=0.5")  # the average is neither what it began with nor the last step
+    tiny_run(folder / "run", *RUN, f"data.path={folder / 'latents'}", "train.eval_every=6", *far)
     return folder
 
 
@@ -54,24 +62,24 @@ def test_samples_are_decoded_by_the_autoencoder_of_the_latents(folder):
 
 
 @pytest.mark.parametrize(("decoding", "asked"), [("rounded", False), ("official", False), ("official", True)])
-def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, monkeypatch, decoding, asked):
-    """The whole way by hand: scale out of the latents, through the decoder, the one rounding rule; or all as public TREAD."""
-    drawn = []
-
-    def watched(*arguments):
-        decode = image_decoder(*arguments)
-        return lambda latents: (drawn.append(latents), decode(latents))[1]
-
-    monkeypatch.setattr(sample, "image_decoder", watched)
+def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, decoding, asked):
+    """The whole way by hand: the averaged weights, scale out of the latents, through the decoder, the one rounding rule; or
+    all as public TREAD."""
     if asked:
-        images, record = draw(folder, f"decoding={decoding}")
+        images, record = draw(folder, f"decoding={decoding}", "first_seed=3")
     else:
         shutil.copytree(folder / "run", tmp_path / "run")
         config = tmp_path / "run" / "config.yaml"
         config.write_text(config.read_text().replace("decoding: rounded\n", f"decoding: {decoding}\n"))
-        images, record = draw(tmp_path)
+        images, record = draw(tmp_path, "first_seed=3")
     assert record["decoding"] == decoding
-    latents = torch.cat(drawn[1:])  # the first asks for the shape
+    config = yaml.safe_load((folder / "run" / "config.yaml").read_text())
+    trained = configuration.build_net(config)
+    trained.load_state_dict(load_file(latest_checkpoint(folder / "run") / "ema.safetensors"))
+    precond, labels = configuration.build_precond(config, trained).eval(), random_labels(range(3, 8), 2)
+    noise = torch.stack([torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3, 8)])
+    with torch.no_grad():
+        latents = edm_sampler(lambda x, sigma: precond(x, sigma, labels), noise, num_steps=2).float()
     net, official = KLEncoder(str(folder / "vae"), torch.device("cpu")).net, decoding == "official"
     if official:
         for parameter in net.parameters():
@@ -114,6 +122,27 @@ def test_a_run_is_scored_without_files(folder, tmp_path):
     (record,) = (folder / "run" / "scores").glob("*.json")
     drawn = json.loads(record.read_text())["samples"]["drawn"]
     assert drawn["encoder"]["weights_hash"] == read_manifest(folder / "latents").encoder_hash
+
+
+def test_what_fid_is_asked_reaches_the_scores(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fid, "InceptionDetector", lambda *_: Projections())
+    with (tmp_path / "weights.pth").open("wb") as weights:
+        weights.truncate(2**24)
+    reference, out = tmp_path / "reference.npz", tmp_path / "scores.json"
+    options = (f"weights={tmp_path / 'weights.pth'}",)
+    made = ("mode=reference", f"images={folder / 'photos'}", "resolution=32", f"out={reference}")
+    fid.main(composed(*made, *options, config_name="fid"))
+    photos = [Image.open(file).convert("RGB") for file in sorted((folder / "photos").rglob("*.*"))]
+    with np.load(reference) as arrays:
+        assert np.array_equal(arrays["arr_0"], [np.asarray(centre_crop(photo, 32)) for photo in photos])
+    images, _ = draw(folder, "first_seed=3")
+    choices = {"precision_recall": True, "exact_distances": True, "kid": True}
+    asked = [*(f"{key}={value}" for key, value in choices.items()), "num_samples=5", "num_steps=2", "first_seed=3"]
+    fid.main(composed(f"run={folder / 'run'}", *asked, f"reference={reference}", f"out={out}", *options, config_name="fid"))
+    suite = AdmSuite(Projections(), *open_reference(reference, open_images), processes=Processes(), batch_size=64, **choices)
+    record = json.loads(out.read_text())
+    assert record["values"] == suite.score([(0, images)], 5, images.shape[1:]).values
+    assert record["samples"]["drawn"]["weights_sha256"] == sha256(latest_checkpoint(folder / "run") / "ema.safetensors")
 
 
 def test_training_draws_grids_and_resumes_bitwise_on_moments_and_mirrors(folder, tmp_path, capsys):

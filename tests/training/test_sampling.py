@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from accelerate import PartialState
 from PIL import Image
 from safetensors.torch import load_file
 
+import fid
 import sample
 from diffusion import random_labels
 from runtime.files import sha256
@@ -19,9 +21,57 @@ from training.sampling import find_checkpoint, open_run
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
+    # Far steps and a short average: its weights are neither the first ones nor the last.
     learnt = ("model.init=xavier", "optimizer.lr=1e-2", "ema.decay=0.5")
     tiny_run(folder, "data.in_channels=3", "sampler.num_steps=2", *learnt)
     return folder
+
+
+def opened(run, *overrides):
+    request = configuration.resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"))
+    return open_run(request, PartialState(cpu=True))
+
+
+def drawn(run, output, *overrides):
+    sample.main(composed(f"run={run}", "num_samples=4", f"output={output}", *overrides, config_name="sample"))
+    with np.load(output) as arrays:
+        return arrays["arr_0"]
+
+
+def test_samples_are_drawn_by_the_averaged_weights(run, tmp_path):
+    for step, asked in ((6, ()), (4, ("checkpoint=4",))):
+        folder = run / f"checkpoints/step_{step:08d}"
+        used = opened(run, *asked).precond.net.state_dict()
+        averaged, last = (load_file(folder / f"{name}.safetensors") for name in ("ema", "net"))
+        assert all(torch.equal(used[name], tensor) for name, tensor in averaged.items())
+        assert max((tensor - last[name]).abs().max() for name, tensor in averaged.items()) > 0.01
+    drawn(run, tmp_path / "a.npz", *asked)
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["weights_sha256"] == sha256(folder / "ema.safetensors")
+
+
+def test_what_a_run_says_holds_unless_told_otherwise(run, tmp_path):
+    (tmp_path / "guided").mkdir()
+    for name in ("config.yaml", "manifest.json"):
+        shutil.copy(run / name, tmp_path / "guided")
+    (tmp_path / "guided/checkpoints").symlink_to(run / "checkpoints")
+    config = tmp_path / "guided/config.yaml"
+    config.write_text(config.read_text().replace("guidance_scale: 1.0\n", "guidance_scale: 4.0\n"))
+    for asked, scale in (((), 4.0), (("guidance_scale=2",), 2.0)):
+        guided = opened(tmp_path / "guided", *asked)
+        assert guided.drawing["guidance_scale"] == guided.protocol["guidance_scale"] == scale
+    for asked, num_steps in (((), 2), (("num_steps=3",), 3)):
+        assert opened(run, *asked).sampler.keywords["num_steps"] == num_steps
+    options = ("num_steps=1", "first_seed=5")
+    plain, again = (drawn(run, tmp_path / f"{i}.npz", *options, f"guidance_scale={scale}") for i, scale in enumerate((1, 4)))
+    assert not np.array_equal(plain, again)
+    assert opened(run, *options).drawing["first_seed"] == 5
+
+
+def test_bf16_is_of_the_network_and_of_the_decoder(run):
+    for asked, bf16 in (((), False), (("mixed_precision=bf16",), True)):
+        of_run = opened(run, *asked)
+        assert of_run.drawing["bf16"] == of_run.decoding["bf16"] == bf16
 
 
 @pytest.mark.parametrize(
@@ -91,6 +141,11 @@ def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside
     assert output.read_bytes() != first
     assert json.loads(output.with_suffix(".json").read_text())["samples_sha256"] == sha256(output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.npz", "a.png"]
+
+
+def test_of_a_run_are_scored_as_many_samples_as_published_scores_are_of():
+    assert fid.drawn({"num_samples": None})["num_samples"] == 50_000
+    assert fid.drawn({"num_samples": 7})["num_samples"] == 7
 
 
 def test_samples_at_the_place_inside_the_run_are_not_overwritten_either(run):
