@@ -13,13 +13,21 @@ from tests.outside import npy
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     file = tmp_path / "record.json"
     write_json(file, {"a": 1})
-    with pytest.raises(RuntimeError), atomic_write(file) as partial:
-        partial.write_text("half")
-        raise RuntimeError
-    with pytest.raises(KeyboardInterrupt), atomic_write(file) as partial:
-        raise KeyboardInterrupt
-    assert read_json(file) == {"a": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error), atomic_write(file) as partial:
+            partial.write_text("half")
+            raise error
+        assert read_json(file) == {"a": 1}
+        assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_who_reads_meanwhile_reads_the_whole_of_what_was_there(tmp_path):
+    file = tmp_path / "record.json"
+    write_json(file, {"a": 1})
+    with file.open() as reader:
+        write_json(file, {"a": 2})
+        assert json.load(reader) == {"a": 1}
+    assert read_json(file) == {"a": 2}
 
 
 def test_a_link_at_the_place_beside_leads_nowhere(tmp_path):
@@ -38,8 +46,8 @@ def test_what_is_written_beside_has_the_suffix_by_which_libraries_tell_formats(t
 
 def test_json_has_no_words_for_numbers_that_are_not_finite(tmp_path):
     file = tmp_path / "a.json"
-    write_json(file, {"loss": float("nan"), "of": [1.5, float("inf"), (2, "x")]})
-    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"loss": None, "of": [1.5, None, [2, "x"]]}
+    write_json(file, {"loss": float("nan"), "of": [1.5, float("inf"), (float("nan"), "x")]})
+    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"loss": None, "of": [1.5, None, [None, "x"]]}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00"])

@@ -66,7 +66,9 @@ def test_a_lock_that_was_moved_away_keeps_nobody_out(tmp_path):
     lock = Lock(tmp_path / "run/.lock", "x").acquire()
     (tmp_path / "run").rename(tmp_path / "moved")
     assert not lock.is_in_place()
-    lock.release()
+    with Lock(tmp_path / "run/.lock", "x") as other:
+        lock.release()
+        assert other.is_in_place(), "nor does it take away the lock of another"
     assert (tmp_path / "moved/.lock").exists(), "only its own place is tidied up"
 
 
