@@ -141,6 +141,7 @@ def test_what_fid_is_asked_reaches_the_scores(folder, tmp_path, monkeypatch):
     fid.main(composed(f"run={folder / 'run'}", *asked, f"reference={reference}", f"out={out}", *options, config_name="fid"))
     suite = AdmSuite(Projections(), *open_reference(reference, open_images), processes=Processes(), batch_size=64, **choices)
     record = json.loads(out.read_text())
+    assert record["protocol"]["precision_recall"]["distances"] == "fp32"
     assert record["values"] == suite.score([(0, images)], 5, images.shape[1:]).values
     assert record["samples"]["drawn"]["weights_sha256"] == sha256(latest_checkpoint(folder / "run") / "ema.safetensors")
 

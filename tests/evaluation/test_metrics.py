@@ -162,6 +162,16 @@ def test_half_precision_distances_agree_with_numpy(block_size, scale):
     assert (got == exact) == (scale == 1)
 
 
+@pytest.mark.parametrize("seed", [12, 35])
+def test_rows_of_distances_are_reference_images_and_columns_samples(seed):
+    """Of these numbers fp16 rounds the two orders so differently that recall moves, or precision."""
+    rng = np.random.default_rng(seed)
+    reference, samples = (rng.integers(8, 13, (30, 40)).astype(np.float32) for _ in range(2))
+    got = precision_recall(reference, samples)
+    assert got == pytest.approx(plain_precision_recall(reference, samples, 3, 1000), abs=1e-12)
+    assert got != precision_recall(samples, reference)[::-1]
+
+
 def test_ties_count_as_inside():
     # Each point's third neighbour is exactly 1 away, and so is the other set: nothing but <= covers it.
     square = np.array([[0, 0], [1, 0], [0, 1], [1, 1]], np.float32)
