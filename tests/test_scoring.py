@@ -180,7 +180,7 @@ def adm(folder):
         "evaluation.allow_unpublished_weights=true",
         "train.eval_every=4",
         "optimizer.lr=0.01",
-        "ema.decay=0",
+        "ema.decay=0.5",
     )
 
 
