@@ -4,7 +4,8 @@
     python -m tests.mutation diffusion/ ema.py   those of some files
 
 Each entry of `tests/mutations/*.yaml` names a text of a file, what stands there instead, and the tests that must go red.
-An entry that gives `equivalent`, the reason why no test can, is not run. Changed are copies, never this tree.
+An entry that gives `equivalent`, the reason why no test can, is not run. Changed are copies, never this tree. The libraries of
+`make finetune` must be there.
 """
 
 import argparse
