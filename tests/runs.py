@@ -1,6 +1,7 @@
 """Compose configurations and run small trainings inside the test process."""
 
 import json
+import re
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
@@ -35,7 +36,7 @@ TINY = (
 def composed(*overrides, config_name="config"):
     """Compose a configuration as the command line would, outside Hydra's application."""
     # To compose takes half as long as a tiny run, and the same is asked for again and again, but for the folder.
-    folders = [override for override in overrides if override.startswith("output_dir=")]
+    folders = [override for override in overrides if re.fullmatch(r"output_dir=[\w./-]+", override)]
     config = deepcopy(_composed(config_name, tuple(override for override in overrides if override not in folders)))
     for override in folders:
         config.output_dir = override.partition("=")[2]
