@@ -135,8 +135,9 @@ def _start(copy: Path, tests: Sequence[str]) -> int:
     os.dup2(said, 2)
     os.chdir(copy)
     # Nothing of this tree may stand in for the copy.
-    for name in [name for name, module in sys.modules.items() if _is_ours(getattr(module, "__file__", None))]:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and _is_ours(getattr(module, "__file__", None)):
+            del sys.modules[name]
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
     sys.dont_write_bytecode = True  # it is told apart by size and second, and a change may alter neither
     code = 3

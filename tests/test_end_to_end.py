@@ -37,14 +37,13 @@ DIGITS = (
 DIGIT_SCORES = ("suite=digits", "reference=latents/digits")
 
 
-@pytest.mark.parametrize("model", ["tread", pytest.param("dit", marks=pytest.mark.slow)])
-def test_one_and_two_processes_train_sample_and_score_alike(tmp_path, model):
+def test_one_and_two_processes_train_sample_and_score_alike(tmp_path):
     folders = {}
     for name, num_processes in (("one", 1), ("two", 2)):
         folders[name] = tmp_path / name
         folders[name].mkdir()
         where = {"folder": folders[name], "num_processes": num_processes}
-        start("train.py", f"model={model}", "run_name=r", *DIGITS, "evaluation=digits", **where)
+        start("train.py", "run_name=r", *DIGITS, "evaluation=digits", **where)
         start("sample.py", "run=runs/r", "num_samples=23", "batch_size=4", "output=out/s.npz", **where)
         result = start("fid.py", *DIGIT_SCORES, "samples=out/s.npz", **where)
         for word in ("held-out real", "class means", "fd_pixel", "label_accuracy", "record out/s.scores.json"):

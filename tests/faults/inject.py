@@ -24,24 +24,15 @@ train_step, fit = Trainer.train_step, Trainer.fit
 
 
 def step_with_fault(self, micro_batches):
-    if self.step != step or process not in (here, "all"):
+    if self.step != step or process != here:
         return train_step(self, micro_batches)
     if fault == "raise":
         raise RuntimeError("the cosmic ray")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "interrupt by a signal":
-        os.kill(os.getpid(), signal.SIGTERM)
-    loss_fn, to_latents = self.loss_fn, self.to_latents
-    if fault == "loss":
-        self.loss_fn = lambda *args, **kwargs: loss_fn(*args, **kwargs) + torch.inf
-    if fault == "batch":
-        self.to_latents = lambda *args: to_latents(*args).fill_(torch.nan)
     if fault == "gradient":
         self.parameters[0].register_hook(lambda gradient: gradient * torch.nan if self.step == step else gradient)
-    train_step(self, micro_batches)
-    self.loss_fn, self.to_latents = loss_fn, to_latents
-    return None
+    return train_step(self, micro_batches)
 
 
 def fit_and_leave_a_hash(self):

@@ -2,21 +2,18 @@
 
 import json
 import shutil
-import subprocess
 import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from data import StreamOrder
-from tests.faults.killing import ALL_ENDED_WITHIN_SEC, ENVIRONMENT, ONE, TWO
-from tests.faults.programs import inject, program
-from tests.runs import ROOT, metrics
+from tests.faults.killing import ALL_ENDED_WITHIN_SEC, TWO
+from tests.faults.programs import inject
+from tests.runs import ROOT
 from tests.training.test_trainer import write_latents
-from training.checkpoint import latest_checkpoint
 
 
 def lines_of(result):
@@ -68,44 +65,6 @@ def test_a_process_that_dies_takes_the_others_along_and_the_first_reason_is_reco
         assert "Signal 9" in result.stderr
 
 
-@pytest.mark.slow
-def test_processes_agree_to_stop_where_one_of_them_is_asked_to(tmp_path):
-    result = inject(TWO, "interrupt by a signal", 3, 1, folder=tmp_path)
-    assert result.returncode != 0
-    manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
-    assert (manifest["status"], manifest["reason"], manifest["step"]) == ("stopped", "SIGTERM", 4)
-    assert len({(tmp_path / f"weights_{process}").read_text() for process in (0, 1)}) == 1
-
-
-@pytest.mark.slow
-def test_the_number_of_processes_may_change_and_the_run_says_what_that_means(tmp_path):
-    """From one process to two and back; with micro-batches that both can share, the numbers stay, too."""
-    options = ("train.micro_batch_size=4", "train.log_every=1")
-    assert program(ONE, *options, "run_name=whole", folder=tmp_path).returncode == 0
-    for launcher, steps in ((ONE, 2), (TWO, 4), (ONE, 6)):
-        result = program(launcher, *options, f"train.total_steps={steps}", folder=tmp_path)
-        assert result.returncode == 0, result.stderr
-        changed = "process(es) -> " in result.stdout
-        assert changed == (steps > 2)
-    assert "changed    2 process(es) -> 1: the order of the data stays, sums are rounded differently" in result.stdout
-    whole, parts = tmp_path / "runs/whole", tmp_path / "runs/r"
-    for line, other in zip(metrics(whole), metrics(parts), strict=True):
-        assert other == pytest.approx(line, rel=1e-5)
-    for name, tensor in load_file(latest_checkpoint(whole) / "net.safetensors").items():
-        np.testing.assert_allclose(tensor, load_file(latest_checkpoint(parts) / "net.safetensors")[name], atol=1e-5)
-    starts = json.loads((parts / "manifest.json").read_text())["starts"]
-    assert [(start["step"], start["num_processes"]) for start in starts] == [(0, 1), (2, 2), (4, 1)]
-
-
-@pytest.mark.slow
-def test_micro_batches_that_new_processes_can_not_share_become_smaller(tmp_path):
-    assert program(ONE, "train.total_steps=2", folder=tmp_path).returncode == 0
-    result = program(TWO, folder=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "micro-batches of 8 -> 4: noise, dropped labels and tokens are other draws from here on" in result.stdout
-    assert metrics(tmp_path / "runs/r")[-1]["step"] == 6
-
-
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     num_entries=st.integers(1, 70),
@@ -128,27 +87,3 @@ def test_all_processes_have_equally_many_batches_whatever_the_size_of_the_data(
         seen += [entry for turn in zip(*micro_batches, strict=True) for ids in turn for entry in ids]
     for epoch in range(2):
         assert sorted(seen[epoch * num_entries : (epoch + 1) * num_entries]) == ids.tolist()
-
-
-UNDECIDED = """
-from accelerate import PartialState
-from training.processes import decided_by_first
-
-def fail():
-    raise MemoryError("none left")
-
-state = PartialState(cpu=True)
-try:
-    decided_by_first(state, fail)
-except Exception as error:
-    open(f"told_{state.process_index}", "w").write(repr(error))
-"""
-
-
-@pytest.mark.slow
-def test_none_waits_for_a_decision_that_failed_for_whatever_reason(tmp_path):
-    (tmp_path / "undecided.py").write_text(UNDECIDED)
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*TWO, "undecided.py"], cwd=tmp_path, env=environment, check=True, timeout=120)
-    told = [(tmp_path / f"told_{i}").read_text() for i in range(2)]
-    assert told == ["MemoryError('none left')", "RuntimeError('process 0: MemoryError: none left')"]
