@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.servers import check_redirect
+from runtime.servers import LEAST_BYTES, WINDOW_SEC, Rate, check_redirect
 
 LOCAL = ["127.0.0.1", "127.9.9.9", "::1", "10.1.2.3", "172.16.0.1", "172.31.0.1", "192.168.0.1", "169.254.169.254", "fe80::1"]
 LOCAL += ["fc00::1", "fd12::1", "0.0.0.0", "100.64.0.1", "::ffff:127.0.0.1", "localhost", "127.1", "2130706433", "0x7f.1"]
@@ -22,3 +22,12 @@ def test_what_is_not_local_does_not_lead_to_what_is(asked, to):
 )
 def test_other_redirects_are_followed(asked, to):
     check_redirect(asked, to)
+
+
+def test_a_rate_is_of_all_that_came_in_a_window():
+    rate = Rate()
+    rate.add(LEAST_BYTES - 1, WINDOW_SEC / 2)
+    rate.add(1, WINDOW_SEC / 2)  # enough in all, and the next window begins
+    rate.add(0, WINDOW_SEC - 6)
+    with pytest.raises(TimeoutError, match=f"^{LEAST_BYTES - 1} bytes came in 60 s, must be at least {LEAST_BYTES}"):
+        rate.add(LEAST_BYTES - 1, 6)
