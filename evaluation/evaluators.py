@@ -41,7 +41,7 @@ class DenseLoss:
 
     @torch.no_grad()
     def run(self, step: int) -> Iterator[tuple[str, float]]:
-        """Yield each denoiser's mean loss."""
+        """Yield each denoiser's mean loss; it is in eval mode from then on."""
         for key, denoiser in self.denoisers.items():
             denoiser.eval()  # and left so: a training step sets its network's mode itself, the average has no other
             sums = torch.zeros(2, dtype=torch.float64, device=next(denoiser.parameters()).device)  # of losses, of entries

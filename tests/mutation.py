@@ -17,19 +17,19 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from threading import RLock
 
 import yaml
 from tqdm import tqdm
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import LONGEST_SEC, PRELOADED, ROOT
+
 LISTS = Path(__file__).with_name("mutations")
-LONGEST_SEC = 300
-# What takes longest to import, and is not ours: each run of the tests is a fork of a process that has it.
-PRELOADED = ("accelerate", "diffusers", "hydra", "hypothesis", "pytest", "scipy.linalg", "timm", "torchvision")
-GREEN, RED = "GREEN", "red"
+GREEN, RED, HANGS = "GREEN", "red", "hangs"
 OUTPUT = "output.txt"
 
 
@@ -74,7 +74,13 @@ def main() -> None:
     if problems := [problem for m in listed if (problem := m.problem())]:
         sys.exit("\n".join(["error: the lists do not fit the code:", *problems]))
     os.environ |= {"OMP_NUM_THREADS": "1", "LOKY_MAX_CPU_COUNT": "1"}  # several run at once
-    for name in tqdm(PRELOADED, desc="import", unit="library"):
+    # Bytecode is told apart by size and second, and a change may alter neither.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
+    # No thread and no lock of several processes may be there when this one is forked.
+    tqdm.monitor_interval = 0
+    tqdm.set_lock(RLock())
+    for name in tqdm((*PRELOADED, "hypothesis", "pytest"), desc="import", unit="library"):
         import_module(name)
     mutations = [m for m in listed if not m.equivalent]
     with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
@@ -109,25 +115,39 @@ def _survivors(mutations: Sequence[Mutation], copies: Sequence[Path]) -> list[Mu
             mutation, copy = running.pop(pid)
             shutil.copyfile(ROOT / mutation.file, copy / mutation.file)
             free.append(copy)
+            _end_group(pid)
             said = _outcome(status)
-            survived += [mutation] if said != RED else []
+            survived += [mutation] if said not in (RED, HANGS) else []
             bar.update()
-            tqdm.write(f"{said:5} {mutation}")
+            tqdm.write(f"{said:5} {mutation}{_reason(copy)}")
     return survived
 
 
 def _outcome(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return RED if os.WTERMSIG(status) == signal.SIGALRM else f"killed by {os.WTERMSIG(status)}"
+        return HANGS if os.WTERMSIG(status) == signal.SIGALRM else f"killed by {os.WTERMSIG(status)}"
     # 1: tests failed. Anything else, as a file that cannot be read, is not what the entry claims.
     code = os.waitstatus_to_exitcode(status)
     return {0: GREEN, 1: RED}.get(code, f"pytest ended with {code}")
+
+
+def _reason(copy: Path) -> str:
+    """Return what pytest said last of a test that failed, so that one sees whether it is the mistake."""
+    said = [line for line in (copy / OUTPUT).read_text().splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return f"  [{said[-1].rpartition('::')[2][:160]}]" if said else ""
+
+
+def _end_group(pid: int) -> None:
+    """End what a run of the tests has started and left."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _start(copy: Path, tests: Sequence[str]) -> int:
     """Start pytest in a copy, in a fork, and return its process id; what it says goes to OUTPUT."""
     if pid := os.fork():
         return pid
+    os.setpgid(0, 0)
     if len(tests) < 20:
         signal.alarm(LONGEST_SEC)  # a program that hangs is noticed as well
     said = os.open(copy / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -139,7 +159,6 @@ def _start(copy: Path, tests: Sequence[str]) -> int:
         if name != "__main__" and _is_ours(getattr(module, "__file__", None)):
             del sys.modules[name]
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    sys.dont_write_bytecode = True  # it is told apart by size and second, and a change may alter neither
     code = 3
     try:
         import pytest

@@ -1,23 +1,25 @@
-"""Start programs of the project as a user does, but from a process that has the heavy libraries already.
+"""Run programs of the project from a process that has the libraries already: to import them was most of what tests took.
 
-To import them anew for each program was most of what the tests took. Signals, kills, and launchers have tests that start
-real ones: see `tests/faults`.
+Each is a fork of it with its own arguments, directory, environment and output. What needs a process from its beginning
+(signals, kills, launchers) is in `tests/faults`.
 """
 
+import atexit
 import multiprocessing
 import os
 import resource
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
-from tests.runs import ROOT
-
+ROOT = Path(__file__).parents[1]
 PRELOADED = ("accelerate", "diffusers", "hydra", "matplotlib.pyplot", "scipy.linalg", "sklearn.datasets", "timm", "torchvision")
-LONGEST_SEC = 300
+OUTPUTS = ("stdout", "stderr")
+LONGEST_SEC, REST_SEC = 300, 30  # of all processes; of the others, when one has failed
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOADED))
 
@@ -32,45 +34,60 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
         variables: of the environment, beside those of the tests.
         file_bytes: a file may hold no more, as if the disk were full.
     """
-    environment = {"ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline", **(variables or {})}
-    with socket.socket() as free, tempfile.TemporaryDirectory() as said:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline", **(variables or {})}
+    if num_processes > 1:
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a port that nobody else gets
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        environment |= {name: str(num_processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    with tempfile.TemporaryDirectory() as said:
         processes = []
         for rank in range(num_processes):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            own = environment | ({key: str(value) for key, value in place.items()} if num_processes > 1 else {})
-            job = (program, [str(argument) for argument in arguments], str(folder), own, file_bytes, f"{said}/{rank}")
-            processes.append(_context.Process(target=_run, args=job))
+            place = {name: str(rank) for name in ("RANK", "LOCAL_RANK")} if num_processes > 1 else {}
+            own = (str(folder), environment | place, file_bytes, f"{said}/{rank}")
+            processes.append(_context.Process(target=_run, args=(program, [str(a) for a in arguments], *own)))
             processes[-1].start()
-        for process in processes:
-            process.join(LONGEST_SEC)
-            assert process.exitcode is not None, f"{program} does not end"
+        in_time = _ended(processes)
         stdout, stderr = ("".join(file.read_text() for file in sorted(Path(said).glob(f"*.{name}"))) for name in OUTPUTS)
+    assert in_time, f"{program} does not end\n{stdout}{stderr}"
     code = next((process.exitcode for process in processes if process.exitcode), 0)
     result = subprocess.CompletedProcess([program, *arguments], code, stdout, stderr)
     assert not check or code == 0, stdout + stderr
     return result
 
 
-OUTPUTS = ("stdout", "stderr")
+def _ended(processes):
+    """Wait for all; return whether they ended by themselves, and end those that did not."""
+    ends, running = time.monotonic() + LONGEST_SEC, list(processes)
+    while running and time.monotonic() < ends:
+        wait([process.sentinel for process in running], ends - time.monotonic())
+        if any(process.exitcode for process in processes):
+            ends = min(ends, time.monotonic() + REST_SEC)
+        running = [process for process in running if process.exitcode is None]
+    for process in running:
+        process.kill()
+        process.join()
+    return not running or any(process.exitcode for process in processes if process not in running)
 
 
 def _run(program, arguments, folder, environment, file_bytes, said):
     for number, name in enumerate(OUTPUTS, start=1):
         os.dup2(os.open(f"{said}.{name}", os.O_WRONLY | os.O_CREAT), number)
     if file_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     os.chdir(folder)
+    os.environ.clear()
     os.environ.update(environment)
     kind, _, what = program.partition(" ")
     sys.argv = [what if what else program, *arguments]
     sys.path[:0] = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    if kind == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    elif kind == "-c":
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        runpy.run_path(str(ROOT / program), run_name="__main__")
+    try:
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a fork ends without them

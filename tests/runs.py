@@ -10,12 +10,11 @@ from accelerate import PartialState
 from hydra import compose, initialize_config_dir
 
 import train
+from tests.programs import ROOT
 from training import config as configuration
 from training.machine import resolve_auto
 from training.processes import decided_by_first
 from training.provenance import RunFolder
-
-ROOT = Path(__file__).parents[1]
 
 # Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.
 TINY = (

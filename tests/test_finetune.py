@@ -268,6 +268,20 @@ def test_rows_held_out_count_alike_and_are_never_trained_on():
     assert tuned.optimizer.param_groups[0]["weight_decay"] == 0
 
 
+def test_the_seed_decides_the_order_and_gradients_are_clipped(tmp_path):
+    arrays = {"latents": np.ones((9, 1, 2, 2), np.float32)}
+    orders = [loop(arrays=arrays, seed=seed).order.batch(0).tolist() for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    tuned = loop(lambda network, x_t, *_: 1e3 * network.weight + 0 * x_t, arrays=arrays, output_dir=tmp_path, total_steps=1)
+    norms = []
+    tuned.network.weight.register_post_accumulate_grad_hook(lambda weight: norms.append(weight.grad.norm().item()))
+    step = tuned.optimizer.step
+    tuned.optimizer.step = lambda: (norms.append(tuned.network.weight.grad.norm().item()), step())
+    tuned.fit()
+    assert norms[0] > 1e3
+    assert norms[1] == pytest.approx(1, rel=1e-3)
+
+
 @pytest.mark.parametrize(("shift", "median"), [(1, 0.5), (3, 3 * 0.5 / (1 + 2 * 0.5))])
 def test_the_velocity_leads_from_the_latents_to_the_noise(shift, median):
     """x_t = x + t v where v is what the network is to learn: a network that says (x_t - x) / t has no loss."""

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.mutation import Mutation, read_lists
-from tests.programs import start
+from tests.programs import ROOT, start
 
 RIGHT = {"file": "training/ema.py", "text": "1 - skipped\n", "wrong": "1\n", "tests": "tests/training/test_ema.py"}
 
@@ -11,7 +11,8 @@ RIGHT = {"file": "training/ema.py", "text": "1 - skipped\n", "wrong": "1\n", "te
 def test_every_text_is_there_once_and_every_test_too():
     listed = read_lists()
     assert [problem for each in listed if (problem := each.problem())] == []
-    assert len({(each.file, each.text, each.wrong) for each in listed}) == len(listed)
+    programs = {(each.file, (ROOT / each.file).read_text().replace(each.text, each.wrong)) for each in listed}
+    assert len(programs) == len(listed), "one is there twice"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,8 @@ def test_what_is_noticed_is_told_from_what_is_not(tmp_path):
         (folder / "double.py").write_text("def double(x):\n    return 2 * x\n")
         (folder / "test_double.py").write_text("from double import double\n\ndef test_it():\n    assert double(1) == 2\n")
     said = start(f"-c {TRIED}", folder=tmp_path).stdout.splitlines()
-    assert said == [
+    assert said[0].endswith("  [test_it - assert 3 == 2]"), "what failed, and how"
+    assert [line.partition("  [")[0] for line in said] == [
         "red   double.py: 2 * x  ->  3 * x",
         "GREEN double.py: 2 * x  ->  x + x",
         "pytest ended with 2 double.py: 2 * x  ->  while True: x",

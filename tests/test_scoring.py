@@ -216,14 +216,17 @@ def test_two_processes_score_a_training_as_one_does(folder, tmp_path):
                 assert other[key] == pytest.approx(line[key], rel=1e-2)  # a byte may round the other way
 
 
-@pytest.mark.parametrize("labels", ["random", "balanced"])
-def test_a_training_scores_samples_of_the_labels_that_it_records(folder, tmp_path, labels):
-    trainer, run = tiny_trainer(tmp_path / "run", *adm(folder), f"evaluation.labels={labels}", "train.sample_every=4")
+@pytest.mark.parametrize(("labels", "exact"), [("random", False), ("balanced", True)])
+def test_a_training_scores_samples_of_the_labels_that_it_records(folder, tmp_path, labels, exact):
+    asked = (f"evaluation.labels={labels}", f"evaluation.exact_distances={exact}", f"evaluation.kid={exact}")
+    trainer, run = tiny_trainer(tmp_path / "run", *adm(folder), *asked, "train.sample_every=4")
     evaluators = {type(evaluator): evaluator for _, evaluator in trainer.evaluators}
     expected = {"random": random_labels(range(40), 10), "balanced": torch.arange(40) % 10}
     assert evaluators[AdmEvaluator].source.labels(40).tolist() == expected[labels].tolist()
     assert evaluators[SampleGrid].source.labels(40).tolist() == expected["balanced"].tolist(), "pictures stay balanced"
-    assert run.manifest()["scores"][0]["labels"] == labels
+    (record,) = run.manifest()["scores"]
+    distances = record["precision_recall"]["distances"]
+    assert (record["labels"], bool(record["kid"]), distances) == (labels, exact, "fp32" if exact else "fp16")
     run.release()
 
 

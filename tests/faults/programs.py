@@ -1,4 +1,4 @@
-"""Start train.py as its user does, sound or with a fault, and wait for what becomes of it."""
+"""Start train.py in processes from their beginning, sound or with a fault, and wait for what becomes of it."""
 
 import subprocess
 from pathlib import Path

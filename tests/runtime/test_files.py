@@ -1,6 +1,8 @@
 """What is written is there whole or not at all."""
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +30,13 @@ def test_who_reads_meanwhile_reads_the_whole_of_what_was_there(tmp_path):
         write_json(file, {"a": 2})
         assert json.load(reader) == {"a": 1}
     assert read_json(file) == {"a": 2}
+
+
+def test_what_is_renamed_is_on_the_disk(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (synced.append(Path(f"/proc/self/fd/{number}").readlink()), fsync(number)))
+    write_text(tmp_path / "a.txt", "new")
+    assert synced == [tmp_path / ".a.partial.txt", tmp_path]
 
 
 def test_a_link_at_the_place_beside_leads_nowhere(tmp_path):

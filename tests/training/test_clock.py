@@ -9,6 +9,7 @@ import pytest
 import train
 from tests.runs import metrics, tiny_trainer
 from training.stopping import TIME_LIMIT, StopRequest
+from training.trackers import CLOSE_WITHIN_SEC
 from training.trainer import END_SEC, HURRIED_SEC
 
 STEP_SEC, SAVE_SEC, EVALUATION_SEC, CHECK_SEC = 2.0, 7.0, 100.0, 50.0
@@ -108,6 +109,17 @@ def test_the_reserve_after_a_resume_is_that_of_its_own_steps(tmp_path, clock):
     train.run_training(trainer, run)
     end_sec = END_SEC + HURRIED_SEC  # the tracker has to end, too
     assert asked[:2] == [(4, end_sec + SAVE_SEC), (5, end_sec + SAVE_SEC + 5 * STEP_SEC)]
+
+
+def test_a_run_that_is_to_stop_waits_for_its_tracker_no_longer_than_it_reserved(tmp_path):
+    trainer, run = tiny_trainer(tmp_path)
+    waited = []
+    trainer.metrics_file.close()
+    trainer.metrics_file, trainer.tracker = None, SimpleNamespace(close=waited.append)
+    for hurried in (True, False):
+        trainer.close(hurried)
+    run.release()
+    assert waited == [HURRIED_SEC, CLOSE_WITHIN_SEC]
 
 
 def test_the_limit_counts_from_the_start_and_a_signal_comes_first(monkeypatch):

@@ -14,7 +14,8 @@ from training.machine import MALLOC_VARIABLES, keep_freed_memory, resolve_auto
 
 CPU = torch.device("cpu")
 COUNT_FAULTS = """
-import resource, sys, torch
+import ctypes, resource, sys, torch
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: of large pages there would be too few to count
 from training.machine import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
