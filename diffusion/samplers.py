@@ -46,7 +46,7 @@ def edm_sampler(
     x = noise.to(torch.float64) * sigmas[0]
     for i, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
         # Churn: raise the noise level to sigma_hat by adding new noise.
-        gamma = min(S_churn / num_steps, math.sqrt(2) - 1) if S_min <= sigma <= S_max else 0
+        gamma = min(S_churn / num_steps, math.sqrt(2) - 1) if S_churn and S_min <= sigma <= S_max else 0
         sigma_hat = sigma * (1 + gamma)
         if gamma > 0:
             x = x + (sigma_hat**2 - sigma**2).sqrt() * S_noise * randn_like(x)

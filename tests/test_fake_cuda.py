@@ -1,0 +1,141 @@
+"""The way of a batch on a CUDA device that is not there: tensors that have a device, a shape and no values.
+
+What was left on another device fails, and so does what asks a value of the device, or copies to the host. What needs a
+driver is left to the tests marked gpu: a backward pass, autocast, generators, FLUX (SYNC in routing/diffusers.py).
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from data import LatentManifest
+from data.encoders import to_uint8
+from data.manifest import _column
+from diffusion import EDMLoss, EDMPrecond, edm_sampler, guided_denoiser
+from evaluation.statistics import FeatureStatistics, SplitScores
+from models import DiT
+from routing import Route, attach
+from tests.networks import PAPER
+from tests.routing.families import FAMILIES
+from training.ema import EMA
+
+CUDA = torch.device("cuda")
+ROUTES = (Route(0.5, 1, 3), Route(0.25, 5, 6))
+OPTIONS = [
+    {},
+    {"block": "modern", "num_prefix_tokens": 2},
+    {"importance_weight": 0.5},
+    {"removal": False},
+    {"gradient_checkpointing": True},
+    {"fp32_after_route": True},
+    {"attention": "explicit"},
+    {"num_classes": 0},
+]
+
+
+class NothingComesBack(TorchDispatchMode):
+    """Refuses copies of a device's tensors to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if isinstance(output, torch.Tensor) and output.device.type == "cpu" and any(t.device.type == "cuda" for t in tensors):
+            raise AssertionError(f"{func} brings a tensor to the host")
+        return output
+
+
+@pytest.fixture(autouse=True)
+def no_device():
+    with FakeTensorMode(), NothingComesBack():
+        yield
+    _column.cache_clear()  # it has numbers without values
+
+
+def net_on_cuda(routes=(PAPER,), num_classes=10, **options):
+    with CUDA:
+        return DiT(8, 2, 3, 32, 8, 4, num_classes=num_classes, routes=routes, **options)
+
+
+def batch(num_classes=10):
+    return torch.randn(4, 3, 8, 8, device=CUDA), torch.zeros(4, dtype=torch.int64, device=CUDA) if num_classes else None
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_training_step(options):
+    net = net_on_cuda(ROUTES, **options).train()
+    ema, optimizer = EMA(nn.Linear(1, 1), decay=0.9, warmup=True), torch.optim.AdamW(net.parameters(), fused=True)
+    ema.net, ema.num_updates = net_on_cuda(ROUTES, **options), torch.zeros((), device=CUDA)  # fake tensors are not copied
+    x, labels = batch(net.num_classes)
+    masks = {"force_keep": torch.zeros(4, 16, dtype=torch.bool, device=CUDA), "loss_mask": torch.rand(4, 8, 8, device=CUDA)}
+    losses = EDMLoss()(EDMPrecond(net), x, labels, **masks)
+    assert losses.device.type == "cuda"
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # a backward pass needs a driver
+    norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    torch.nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, norm)
+    optimizer.found_inf = skipped = (~norm.isfinite()).float()
+    optimizer.step()
+    ema.update(net, skipped)
+    assert {p.device.type for p in ema.net.parameters()} == {"cuda"}
+
+
+@pytest.mark.parametrize("kept_tokens_only", [False, True])
+def test_a_loss_of_kept_tokens(kept_tokens_only):
+    assert EDMLoss(kept_tokens_only=kept_tokens_only)(EDMPrecond(net_on_cuda().train()), *batch()).device.type == "cuda"
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
+def test_samples(guidance_scale):
+    precond, (noise, labels) = EDMPrecond(net_on_cuda()).eval(), batch()
+    denoise = guided_denoiser(precond, labels, 10, guidance_scale)
+    with torch.no_grad():
+        x = edm_sampler(denoise, noise, num_steps=3)
+    assert (x.device.type, x.dtype) == ("cuda", torch.float64)
+
+
+@pytest.mark.parametrize(("kind", "channels"), [("moments", 6), ("samples", 3)])
+def test_latents_on_their_way_in_and_out(kind, channels):
+    manifest = LatentManifest(
+        4, (channels, 8, 8), "float16", kind, 10, "identity", scale=(0.5, 1.0, 2.0), shift=(0.0, 1.0, 2.0)
+    )
+    x = manifest.to_latents(torch.zeros(4, channels, 8, 8, dtype=torch.float16, device=CUDA))
+    pixels = to_uint8(manifest.to_encoder(x))
+    assert (x.shape, pixels.device.type, pixels.dtype) == ((4, 3, 8, 8), "cuda", torch.uint8)
+
+
+def test_statistics():
+    statistics, scores = FeatureStatistics(5, CUDA), SplitScores(8, 5, 3, CUDA)
+    for start in (0, 4):
+        statistics.update(torch.rand(4, 5, device=CUDA))
+        scores.update(start, torch.rand(4, 5, device=CUDA))
+    assert statistics.covariance.device.type == scores.merge(lambda sums: sums)._sums.device.type == "cuda"
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"flux"}))
+@pytest.mark.parametrize("importance_weight", [0.0, 0.5])
+def test_a_routed_pass_of_a_model_with_routes(monkeypatch, name, importance_weight):
+    family = FAMILIES[name]
+    arguments = tree_map_only(torch.Tensor, lambda tensor: tensor.to(CUDA), family.arguments())
+    with CUDA:
+        model = family.build()
+    attach(model, [Route(0.5, 1, 2)], importance_weight=importance_weight)
+    # Seeds are numbers of the host, and a generator needs a driver.
+    monkeypatch.setattr("routing.attached._draw_seed", lambda generator: 0)
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))
+    outputs = [leaf for leaf in tree_leaves(model(**arguments)) if isinstance(leaf, torch.Tensor)]
+    assert {tensor.device.type for tensor in outputs} == {"cuda"}
+
+
+def test_what_is_left_on_the_host_or_asked_for_is_seen():
+    x, _ = batch()
+    with pytest.raises(RuntimeError, match="two devices"):
+        x + torch.ones(8)
+    with pytest.raises(AssertionError, match="to the host"):
+        x.cpu()
+    with pytest.raises(DataDependentOutputException):
+        int(x.sum())
