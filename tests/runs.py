@@ -6,6 +6,7 @@ from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 
+import pytest
 from accelerate import PartialState
 from hydra import compose, initialize_config_dir
 
@@ -72,6 +73,20 @@ def tiny_run(folder, *overrides):
     trainer, run = tiny_trainer(folder, *overrides)
     train.run_training(trainer, run)
     return trainer
+
+
+def interrupted(trainer, run, at):
+    """Train until `at` steps are done, and be interrupted there."""
+    step = trainer.train_step
+
+    def train_step(micro_batches):
+        if trainer.step == at:
+            raise KeyboardInterrupt
+        step(micro_batches)
+
+    trainer.train_step = train_step
+    with pytest.raises(KeyboardInterrupt):
+        train.run_training(trainer, run)
 
 
 def metrics(folder, clocks=False):

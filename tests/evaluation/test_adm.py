@@ -139,13 +139,6 @@ def test_a_reference_is_of_no_use_to_other_weights(detector, folder, tmp_path):
             AdmSuite(other, *reference, **OPTIONS)
 
 
-def test_a_reference_keeps_images_evenly_spaced(detector, folder, monkeypatch):
-    monkeypatch.setattr("evaluation.reference.NUM_KEPT", 4)
-    make_reference(detector, open_images(folder / "images.npz"), folder / "made.npz", 3, Processes())
-    with np.load(folder / "made.npz") as made:
-        assert (made["arr_0"] == REFERENCE[[0, 4, 8, 12]]).all()
-
-
 def test_batches_and_order_matter_only_for_splits(weights, folder):
     detector = InceptionDetector(weights, allow_unpublished=True)
 

@@ -10,7 +10,7 @@ import torch
 import train
 from tests.faults.killing import TWO
 from tests.faults.programs import inject
-from tests.runs import metrics, tiny_run, tiny_trainer
+from tests.runs import interrupted, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
 from training.config import Explained
@@ -95,16 +95,7 @@ def test_steps_in_a_row_are_counted_across_log_points_and_resumes(tmp_path):
     options = ("train.log_every=2", "train.total_steps=8", "train.save_every=1", "train.max_skipped_steps=4")
     trainer, run = tiny_trainer(tmp_path, *options)
     poison(trainer, "nan batch", range(1, 8))
-    step = trainer.train_step
-
-    def stop(micro_batches):
-        if trainer.step == 3:
-            raise KeyboardInterrupt
-        step(micro_batches)
-
-    trainer.train_step = stop
-    with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+    interrupted(trainer, run, 3)
     trainer, run = tiny_trainer(tmp_path, *options)
     poison(trainer, "nan batch", range(1, 8))
     with pytest.raises(Explained, match="from step 2 on"):
@@ -120,16 +111,7 @@ def test_a_checkpoint_amid_skipped_steps_is_json_and_goes_on_bitwise(tmp_path, w
     train.run_training(trainer, run)
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     poison(trainer, what, {3})
-    step = trainer.train_step
-
-    def stop(micro_batches):
-        if trainer.step == 4:
-            raise KeyboardInterrupt
-        step(micro_batches)
-
-    trainer.train_step = stop
-    with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+    interrupted(trainer, run, 4)
     text = (latest_checkpoint(tmp_path / "parts") / "state.json").read_text()
     rows = json.loads(text, parse_constant=pytest.fail)["history"]["rows"]
     assert any(value is None for row in rows[0] for value in row)
@@ -186,16 +168,7 @@ def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survive
 
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     spoil(trainer)
-    step = trainer.train_step
-
-    def stop(micro_batches):
-        if trainer.step == 33:
-            raise KeyboardInterrupt
-        step(micro_batches)
-
-    trainer.train_step = stop
-    with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+    interrupted(trainer, run, 33)
     assert not any("loss_spikes" in line for line in metrics(tmp_path / "parts"))  # that log point is still to come
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     assert trainer.first_step == 30

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 import train
-from tests.runs import metrics, tiny_trainer
+from tests.runs import interrupted, metrics, tiny_trainer
 from training.stopping import TIME_LIMIT, StopRequest
 from training.trackers import CLOSE_WITHIN_SEC
 from training.trainer import END_SEC, HURRIED_SEC
@@ -43,17 +43,6 @@ def timed(folder, clock, *overrides):
     return trainer, run, asked
 
 
-def interrupt_before(trainer, at):
-    step = trainer.train_step
-
-    def train_step(micro_batches):
-        if trainer.step == at:
-            raise KeyboardInterrupt
-        step(micro_batches)
-
-    trainer.train_step = train_step
-
-
 def trained_lines(folder):
     return [line for line in metrics(folder, clocks=True) if "loss" in line]
 
@@ -67,9 +56,7 @@ def test_steps_alone_count_as_time_of_training_and_all_images_of_a_step(tmp_path
 
 def test_a_run_that_goes_on_within_a_window_counts_on(tmp_path, clock):
     trainer, run, _ = timed(tmp_path, clock)
-    interrupt_before(trainer, 5)
-    with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+    interrupted(trainer, run, 5)
     trainer, run, _ = timed(tmp_path, clock)
     assert trainer.first_step == 4
     train.run_training(trainer, run)
@@ -79,11 +66,9 @@ def test_a_run_that_goes_on_within_a_window_counts_on(tmp_path, clock):
 
 def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
     trainer, run, asked = timed(tmp_path, clock)
-    interrupt_before(trainer, 4)
     guessed_save_sec = trainer.longest_save_sec
     assert guessed_save_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
-    with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+    interrupted(trainer, run, 4)
     # Twice at a step that evaluates: before its turn, and before its evaluation, which has to fit in as well.
     expected = [
         (0, END_SEC + guessed_save_sec),
@@ -100,9 +85,7 @@ def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
 
 def test_the_reserve_after_a_resume_is_that_of_its_own_steps(tmp_path, clock):
     trainer, run, _ = timed(tmp_path, clock)
-    interrupt_before(trainer, 4)
-    with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+    interrupted(trainer, run, 4)
     trainer, run, asked = timed(tmp_path, clock)
     trainer.evaluators = []
     trainer.tracker = SimpleNamespace(log=lambda values, step: None, close=lambda within_sec: None)

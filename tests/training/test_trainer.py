@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import train
 from data import LatentManifest, LatentWriter
-from tests.runs import TINY, metrics, tiny_run, tiny_trainer, validated
+from tests.runs import TINY, interrupted, metrics, tiny_run, tiny_trainer, validated
 from training import config as configuration
 from training.checkpoint import latest_checkpoint, steps_in
 from training.provenance import RunFolder, flatten
@@ -69,16 +69,7 @@ def test_an_interrupted_run_ends_bitwise_like_one_that_was_not(tmp_path, whole_r
     """The window of three steps between log points does not fit the two between checkpoints, on purpose."""
     overrides = VARIANTS[variant]
     trainer, run = tiny_trainer(tmp_path / "stopped", *overrides)
-    step = trainer.train_step
-
-    def stop(micro_batches):
-        if trainer.step == stop_before:
-            raise KeyboardInterrupt
-        step(micro_batches)
-
-    trainer.train_step = stop
-    with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+    interrupted(trainer, run, stop_before)
     assert run.manifest()["status"] == "interrupted"
     tiny_run(tmp_path / "stopped", *overrides)
     assert run.manifest()["status"] == "finished"
