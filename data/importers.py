@@ -239,29 +239,28 @@ def open_npy_zip(path: Path) -> Source:
     return Source(len(names), read_labels(opener, names, path), at)
 
 
-class _Header(tarfile.TarInfo):
-    """A header of a tar; of a long name and other notes, which tarfile reads at once, it may declare little."""
+class _Headers(io.FileIO):
+    """A tar of which headers alone are read: tarfile takes whatever these declare of long names and other notes."""
 
-    @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Header":
-        header = super().frombuf(buf, encoding, errors)
-        if header.size > MOST_NOTE_BYTES and not header.isreg():
-            raise ValueError(f"a header declares {header.size} bytes of notes, must be at most {MOST_NOTE_BYTES}")
-        return header
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MOST_NOTE_BYTES:
+            raise ValueError(f"a header declares {size} bytes of notes, must be at most {MOST_NOTE_BYTES}")
+        return super().read(size)
 
 
 def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]]:
     """Yield (key, content of KEY.WANTED) of each sample of a tar; each must have KEY.PARTNER as well."""
     wanted_keys, partner_keys, size = set(), set(), tar.stat().st_size
     try:
-        with tarfile.open(tar, "r:", tarinfo=_Header) as archive:
+        with _Headers(tar) as headers, tarfile.open(fileobj=headers, mode="r:") as archive, tar.open("rb") as contents:
             for member in archive:
                 key, _, suffix = member.name.rpartition("/")[2].partition(".")
                 if suffix == wanted and member.isreg():
-                    if member.issparse() or member.size > size:
+                    if member.issparse() or member.offset_data + member.size > size:
                         raise ValueError(f"{member.name} declares {member.size} bytes, more than are there")
                     wanted_keys.add(key)
-                    yield key, archive.extractfile(member).read()
+                    contents.seek(member.offset_data)
+                    yield key, contents.read(member.size)
                 elif suffix == partner:
                     partner_keys.add(key)
                 archive.members = []  # or they pile up

@@ -108,7 +108,10 @@ def wds(data, suffix, path=Path("w.tar"), change=lambda info: None, name="a"):
             info.size = len(content)
             if member.endswith(suffix):
                 change(info)
-            tar.addfile(info, io.BytesIO(content) if info.size == len(content) else None)
+            if info.size == len(content):
+                tar.addfile(info, io.BytesIO(content))
+            else:  # a header alone
+                tar.offset += tar.fileobj.write(info.tobuf(tar.format))
     return path
 
 
