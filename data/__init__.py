@@ -12,6 +12,7 @@ from data.encoders import (
     real_images,
     to_uint8,
 )
+from data.glyphs import glyphs
 from data.images import ImageFiles, NpzImages, centre_crop, open_images
 from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest, manifest_from, read_manifest
@@ -39,6 +40,7 @@ __all__ = [
     "encoder_for",
     "encoder_record",
     "entries_by_step",
+    "glyphs",
     "held_out_batches",
     "image_decoder",
     "load_encoder",

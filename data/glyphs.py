@@ -1,0 +1,120 @@
+"""The embedded data set of any size: digits and letters in the fonts that ship with matplotlib, turned, slanted, stretched,
+shifted and inked at random, 32x32 grey pixels.
+
+Every image is a function of the seed and its index alone: a larger set begins with the images of a smaller one. Capitals are
+of one height in all fonts and all letters keep theirs, which tells c from C; what tells I from l is not in every font.
+"""
+
+import math
+import string
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from tqdm import tqdm
+
+from data.embedded import pixel_manifest, write_once
+from data.encoders import IdentityEncoder, encode_images
+from data.latents import LatentDataset, open_latents
+from data.manifest import FILES
+
+CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
+# All that hold these, but for cmmi10: its old-style figures look like small letters, and its 0 is an o.
+FONTS = (
+    *(f"DejaVu{family}{style}" for family in ("Sans", "SansMono") for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
+    *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
+    *("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10"),
+)
+SIZE, CAPITAL = 32, 17  # side of an image, height of its capitals
+MIDDLE = 0.4  # height in capitals, from the line, of what lies in the middle of an image
+MAX_ANGLE, MAX_SHEAR, MAX_SHIFT = math.radians(15), 0.25, 2.0  # either way; shift in pixels
+MAX_STRETCH = (1.2, 1.12)  # of width and height, either way: a c stays smaller than a C
+MIN_CONTRAST = 0.4  # of ink to ground, which is darker
+DETAIL, MASTER_DETAIL = 2, 4  # pixels for one of an image, in each direction: where it is turned, where it is rendered
+NUM_DRAWS = 9  # for an image
+HELD_OUT_SHARE = 32  # one image of so many
+NUM_TYPICAL = 4096  # images whose pixels tell mean and standard deviation of a set of any size
+CHUNK = 1024
+
+
+def glyphs(path: str, input_size: int, in_channels: int, num_classes: int, num_images: int, seed: int) -> LatentDataset:
+    """Open the glyphs, writing them once as a latent folder at `path`.
+
+    Args:
+        num_images: the held-out ones included.
+
+    Raises:
+        ValueError: another number or seed is asked for than the folder's.
+    """
+    origin = {"num_images": num_images, "seed": seed}
+    write_once(path, lambda: _write(path, origin))
+    dataset = open_latents(path, input_size, in_channels, num_classes)
+    for key, expected in origin.items():
+        found = (dataset.manifest.origin or {}).get(key)
+        if found != expected:
+            raise ValueError(f"data.{key}={expected} must be {found}, as in {path}/{FILES['manifest']}: or give another path")
+    return dataset
+
+
+def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images (count, 1, 32, 32) uint8 from an index on, and their labels: the classes take turns."""
+    indices = range(first, first + count)
+    labels = np.array(indices) % len(CHARACTERS)
+    draws = np.stack([np.random.default_rng((seed, index)).random(NUM_DRAWS) for index in indices])
+    fonts = (draws[:, 0] * len(FONTS)).astype(int)
+    moves = 2 * draws[:, 1:7] - 1
+    ink = np.stack([_ink(*entry) for entry in zip(fonts, labels, moves, strict=True)]) / 255  # (N, 32, 32)
+    contrast = MIN_CONTRAST + (1 - MIN_CONTRAST) * draws[:, 7, None, None]
+    ground = (1 - contrast) * draws[:, 8, None, None]
+    return np.rint(255 * (ground + contrast * ink)).astype(np.uint8)[:, None], labels
+
+
+def _write(path: str, origin: dict[str, int]) -> None:
+    num_images, seed = origin["num_images"], origin["seed"]
+    typical, _ = draw_glyphs(seed, 0, NUM_TYPICAL)
+    manifest = pixel_manifest(typical, num_images, num_images // HELD_OUT_SHARE, tuple(CHARACTERS), origin=origin)
+    encode_images(path, _batches(path, num_images, seed), IdentityEncoder(), manifest)
+
+
+def _batches(path: str, num_images: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray, None]]:
+    with tqdm(total=num_images, desc=path, unit="image", leave=False) as bar:
+        for first in range(0, num_images, CHUNK):
+            yield *draw_glyphs(seed, first, min(CHUNK, num_images - first)), None
+            bar.update(CHUNK)
+
+
+def _ink(font: int, label: int, moves: np.ndarray) -> np.ndarray:
+    """Return how much of each pixel is ink, (32, 32) uint8, after moves (6,) in [-1, 1]."""
+    angle, shear, shift = MAX_ANGLE * moves[0], MAX_SHEAR * moves[1], MAX_SHIFT * moves[4:6]
+    cos, sin = math.cos(angle), math.sin(angle)
+    # From a place in the image to one in the master, both seen from their middles.
+    matrix = np.diag(MAX_STRETCH ** moves[2:4]) @ [[1, shear], [0, 1]] @ [[cos, sin], [-sin, cos]]
+    middle = np.full(2, SIZE / 2)
+    offset = MASTER_DETAIL * (middle - matrix @ (middle + shift))
+    numbers = np.column_stack([matrix * (MASTER_DETAIL / DETAIL), offset]).ravel()
+    turned = _master(font, label).transform((SIZE * DETAIL,) * 2, Image.Transform.AFFINE, numbers, Image.Resampling.BILINEAR)
+    return np.asarray(turned.reduce(DETAIL))
+
+
+@cache
+def _master(font: int, label: int) -> Image.Image:
+    """Render a character once, large: the middle of its ink in the middle, its line where that of all is."""
+    side = SIZE * MASTER_DETAIL
+    image = Image.new("L", (2 * side, side))
+    place = side, side / 2 + MIDDLE * CAPITAL * MASTER_DETAIL
+    ImageDraw.Draw(image).text(place, CHARACTERS[label], fill=255, font=_face(font), anchor="ls")
+    left, _, right, _ = image.getbbox()
+    start = (left + right - side) // 2
+    return image.crop((start, 0, start + side, side))
+
+
+@cache
+def _face(font: int) -> ImageFont.FreeTypeFont:
+    import matplotlib
+
+    file = Path(matplotlib.get_data_path()) / "fonts/ttf" / f"{FONTS[font]}.ttf"
+    _, top, _, _ = ImageFont.truetype(file, 1000).getbbox("H", anchor="ls")
+    return ImageFont.truetype(file, CAPITAL * MASTER_DETAIL * 1000 / -top)
