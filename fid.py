@@ -3,7 +3,7 @@
     accelerate launch fid.py samples=FILE.npz reference=REFERENCE.npz
     accelerate launch fid.py run=runs/NAME num_samples=50000 reference=REFERENCE.npz
     accelerate launch fid.py mode=reference images=FOLDER resolution=256 out=REFERENCE.npz
-    accelerate launch fid.py suite=digits samples=FILE.npz reference=latents/digits
+    accelerate launch fid.py suite=digits samples=FILE.npz reference=latents/digits      or glyphs
 
 What was scored, against what and how is kept with the scores as JSON.
 """
@@ -32,7 +32,7 @@ from data import (
 )
 from data.images import ZIP_ERRORS
 from diffusion import ImageSource
-from evaluation import AdmSuite, DigitsEvaluator, InceptionDetector, Processes, make_reference, open_reference
+from evaluation import AdmSuite, DigitsEvaluator, GlyphsEvaluator, InceptionDetector, Processes, make_reference, open_reference
 from evaluation.adm import Scores
 from evaluation.files import fingerprint
 from evaluation.inception import check_weights_file
@@ -53,7 +53,8 @@ SUITE_KEYS = {"precision_recall", "exact_distances", "kid"}
 # What can be asked, and the keys that then mean something; `mode` and `suite` choose, `out` and `overwrite` always do.
 SCORE_FILES = {"reference", "samples", "num_samples"} | DETECTOR_KEYS | SUITE_KEYS
 SCORE_RUN = {"reference", "run", "num_samples"} | SAMPLING_KEYS | DETECTOR_KEYS | SUITE_KEYS
-SCORE_DIGITS = {"reference", "samples"}
+FITTED_SUITES = {"digits": DigitsEvaluator, "glyphs": GlyphsEvaluator}
+SCORE_FITTED = {"reference", "samples"}
 MAKE_REFERENCE = {"images", "resolution"} | DETECTOR_KEYS
 NEEDED = ("reference", "samples", "images")
 
@@ -74,8 +75,8 @@ def main(cfg: DictConfig) -> None:
             write_reference(request, state)
         elif request["suite"] == "adm":
             score(request, state)
-        elif state.is_main_process:  # these scores take a second; one process computes them
-            score_digits(request)
+        elif state.is_main_process:  # these scores take seconds; one process computes them
+            score_fitted(request)
 
 
 def check_request(request: dict[str, Any]) -> None:
@@ -85,12 +86,12 @@ def check_request(request: dict[str, Any]) -> None:
         ValueError: with the key and the rule.
     """
     check_choice("mode", request["mode"], ("score", "reference"))
-    check_choice("suite", request["suite"], ("adm", "digits"))
+    check_choice("suite", request["suite"], ("adm", *FITTED_SUITES))
     check_positive("detector_batch_size", request["detector_batch_size"])
     if request["mode"] == "reference":
         what, keys = "mode=reference", MAKE_REFERENCE
-    elif request["suite"] == "digits":
-        what, keys = "suite=digits", SCORE_DIGITS | {"suite"}
+    elif request["suite"] in FITTED_SUITES:
+        what, keys = f"suite={request['suite']}", SCORE_FITTED | {"suite"}
     elif request["run"] is not None:
         what, keys = "scoring a run", SCORE_RUN
     else:
@@ -249,8 +250,8 @@ def write_reference(request: dict[str, Any], state: PartialState) -> None:
             keep(record, beside)
 
 
-def score_digits(request: dict[str, Any]) -> None:
-    """Score digits in pixels, with real held-out digits and the means of the classes for comparison."""
+def score_fitted(request: dict[str, Any]) -> None:
+    """Score digits or glyphs, with real held-out images and the means of the classes for comparison."""
     file = Path(request["samples"])
     samples, labels = read_labelled(file)
     manifest = read_manifest(request["reference"])
@@ -261,15 +262,15 @@ def score_digits(request: dict[str, Any]) -> None:
         raise ValueError(f"reference={request['reference']} must have labels")
     if samples.shape[1:] != reference.shape[1:]:
         raise ValueError(f"samples={file} are {samples.shape[1:]}, the reference is {reference.shape[1:]}")
-    evaluator = DigitsEvaluator((reference, reference_labels))
+    evaluator = FITTED_SUITES[request["suite"]]((reference, reference_labels))
     held_out = real_images(dataset, dataset.held_out_ids, encoder) if len(dataset.held_out_ids) > 1 else None
     out = Path(request["out"] or file.with_suffix(".scores.json"))
     with claimed("out", out, (), request["overwrite"]):
-        keep_digits(request, evaluator.compare(samples, labels, held_out), dataset.describe(), out)
+        keep_fitted(request, evaluator.compare(samples, labels, held_out), dataset.describe(), out)
 
 
-def keep_digits(request: dict[str, Any], scores: dict[str, dict[str, float]], data: dict[str, Any], out: Path) -> None:
-    """Print scores of digits, and keep them with what was scored against what."""
+def keep_fitted(request: dict[str, Any], scores: dict[str, dict[str, float]], data: dict[str, Any], out: Path) -> None:
+    """Print scores, and keep them with what was scored against what."""
     print(table(scores))
     print("A distance also depends on n: it grows as n falls.")
     result = {

@@ -52,7 +52,7 @@ from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.messages import say_nothing
 from training.processes import check_same, decided_by_first, lost_another
 from training.provenance import Moved, RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
-from training.rules import DIGITS_EVALUATOR
+from training.rules import FITTED_EVALUATORS
 from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
 from training.stopping import TIME_LIMIT, StopRequest
 from training.trackers import BackgroundTracker, MetricsFile
@@ -432,7 +432,7 @@ def _evaluators(
         evaluators.append((settings["eval_every"], loss))
     if settings["eval_every"] and config["evaluation"]:
         build = configuration.build(config, "evaluation")
-        if config["evaluation"]["_target_"] == DIGITS_EVALUATOR:
+        if config["evaluation"]["_target_"] in FITTED_EVALUATORS:
             evaluator = build(reference=real_images(dataset, dataset.train_ids, encoder), source=source)
         else:
             processes = Processes(accelerator.process_index, accelerator.num_processes)

@@ -1,8 +1,8 @@
 """Scores of generated images: features, their statistics, metrics, and the evaluators that put them together."""
 
 from evaluation.adm import AdmEvaluator, AdmSuite
-from evaluation.detectors import DigitJudge, PixelDetector
-from evaluation.evaluators import DenseLoss, DigitsEvaluator, SampleGrid
+from evaluation.detectors import DigitJudge, GlyphJudge, PixelDetector
+from evaluation.evaluators import DenseLoss, DigitsEvaluator, GlyphsEvaluator, SampleGrid
 from evaluation.extraction import Processes
 from evaluation.inception import InceptionDetector
 from evaluation.metrics import frechet_distance, inception_score, kernel_distance, precision_recall
@@ -16,6 +16,8 @@ __all__ = [
     "DigitJudge",
     "DigitsEvaluator",
     "FeatureStatistics",
+    "GlyphJudge",
+    "GlyphsEvaluator",
     "InceptionDetector",
     "PixelDetector",
     "Processes",

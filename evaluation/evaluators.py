@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from evaluation.detectors import DigitJudge, PixelDetector
+from evaluation.detectors import DigitJudge, GlyphJudge
 from evaluation.metrics import frechet_distance
 from evaluation.pictures import save_grid, text_picture
 from evaluation.statistics import FeatureStatistics
@@ -78,15 +78,21 @@ class SampleGrid:
                 tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
 
 
-class DigitsEvaluator:
-    """Scores of generated digits: distance to the training digits in pixels, and how many show the digit of their label.
+class FittedEvaluator:
+    """Scores by a judge that is fitted on real images: distance in its features, and how many show the class of their label.
+
+    A sibling says which judge: judge(images, labels) is fitted on them, and then gives (features (N, F), classes (N,)) of
+    images; and the name of the distance.
 
     Args:
-        reference: real training digits (N, H, W, C) uint8 and their labels.
+        reference: real training images (N, H, W, C) uint8 and their labels.
         source: gives images and labels.
         num_samples: how many `run` scores; None where only `score` and `compare` are asked.
         labels: of the samples, `random` or `balanced`.
     """
+
+    judge: Callable[[np.ndarray, np.ndarray], Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]
+    distance: str
 
     def __init__(
         self,
@@ -97,9 +103,9 @@ class DigitsEvaluator:
     ):
         self.source = None if source is None else source.with_labels(labels)
         self.num_samples = num_samples
-        self._detector, self._judge = PixelDetector(), DigitJudge(*reference)
+        self._judge = self.judge(*reference)
         self._images_of_reference, self._labels_of_reference = reference
-        self._reference = self._statistics(reference[0])
+        self._reference = self._statistics(self._judge(reference[0])[0])
 
     def run(self, step: int) -> Iterator[tuple[str, float]]:
         """Generate and yield the scores."""
@@ -107,9 +113,10 @@ class DigitsEvaluator:
 
     def score(self, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Return the scores of images (N, H, W, C) uint8 with labels (N,)."""
-        statistics = self._statistics(images)
+        features, classes = self._judge(images)
+        statistics = self._statistics(features)
         distance = frechet_distance(statistics.mean, statistics.covariance, self._reference.mean, self._reference.covariance)
-        return {"fd_pixel": distance, "label_accuracy": self._judge.accuracy(images, labels)}
+        return {self.distance: distance, "label_accuracy": float((classes == labels).mean())}
 
     def compare(
         self, images: np.ndarray, labels: np.ndarray, held_out: tuple[np.ndarray, np.ndarray] | None
@@ -128,6 +135,17 @@ class DigitsEvaluator:
         classes = np.arange(num_samples) % num_classes
         return means[classes], classes
 
-    def _statistics(self, images: np.ndarray) -> FeatureStatistics:
-        features = self._detector(images)
+    def _statistics(self, features: np.ndarray) -> FeatureStatistics:
         return FeatureStatistics(features.shape[1]).update(features)
+
+
+class DigitsEvaluator(FittedEvaluator):
+    """Scores of generated digits, by their pixels and a support vector classifier."""
+
+    judge, distance = DigitJudge, "fd_pixel"
+
+
+class GlyphsEvaluator(FittedEvaluator):
+    """Scores of generated glyphs, by a small convolutional classifier and its last hidden layer."""
+
+    judge, distance = GlyphJudge, "fd_classifier"

@@ -170,7 +170,7 @@ class ScoreConfig(SamplingConfig):
     """What `fid.py` is asked."""
 
     mode: str = "score"  # or reference: make one from images
-    suite: str = "adm"  # or digits
+    suite: str = "adm"  # or digits, glyphs
     samples: str | None = None  # an .npz, a folder or a zip
     run: str | None = None  # draw samples and score them without files
     reference: str | None = None

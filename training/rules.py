@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-DIGITS_EVALUATOR = "evaluation.DigitsEvaluator"
+# Evaluators that are given real images to fit on, and the data that they are made for.
+FITTED_EVALUATORS = {"evaluation.DigitsEvaluator": "digits", "evaluation.GlyphsEvaluator": "glyphs"}
 STREAMED_DATA = "data.open_shards"
 SYNTHETIC_DATA = "data.synthetic"
 METHODS = ("dit", "tread")
@@ -85,6 +86,10 @@ def check_groups(config: dict[str, Any]) -> None:
             raise ValueError(f"model.{key}={config['model'][key]} must be data.{key}={data[key]}")
     if data["_target_"] == SYNTHETIC_DATA:
         check_synthetic(data)
+    if "num_images" in data:
+        check_positive("data.num_images", data["num_images"])
+    if "seed" in data:
+        check_not_negative("data.seed", data["seed"])
     check_sampler(config["sampler"])
     check_guidance("guidance.guidance_scale", config["guidance"]["guidance_scale"], num_classes)
     if "mode" in config["tracker"]:
@@ -104,8 +109,9 @@ def check_groups(config: dict[str, Any]) -> None:
         )
     if data["_target_"] == STREAMED_DATA and train["num_workers"]:
         raise ValueError(f"train.num_workers={train['num_workers']} must be 0 for data=stream, which reads ahead by itself")
-    if evaluation.get("_target_") == DIGITS_EVALUATOR and data["_target_"] != "data.digits":
-        raise ValueError(f"evaluation._target_={evaluation['_target_']} scores digits: it needs data=digits")
+    scored = FITTED_EVALUATORS.get(evaluation.get("_target_"))
+    if scored and data["_target_"] != f"data.{scored}":
+        raise ValueError(f"evaluation._target_={evaluation['_target_']} scores {scored}: it needs data={scored}")
 
 
 def check_finite(node: Any, key: str = "") -> None:
@@ -120,7 +126,6 @@ def check_finite(node: Any, key: str = "") -> None:
 def check_synthetic(data: dict[str, Any]) -> None:
     """Raise a ValueError unless as many random latents can be drawn."""
     check_positive("data.num_entries", data["num_entries"])
-    check_not_negative("data.seed", data["seed"])
     if data["num_entries"] * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:
         raise ValueError(f"data.num_entries={data['num_entries']} must give at most {MAX_SYNTHETIC} numbers in memory")
     if not 0 <= data["num_held_out"] < data["num_entries"]:
