@@ -81,6 +81,7 @@ RECIPE_OF_STEPS = {"total_steps": 400_000, "batch_size": 256, "grad_clip": None,
 NUMBERS = {
     ("guidance", "cfg"): {"guidance.guidance_scale": 1.5},
     ("evaluation", "adm_5k"): {"evaluation.num_samples": 5000, "evaluation.labels": "random"},
+    ("evaluation", "glyphs"): {"evaluation.num_samples": 2000, "evaluation.labels": "random"},
     ("data", "imagenet512"): {"model.input_size": 64, "train.batch_size": 256, "train.total_steps": 400_000},
     ("data", "digits"): {
         "train.total_steps": 1000,
@@ -91,6 +92,14 @@ NUMBERS = {
         "ema.warmup": True,
         "sampler.num_steps": 18,
         "train.masked_loss": False,
+    },
+    ("data", "glyphs"): {
+        "data.num_images": 65536,
+        "model.hidden_size": 384,
+        "train.total_steps": 50_000,
+        "train.batch_size": 256,
+        "optimizer.lr": 1e-4,
+        "ema.decay": 0.9999,
     },
     ("data", "digits_masked"): {"train.masked_loss": True, "data.foreground_masks": True, "optimizer.lr": 1e-3},
 }
@@ -125,6 +134,7 @@ def needs_path(option):
 def test_every_option_composes_and_builds(group, option, latents):
     extra = [f"data.path={latents}"] if needs_path(option) else []
     extra += ["evaluation.reference=REFERENCE.npz"] if option == "adm_5k" else []
+    extra += ["data=glyphs"] if (group, option) == ("evaluation", "glyphs") else []
     config, _ = built(f"{group}={option}", *extra)
     assert config["run_name"] == "test"
     assert flatten(config).items() >= NUMBERS.get((group, option), {}).items()

@@ -11,6 +11,7 @@ from training.targets import CONFIGS, allowed_targets, check_targets, load_targe
 # As `python -m training.targets` prints it: what a run from elsewhere could at most have built.
 LISTED = """
 data                 data.digits                          configs/data/digits.yaml
+data                 data.glyphs                          configs/data/glyphs.yaml
 data                 data.open_latents                    configs/data/imagenet256.yaml
 data                 data.open_shards                     configs/data/stream.yaml
 data                 data.synthetic                       configs/data/synthetic.yaml
@@ -18,6 +19,7 @@ diffusion.loss       diffusion.EDMLoss                    configs/diffusion/edm.
 diffusion.precond    diffusion.EDMPrecond                 configs/diffusion/edm.yaml
 evaluation           evaluation.AdmEvaluator              configs/evaluation/adm_5k.yaml
 evaluation           evaluation.DigitsEvaluator           configs/evaluation/digits.yaml
+evaluation           evaluation.GlyphsEvaluator           configs/evaluation/glyphs.yaml
 model                models.DiT                           configs/config.yaml
 optimizer            torch.optim.AdamW                    configs/optimizer/adamw.yaml
 sampler              diffusion.edm_sampler                configs/sampler/edm.yaml
