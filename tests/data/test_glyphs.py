@@ -38,8 +38,10 @@ def test_a_larger_set_begins_with_a_smaller_one_and_means_the_same(tmp_path):
     latents = large.manifest.to_latents(large.read(large.train_ids)[0])
     assert abs(latents.mean()) < 0.02
     assert abs(latents.std() - 0.5) < 0.02
-    images, _ = real_images(small, np.arange(320), IdentityEncoder())
-    assert np.array_equal(images[..., 0], draw_glyphs(0, 0, 320)[0][:, 0])
+    images, labels = real_images(large, np.arange(2048), IdentityEncoder())
+    drawn, of_drawn = draw_glyphs(0, 0, 2048)
+    assert np.array_equal(images[..., 0], drawn[:, 0])
+    assert np.array_equal(labels, of_drawn)
 
 
 def test_what_lies_there_must_be_what_is_asked_for(tmp_path):
