@@ -1,4 +1,4 @@
-# make demo | make test | make slow | make finetune | make soak | make lint | make clean
+# make demo | make test | make slow | make finetune | make soak | make gpu | make lint | make clean
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ JOBS ?= 2  # tests that run at once
 # One process, said in full so that the launcher has nothing to warn about.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo setup test slow finetune soak lint clean
+.PHONY: demo setup test slow finetune soak gpu lint clean
 
 demo: setup ## digits from nothing: train, sample, score
 	@$(BIN)/python -m benchmarks.demo_time
@@ -41,6 +41,9 @@ finetune: setup ## what fine-tuning with adapters needs beside, and its tests
 
 soak: setup ## kill runs at random moments, 100 times each way (an hour), and count what was lost
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
+
+gpu: setup ## all that only a GPU can tell, into OUT (45 minutes on an H200); ARGS=--tiny rehearses it on a CPU
+	$(BIN)/python -m benchmarks.gpu $(OUT) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

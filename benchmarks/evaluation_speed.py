@@ -8,8 +8,9 @@ Every way to take the Frechet distance is first checked to give the same number.
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,39 @@ from scipy.linalg import eigvals, sqrtm
 from torchvision.models import inception_v3
 
 from benchmarks.memory import peak_gib, reset_peak
-from benchmarks.results import measured, write_results
+from benchmarks.results import markdown, measured, write_results
 from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from training.machine import start_process
 from training.provenance import environment
-from training.speed import interleaved_seconds, speedup
+from training.speed import interleaved_seconds
 
-REPEATS = 3
-NUM_REFERENCE, NUM_SAMPLES, BATCH_SIZE, IMAGE_SIZE = 10_000, 50_000, 64, 256
 CPU = torch.device("cpu")
+COLUMNS = {
+    "setting": "{}",
+    "what": "{}",
+    "median": "{:.4g}",
+    "unit": "{}",
+    "least": "{:.4g}",
+    "most": "{:.4g}",
+    "n": "{}",
+    "failed": "{}",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is scored: features of so many dimensions, images of the reference, samples, and a batch of the network."""
+
+    num_features: int = NUM_POOL_FEATURES
+    num_reference: int = 10_000
+    num_samples: int = 50_000
+    batch_size: int = 64
+    image_size: int = 256
+    repeats: int = 3
+
+
+TINY = Sizes(num_features=64, num_reference=200, num_samples=400, batch_size=2, image_size=64, repeats=1)
 
 Moments = tuple[np.ndarray, np.ndarray]
 
@@ -59,17 +83,17 @@ def _distance(mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigma2: np.n
     return float(np.square(mu1 - mu2).sum() + np.trace(sigma1) + np.trace(sigma2) - 2 * trace_of_root)
 
 
-def features(count: int, seed: int) -> torch.Tensor:
-    """Draw features (count, 2048) fp32 that look like the network's: not negative, correlated, of falling variances."""
+def features(count: int, num_features: int, seed: int) -> torch.Tensor:
+    """Draw features (count, num_features) fp32 that look like the network's: not negative, correlated, of falling variances."""
     generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(256, NUM_POOL_FEATURES, generator=torch.Generator().manual_seed(0)) / 16
-    noise = torch.randn(count, NUM_POOL_FEATURES, generator=generator) * torch.logspace(0, -2, NUM_POOL_FEATURES)
+    mixing = torch.randn(256, num_features, generator=torch.Generator().manual_seed(0)) / 16
+    noise = torch.randn(count, num_features, generator=generator) * torch.logspace(0, -2, num_features)
     return 0.4 * (torch.randn(count, 256, generator=generator) @ mixing + noise + 0.02 * seed).relu()
 
 
-def moments(count: int, seed: int) -> Moments:
+def moments(count: int, num_features: int, seed: int) -> Moments:
     """Return mean and covariance of such features."""
-    statistics = FeatureStatistics(NUM_POOL_FEATURES).update(features(count, seed))
+    statistics = FeatureStatistics(num_features).update(features(count, num_features, seed))
     return statistics.mean.numpy(), statistics.covariance.numpy()
 
 
@@ -77,12 +101,23 @@ def main() -> None:
     """Measure, print and record."""
     device = start_process().device
     found = environment(device)
-    rows = [*time_distances(device), *time_precision_recall(device), *time_detector(device)]
+    rows = [{"setting": setting, **row} for setting, measure in plan(device, False, Path()).items() for row in measure()]
+    print(markdown(rows, COLUMNS))
     write_results("evaluation_speed", rows, found)
 
 
-def time_distances(device: torch.device) -> list[dict[str, Any]]:
-    """Time the ways to take the Frechet distance at 2048 dimensions; always on the CPU, as in the suite."""
+def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """Return what measures each part of scoring; see `benchmarks.gpu`."""
+    sizes = TINY if tiny else Sizes()
+    return {
+        "network": partial(time_detector, device, sizes),
+        "precision and recall": partial(time_precision_recall, device, sizes),
+        "Frechet distance": partial(time_distances, device, sizes),
+    }
+
+
+def time_distances(device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
+    """Time the ways to take the Frechet distance; always on the CPU, as in the suite."""
     ways: dict[str, Callable[..., float]] = {
         "evaluation.frechet_distance": frechet_distance,
         "scipy.linalg.sqrtm": by_square_root,
@@ -90,43 +125,42 @@ def time_distances(device: torch.device) -> list[dict[str, Any]]:
         "symmetric root": by_symmetric_root,
         "singular values": by_singular_values,
     }
-    pair = (*moments(NUM_REFERENCE, 1), *moments(NUM_REFERENCE, 2))
+    count, num_features = sizes.num_reference, sizes.num_features
+    pair = (*moments(count, num_features, 1), *moments(count, num_features, 2))
     values = {name: way(*pair) for name, way in ways.items()}
     for name, value in values.items():
         assert np.isclose(value, values["scipy.linalg.sqrtm"], rtol=1e-6), (name, value, values["scipy.linalg.sqrtm"])
-    seconds = interleaved_seconds({name: lambda way=way: way(*pair) for name, way in ways.items()}, device, REPEATS)
-    ours = seconds["evaluation.frechet_distance"]
-    print(f"| Frechet distance, {NUM_POOL_FEATURES} features | seconds | ours is faster by |\n|---|--:|--:|")
-    for name, times in seconds.items():
-        print(f"| {name} | {median(times):.2f} | {speedup(times, ours):.1f}x |")
-    singular = (*moments(NUM_POOL_FEATURES // 2, 1), *moments(NUM_REFERENCE, 2))
+    seconds = interleaved_seconds({name: lambda way=way: way(*pair) for name, way in ways.items()}, device, sizes.repeats)
+    singular = (*moments(num_features // 2, num_features, 1), *moments(count, num_features, 2))
     start = time.perf_counter()
     frechet_distance(*singular)
     once = time.perf_counter() - start
-    rows = [measured(f"Frechet distance: {name}", "s", times) for name, times in seconds.items()]
-    return [*rows, measured("Frechet distance: evaluation.frechet_distance, singular covariance", "s", once)]
+    rows = [measured(name, "s", times) for name, times in seconds.items()]
+    return [*rows, measured("evaluation.frechet_distance, singular covariance", "s", once)]
 
 
-def time_precision_recall(device: torch.device) -> list[dict[str, Any]]:
-    """Time precision and recall of 10,000 reference images and 50,000 samples, once each way."""
-    reference, samples = features(NUM_REFERENCE, 1), features(NUM_SAMPLES, 2)
+def time_precision_recall(device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
+    """Time precision and recall of the reference and the samples, once each way."""
+    reference, samples = (
+        features(count, sizes.num_features, seed) for seed, count in enumerate((sizes.num_reference, sizes.num_samples), 1)
+    )
     rows = []
     for exact in (False, True):
-        name = f"precision and recall: {'fp32' if exact else 'fp16 rule'}"
-        before = reset_peak(CPU)
+        name = "distances in fp32" if exact else "distances by the fp16 rule"
+        before = reset_peak(device)
         start = time.perf_counter()
-        precision, recall = precision_recall(reference, samples, exact=exact, device=device)
+        precision_recall(reference, samples, exact=exact, device=device)
         rows.append(measured(name, "s", time.perf_counter() - start))
-        rows.append(measured(f"{name}, beside the features", "GiB", peak_gib(CPU) - before))
-        print(f"{name}, {NUM_REFERENCE:,} and {NUM_SAMPLES:,}: {precision} {recall}, {rows[-2]['median']:.0f} s")
+        rows.append(measured(f"{name}, memory beside the features", "GiB", peak_gib(device) - before))
     return rows
 
 
-def time_detector(device: torch.device) -> list[dict[str, Any]]:
+def time_detector(device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
     """Time the network, in its default memory layout and in the other, and the resizing alone."""
     from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
 
-    images = np.random.default_rng(0).integers(0, 256, (BATCH_SIZE, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    shape = (sizes.batch_size, sizes.image_size, sizes.image_size, 3)
+    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "random.pth"
         torch.save(
@@ -142,12 +176,8 @@ def time_detector(device: torch.device) -> list[dict[str, Any]]:
         "channels last": lambda: channels_last(images),
         "resizing alone": lambda: interpolate_bilinear_2d_like_tensorflow1x(x.float(), size=(299, 299), align_corners=False),
     }
-    seconds = interleaved_seconds(ways, device, REPEATS)
-    rows = [measured(f"detector: {name}", "images/s", [BATCH_SIZE / t for t in times]) for name, times in seconds.items()]
-    print(f"| network, fp32, batch {BATCH_SIZE}, {IMAGE_SIZE}x{IMAGE_SIZE} | images per second |\n|---|--:|")
-    for row in rows:
-        print(f"| {row['what']} | {row['median']:.1f} |")
-    return rows
+    seconds = interleaved_seconds(ways, device, sizes.repeats)
+    return [measured(name, "images/s", [sizes.batch_size / t for t in times]) for name, times in seconds.items()]
 
 
 if __name__ == "__main__":

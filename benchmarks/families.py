@@ -2,8 +2,9 @@
 
     python -m benchmarks.families
     python -m benchmarks.families --families flux wan --num-tokens 256 --repeats 3
+    python -m benchmarks.gpu OUT families                  at the width of the published models, on a GPU
 
-The models are of their real classes, of medium size, with random weights: width 512, 12 blocks, 77 tokens of text; one route,
+The models are of their real classes, with random weights: width 512, 12 blocks, 77 tokens of text; one route,
 blocks 2 to depth-4, ratio 0.5. A step is a forward and a backward pass to all weights, in bf16 where the device is fast at it.
 FLOPs are those of matrix products, attention included, as in models/cost.py; torch counts them while one step of each kind
 runs. The record goes to benchmarks/results/.
@@ -12,6 +13,7 @@ runs. The record goes to benchmarks/results/.
 import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,14 +28,28 @@ from training.machine import has_fast_bf16, keep_freed_memory, start_process
 from training.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
-NUM_TEXT, WIDTH, HEADS = 77, 512, 8
+NUM_TEXT = 77
 RATIO, ROUTE = 0.5, Route(0.5, 2, -4)
-BATCH_TOKENS = 2048  # of all samples together; one sample has more
+MEDIUM, TINY = (512, 8), (64, 1)  # width, heads
+# FLUX.1, Stable Diffusion 3 medium, PixArt-alpha XL/2, AuraFlow, Wan 1.3B: as their published configurations have them.
+PUBLISHED = {"flux": (3072, 24), "sd3": (1536, 24), "pixart": (1152, 16), "auraflow": (3072, 12), "wan": (1536, 12)}
+BATCH_TOKENS, GPU_BATCH_TOKENS = 2048, 16384  # of all samples together; one sample may have more
 NUM_TOKENS, REPEATS = (256, 1024, 4096), 5
+COLUMNS = {
+    "setting": "{}",
+    "parameters": "{:.3g}",
+    "samples": "{}",
+    "dense_sec": "{:.3f}",
+    "routed_sec": "{:.3f}",
+    "speedup": "{:.2f}x",
+    "predicted_speedup": "{:.2f}x",
+    "n": "{}",
+    "failed": "{}",
+}
 TEXT_DIM, POOLED_DIM = 768, 256
 
 
-def flux(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def flux(num_tokens: int, batch: int, width: int, heads: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """4 double blocks and 8 single ones."""
     from diffusers import FluxTransformer2DModel
 
@@ -41,11 +57,11 @@ def flux(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor
         in_channels=64,
         num_layers=4,
         num_single_layers=8,
-        attention_head_dim=WIDTH // HEADS,
-        num_attention_heads=HEADS,
+        attention_head_dim=width // heads,
+        num_attention_heads=heads,
         joint_attention_dim=TEXT_DIM,
         pooled_projection_dim=POOLED_DIM,
-        axes_dims_rope=(8, 28, 28),
+        axes_dims_rope=tuple(width // heads * share // 16 for share in (2, 7, 7)),
     )
     side = int(num_tokens**0.5)
     rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
@@ -60,7 +76,7 @@ def flux(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor
     }
 
 
-def sd3(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def sd3(num_tokens: int, batch: int, width: int, heads: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """12 joint blocks."""
     from diffusers import SD3Transformer2DModel
 
@@ -68,10 +84,10 @@ def sd3(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]
     model = SD3Transformer2DModel(
         sample_size=2 * side,
         num_layers=12,
-        attention_head_dim=WIDTH // HEADS,
-        num_attention_heads=HEADS,
+        attention_head_dim=width // heads,
+        num_attention_heads=heads,
         joint_attention_dim=TEXT_DIM,
-        caption_projection_dim=WIDTH,
+        caption_projection_dim=width,
         pooled_projection_dim=POOLED_DIM,
         pos_embed_max_size=side,
     )
@@ -83,16 +99,16 @@ def sd3(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]
     }
 
 
-def pixart(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, Any]]:
+def pixart(num_tokens: int, batch: int, width: int, heads: int) -> tuple[nn.Module, dict[str, Any]]:
     """12 blocks with cross-attention."""
     from diffusers import PixArtTransformer2DModel
 
     side = int(num_tokens**0.5)
     model = PixArtTransformer2DModel(
-        num_attention_heads=HEADS,
-        attention_head_dim=WIDTH // HEADS,
+        num_attention_heads=heads,
+        attention_head_dim=width // heads,
         num_layers=12,
-        cross_attention_dim=WIDTH,
+        cross_attention_dim=width,
         sample_size=2 * side,
         caption_channels=TEXT_DIM,
         use_additional_conditions=False,
@@ -105,7 +121,7 @@ def pixart(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def auraflow(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def auraflow(num_tokens: int, batch: int, width: int, heads: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """2 joint blocks and 10 single ones."""
     from diffusers import AuraFlowTransformer2DModel
 
@@ -114,10 +130,10 @@ def auraflow(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Te
         sample_size=2 * side,
         num_mmdit_layers=2,
         num_single_dit_layers=10,
-        attention_head_dim=WIDTH // HEADS,
-        num_attention_heads=HEADS,
+        attention_head_dim=width // heads,
+        num_attention_heads=heads,
         joint_attention_dim=TEXT_DIM,
-        caption_projection_dim=WIDTH,
+        caption_projection_dim=width,
         pos_embed_max_size=num_tokens,
     )
     return model, {
@@ -127,15 +143,15 @@ def auraflow(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Te
     }
 
 
-def wan(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def wan(num_tokens: int, batch: int, width: int, heads: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """12 blocks with cross-attention, 4 frames."""
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel(
-        num_attention_heads=HEADS,
-        attention_head_dim=WIDTH // HEADS,
+        num_attention_heads=heads,
+        attention_head_dim=width // heads,
         text_dim=TEXT_DIM,
-        ffn_dim=4 * WIDTH,
+        ffn_dim=4 * width,
         num_layers=12,
     )
     side = int(num_tokens**0.5)
@@ -146,7 +162,7 @@ def wan(num_tokens: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]
     }
 
 
-FAMILIES: dict[str, Callable[[int, int], tuple[nn.Module, dict[str, Any]]]] = {
+FAMILIES: dict[str, Callable[[int, int, int, int], tuple[nn.Module, dict[str, Any]]]] = {
     "flux": flux,
     "sd3": sd3,
     "pixart": pixart,
@@ -171,7 +187,7 @@ def main() -> None:
     todo = [(name, num_tokens) for name in arguments.families for num_tokens in arguments.num_tokens]
     print("| family | tokens | samples | dense | routed | speed-up | FLOPs promise |\n|---|--:|--:|--:|--:|--:|--:|")
     for name, num_tokens in tqdm(todo, desc="families"):
-        row = measure(name, num_tokens, arguments.repeats, device)
+        row = measure(name, num_tokens, MEDIUM, BATCH_TOKENS, arguments.repeats, device)
         rows.append(row)
         tqdm.write(
             f"| {name} | {num_tokens} | {row['samples']} | {row['dense_sec']:.3f} s | {row['routed_sec']:.3f} s | "
@@ -180,11 +196,29 @@ def main() -> None:
     write_results("families", rows, found)
 
 
-def measure(name: str, num_tokens: int, repeats: int, device: torch.device) -> dict[str, Any]:
-    """Return the row of one family at one length."""
+def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """Return what measures each family at each length; see `benchmarks.gpu`."""
+
+    def at(name: str, num_tokens: int) -> list[dict[str, Any]]:
+        if tiny:
+            return [measure(name, num_tokens, TINY, num_tokens, 1, device)]
+        return [measure(name, num_tokens, PUBLISHED[name], GPU_BATCH_TOKENS, REPEATS, device)]
+
+    return {
+        f"{name}, {num_tokens} tokens": partial(at, name, num_tokens)
+        for num_tokens in ((16,) if tiny else (1024, 4096))
+        for name in FAMILIES
+    }
+
+
+def measure(
+    name: str, num_tokens: int, size: tuple[int, int], batch_tokens: int, repeats: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the row of one family at one length; size: width and heads."""
     torch.manual_seed(0)
-    batch = max(1, BATCH_TOKENS // num_tokens)
-    model, inputs = FAMILIES[name](num_tokens, batch)
+    batch = max(1, batch_tokens // num_tokens)
+    with device:  # billions of weights are drawn where they are needed
+        model, inputs = FAMILIES[name](num_tokens, batch, *size)
     model.to(device).train()
     inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     attach(model, [ROUTE])
@@ -193,6 +227,7 @@ def measure(name: str, num_tokens: int, repeats: int, device: torch.device) -> d
     times = interleaved_seconds({ratio: partial(step, ratio) for ratio in (0.0, RATIO)}, device, repeats)
     return {
         "family": name,
+        "width": size[0],
         "num_tokens": num_tokens,
         "samples": batch,
         "precision": "bf16" if has_fast_bf16(device) else "fp32",

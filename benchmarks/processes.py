@@ -1,14 +1,37 @@
 """Processes that build something and run it when asked, so that they can take turns."""
 
 import multiprocessing
+import os
+import runpy
+import sys
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from training.provenance import PROJECT
+
+# Forks of a process that has the libraries and has not touched a device.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["benchmarks.runs"])
+
 
 class ProcessFailed(Exception):
     """A process of a benchmark has ended in an error, which it has printed."""
+
+
+def run_program(program: str, *arguments: str) -> None:
+    """Run one of the project's programs in a process of its own.
+
+    Raises:
+        ProcessFailed: what it said stands above.
+    """
+    process = CONTEXT.Process(target=_program, args=(program, arguments))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise ProcessFailed(f"failed: {program} ended with status {process.exitcode}, as it says above")
 
 
 class Worker:
@@ -16,18 +39,22 @@ class Worker:
 
     Args:
         kind: `ours`, `plain` or `check`, called in the process.
-
-    Raises:
-        ProcessFailed: its traceback stands above.
     """
 
     def __init__(self, kind: Callable[..., None], folder: Path, name: str, overrides: Sequence[str]):
-        context = multiprocessing.get_context("spawn")
-        self.name, (self.connection, other) = name, context.Pipe()
-        self.process = context.Process(target=kind, args=(other, folder, overrides))
+        self.name, (self.connection, other) = name, CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=kind, args=(other, folder, overrides))
         self.process.start()
         other.close()
-        self.ready = self._receive()
+
+    @cached_property
+    def ready(self) -> Any:
+        """What the process says when all is built.
+
+        Raises:
+            ProcessFailed: its traceback stands above.
+        """
+        return self._receive()
 
     def ask(self, word: str) -> Any:
         """Send a word, and return the answer."""
@@ -64,3 +91,9 @@ def serve(connection: Connection, ready: Any, answers: dict[str, Callable[[], An
         except EOFError:
             return
         connection.send(answers[word]())
+
+
+def _program(program: str, arguments: Sequence[str]) -> None:
+    os.chdir(PROJECT)
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")

@@ -1,6 +1,7 @@
 """Records of measurements: a CSV file whose first lines, marked with #, tell where and from what they come."""
 
 import csv
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,8 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from runtime.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -18,19 +21,43 @@ def write_results(name: str, rows: Sequence[Mapping[str, Any]], environment: Map
     Args:
         environment: of `training.provenance`, as it was when the measurement began.
     """
-    where = environment["processor"] if environment["device"] == "cpu" else environment["device"]
-    slug = re.sub(r"[^A-Za-z0-9]+", "-", where).strip("-")
-    file = folder / f"{name}_{slug}_torch-{environment['versions']['torch'].split('+')[0]}.csv"
+    file = _file_of(name, environment, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with file.open("w", newline="") as f:
-        for key, value in {"date": date.today().isoformat(), **environment}.items():
-            f.write(f"# {key}: {json.dumps(value) if isinstance(value, dict) else value}\n")
-        writer = csv.DictWriter(f, columns)
-        writer.writeheader()
-        writer.writerows({key: _short(value) for key, value in row.items()} for row in rows)
+    _write(file, rows, {"date": date.today().isoformat(), **environment})
     print(f"recorded in {file}")
     return file
+
+
+class Record:
+    """The record of a stage: written after every setting, and gone on with by the same code on the same device.
+
+    Raises:
+        ValueError: other code, or another machine, began it.
+    """
+
+    def __init__(self, name: str, folder: Path, environment: Mapping[str, Any]):
+        self.file, self.rows = _file_of(name, environment, folder), []
+        self.environment = {"date": date.today().isoformat(), **environment}
+        if self.file.exists():
+            begun, self.rows = read_environment(self.file), read_results(self.file)
+            for key in ("source_sha256", "tiny"):
+                if begun[key] != str(environment[key]):
+                    raise ValueError(f"{self.file} is of {key} {begun[key]}, not {environment[key]}: give another folder")
+            self.environment["date"] = begun["date"]
+
+    def add(self, setting: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of a setting, in place of those that had failed."""
+        kept = [row for row in self.rows if row["setting"] != setting]
+        self.rows = [*kept, *({"setting": setting, **row} for row in rows)]
+        _write(self.file, self.rows, self.environment)
+
+    def rows_of(self, setting: str) -> list[Mapping[str, Any]]:
+        """Return the rows of a setting."""
+        return [row for row in self.rows if row["setting"] == setting]
+
+    def done(self) -> set[str]:
+        """Return the settings of which no row has failed."""
+        return {row["setting"] for row in self.rows} - {row["setting"] for row in self.rows if row.get("failed")}
 
 
 def read_results(file: Path) -> list[dict[str, str]]:
@@ -39,10 +66,52 @@ def read_results(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(line for line in f if not line.startswith("#")))
 
 
+def read_environment(file: Path) -> dict[str, str]:
+    """Return what the first lines of a record tell, as text."""
+    lines = (line[2:].rstrip("\n") for line in file.open() if line.startswith("# "))
+    return {key: value for key, _, value in (line.partition(": ") for line in lines)}
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], everything: bool = False) -> str:
+    """Return rows, fresh or read from a record, as a table.
+
+    Args:
+        columns: key -> format; "{}" is given what there is, the others a number.
+        everything: keep the columns of which no row has a value.
+    """
+    has = {key: form for key, form in columns.items() if everything or any(row.get(key) not in (None, "") for row in rows)}
+    lines = ["| " + " | ".join(has) + " |", "|---|" + "--:|" * (len(has) - 1)]
+    lines += ["| " + " | ".join(_cell(row.get(key), form) for key, form in has.items()) + " |" for row in rows]
+    return "\n".join(lines)
+
+
 def measured(what: str, unit: str, values: float | Sequence[float]) -> dict[str, Any]:
     """Return the row of one quantity that was measured once or several times."""
     values = [values] if isinstance(values, int | float) else list(values)
     return {"what": what, "unit": unit, "median": median(values), "least": min(values), "most": max(values), "n": len(values)}
+
+
+def _file_of(name: str, environment: Mapping[str, Any], folder: Path) -> Path:
+    where = environment["processor"] if environment["device"] == "cpu" else environment["device"]
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", where).strip("-")
+    return folder / f"{name}_{slug}_torch-{environment['versions']['torch'].split('+')[0]}.csv"
+
+
+def _write(file: Path, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    for key, value in environment.items():
+        text.write(f"# {key}: {json.dumps(value) if isinstance(value, dict) else value}\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: _short(value) for key, value in row.items()} for row in rows)
+    write_text(file, text.getvalue())
+
+
+def _cell(value: Any, form: str) -> str:
+    if value in (None, ""):
+        return ""
+    return form.format(value if form == "{}" else float(value))
 
 
 def _short(value: Any) -> Any:

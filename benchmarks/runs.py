@@ -29,13 +29,15 @@ QUIET = ("train.eval_every=null", "train.sample_every=null", "evaluation=none", 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compared: overrides of train.py, side of the latents, what masks cover, and whether the plain step takes part."""
+    """What is compared: overrides of train.py, side of the latents, what masks cover, and what takes part."""
 
     name: str
     overrides: tuple[str, ...]
     input_size: int = 32
     mask_coverage: float | None = None  # of the tokens; None trains without masks
-    plain: bool = False
+    plain: bool = False  # time the plain step as well
+    whole: bool = False  # and ours, compiled as a whole and replayed as CUDA graphs
+    check: bool = True  # compare loss and gradients with those of the plain step before
 
 
 def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:

@@ -1,29 +1,53 @@
-"""What a sample costs: an evaluation of the guided denoiser as one batched forward and as two, and whole samples.
+"""What a sample costs: evaluations of the denoiser, guided and not, in several precisions and batches, and whole samples.
 
-    python -m benchmarks.sampling                          DiT-XL/2 on a GPU, DiT-S/2 on a CPU; batch 4
+    python -m benchmarks.sampling                          DiT-S/2, batch 4, printed
     python -m benchmarks.sampling --size b_2 --batch 16
+    python -m benchmarks.gpu OUT sample                    DiT-XL/2, batches of 4 to 512, on a GPU
 
-In fp32, as sample.py draws unless told otherwise, and in bf16, on latents of 4x32x32 (256 tokens at patch 2; 1024 for the size
-tiny, whose patch is 1). With --record NAME the record goes to benchmarks/results/.
+On latents of 4x32x32 (256 tokens at patch 2; 1024 for the size tiny, whose patch is 1). Images per second are those of a whole
+sample of 40 Heun steps, 79 evaluations; the last rows draw such samples.
 """
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from benchmarks.results import measured, write_results
+from benchmarks.memory import peak_gib, reset_peak
+from benchmarks.results import markdown, write_results
 from benchmarks.runs import compose_config, perturb
+from benchmarks.train_step import peak_flops
 from diffusion import edm_sampler, guided_denoiser
+from evaluation.precision import strict_fp32
+from models import cost_of
 from training import config as configuration
 from training.machine import start_process
 from training.provenance import environment
-from training.speed import interleaved_seconds
+from training.speed import interleaved_seconds, speedup
 
 GUIDANCE_SCALE, NUM_STEPS = 1.5, 40
-REPEATS, SAMPLING_REPEATS = 15, 1
+REPEATS, GPU_REPEATS = 15, 3
+BATCHES, WHOLE_BATCH = (4, 32, 128, 512), 128
+TINY = ("model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
+PRECISIONS = {"cpu": ("bf16", "fp32"), "cuda": ("bf16", "TF32", "fp32")}
+COLUMNS = {
+    "setting": "{}",
+    "evaluation": "{}",
+    "ms": "{:.1f}",
+    "images_per_sec": "{:.3f}",
+    "hours_50k": "{:.2f}",
+    "utilisation": "{:.1%}",
+    "speedup_over_two": "{:.2f}x",
+    "peak_memory_gib": "{:.1f}",
+    "n": "{}",
+    "failed": "{}",
+}
 
 
 def main() -> None:
@@ -33,75 +57,125 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sampling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", default="xl_2" if device.type == "cuda" else "s_2", help="a file of configs/model/size")
+    parser.add_argument("--size", default="s_2", help="a file of configs/model/size")
     parser.add_argument("--batch", type=int, default=4, help="images drawn at once; default 4")
     parser.add_argument("--record", help="name of the record, sampling for the committed one; default: none is written")
     arguments = parser.parse_args()
     if arguments.batch < 1:
         parser.error(f"--batch {arguments.batch} must be at least 1")
-    precond = build(arguments.size).to(device).eval().requires_grad_(False)
-    setting = {"size": arguments.size, "batch": arguments.batch}
-    print(f"{arguments.size}, {precond.net.num_tokens} tokens, batch {arguments.batch}: some minutes on a CPU", flush=True)
-    print("| precision | what | median | least | most | n |\n|---|---|--:|--:|--:|--:|", flush=True)
-    rows = []
-    for precision in ("fp32", "bf16"):
-        for row in measure(precond, arguments.batch, precision, device):
-            values = " | ".join(f"{row[key]:.4g} {row['unit']}" for key in ("median", "least", "most"))
-            print(f"| {precision} | {row['what']} | {values} | {row['n']} |", flush=True)
-            rows.append(setting | row)
+    print(f"{arguments.size}, batch {arguments.batch}: some minutes on a CPU", flush=True)
+    settings = settings_of(device, (f"model/size={arguments.size}",), (arguments.batch,), arguments.batch, REPEATS)
+    rows = [{"setting": setting, **row} for setting, measure in settings.items() for row in measure()]
+    print(markdown(rows, COLUMNS))
     if arguments.record:
         write_results(arguments.record, rows, found)
 
 
-def build(size: str) -> nn.Module:
-    """Return a dense network of a size in its preconditioning, with random weights, for latents of 4x32x32."""
-    data = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
-    config = compose_config(("model=dit", *data, f"model/size={size}"))
+def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """Return what measures each setting; see `benchmarks.gpu`."""
+    if tiny:
+        return settings_of(device, TINY, (2,), 2, repeats=1)
+    return settings_of(device, ("model/size=xl_2",), BATCHES, WHOLE_BATCH, GPU_REPEATS)
+
+
+def settings_of(
+    device: torch.device, size: tuple[str, ...], batches: tuple[int, ...], whole_batch: int, repeats: int
+) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """Return what measures each precision, compiled and not, at each batch, and whole samples."""
+    settings: dict[str, Callable[[], list[dict[str, Any]]]] = {}
+    for compiled in (True, False):
+        for precision in PRECISIONS[device.type]:
+            for batch in batches:
+                name = f"{precision}, {'compiled' if compiled else 'eager'}, batch {batch}"
+                settings[name] = partial(evaluations, size, batch, precision, compiled, repeats, device)
+    name = f"bf16, compiled, batch {whole_batch}, whole samples"
+    return {**settings, name: partial(whole_samples, size, whole_batch, device)}
+
+
+def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Module:
+    """Return a dense network in its preconditioning, with random weights, for latents of 4x32x32; size: keys of its model."""
+    config = compose_config(("model=dit", "data=synthetic", "data.input_size=32", "data.num_classes=1000", *size))
     torch.manual_seed(0)
-    net = configuration.build_net(config)
+    with device:
+        net = configuration.build_net(config)
     perturb(net)
-    return configuration.build_precond(config, net)
+    if compiled:
+        torch._dynamo.reset()
+        for block in net.blocks:
+            block.compile(dynamic=False)
+    return configuration.build_precond(config, net).eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def measure(precond: nn.Module, num_samples: int, precision: str, device: torch.device) -> list[dict[str, Any]]:
-    """Time one evaluation in each way, in turn, and whole samples; return a row for each."""
-    net = precond.net
-    shape = (num_samples, net.in_channels, net.input_size, net.input_size)
-    generator = torch.Generator(device).manual_seed(0)
-    noise = torch.randn(shape, generator=generator, device=device)
-    labels = torch.arange(num_samples, device=device) % net.num_classes
-    null = torch.full_like(labels, net.num_classes)
+def evaluations(
+    size: tuple[str, ...], batch: int, precision: str, compiled: bool, repeats: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Time one evaluation in each way, in turn; return a row for each."""
+    precond = build(size, device, compiled)
+    noise, labels = inputs(precond, batch, device)
     sigma = torch.ones((), device=device)
-    batched = guided_denoiser(precond, labels, net.num_classes, GUIDANCE_SCALE)
+    batched = guided_denoiser(precond, labels, precond.net.num_classes, GUIDANCE_SCALE)
+    null = torch.full_like(labels, precond.net.num_classes)
 
     def twice(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         D_cond, D_uncond = precond(x, sigma, labels), precond(x, sigma, null)
         return D_uncond + GUIDANCE_SCALE * (D_cond - D_uncond)
 
-    def within(denoise: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                return denoise(*arguments)
-
-        return run
-
     ways = {
-        "guided, one batched forward": within(batched, noise, sigma),
-        "guided, two forwards": within(twice, noise, sigma),
-        "no guidance": within(lambda x, sigma: precond(x, sigma, labels), noise, sigma),
+        "guided": within(precision, device, batched, noise, sigma),
+        "guided, two forwards": within(precision, device, twice, noise, sigma),
+        "unguided": within(precision, device, lambda x, sigma: precond(x, sigma, labels), noise, sigma),
     }
     one, two = (ways[name]() for name in list(ways)[:2])
-    torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-2 if precision == "bf16" else 1e-4)
-    seconds = interleaved_seconds(ways, device, REPEATS)
-    draw = within(lambda z: edm_sampler(batched, z, num_steps=NUM_STEPS), noise)
-    drawing = interleaved_seconds({"draw": draw}, device, SAMPLING_REPEATS)["draw"]
-    one, two, _ = seconds.values()
-    rows = [measured(name, "ms", [1000 * t for t in times]) for name, times in seconds.items()]
-    rows.append(measured("two forwards against one batched", "x", [a / b for a, b in zip(two, one, strict=True)]))
-    per_sec = [num_samples / t for t in drawing]
-    rows.append(measured(f"guided samples, {NUM_STEPS} Heun steps ({2 * NUM_STEPS - 1} evaluations)", "images/s", per_sec))
-    return [{"precision": precision} | row for row in rows]
+    torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-4 if precision == "fp32" else 1e-2)
+    reset_peak(device)
+    seconds = interleaved_seconds(ways, device, repeats)
+    flops = cost_of(precond.net).dense_forward_flops * batch
+    peak, _ = peak_flops("bf16", device) if precision == "bf16" else (None, "")
+    rows = []
+    for name, times in seconds.items():
+        row = {"evaluation": name, "ms": 1000 * median(times), "ms_least": 1000 * min(times), "ms_most": 1000 * max(times)}
+        row |= rate(batch, (2 * NUM_STEPS - 1) * median(times)) | {"n": repeats, "peak_memory_gib": peak_gib(device)}
+        if peak:
+            row["utilisation"] = (1 if name == "unguided" else 2) * flops / median(times) / peak
+        rows.append(row)
+    rows[0]["speedup_over_two"] = speedup(seconds["guided, two forwards"], seconds["guided"])
+    return rows
+
+
+@torch.no_grad()
+def whole_samples(size: tuple[str, ...], batch: int, device: torch.device) -> list[dict[str, Any]]:
+    """Time guided samples, once, after one evaluation that compiles."""
+    precond = build(size, device, compiled=True)
+    noise, labels = inputs(precond, batch, device)
+    denoise = guided_denoiser(precond, labels, precond.net.num_classes, GUIDANCE_SCALE)
+    within("bf16", device, denoise, noise, torch.ones((), device=device))()
+    draw = within("bf16", device, lambda z: edm_sampler(denoise, z, num_steps=NUM_STEPS), noise)
+    ((sec,),) = interleaved_seconds({"draw": draw}, device, repeats=1).values()
+    return [{"evaluation": "guided, 40 Heun steps", "ms": 1000 * sec, **rate(batch, sec), "n": 1}]
+
+
+def inputs(precond: nn.Module, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return noise (batch, C, H, W) and labels (batch,)."""
+    net, generator = precond.net, torch.Generator(device).manual_seed(0)
+    noise = torch.randn(batch, net.in_channels, net.input_size, net.input_size, generator=generator, device=device)
+    return noise, torch.arange(batch, device=device) % net.num_classes
+
+
+def within(precision: str, device: torch.device, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Return what calls a function in a precision."""
+
+    def call() -> Any:
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+        with autocast, strict_fp32() if precision == "fp32" else nullcontext():
+            return function(*arguments)
+
+    return call
+
+
+def rate(num_images: int, sec: float) -> dict[str, float]:
+    """Return images per second, and hours for 50,000."""
+    return {"images_per_sec": num_images / sec, "hours_50k": 50_000 * sec / num_images / 3600}
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.plain_step import PlainDiT, PlainStep
 from benchmarks.processes import ProcessFailed, Worker, serve
-from benchmarks.results import write_results
+from benchmarks.results import markdown, write_results
 from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
 from evaluation.precision import strict_fp32
 from routing import num_tokens_kept
@@ -39,7 +39,7 @@ from training.provenance import environment
 from training.speed import PRODUCT_SIZES, speedup
 from training.trainer import Trainer
 
-REPEATS, PART_REPEATS = 9, 3
+REPEATS, GPU_REPEATS, PART_REPEATS = 9, 5, 3
 CHECK_SAMPLES = 4
 TOLERANCES = {"no": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}  # of loss and gradients, relative
 PEAK_FLOPS = {  # bf16, dense, as NVIDIA specifies them
@@ -58,6 +58,28 @@ PLAIN_KNOWS = {
     "fp32_after_route": False,
     "learn_sigma": False,
 }
+SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "train.batch_size=4", "train.compile=false")
+TINY_SETTINGS = [
+    Setting("256 tokens", SMALL, 8, plain=True, whole=True),
+    Setting("masks, 25%", SMALL, 8, mask_coverage=0.25),
+]
+COLUMNS = {
+    "setting": "{}",
+    "step": "{}",
+    "ms": "{:.1f}",
+    "images_per_sec": "{:.2f}",
+    "utilisation": "{:.1%}",
+    "peak_memory_gib": "{:.2f}",
+    "speedup_over_dense": "{:.3f}x",
+    "predicted_speedup": "{:.3f}x",
+    "share_of_predicted": "{:.1%}",
+    "speedup_over_plain": "{:.2f}x",
+    "possible_over_plain": "{:.2f}x",
+    "speedup_over_whole": "{:.2f}x",
+    "share_outside": "{:.1%}",
+    "n": "{}",
+    "failed": "{}",
+}
 
 
 def standard_settings(device: torch.device) -> list[Setting]:
@@ -68,19 +90,29 @@ def standard_settings(device: torch.device) -> list[Setting]:
     def of(size: str, num_samples: int, *more: str) -> tuple[str, ...]:
         return (f"model/size={size}", f"train.batch_size={num_samples}", *more)
 
-    settings = [Setting("the plain step", of("s_2", 16), plain=True)]
-    fp32_block = "model.fp32_after_route=true"
+    usual, fp32_block = of(size, tokens_at_once // 256), "model.fp32_after_route=true"
+    settings = [Setting("256 tokens", usual, plain=True, whole=on_gpu)]
     if on_gpu:
         settings.append(Setting("XL/2", of("xl_2", 256)))
-        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, "model.gradient_checkpointing=true")))
+        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, "model.gradient_checkpointing=true"), check=False))
         settings.append(Setting("XL/2, fp32 block", of("xl_2", 256, fp32_block)))
-    settings.append(Setting("256 tokens, fp32 block", of(size, tokens_at_once // 256, fp32_block)))
-    for side in (16, 32, 64, 128):
+        # CUDA graphs keep their memory between turns: at 256 the others would not fit beside them.
+        settings.append(Setting("XL/2, batch 128", of("xl_2", 128), whole=True, check=False))
+    settings.append(Setting("256 tokens, fp32 block", (*usual, fp32_block)))
+    for side in (16, 64, 128):
         num_tokens = (side // 2) ** 2
-        settings.append(Setting(f"{num_tokens} tokens", of(size, tokens_at_once // num_tokens), input_size=side))
-    masked = of(size, tokens_at_once // 256)
-    settings += [Setting(f"masks, {coverage:.0%}", masked, mask_coverage=coverage) for coverage in (0.0, 0.25, 0.5)]
+        overrides = of(size, tokens_at_once // num_tokens)
+        settings.append(Setting(f"{num_tokens} tokens", overrides, input_size=side, check=not on_gpu))
+    settings += [Setting(f"masks, {coverage:.0%}", usual, mask_coverage=coverage) for coverage in (0.0, 0.25, 0.5)]
     return settings
+
+
+def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """Return what measures each setting; see `benchmarks.gpu`."""
+    settings = TINY_SETTINGS if tiny else standard_settings(device)
+    peaks = {precision: peak_flops(precision, device) for precision in TOLERANCES}
+    repeats = 1 if tiny else GPU_REPEATS
+    return {setting.name: partial(measure, setting, repeats, peaks) for setting in settings}
 
 
 def main() -> None:
@@ -113,9 +145,9 @@ def main() -> None:
         print(f"{setting.name}: {' '.join(setting.overrides)}", flush=True)
         try:
             rows += (found := measure(setting, arguments.repeats, peaks))
-            print(table(found), flush=True)
+            print(markdown(found, COLUMNS), flush=True)
         except ProcessFailed as error:  # out of memory, say: the other settings are still worth having
-            rows.append({"setting": setting.name, "step": str(error)})
+            rows.append({"setting": setting.name, "failed": str(error)})
             failed = True
             print(f"  {error}", flush=True)
         if record := arguments.record or (None if arguments.overrides else "train_step"):
@@ -134,17 +166,18 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
         unknown = unknown_to_plain(config)
         if unknown:
             print(f"  not compared with the plain step, which does not know {', '.join(unknown)}", flush=True)
-        else:
+        elif setting.check:
             compare(Path(folder), overrides)
         kinds: dict[str, tuple[Any, str]] = {"dense": (ours, "dense"), "routed": (ours, "routed")}
         if setting.plain and not unknown:
             kinds |= {"plain dense": (plain, "dense"), "plain routed": (plain, "routed")}
+        if setting.whole:
+            kinds |= {"whole dense": (whole, "dense"), "whole routed": (whole, "routed")}
         workers = {
-            name: stack.enter_context(Worker(of, Path(folder), kind, overrides[kind]))
-            for name, (of, kind) in tqdm(kinds.items(), desc="  build, compile, warm up", leave=False)
+            name: stack.enter_context(Worker(of, Path(folder), kind, overrides[kind])) for name, (of, kind) in kinds.items()
         }
-        for name, worker in workers.items():
-            print(f"  {name}: {in_words(worker.ready)}", flush=True)
+        for name, worker in tqdm(workers.items(), desc="  build, compile, warm up", leave=False):
+            tqdm.write(f"  {name}: {in_words(worker.ready)}")
         seconds = {name: [] for name in workers}
         for _ in tqdm(range(repeats), desc="  turns", leave=False):
             for name, worker in workers.items():
@@ -157,9 +190,10 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
             rows.append(row | worker.ask("parts"))
     for row in rows:
         if row["step"].endswith("routed"):
-            twin = "plain dense" if row["step"].startswith("plain") else "dense"
-            row["speedup_over_dense"] = speedup(seconds[twin], seconds[row["step"]])
+            row["speedup_over_dense"] = speedup(seconds[row["step"].replace("routed", "dense")], seconds[row["step"]])
             row["share_of_predicted"] = row["speedup_over_dense"] / row["predicted_speedup"]
+        if of_whole := seconds.get(f"whole {row['step']}"):
+            row["speedup_over_whole"] = speedup(of_whole, seconds[row["step"]])
         if of_plain := seconds.get(f"plain {row['step']}"):
             row["speedup_over_plain"] = speedup(of_plain, seconds[row["step"]])
             # What matrix products alone would take at the peak.
@@ -179,17 +213,22 @@ def unknown_to_plain(config: dict[str, Any]) -> list[str]:
 
 def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:
     """Compare loss and gradients with those of the plain step, in fp32 and as they will be timed."""
-    for kind, of_kind in overrides.items():
-        for precision in (("train.mixed_precision=no", "train.compile=false"), ()):
-            with Worker(check, folder, kind, (*of_kind, *precision)) as worker:
-                print(f"  {kind}, {worker.ready}", flush=True)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(check, folder, kind, (*of_kind, *precision)))
+            for kind, of_kind in overrides.items()
+            for precision in (("train.mixed_precision=no", "train.compile=false"), ())
+        ]
+        for worker in workers:
+            print(f"  {worker.name}, {worker.ready}", flush=True)
 
 
 def in_words(row: dict[str, Any]) -> str:
     """Return what a process times."""
     sizes = f"{row['parameters'] / 1e6:.1f}M parameters, {row['depth']} blocks, {row['num_tokens']} tokens"
     precision = "bf16" if row["mixed_precision"] == "bf16" else "fp32"
-    words = [sizes, f"batch {row['batch_size']}", precision, "compiled" if row["compile"] else "uncompiled"]
+    compiled = row["compile"] if isinstance(row["compile"], str) else "compiled" if row["compile"] else "uncompiled"
+    words = [sizes, f"batch {row['batch_size']}", precision, compiled]
     if row["routes"]:
         words.append(f"routes {row['routes']} (blocks:fraction that bypasses)")
     return ", ".join(words)
@@ -208,30 +247,6 @@ def timing(seconds: Sequence[float], row: dict[str, Any], peaks: dict[str, tuple
         "peak_tflops": peak / 1e12,
         "peak_is": source,
     }
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a table to read."""
-    columns = {
-        "step": "{}",
-        "ms": "{:.1f}",
-        "images_per_sec": "{:.2f}",
-        "utilisation": "{:.1%}",
-        "peak_memory_gib": "{:.2f}",
-        "speedup_over_dense": "{:.3f}x",
-        "predicted_speedup": "{:.3f}x",
-        "share_of_predicted": "{:.1%}",
-        "speedup_over_plain": "{:.2f}x",
-        "possible_over_plain": "{:.2f}x",
-        "share_outside": "{:.1%}",
-        "n": "{}",
-    }
-    columns = {key: form for key, form in columns.items() if any(row.get(key) is not None for row in rows)}
-    lines = ["| " + " | ".join(columns) + " |", "|---|" + "--:|" * (len(columns) - 1)]
-    for row in rows:
-        cells = (form.format(row[key]) if row.get(key) is not None else "" for key, form in columns.items())
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(f"  {line}" for line in lines)
 
 
 def peak_flops(precision: str, device: torch.device) -> tuple[float, str]:
@@ -261,6 +276,23 @@ def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None
         "parts": lambda: shares(trainer, batches),
     }
     serve(connection, row, answers)
+
+
+def whole(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
+    """Serve the steps of the trainer, its network compiled as one and, on a GPU, replayed as CUDA graphs."""
+    trainer, row = build(folder, (*overrides, "train.compile=false"))
+    trainer.net.compile(dynamic=False, mode="reduce-overhead")
+    batches = iter(trainer.micro_batches(0))
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        trainer.train_step(batches)
+        trainer.step += 1
+
+    reset_peak(trainer.device)
+    _warm_up(step, trainer.device)
+    answers = {"step": lambda: _turn(step, trainer.device), "memory": lambda: peak_gib(trainer.device), "parts": dict}
+    serve(connection, row | {"compile": "as a whole"}, answers)
 
 
 def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 import fid
+from benchmarks import gpu
 from data import encode
 from evaluation.files import PUBLISHED
 from examples import finetune
@@ -59,6 +60,9 @@ def test_commands_compose_and_validate(command):
     if words[:2] == ["python", "-m"] and words[2] == "benchmarks.train_step":
         configuration.validate(composed("model=tread", "data=synthetic", *words[3:]))
         return
+    if words[:3] == ["python", "-m", "benchmarks.gpu"]:
+        gpu.parse(shlex.split(command, comments=True)[3:])
+        return
     program, overrides = overrides_of(command)
     if program != "train.py":
         request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
@@ -87,7 +91,7 @@ def test_examples_run(example, tmp_path, monkeypatch):
 
 def test_benchmarks_that_are_named_exist_and_the_other_way_round():
     named = set(re.findall(r"python -m benchmarks\.(\w+)", (ROOT / "benchmarks" / "README.md").read_text()))
-    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py") if "__main__" in file.read_text()}
+    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in file.read_text()}
     assert named == programs
 
 

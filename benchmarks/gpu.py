@@ -1,0 +1,149 @@
+"""All that only a GPU can tell, in one command: stages of at most eight minutes each, recorded row by row.
+
+    python -m benchmarks.gpu OUT                       all stages, in this order; about 45 minutes on an H200
+    python -m benchmarks.gpu OUT step sample           some of them: check, step, sample, score, families, twins
+    python -m benchmarks.gpu OUT --tiny                all of them in minutes, at sizes that a CPU can do: a rehearsal
+    python -m benchmarks.gpu --collect OUT             records to benchmarks/results/, figures into README.md and RESULTS.md
+
+OUT holds a record and a log of each stage, written after every row. Given again, the same command goes on where it was
+stopped, and measures again what has failed. benchmarks/README.md tells what each stage does.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import evaluation_speed, families, sampling, train_step, twins
+from benchmarks.collect import collect
+from benchmarks.processes import ProcessFailed
+from benchmarks.results import Record, markdown, read_results
+from training import config as configuration
+from training.machine import start_process
+from training.provenance import PROJECT, environment
+
+LIMIT_SEC, GRACE_SEC = 480, 45  # of a stage: until when a row is begun, and how much longer one may take
+TIME_IS_UP = 3
+# What ends a row, memory that is not there among it: the others are still worth having.
+FAILURES = (ProcessFailed, AssertionError, RuntimeError, OSError, ValueError)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What measures each setting, in order: plan(device, tiny, folder of the records); and how its rows are shown."""
+
+    plan: Callable[[torch.device, bool, Path], dict[str, Callable[[], Sequence[dict[str, Any]]]]]
+    columns: dict[str, str]
+
+
+STAGES = {
+    "step": Stage(train_step.plan, train_step.COLUMNS),
+    "sample": Stage(sampling.plan, sampling.COLUMNS),
+    "score": Stage(evaluation_speed.plan, evaluation_speed.COLUMNS),
+    "families": Stage(families.plan, families.COLUMNS),
+    "twins": Stage(twins.plan, twins.COLUMNS),
+}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line asks."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="folder of the records")
+    parser.add_argument("stages", nargs="*", metavar="stage", help="none: all")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same code at sizes that take seconds")
+    parser.add_argument("--limit", type=float, default=LIMIT_SEC, help=f"seconds for each stage; default {LIMIT_SEC}")
+    parser.add_argument("--here", action="store_true", help="run one stage in this very process, without a log")
+    parser.add_argument("--collect", action="store_true", help="put the records of OUT into the project")
+    parser.add_argument("--into", type=Path, default=PROJECT, help="with --collect: a copy of the project")
+    asked = parser.parse_intermixed_args(arguments)
+    if unknown := set(asked.stages) - set(STAGES):
+        parser.error(f"{', '.join(sorted(unknown))}: the stages are {', '.join(STAGES)}")
+    asked.stages = asked.stages or list(STAGES)
+    return asked
+
+
+def main() -> None:
+    """Run stages, or collect their records."""
+    arguments = parse()
+    if arguments.collect:
+        collect(arguments.out, {name: stage.columns for name, stage in STAGES.items()}, arguments.into, arguments.tiny)
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.here:
+        sys.exit(run_stage(arguments.stages[0], arguments.out, arguments.tiny, arguments.limit))
+    ends = {name: run_apart(name, arguments.out, arguments.tiny, arguments.limit) for name in arguments.stages}
+    for name, end in ends.items():
+        print(f"\n{name}: {end}")
+        for file in arguments.out.glob(f"gpu_{name}_*.csv"):
+            print(markdown(read_results(file), STAGES[name].columns))
+    sys.exit(any(end != "done" for end in ends.values()))
+
+
+def run_apart(name: str, out: Path, tiny: bool, limit_sec: float) -> str:
+    """Run a stage in a process of its own, so that none brings down another; return in words how it ended."""
+    command = [sys.executable, "-m", "benchmarks.gpu", str(out), name, "--here", f"--limit={limit_sec}", *["--tiny"] * tiny]
+    print(f"\n{name}: the log is {out / name}.log", flush=True)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": PROJECT, "start_new_session": True}
+    with subprocess.Popen(command, **options) as process:
+        copying = threading.Thread(target=_copy, args=(process.stdout, out / f"{name}.log"))
+        copying.start()
+        try:
+            process.wait(limit_sec + GRACE_SEC)
+        except subprocess.TimeoutExpired:
+            return "cut off within a row: the same command goes on"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
+            copying.join()
+    ends = {0: "done", 1: "some rows have failed", TIME_IS_UP: "time is up: the same command goes on"}
+    return ends.get(process.returncode, f"ended with status {process.returncode}")
+
+
+def _copy(source: Any, log: Path) -> None:
+    with log.open("ab") as file:
+        while chunk := source.read1():
+            file.write(chunk)
+            file.flush()
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
+
+
+def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
+    """Measure row after row while there is time; return 0 where all is done, 1 where rows have failed, or `TIME_IS_UP`."""
+    begun, longest_sec, stage = time.perf_counter(), 0.0, STAGES[name]
+    device = start_process().device
+    record = Record(f"gpu_{name}", out, environment(device) | {"tiny": tiny})
+    for setting, measure in stage.plan(device, tiny, out).items():
+        if setting in record.done():
+            continue
+        row_begun = time.perf_counter()
+        if row_begun - begun + longest_sec > limit_sec:
+            return TIME_IS_UP
+        print(setting, flush=True)
+        try:
+            rows = list(measure())
+        except FAILURES as error:
+            rows = [{"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}]
+        row_sec = time.perf_counter() - row_begun
+        longest_sec = max(longest_sec, row_sec)
+        record.add(setting, rows)
+        print(f"{markdown(record.rows_of(setting), stage.columns)}\n({row_sec:.0f} s)", flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return int(len(record.done()) < len({row["setting"] for row in record.rows}))
+
+
+if __name__ == "__main__":
+    configuration.run(main)

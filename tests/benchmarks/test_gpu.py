@@ -1,0 +1,163 @@
+"""All that only a GPU can tell is rehearsed on a CPU: stages, their records, and the tables that are written from these."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from benchmarks import gpu, twins
+from benchmarks.collect import PAGES, TABLE, collect, filled, targets
+from benchmarks.results import RESULTS, Record, markdown, read_environment, read_results, write_results
+from tests.programs import start
+from tests.runs import ROOT
+from training.provenance import environment
+
+COLUMNS = {name: stage.columns for name, stage in gpu.STAGES.items()}
+HERE = environment(torch.device("cpu")) | {"tiny": True}
+
+
+def failing():
+    raise RuntimeError("out of\nmemory")
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """Make a stage of one's own settings the one that is called score."""
+
+    def make(**settings):
+        monkeypatch.setitem(
+            gpu.STAGES, "score", gpu.Stage(lambda device, tiny, out: settings, {"setting": "{}", "ms": "{:.1f}"})
+        )
+
+    return make
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the pages that have tables."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for page in PAGES:
+        shutil.copyfile(ROOT / page, folder / page)
+    return folder
+
+
+def rows_in(out):
+    (file,) = out.glob("gpu_score_*.csv")
+    return [tuple(row.values()) for row in read_results(file)]
+
+
+def test_a_stage_records_each_setting_and_goes_on_after_what_failed(tmp_path, stage):
+    stage(first=lambda: [{"ms": 1.0}, {"ms": 2.0}], second=failing, third=lambda: [{"ms": 3.0}])
+    assert gpu.run_stage("score", tmp_path, True, 60) == 1
+    assert rows_in(tmp_path) == [
+        ("first", "1", ""), ("first", "2", ""), ("second", "", "RuntimeError: out of memory"), ("third", "3", "")
+    ]  # fmt: skip
+    stage(first=failing, second=lambda: [{"ms": 4.0}], third=failing)
+    assert gpu.run_stage("score", tmp_path, True, 60) == 0
+    assert rows_in(tmp_path) == [("first", "1", ""), ("first", "2", ""), ("third", "3", ""), ("second", "4", "")]
+
+
+def test_no_setting_begins_that_would_take_longer_than_is_left(tmp_path, stage, monkeypatch):
+    monkeypatch.setattr("time.perf_counter", iter(range(0, 1000, 10)).__next__)
+    stage(first=lambda: [{"ms": 1.0}], second=lambda: [{"ms": 2.0}], third=lambda: [{"ms": 3.0}])
+    # Begun at 0; a setting begins at 10 and ends at 20, the next begins at 30 and would end at 40.
+    assert gpu.run_stage("score", tmp_path, True, 40) == gpu.TIME_IS_UP
+    assert [name for name, *_ in rows_in(tmp_path)] == ["first", "second"]
+    assert gpu.run_stage("score", tmp_path, True, 40) == 0
+    assert [name for name, *_ in rows_in(tmp_path)] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("key", ["source_sha256", "tiny"])
+def test_a_record_of_other_code_is_not_gone_on_with(tmp_path, key):
+    Record("gpu_score", tmp_path, HERE).add("first", [{"ms": 1.0}])
+    assert Record("gpu_score", tmp_path, HERE).done() == {"first"}
+    with pytest.raises(ValueError, match=f"is of {key} .*: give another folder"):
+        Record("gpu_score", tmp_path, HERE | {key: "another"})
+
+
+def test_a_stage_that_does_not_end_is_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "GRACE_SEC", 0)
+    assert "cut off" in gpu.run_apart("score", tmp_path, True, 0.5)
+
+
+def test_a_table_shows_what_there_is():
+    rows = [{"setting": "a", "ms": "1.25", "n": ""}, {"setting": "b", "ms": 2}]
+    columns = {"setting": "{}", "ms": "{:.1f}x", "n": "{}"}
+    assert markdown(rows, columns) == "| setting | ms |\n|---|--:|\n| a | 1.2x |\n| b | 2.0x |"
+    assert markdown([{}], columns, everything=True) == "| setting | ms | n |\n|---|--:|--:|\n|  |  |  |"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_on_pages_are_what_the_records_give(page):
+    text = (ROOT / page).read_text()
+    assert TABLE.search(text)
+    assert filled(text, RESULTS, COLUMNS) == text
+
+
+def test_targets_are_beside_what_was_measured(tmp_path):
+    h200 = HERE | {"device": "NVIDIA H200", "tiny": False}
+    rows = [
+        {"setting": "XL/2", "step": "dense", "utilisation": 0.5, "share_outside": 0.04, "peak_memory_gib": 100.0},
+        {"setting": "XL/2", "step": "routed", "utilisation": 0.45, "share_of_predicted": 0.96},
+        {"setting": "256 tokens", "step": "routed", "share_of_predicted": 0.97},
+        {"setting": "XL/2, checkpointing", "step": "dense", "peak_memory_gib": 49.7},
+    ]
+    write_results("gpu_step", rows, h200, tmp_path)
+    measured = [line.split(" | ")[-1].removesuffix(" |") for line in targets(tmp_path).splitlines()[2:]]
+    assert measured == ["97%, 96%", "50%, 45%", "4.0%", "100 GiB, 50 GiB", ""]
+
+
+@pytest.mark.parametrize(("tiny", "message"), [(False, "is a rehearsal: --tiny must be given"), (True, "must not be given")])
+def test_a_rehearsal_is_not_taken_for_a_measurement(tmp_path, project, tiny, message):
+    write_results("gpu_score", [{"setting": "a"}], HERE | {"tiny": not tiny}, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        collect(tmp_path, COLUMNS, project, tiny)
+    assert not (project / "benchmarks").exists()
+
+
+def test_a_record_without_a_commit_gets_that_of_the_same_code(tmp_path, project, monkeypatch):
+    clean = HERE | {"commit": "0123456789", "uncommitted_changes": False}
+    monkeypatch.setattr("benchmarks.collect.environment", lambda device: clean)
+    for name, source in (("gpu_score", clean["source_sha256"]), ("gpu_families", "another")):
+        write_results(name, [{"setting": "a"}], clean | {"commit": None, "source_sha256": source}, tmp_path)
+    collect(tmp_path, COLUMNS, project, tiny=True)
+    commits = {file.name[:9]: read_environment(file)["commit"] for file in (project / "benchmarks" / "results").iterdir()}
+    assert commits == {"gpu_score": "0123456789", "gpu_famil": "None"}
+    text = (project / "RESULTS.md").read_text()
+    assert "at commit 0123456 (a rehearsal)" in text
+    assert "at sha256 another of the code (a rehearsal)" in text
+
+
+def test_an_empty_folder_has_nothing_to_collect(tmp_path, project):
+    with pytest.raises(ValueError, match="holds no record"):
+        collect(tmp_path, COLUMNS, project, tiny=False)
+
+
+def test_twins_are_compared_after_the_same_seconds(tmp_path):
+    lines = [
+        {"step": 1, "train_time_sec": 10.0, "loss": 1.0},
+        {"step": 1, "num_images": 4, "fd_classifier": 8.0, "label_accuracy": 0.2, "val_loss_dense_ema": 0.5},
+        {"step": 2, "train_time_sec": 20.0, "loss": 1.0},
+        {"step": 2, "num_images": 8, "fd_classifier": 4.0, "label_accuracy": 0.4, "val_loss_dense_ema": 0.3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scores = twins.scores_of(tmp_path)
+    assert [(found["step"], found["num_images"], found["train_sec"]) for found in scores] == [(1, 4, 10.0), (2, 8, 20.0)]
+    assert [twins.at_second(scores, "fd_classifier", sec) for sec in (9, 10, 15, 20, 21)] == [None, 8.0, 6.0, 4.0, None]
+
+
+@pytest.mark.slow
+def test_all_stages_are_rehearsed_and_collected(tmp_path, project):
+    out = tmp_path / "out"
+    for name in gpu.STAGES:
+        result = start("-m benchmarks.gpu", out, name, "--tiny", *["--here"] * (name != "score"), check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert "InceptionDetector" in (out / "score.log").read_text()
+    start("-m benchmarks.gpu", "--collect", out, "--tiny", "--into", project)
+    for page in PAGES:
+        text = (project / page).read_text()
+        assert "Not measured" not in text
+        assert text != (ROOT / page).read_text()
+    assert len(list((project / "benchmarks" / "results").glob("gpu_*.csv"))) == len(gpu.STAGES)
