@@ -96,8 +96,8 @@ def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Mod
     """Return a dense network in its preconditioning, with random weights, for latents of 4x32x32; size: keys of its model."""
     config = compose_config(("model=dit", "data=synthetic", "data.input_size=32", "data.num_classes=1000", *size))
     torch.manual_seed(0)
-    with device:
-        net = configuration.build_net(config)
+    with device:  # weights are drawn where they are needed
+        net = configuration.build_net(config).to(device)
     perturb(net)
     if compiled:
         torch._dynamo.reset()

@@ -1,6 +1,7 @@
 """All that only a GPU can tell is rehearsed on a CPU: stages, their records, and the tables that are written from these."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -62,10 +63,10 @@ def test_a_stage_records_each_setting_and_goes_on_after_what_failed(tmp_path, st
 def test_no_setting_begins_that_would_take_longer_than_is_left(tmp_path, stage, monkeypatch):
     monkeypatch.setattr("time.perf_counter", iter(range(0, 1000, 10)).__next__)
     stage(first=lambda: [{"ms": 1.0}], second=lambda: [{"ms": 2.0}], third=lambda: [{"ms": 3.0}])
-    # Begun at 0; a setting begins at 10 and ends at 20, the next begins at 30 and would end at 40.
-    assert gpu.run_stage("score", tmp_path, True, 40) == gpu.TIME_IS_UP
+    # The stage begins at 0, the settings at 10, 30 and 50, and each takes 10: the last would end at 60.
+    assert gpu.run_stage("score", tmp_path, True, 55) == gpu.TIME_IS_UP
     assert [name for name, *_ in rows_in(tmp_path)] == ["first", "second"]
-    assert gpu.run_stage("score", tmp_path, True, 40) == 0
+    assert gpu.run_stage("score", tmp_path, True, 55) == 0
     assert [name for name, *_ in rows_in(tmp_path)] == ["first", "second", "third"]
 
 
@@ -128,6 +129,14 @@ def test_a_record_without_a_commit_gets_that_of_the_same_code(tmp_path, project,
     text = (project / "RESULTS.md").read_text()
     assert "at commit 0123456 (a rehearsal)" in text
     assert "at sha256 another of the code (a rehearsal)" in text
+
+
+def test_a_record_is_shown_on_both_pages(tmp_path, project):
+    rows = [{"setting": "XL/2", "step": step, "images_per_sec": rate} for step, rate in (("dense", 12.3), ("routed", 45.6))]
+    write_results("gpu_step", rows, HERE, tmp_path)
+    collect(tmp_path, COLUMNS, project, tiny=True)
+    shown = {page: re.findall(r"12\.30|45\.60", (project / page).read_text()) for page in PAGES}
+    assert shown == {"README.md": ["45.60"], "RESULTS.md": ["12.30", "45.60"]}
 
 
 def test_an_empty_folder_has_nothing_to_collect(tmp_path, project):
