@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,9 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import evaluation_speed, families, sampling, train_step, twins
+from benchmarks import check, evaluation_speed, families, sampling, train_step, twins
 from benchmarks.collect import collect
-from benchmarks.processes import ProcessFailed
 from benchmarks.results import Record, markdown, read_results
 from training import config as configuration
 from training.machine import start_process
@@ -34,8 +34,6 @@ from training.provenance import PROJECT, environment
 
 LIMIT_SEC, GRACE_SEC = 480, 45  # of a stage: until when a row is begun, and how much longer one may take
 TIME_IS_UP = 3
-# What ends a row, memory that is not there among it: the others are still worth having.
-FAILURES = (ProcessFailed, AssertionError, RuntimeError, OSError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,7 @@ class Stage:
 
 
 STAGES = {
+    "check": Stage(check.plan, check.COLUMNS),
     "step": Stage(train_step.plan, train_step.COLUMNS),
     "sample": Stage(sampling.plan, sampling.COLUMNS),
     "score": Stage(evaluation_speed.plan, evaluation_speed.COLUMNS),
@@ -134,7 +133,8 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
         print(setting, flush=True)
         try:
             rows = list(measure())
-        except FAILURES as error:
+        except (Exception, configuration.Explained) as error:  # the other settings are worth the time of the device
+            traceback.print_exc()
             rows = [{"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}]
         row_sec = time.perf_counter() - row_begun
         longest_sec = max(longest_sec, row_sec)

@@ -21,17 +21,22 @@ class ProcessFailed(Exception):
     """A process of a benchmark has ended in an error, which it has printed."""
 
 
+def run_apart(function: Callable[..., None], *arguments: Any) -> int:
+    """Call a function in a process of its own, and return how that ended: its status, or a signal as a negative number."""
+    process = CONTEXT.Process(target=_called, args=(function, *arguments))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 def run_program(program: str, *arguments: str) -> None:
     """Run one of the project's programs in a process of its own.
 
     Raises:
         ProcessFailed: what it said stands above.
     """
-    process = CONTEXT.Process(target=_program, args=(program, arguments))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise ProcessFailed(f"failed: {program} ended with status {process.exitcode}, as it says above")
+    if status := run_apart(_program, program, arguments):
+        raise ProcessFailed(f"failed: {program} ended with status {status}, as it says above")
 
 
 class Worker:
@@ -43,7 +48,7 @@ class Worker:
 
     def __init__(self, kind: Callable[..., None], folder: Path, name: str, overrides: Sequence[str]):
         self.name, (self.connection, other) = name, CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=kind, args=(other, folder, overrides))
+        self.process = CONTEXT.Process(target=_called, args=(kind, other, folder, overrides))
         self.process.start()
         other.close()
 
@@ -91,6 +96,12 @@ def serve(connection: Connection, ready: Any, answers: dict[str, Callable[[], An
         except EOFError:
             return
         connection.send(answers[word]())
+
+
+def _called(function: Callable[..., None], *arguments: Any) -> None:
+    # A process takes over the method that started it: what it starts itself, workers that read data say, starts as always.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    function(*arguments)
 
 
 def _program(program: str, arguments: Sequence[str]) -> None:

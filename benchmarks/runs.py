@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 import train
 from data import LatentManifest, LatentWriter, mask_coverage
@@ -76,9 +77,15 @@ def write_latents(path: Path, setting: Setting) -> None:
 
 def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the configuration that train.py would have with these overrides."""
+    with configuration.user_mistakes():
+        return configuration.validate(composed(overrides))
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Return what Hydra would give train.py with these overrides."""
     configuration.register()
-    with configuration.user_mistakes(), initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-        return configuration.validate(compose("config", overrides=["run_name=benchmark", *overrides]))
+    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+        return compose("config", overrides=["run_name=benchmark", *overrides])
 
 
 def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:

@@ -64,7 +64,7 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
     if precision == "auto":
         precision = saved.get("mixed_precision") or ("bf16" if has_fast_bf16(device) else "no")
     if compiled == "auto":
-        compiled = saved["compile"] if "compile" in saved else _can_compile(device)
+        compiled = saved["compile"] if "compile" in saved else can_compile(device)
     micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"]
     if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
         micro_batch_size = train["batch_size"] // num_processes
@@ -110,7 +110,8 @@ def _is_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"
 
 
-def _can_compile(device: torch.device) -> bool:
+def can_compile(device: torch.device) -> bool:
+    """Say whether blocks can be compiled for a device."""
     if device.type == "cuda":
         return find_spec("triton") is not None
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()

@@ -1,0 +1,255 @@
+"""The stage `check` of `python -m benchmarks.gpu`: what a device computes against float64 on the CPU, and what it trains.
+
+Each row tells an error that was found and the bound that it must keep.
+"""
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.overrides import TorchFunctionMode
+from torchvision.models import inception_v3
+
+from benchmarks import check_runs
+from benchmarks.check_runs import BATCH_SIZE, TINY, Rows, compared, relative
+from benchmarks.evaluation_speed import features
+from benchmarks.runs import compose_config, perturb
+from diffusion import edm_sampler, guided_denoiser
+from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
+from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
+from evaluation.precision import strict_fp32
+from models import token_mask
+from training import config as configuration
+from training.machine import can_compile
+from training.speed import most_graphs
+
+COLUMNS = {"setting": "{}", "what": "{}", "error": "{:.2g}", "bound": "{:.2g}", "failed": "{}"}
+CPU = torch.device("cpu")
+GUIDANCE_SCALE, NUM_SAMPLING_STEPS = 1.5, 5
+# Of norms, relative to float64: five times and more what was found on a CPU at S/2, which is 9e-8, 3e-7 and 2e-6 in fp32 and
+# 1e-4, 4e-3 and 4e-3 in bf16. There was no TF32 to measure: its mantissa has three bits more than that of bf16.
+BOUNDS = {
+    "fp32": {"loss": 5e-7, "gradients": 2e-6, "samples": 1e-5},
+    "bf16": {"loss": 1e-3, "gradients": 2e-2, "samples": 2e-2},
+}
+BOUNDS["tf32"] = {what: bound / 8 for what, bound in BOUNDS["bf16"].items()}
+# Features as above, where 1e-6 was found. Sums in float64; counts of images, few of which may lie at an edge.
+SCORE_BOUNDS = {"pool": 5e-6, "spatial": 5e-6, "logits": 5e-6, "Frechet distance": 1e-9, "precision": 5e-3, "recall": 5e-3}
+
+
+def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
+    """Return what measures each setting; the records are all that `out` gets."""
+    measures = {
+        "gpu tests": check_runs.gpu_tests,
+        "precision": precision,
+        "scores": scores,
+        "compiled": compiled,
+        "skipped step": check_runs.skipped_step,
+        "no host synchronisation": check_runs.no_host_synchronisation,
+        "kill and resume": check_runs.kill_and_resume,
+    }
+    return {name: partial(_alone, measure, device, tiny) for name, measure in measures.items()}
+
+
+def _alone(measure: Callable[..., Rows], device: torch.device, tiny: bool) -> Rows:
+    """Measure, and leave random state, settings and memory as they were."""
+    graphs = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=most_graphs(2))
+    try:
+        with torch.random.fork_rng(), graphs:
+            return measure(device, tiny)
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+
+
+class DrawnByGenerator(TorchFunctionMode):
+    """Draw where the generator is, and move to where the numbers are wanted: the same ones on every device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        generator, device = kwargs.get("generator"), kwargs.get("device")
+        if generator is None or device is None:
+            return function(*args, **kwargs)
+        return function(*args, **{**kwargs, "device": generator.device}).to(device)
+
+
+class InDouble(nn.Module):
+    """A network in float64 between a preconditioning and a loss in fp32, whose own rounding is 1e-7."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = deepcopy(net).double()
+        ids_keep = self.net._ids_keep
+        self.net._ids_keep = lambda x, *arguments: ids_keep(x.float(), *arguments)  # importance is only known in fp32
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        c_noise: torch.Tensor,
+        class_labels: torch.Tensor,
+        *,
+        selection_ratio: float | tuple[float, ...] | None = None,
+        force_keep: torch.Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return F_x in float64."""
+        routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
+        return self.net(x.double(), c_noise.double(), class_labels, **routing, generator=generator)
+
+
+@contextmanager
+def computing(precision: str) -> Iterator[None]:
+    """Have fp32 products in TF32, if that is the precision."""
+    allowed = precision == "tf32"
+    with strict_fp32(), torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+        torch.backends.cuda.matmul.allow_tf32 = allowed  # strict_fp32 puts back what it was
+        yield
+
+
+def model(kind: str, tiny: bool) -> tuple[dict[str, Any], nn.Module]:
+    """Return configuration and network of a routed or a dense DiT, without the zeros of fresh weights."""
+    size = ("data.input_size=8", *TINY) if tiny else ("data.input_size=32", "model/size=s_2")
+    overrides = ("data=synthetic", "data.num_classes=1000", "model.class_dropout_prob=0.5", *size)
+    config = compose_config((f"model={'tread' if kind == 'routed' else 'dit'}", *overrides))
+    torch.manual_seed(0)
+    net = configuration.build_net(config)
+    perturb(net)
+    return config, net
+
+
+def batch(config: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return latents and labels, the same on every device."""
+    sizes, generator = config["model"], torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH_SIZE, sizes["in_channels"], sizes["input_size"], sizes["input_size"], generator=generator)
+    return x.to(device), torch.randint(sizes["num_classes"], (BATCH_SIZE,), generator=generator).to(device)
+
+
+def loss_and_gradients(
+    config: dict[str, Any],
+    net: nn.Module,
+    device: torch.device,
+    precision: str,
+    masked: bool = False,
+    draw_on: torch.device = CPU,
+) -> dict[str, list[torch.Tensor]]:
+    """Return the losses of samples and the gradients of all parameters, as a training step has them."""
+    precond, loss_fn = configuration.build_precond(config, net), configuration.build(config, "diffusion.loss")()
+    x, labels = batch(config, device)
+    mask = torch.zeros(len(x), *x.shape[2:], device=device)
+    mask[:, : mask.shape[1] // 4] = 1  # fewer tokens than a route keeps
+    masks = {"force_keep": token_mask(mask, config["model"]["patch_size"]), "loss_mask": mask} if masked else {}
+    with computing(precision):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            losses = loss_fn(precond.train(), x, labels, generator=torch.Generator(draw_on).manual_seed(0), **masks)
+        losses.mean().backward()
+    gradients = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    return {"loss": [losses.detach()], "gradients": gradients}
+
+
+@torch.no_grad()
+def samples(config: dict[str, Any], net: nn.Module, device: torch.device, precision: str) -> dict[str, list[torch.Tensor]]:
+    """Return guided samples of a few steps."""
+    noise, labels = batch(config, device)
+    precond = configuration.build_precond(config, net).eval()
+    denoise = guided_denoiser(precond, labels, config["model"]["num_classes"], GUIDANCE_SCALE)
+    with computing(precision), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        return {"samples": [edm_sampler(denoise, noise, num_steps=NUM_SAMPLING_STEPS)]}
+
+
+def precision(device: torch.device, tiny: bool) -> Rows:
+    """Hold loss, gradients and samples in each precision of the device against those in float64 on the CPU."""
+    rows = []
+    for kind in ("dense", "routed"):
+        config, net = model(kind, tiny)
+        rows += errors(kind, config, net, deepcopy(net).to(device), device)
+    return rows
+
+
+def errors(kind: str, config: dict[str, Any], reference: nn.Module, net: nn.Module, device: torch.device) -> Rows:
+    """Compare a network on a device with the same in float64 on the CPU."""
+    ways = {kind: loss_and_gradients}
+    # A network that has routes samples as one that has none.
+    ways |= {"routed, masks": partial(loss_and_gradients, masked=True)} if kind == "routed" else {"dense, guided": samples}
+    rows = []
+    for name, way in ways.items():
+        with DrawnByGenerator():
+            wanted = way(config, InDouble(reference), CPU, "fp32")
+            for precision in ("fp32", *["tf32"] * (device.type == "cuda"), "bf16"):
+                found = way(config, net, device, precision)
+                rows += [
+                    compared(f"{name}, {precision}: {what}", relative(found[what], wanted[what]), BOUNDS[precision][what])
+                    for what in wanted
+                ]
+    return rows
+
+
+def scores(device: torch.device, tiny: bool) -> Rows:
+    """Hold the features of the Inception network against float64, and scores of features against those on the CPU."""
+    rng, num_images = np.random.default_rng(0), 4 if tiny else 64
+    images = rng.integers(0, 256, (num_images, 64, 64, 3), dtype=np.uint8)
+    net = inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False)
+    for parameter in net.parameters():
+        if parameter.ndim == 4:
+            nn.init.kaiming_normal_(parameter)  # else hardly anything is left of the images behind 48 layers
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(net.state_dict(), file := Path(folder) / "random.pth")
+        detector, reference = (InceptionDetector(file, where, allow_unpublished=True) for where in (device, CPU))
+    reference._network.double().feature_extractor_internal_dtype = torch.float64
+    found, wanted = detector(images), reference(images)
+    assert all(part.dtype == torch.float32 for part in found), [part.dtype for part in found]
+    rows = [
+        compared(f"Inception network: {what}", relative([getattr(found, what)], [getattr(wanted, what)]), SCORE_BOUNDS[what])
+        for what in found._fields
+    ]
+    count, length = (500, 256) if tiny else (5000, NUM_POOL_FEATURES)
+    found, wanted = (scores_of(features(count, length, 1), features(count, length, 2), d) for d in (device, CPU))
+    rows += [compared(what, abs(found[what] - wanted[what]) / wanted[what], SCORE_BOUNDS[what]) for what in wanted]
+    return rows
+
+
+def scores_of(reference: torch.Tensor, found: torch.Tensor, device: torch.device) -> dict[str, float]:
+    """Return the scores of features, accumulated and compared on a device."""
+    both, moments = [reference.to(device), found.to(device)], []
+    for part in both:
+        statistics = FeatureStatistics(part.shape[1], device)
+        for rows in part.split(64):
+            statistics.update(rows)
+        moments += [statistics.mean, statistics.covariance]
+    precision, recall = precision_recall(*both)
+    return {"Frechet distance": frechet_distance(*moments), "precision": precision, "recall": recall}
+
+
+def compiled(device: torch.device, tiny: bool) -> Rows:
+    """Hold compiled blocks against eager ones, on the device, with the same seeds."""
+    if not can_compile(device):
+        return [{"what": "not compared: there is no compiler", "failed": ""}]
+    rows = []
+    for kind in ("routed",) if tiny else ("routed", "dense"):
+        config, net = model(kind, tiny)
+        net.to(device)
+        ways = {p: partial(loss_and_gradients, config, net, device, p, draw_on=device) for p in ("fp32", "bf16")[: 2 - tiny]}
+        eager = {precision: way() for precision, way in ways.items()}
+        num_graphs = _num_graphs()
+        for block in net.blocks:
+            block.compile(dynamic=False)
+        for precision, way in ways.items():
+            found, wanted = way(), eager[precision]
+            rows += [
+                compared(f"{kind}, {precision}: {what}", relative(found[what], wanted[what]), BOUNDS[precision][what])
+                for what in wanted
+            ]
+        assert _num_graphs() > num_graphs, "nothing was compiled"
+    return rows
+
+
+def _num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)

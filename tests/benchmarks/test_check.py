@@ -1,0 +1,199 @@
+"""The stage `check` sees a device that computes something else, a step that is not skipped, and a run that ends elsewhere."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks import check, check_runs
+from training.machine import start_process
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def failed(rows):
+    return [row["what"] for row in rows if row["failed"]]
+
+
+@pytest.fixture(scope="module")
+def routed():
+    with torch.random.fork_rng():
+        return check.model("routed", tiny=True)
+
+
+@torch.no_grad()
+def a_weight_off(net):
+    net.blocks[3].attn.proj.weight[0, 0] += 1
+
+
+def other_tokens(net):
+    ids_keep = net._ids_keep
+    net._ids_keep = lambda *arguments: ((ids_keep(*arguments) + 1) % net.num_tokens).sort(dim=1).values
+
+
+@torch.no_grad()
+def weights_in_tf32(net):
+    for parameter in net.parameters():
+        parameter.copy_(((parameter.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32))
+
+
+def another_label_dropout(net):
+    net.class_dropout_prob = 0.6
+
+
+@pytest.mark.parametrize("spoil", [a_weight_off, other_tokens, weights_in_tf32, another_label_dropout])
+def test_another_computation_is_seen(routed, spoil):
+    config, net = routed
+    spoilt = deepcopy(net)
+    spoil(spoilt)
+    found = failed(check.errors("routed", config, net, spoilt, CPU))
+    assert {"routed, fp32: loss", "routed, fp32: gradients", "routed, masks, fp32: gradients"} <= set(found)
+
+
+def test_samples_of_another_network_are_seen(routed):
+    config, net = routed
+    spoilt = deepcopy(net)
+    weights_in_tf32(spoilt)
+    assert "dense, guided, fp32: samples" in failed(check.errors("dense", config, net, spoilt, CPU))
+
+
+def test_all_devices_draw_the_same():
+    generators = [torch.Generator().manual_seed(0) for _ in range(3)]
+    with check.DrawnByGenerator():
+        here, there = (torch.randn(3, generator=g, device=d) for g, d in zip(generators, (CPU, "meta"), strict=False))
+    assert torch.equal(here, torch.randn(3, generator=generators[2]))
+    assert there.device.type == "meta"
+    states = [generator.get_state() for generator in generators]
+    assert torch.equal(states[0], states[1])  # "meta" alone draws nothing
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    with torch.random.fork_rng():
+        trainer = check_runs.trainer_in(tmp_path, check_runs.setting_of(True, "train.mixed_precision=no"))
+        check_runs.perturb(trainer.net)
+    return trainer
+
+
+def test_a_step_that_is_not_skipped_is_seen(trainer):
+    assert not failed(check_runs.spoil_one_step(trainer))
+    step = trainer.optimizer.step
+
+    def always_step():
+        trainer.optimizer.found_inf = torch.zeros(())
+        step()
+
+    trainer.optimizer.step = always_step
+    whole, _, _ = check_runs.spoil_one_step(trainer)
+    assert whole["failed"]
+    assert whole["error"] > len(trainer.parameters)
+
+
+def test_a_step_that_moves_nothing_is_seen(trainer):
+    trainer.optimizer.step = lambda: None
+    for parameter in trainer.parameters:
+        trainer.optimizer.state[parameter] = {}
+    _, left, _ = check_runs.spoil_one_step(trainer)
+    assert left["error"] >= len(trainer.parameters)
+
+
+def test_where_a_step_waits_is_told(trainer):
+    assert check_runs.steps_without_waiting(trainer) == ""
+
+    def wait(loss):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    trainer.update_weights = wait
+    told = check_runs.steps_without_waiting(trainer)
+    assert told.startswith("test_check.py, line ")
+    assert told.endswith(": called a synchronizing CUDA operation")
+
+
+def a_run(folder, weight=1.0, average=1.0, loss=0.5):
+    checkpoint = folder / f"checkpoints/step_{check_runs.TOTAL_STEPS:08d}"
+    checkpoint.mkdir(parents=True)
+    for file, value in (("net", weight), ("ema", average)):
+        save_file({"a": torch.ones(100), "b": torch.full((1,), value)}, checkpoint / f"{file}.safetensors")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": loss}) + "\n" for s in (2, 4)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "seen"), [({"weight": 1.01}, "weights"), ({"average": 1.01}, "average"), ({"loss": 0.51}, "losses")]
+)
+def test_a_run_that_ends_elsewhere_is_seen(tmp_path, changed, seen):
+    first, same, other = a_run(tmp_path / "first"), a_run(tmp_path / "same"), a_run(tmp_path / "other", **changed)
+    rows = check_runs.run_rows("again", first, same, CPU)
+    assert [row["what"] for row in rows] == [f"again: {what}, bit for bit" for what in check_runs.RUN_BOUNDS]
+    assert not failed(rows)
+    for device in (CPU, CUDA):
+        assert failed(check_runs.run_rows("again", first, other, device)) == [f"again: {seen}, not bit for bit"]
+
+
+def test_what_differs_by_rounding_is_a_failure_on_a_cpu_alone(tmp_path):
+    first, other = a_run(tmp_path / "first"), a_run(tmp_path / "other", weight=1 + 1e-6)
+    assert failed(check_runs.run_rows("again", first, other, CPU))
+    assert not failed(check_runs.run_rows("again", first, other, CUDA))
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "device", "counts", "reasons"),
+    [
+        ("....\n4 passed, 9 deselected in 1.2s", 0, CUDA, "4 passed|0 failed|0 skipped", []),
+        ("ss\n2 skipped in 1s", 0, CPU, "0 passed|0 failed|2 skipped: there is no GPU", []),
+        ("ss\n2 skipped in 1s", 0, CUDA, "0 passed|0 failed|2 skipped", ["no test has passed on a GPU"]),
+        (
+            "F.s\nFAILED tests/a.py::b - assert 0\n1 failed, 1 passed, 1 skipped in 1s",
+            1,
+            CUDA,
+            "1 passed|1 failed|1 skipped",
+            ["pytest ended with status 1: tests/a.py::b"],
+        ),
+    ],
+)
+def test_outcomes_of_tests_are_counted(said, status, device, counts, reasons):
+    rows = check_runs.outcomes(said, status, device)
+    assert "|".join(row["what"] for row in rows) == counts
+    assert [row["failed"] for row in rows if row["failed"]] == reasons
+
+
+def test_an_error_that_is_not_a_number_fails():
+    assert check_runs.compared("a", 1e-3, 1e-3)["failed"] == ""
+    assert check_runs.compared("a", float("nan"), 1e-3)["failed"]
+
+
+@pytest.mark.parametrize("setting", ["precision", "skipped step", "no host synchronisation"])
+def test_a_setting_passes_here_and_leaves_nothing_behind(tmp_path, setting):
+    start_process()  # as the stage does: it allows TF32
+    before = (torch.get_rng_state(), torch._dynamo.config.recompile_limit, torch.backends.cuda.matmul.allow_tf32)
+    rows = check.plan(CPU, True, tmp_path)[setting]()
+    assert rows
+    assert failed(rows) == []
+    after = (torch.get_rng_state(), torch._dynamo.config.recompile_limit, torch.backends.cuda.matmul.allow_tf32)
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["scores", "compiled", "kill and resume"])
+def test_a_longer_setting_passes_here(tmp_path, setting):
+    assert failed(check.plan(CPU, True, tmp_path)[setting]()) == []
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_tf32_is_allowed_where_it_is_asked_for(before):
+    def allowed():
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    at_first = allowed()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = before
+    try:
+        for precision in ("fp32", "tf32", "bf16"):
+            with check.computing(precision):
+                assert allowed() == (precision == "tf32",) * 2
+            assert allowed() == (before, before)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = at_first
