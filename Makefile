@@ -42,7 +42,7 @@ finetune: setup ## what fine-tuning with adapters needs beside, and its tests
 soak: setup ## kill runs at random moments, 100 times each way (an hour), and count what was lost
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
 
-gpu: setup ## all that only a GPU can tell, into OUT (45 minutes on an H200); ARGS=--tiny rehearses it on a CPU
+gpu: setup ## all that only a GPU can tell, into OUT (an estimated hour on an H200); ARGS=--tiny rehearses it on a CPU
 	$(BIN)/python -m benchmarks.gpu $(OUT) $(ARGS)
 
 lint: setup

@@ -103,10 +103,9 @@ def targets(results: Path) -> str:
     cells = []
     for what, target, stage, settings, (key, form) in TARGETS:
         found = [
-            form.format(float(row[key]))
+            [form.format(float(row[key])) for row in rows[stage] if wanted.items() <= row.items() and row.get(key)]
             for wanted in settings
-            for row in rows[stage]
-            if wanted.items() <= row.items() and row.get(key)
         ]
-        cells.append({"on a GPU": what, "target": target, "measured": ", ".join(found)})
+        measured = ", ".join(" and ".join(values) or "-" for values in found) if any(found) else ""
+        cells.append({"on a GPU": what, "target": target, "measured": measured})
     return markdown(cells, dict.fromkeys(("on a GPU", "target", "measured"), "{}"), everything=True)

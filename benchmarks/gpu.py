@@ -1,6 +1,6 @@
 """All that only a GPU can tell, in one command: stages of at most eight minutes each, recorded row by row.
 
-    python -m benchmarks.gpu OUT                       all stages, in this order; about 45 minutes on an H200
+    python -m benchmarks.gpu OUT                       all stages, in this order; an estimated hour on an H200
     python -m benchmarks.gpu OUT step sample           some of them: check, step, sample, score, families, twins
     python -m benchmarks.gpu OUT --tiny                all of them in minutes, at sizes that a CPU can do: a rehearsal
     python -m benchmarks.gpu --collect OUT             records to benchmarks/results/, figures into README.md and RESULTS.md
@@ -10,6 +10,7 @@ stopped, and measures again what has failed. benchmarks/README.md tells what eac
 """
 
 import argparse
+import gc
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from training import config as configuration
 from training.machine import start_process
 from training.provenance import PROJECT, environment
 
-LIMIT_SEC, GRACE_SEC = 480, 45  # of a stage: until when a row is begun, and how much longer one may take
+LIMIT_SEC, GRACE_SEC = 480, 60  # of a stage: until when a row is begun, and how much longer one may take
 TIME_IS_UP = 3
 
 
@@ -94,7 +95,7 @@ def run_apart(name: str, out: Path, tiny: bool, limit_sec: float) -> str:
     """Run a stage in a process of its own, so that none brings down another; return in words how it ended."""
     command = [sys.executable, "-m", "benchmarks.gpu", str(out), name, "--here", f"--limit={limit_sec}", *["--tiny"] * tiny]
     print(f"\n{name}: the log is {out / name}.log", flush=True)
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": PROJECT, "start_new_session": True}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": PROJECT, "process_group": 0}
     with subprocess.Popen(command, **options) as process:
         copying = threading.Thread(target=_copy, args=(process.stdout, out / f"{name}.log"))
         copying.start()
@@ -121,15 +122,18 @@ def _copy(source: Any, log: Path) -> None:
 
 def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
     """Measure row after row while there is time; return 0 where all is done, 1 where rows have failed, or `TIME_IS_UP`."""
-    begun, longest_sec, stage = time.perf_counter(), 0.0, STAGES[name]
+    begun, row_sec, stage = time.perf_counter(), 0.0, STAGES[name]
     device = start_process().device
     record = Record(f"gpu_{name}", out, environment(device) | {"tiny": tiny})
-    for setting, measure in stage.plan(device, tiny, out).items():
+    settings = stage.plan(device, tiny, out)
+    # What failed or was cut off is measured again when all others have had their turn.
+    for setting, measure in sorted(settings.items(), key=lambda item: item[0] in record.begun()):
         if setting in record.done():
             continue
         row_begun = time.perf_counter()
-        if row_begun - begun + longest_sec > limit_sec:
+        if row_begun - begun + row_sec > limit_sec:  # one is about as long as the one before
             return TIME_IS_UP
+        record.add(setting, [{"failed": "begun and not ended"}])
         print(setting, flush=True)
         try:
             rows = list(measure())
@@ -137,12 +141,12 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
             traceback.print_exc()
             rows = [{"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}]
         row_sec = time.perf_counter() - row_begun
-        longest_sec = max(longest_sec, row_sec)
         record.add(setting, rows)
         print(f"{markdown(record.rows_of(setting), stage.columns)}\n({row_sec:.0f} s)", flush=True)
+        gc.collect()  # compiled blocks refer to themselves
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return int(len(record.done()) < len({row["setting"] for row in record.rows}))
+    return int(record.done() != record.begun())
 
 
 if __name__ == "__main__":

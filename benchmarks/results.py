@@ -55,9 +55,13 @@ class Record:
         """Return the rows of a setting."""
         return [row for row in self.rows if row["setting"] == setting]
 
+    def begun(self) -> set[str]:
+        """Return the settings that have rows."""
+        return {row["setting"] for row in self.rows}
+
     def done(self) -> set[str]:
         """Return the settings of which no row has failed."""
-        return {row["setting"] for row in self.rows} - {row["setting"] for row in self.rows if row.get("failed")}
+        return self.begun() - {row["setting"] for row in self.rows if row.get("failed")}
 
 
 def read_results(file: Path) -> list[dict[str, str]]:

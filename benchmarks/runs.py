@@ -26,6 +26,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUM_CLASSES, IN_CHANNELS = 1000, 4
 ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # a dense twin has none
 QUIET = ("train.eval_every=null", "train.sample_every=null", "evaluation=none", "train.total_steps=1000000")
+QUIET += ("train.log_every=1000",)  # no step that is timed logs
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,8 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
 def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Train one of both runs to a step, and return its scores beside those that the dense one had after the same seconds."""
     folder = folder.resolve()
+    if total_steps > steps and not (folder / kind).exists():
+        raise ValueError(f"{folder / kind} is gone: begin in another folder")
     run_program(
         "train.py",
         MODELS[kind],
@@ -79,10 +82,13 @@ def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], 
 
 def scores_of(run: Path) -> list[dict[str, Any]]:
     """Return step, images, seconds of training and scores of each evaluation of a run."""
-    found, train_sec = [], 0.0
+    found, rates = [], []
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        train_sec = line.get("train_time_sec", train_sec)  # of the log point before an evaluation, at the same step
+        if "images_per_sec" in line:
+            rates.append(line["images_per_sec"])
         if SCORES[0] in line:
+            # Each turn compiles anew within its first window, which a median leaves out and the run's own clock does not.
+            train_sec = line["num_images"] / median(rates)
             found.append({"step": line["step"], "num_images": line["num_images"], "train_sec": train_sec})
             found[-1] |= {key: line[key] for key in SCORES}
     return found

@@ -125,17 +125,23 @@ def a_run(folder, weight=1.0, average=1.0, loss=0.5):
 )
 def test_a_run_that_ends_elsewhere_is_seen(tmp_path, changed, seen):
     first, same, other = a_run(tmp_path / "first"), a_run(tmp_path / "same"), a_run(tmp_path / "other", **changed)
-    rows = check_runs.run_rows("again", first, same, CPU)
-    assert [row["what"] for row in rows] == [f"again: {what}, bit for bit" for what in check_runs.RUN_BOUNDS]
+    rows = check_runs.compared_runs(first, same, same, CPU)
+    assert [row["what"] for row in rows[3:]] == [f"killed and resumed: {what}, bit for bit" for what in check_runs.RUN_BOUNDS]
     assert not failed(rows)
     for device in (CPU, CUDA):
-        assert failed(check_runs.run_rows("again", first, other, device)) == [f"again: {seen}, not bit for bit"]
+        found = failed(check_runs.compared_runs(first, other, same, device))
+        assert found == [f"killed and resumed: {seen}, not bit for bit"]
+    assert failed(check_runs.compared_runs(first, same, other, CPU)) == [f"two runs with one seed: {seen}, not bit for bit"]
 
 
-def test_what_differs_by_rounding_is_a_failure_on_a_cpu_alone(tmp_path):
-    first, other = a_run(tmp_path / "first"), a_run(tmp_path / "other", weight=1 + 1e-6)
-    assert failed(check_runs.run_rows("again", first, other, CPU))
-    assert not failed(check_runs.run_rows("again", first, other, CUDA))
+@pytest.mark.parametrize(
+    ("again", "resumed", "device", "num_failed"),
+    [(1.0, 1 + 1e-6, CPU, 1), (1.0, 1 + 1e-6, CUDA, 0), (1.01, 1.04, CUDA, 0), (1.01, 1.06, CUDA, 1)],
+)
+def test_a_resumed_run_may_be_as_far_as_cuda_parts_two_equal_runs(tmp_path, again, resumed, device, num_failed):
+    names = {"first": 1.0, "again": again, "resumed": resumed}
+    first, again, resumed = (a_run(tmp_path / name, weight=weight) for name, weight in names.items())
+    assert len(failed(check_runs.compared_runs(first, resumed, again, device))) == num_failed
 
 
 @pytest.mark.parametrize(
