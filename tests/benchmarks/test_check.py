@@ -183,12 +183,6 @@ def test_a_setting_passes_here_and_leaves_nothing_behind(tmp_path, setting):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["scores", "compiled", "kill and resume"])
-def test_a_longer_setting_passes_here(tmp_path, setting):
-    assert failed(check.plan(CPU, True, tmp_path)[setting]()) == []
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_tf32_is_allowed_where_it_is_asked_for(before):
     def allowed():
