@@ -38,7 +38,7 @@ def collect(out: Path, columns: Mapping[str, Mapping[str, str]], project: Path, 
         tiny: whether the records are of a rehearsal, which only a copy of the project is given.
 
     Raises:
-        ValueError: there are none, they are of a rehearsal or not, or of code that was not committed.
+        ValueError: there are none, or they are of a rehearsal and `tiny` is false, or the other way round.
     """
     files = sorted(out.glob("gpu_*.csv"))
     if not files:

@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from benchmarks.results import write_results
+from benchmarks.results import markdown, write_results
 from routing import Route, attach
 from training.machine import has_fast_bf16, keep_freed_memory, start_process
 from training.provenance import environment
@@ -185,14 +185,10 @@ def main() -> None:
         keep_freed_memory()
     found, rows = environment(device), []
     todo = [(name, num_tokens) for name in arguments.families for num_tokens in arguments.num_tokens]
-    print("| family | tokens | samples | dense | routed | speed-up | FLOPs promise |\n|---|--:|--:|--:|--:|--:|--:|")
     for name, num_tokens in tqdm(todo, desc="families"):
         row = measure(name, num_tokens, MEDIUM, BATCH_TOKENS, arguments.repeats, device)
-        rows.append(row)
-        tqdm.write(
-            f"| {name} | {num_tokens} | {row['samples']} | {row['dense_sec']:.3f} s | {row['routed_sec']:.3f} s | "
-            f"{row['speedup']:.2f}x | {row['predicted_speedup']:.2f}x |"
-        )
+        rows.append({"setting": f"{name}, {num_tokens} tokens"} | row)
+        tqdm.write(markdown(rows[-1:], COLUMNS))
     write_results("families", rows, found)
 
 

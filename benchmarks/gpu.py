@@ -33,7 +33,7 @@ from training import config as configuration
 from training.machine import start_process
 from training.provenance import PROJECT, environment
 
-LIMIT_SEC, GRACE_SEC = 480, 60  # of a stage: until when a row is begun, and how much longer one may take
+LIMIT_SEC, GRACE_SEC = 420, 60  # of a stage: when its rows should have ended, and when it is ended
 TIME_IS_UP = 3
 
 

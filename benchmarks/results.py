@@ -32,7 +32,7 @@ class Record:
     """The record of a stage: written after every setting, and gone on with by the same code on the same device.
 
     Raises:
-        ValueError: other code, or another machine, began it.
+        ValueError: other code began it, or it is of a rehearsal and this is not.
     """
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, Any]):

@@ -268,18 +268,7 @@ def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None
     """Serve the steps of the trainer."""
     trainer, row = build(folder, overrides)
     batches = iter(trainer.micro_batches(0))
-
-    def step() -> None:
-        trainer.train_step(batches)
-        trainer.step += 1
-
-    answers = {
-        "warm up": lambda: _warm_up(step, trainer.device),
-        "step": lambda: _turn(step, trainer.device),
-        "memory": lambda: peak_gib(trainer.device),
-        "parts": lambda: shares(trainer, batches),
-    }
-    serve(connection, row, answers)
+    _serve_steps(connection, row, partial(_step, trainer, batches), trainer.device, lambda: shares(trainer, batches))
 
 
 def whole(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
@@ -290,16 +279,9 @@ def whole(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
 
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        trainer.train_step(batches)
-        trainer.step += 1
+        _step(trainer, batches)
 
-    answers = {
-        "warm up": lambda: _warm_up(step, trainer.device),
-        "step": lambda: _turn(step, trainer.device),
-        "memory": lambda: peak_gib(trainer.device),
-        "parts": dict,
-    }
-    serve(connection, row | {"compile": "as a whole"}, answers)
+    _serve_steps(connection, row | {"compile": "as a whole"}, step, trainer.device)
 
 
 def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
@@ -309,13 +291,28 @@ def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
     step = plain_step(trainer, _latents(trainer, batch_size))
     del trainer
     gc.collect()
+    _serve_steps(connection, row | {"mixed_precision": "no", "compile": False, "keep_freed_memory": False}, step, device)
+
+
+def _step(trainer: Trainer, batches: Iterator[Any]) -> None:
+    trainer.train_step(batches)
+    trainer.step += 1
+
+
+def _serve_steps(
+    connection: Connection,
+    row: dict[str, Any],
+    step: Callable[[], None],
+    device: torch.device,
+    parts: Callable[[], dict[str, float]] = dict,
+) -> None:
     answers = {
         "warm up": lambda: _warm_up(step, device),
         "step": lambda: _turn(step, device),
         "memory": lambda: peak_gib(device),
-        "parts": dict,
+        "parts": parts,
     }
-    serve(connection, row | {"mixed_precision": "no", "compile": False, "keep_freed_memory": False}, answers)
+    serve(connection, row, answers)
 
 
 def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
@@ -396,10 +393,7 @@ def shares(trainer: Trainer, batches: Iterator[Any]) -> dict[str, float]:
     trainer.update_weights = timed("optimizer", trainer.update_weights)
     trainer.progress = tqdm(disable=True)
 
-    def stepping() -> None:
-        trainer.train_step(iter(read, None))
-        trainer.step += 1
-
+    stepping = partial(_step, trainer, iter(read, None))
     stepping()
     spent.clear()
     whole = sum(_seconds(stepping, device) for _ in range(PART_REPEATS))
