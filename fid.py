@@ -38,10 +38,10 @@ from evaluation.files import fingerprint
 from evaluation.inception import check_weights_file
 from runtime.arrays import read_member
 from runtime.files import read_json, sha256, write_json
+from runtime.launch import claimed_by_first
+from runtime.machine import start_process
 from runtime.output import check_free, claimed, place_of
 from training import config as configuration
-from training.machine import start_process
-from training.processes import claimed_by_first
 from training.provenance import environment
 from training.rules import check_choice, check_positive
 from training.sampling import check_run, open_run

@@ -22,10 +22,10 @@ from data import encoder_for, encoder_record, image_decoder, manifest_from
 from diffusion import ImageSource
 from evaluation.pictures import in_turn, save_grid
 from runtime.files import atomic_write, sha256, write_json
+from runtime.launch import claimed_by_first, decided_by_first
+from runtime.machine import start_process
 from runtime.output import check_free, place_of
 from training import config as configuration
-from training.machine import start_process
-from training.processes import claimed_by_first, decided_by_first
 from training.provenance import environment
 from training.rules import check_positive
 from training.sampling import check_run, open_run

@@ -23,6 +23,7 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from builders.auto import resolve_auto
 from data import (
     LatentDataset,
     ShardDataset,
@@ -43,14 +44,13 @@ from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
 from runtime.files import sha256
+from runtime.launch import check_same, decided_by_first, lost_another, say_nothing
 from runtime.lock import TRY_AGAIN, Busy
+from runtime.machine import keep_freed_memory, start_process
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
-from training.machine import keep_freed_memory, resolve_auto, start_process
-from training.messages import say_nothing
-from training.processes import check_same, decided_by_first, lost_another
 from training.provenance import Moved, RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import FITTED_EVALUATORS
 from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs

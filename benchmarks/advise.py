@@ -28,9 +28,9 @@ from data import LatentDataset, mask_coverage
 from models import cost_of, token_mask
 from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
 from runtime.files import atomic_write, write_json, write_text
+from runtime.machine import start_process
 from runtime.output import claimed, place_of
 from training import config as configuration
-from training.machine import start_process
 from training.provenance import environment
 from training.rules import check_positive
 from training.sampling import find_checkpoint, load_net, read_run

@@ -27,8 +27,8 @@ from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, p
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from evaluation.precision import strict_fp32
 from models import token_mask
+from runtime.machine import can_compile
 from training import config as configuration
-from training.machine import can_compile
 from training.speed import most_graphs
 
 COLUMNS = {"setting": "{}", "what": "{}", "error": "{:.2g}", "bound": "{:.2g}", "failed": "{}"}

@@ -11,8 +11,9 @@ from statistics import median
 import torch
 from hydra import compose, initialize_config_dir
 
+from builders.auto import resolve_auto
+from runtime.machine import keep_freed_memory, start_process
 from training import config as configuration
-from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.speed import interleaved_seconds
 
 NUM_SAMPLES = 500  # as in the Makefile

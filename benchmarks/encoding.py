@@ -23,7 +23,7 @@ from benchmarks.results import measured, write_results
 from data import KLEncoder, encode
 from data.encoders import PIXELS_AT_ONCE
 from data.images import read_image
-from training.machine import start_process
+from runtime.machine import start_process
 from training.provenance import environment
 
 NUM_IMAGES, REPEATS, RESOLUTION = 512, 3, 256

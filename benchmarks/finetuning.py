@@ -31,7 +31,7 @@ from data import LatentDataset, StreamOrder, digits
 from diffusion import EDMLoss, EDMPrecond
 from models import DiT
 from routing import Route
-from training.machine import keep_freed_memory, start_process
+from runtime.machine import keep_freed_memory, start_process
 from training.provenance import environment
 from training.speed import interleaved_seconds, speedup
 

@@ -29,8 +29,8 @@ import torch
 from benchmarks import check, evaluation_speed, families, sampling, train_step, twins
 from benchmarks.collect import collect
 from benchmarks.results import Record, markdown, read_results
+from runtime.machine import start_process
 from training import config as configuration
-from training.machine import start_process
 from training.provenance import PROJECT, environment
 
 LIMIT_SEC, GRACE_SEC = 420, 60  # of a stage: when its rows should have ended, and when it is ended

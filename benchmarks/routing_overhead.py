@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from benchmarks.results import measured, write_results
+from builders.auto import resolve_auto
 from diffusion import EDMLoss, EDMPrecond
 from models import DiT
 from routing import Route, end_route, sample_ids_keep, start_route, token_importance
+from runtime.machine import keep_freed_memory, start_process
 from training.ema import EMA
-from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.provenance import environment
 from training.speed import interleaved_seconds
 

@@ -14,10 +14,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 import train
+from builders.auto import resolve_auto
 from data import LatentManifest, LatentWriter, mask_coverage
 from models import DiT, cost_of
+from runtime.machine import keep_freed_memory, start_process
 from training import config as configuration
-from training.machine import keep_freed_memory, resolve_auto, start_process
 from training.provenance import RunFolder
 from training.speed import fp32_slowdown
 from training.trainer import Trainer

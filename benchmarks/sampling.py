@@ -26,8 +26,8 @@ from benchmarks.train_step import peak_flops
 from diffusion import edm_sampler, guided_denoiser
 from evaluation.precision import strict_fp32
 from models import cost_of
+from runtime.machine import start_process
 from training import config as configuration
-from training.machine import start_process
 from training.provenance import environment
 from training.speed import interleaved_seconds, speedup
 

@@ -33,8 +33,8 @@ from benchmarks.results import markdown, write_results
 from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
 from evaluation.precision import strict_fp32
 from routing import num_tokens_kept
+from runtime.machine import start_process
 from training import config as configuration
-from training.machine import start_process
 from training.provenance import environment
 from training.speed import PRODUCT_SIZES, speedup
 from training.trainer import Trainer

@@ -33,10 +33,10 @@ from data.listing import ImageList, MaskFiles, list_images
 from data.manifest import FILES, LatentManifest
 from data.parts import Part, PartFolder
 from data.writer import LatentWriter, lock_of
+from runtime.launch import decided_by_first
 from runtime.lock import Lock
+from runtime.machine import start_process
 from training import config as configuration
-from training.machine import start_process
-from training.processes import decided_by_first
 from training.provenance import environment
 from training.rules import check_choice, check_not_negative, check_positive
 

@@ -14,7 +14,7 @@ import torch
 from data.encoders import encoder_for, image_decoder
 from data.latents import MEASURED_ENTRIES, LatentDataset, open_latents
 from data.manifest import read_manifest
-from training.machine import start_process
+from runtime.machine import start_process
 
 CLASSES_SHOWN = 10
 SHEET_COLUMNS, SHEET_ROWS = 8, 6

@@ -32,8 +32,8 @@ from models import token_mask
 from routing import Route, attach, from_simpletuner, grow_ratio
 from runtime.arrays import read_header
 from runtime.files import atomic_write, finite, write_json, write_text
+from runtime.machine import start_process
 from training import config as configuration
-from training.machine import start_process
 from training.rules import check_choice, check_not_negative, check_positive
 
 RECIPES = Path(__file__).resolve().parents[1] / "configs" / "model" / "routes"

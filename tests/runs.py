@@ -11,10 +11,10 @@ from accelerate import PartialState
 from hydra import compose, initialize_config_dir
 
 import train
+from builders.auto import resolve_auto
+from runtime.launch import decided_by_first
 from tests.programs import ROOT
 from training import config as configuration
-from training.machine import resolve_auto
-from training.processes import decided_by_first
 from training.provenance import RunFolder
 
 # Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.

@@ -11,13 +11,13 @@ from joblib import cpu_count
 from omegaconf.errors import OmegaConfBaseException
 
 import fid
+from builders.auto import resolve_auto
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, edm_sampler
 from models import DiT
 from routing import RoutePlan
 from tests.runs import ROOT, composed, validated
 from training import config as configuration
-from training.machine import resolve_auto
 from training.provenance import flatten
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]

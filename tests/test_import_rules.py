@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"models", "routing", "diffusion", "data", "evaluation", "training", "runtime"} | {"benchmarks", "examples", "tests"}
+ROOMS = {"models", "routing", "diffusion", "data", "evaluation", "training", "runtime", "builders"}
+PACKAGES = ROOMS | {"benchmarks", "examples", "tests"}
 ENTRY_POINTS = {"train", "sample", "fid"}
 OWN = PACKAGES | ENTRY_POINTS
 MAY_IMPORT = {
@@ -24,6 +25,7 @@ MAY_IMPORT = {
     "evaluation": {"evaluation", "runtime"},
     "training": {"training", "runtime"},
     "runtime": {"runtime"},
+    "builders": ROOMS,
 }
 ANYTHING_BUT = {"benchmarks", "examples", "tests"} | ENTRY_POINTS
 DATA_ENTRY_POINTS = {"encode", "convert", "verify", "report"}

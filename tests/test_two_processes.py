@@ -22,10 +22,10 @@ from data import LatentManifest, LatentWriter, open_images
 from evaluation import AdmSuite, Processes, make_reference
 from evaluation.extraction import evenly_spaced
 from evaluation.inception import InceptionFeatures
+from runtime.launch import check_same, decided_by_first
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
-from training.processes import check_same, decided_by_first
 
 NUM_PROCESSES = 2
 SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where no checkpoint, and an evaluation is due

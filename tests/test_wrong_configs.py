@@ -467,7 +467,7 @@ def refusal(program, overrides):
     with (
         mock.patch.dict(os.environ),
         mock.patch("sys.argv", [program, *arguments]),
-        mock.patch("training.machine.PartialState", side_effect=AssertionError("a device is touched")),
+        mock.patch("runtime.machine.PartialState", side_effect=AssertionError("a device is touched")),
         redirect_stderr(io.StringIO()) as said,
         pytest.raises(SystemExit) as end,
     ):

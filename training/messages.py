@@ -42,10 +42,6 @@ def explain(texts: Sequence[str], arguments: Sequence[str], keys: Iterable[str])
     return text
 
 
-def say_nothing(what: object) -> None:
-    """Stand where others show a message."""
-
-
 def did_you_mean(key: str, keys: Iterable[str]) -> str:
     """Return a hint at the key that is nearest to one that is not known; empty if none is near."""
     name = re.split(r"[./]", key)[-1]

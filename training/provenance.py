@@ -18,12 +18,12 @@ import yaml
 from joblib import cpu_count
 
 from runtime.files import finite, read_bounded, read_json, write_json, write_text
+from runtime.launch import say_nothing
 from runtime.lock import Busy, Lock
-from training.machine import bf16_instructions
-from training.messages import say_nothing
+from runtime.machine import bf16_instructions
 from training.rules import INIT_OBJECTIVES
 
-OWN_PACKAGES = ("data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
+OWN_PACKAGES = ("builders", "data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
 PROJECT = Path(__file__).resolve().parents[1]
 SOURCES = (
     "*.py",

@@ -10,9 +10,9 @@ import torch
 import torch.nn as nn
 from accelerate import PartialState
 
+from runtime.launch import decided_by_first
 from training import config as configuration
 from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
-from training.processes import decided_by_first
 from training.provenance import RunFolder
 from training.rules import DECODINGS, LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
 

@@ -17,10 +17,10 @@ import torch.nn as nn
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from runtime.launch import decided_by_first
 from training.checkpoint import CheckpointFolder
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
-from training.processes import decided_by_first
 from training.provenance import Moved
 from training.stopping import StopRequest
 from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, MetricsFile

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import check, check_runs
-from training.machine import start_process
+from runtime.machine import start_process
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

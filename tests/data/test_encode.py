@@ -14,12 +14,12 @@ from PIL import Image
 from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, parts, read_manifest
 from data.writer import lock_of
 from runtime.lock import TRY_AGAIN
+from runtime.machine import start_process
 from tests import programs
 from tests.faults.killing import ENVIRONMENT, ONE, TWO
 from tests.photos import photographs, write_autoencoder, write_photographs
 from tests.runs import ROOT, composed
 from training.config import Explained
-from training.machine import start_process
 
 CPU = torch.device("cpu")
 

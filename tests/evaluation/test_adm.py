@@ -13,9 +13,9 @@ from data import open_images
 from evaluation import AdmSuite, InceptionDetector, Processes, kernel_distance, make_reference, open_reference, precision_recall
 from evaluation.adm import with_count
 from evaluation.extraction import extract, split
+from runtime.machine import start_process
 from tests.evaluation.test_metrics import plain_precision_recall
 from tests.inception import Remembering, random_state, write_random_weights
-from training.machine import start_process
 
 OPTIONS = {"processes": Processes(), "batch_size": 8, "precision_recall": True, "exact_distances": False, "kid": True}
 

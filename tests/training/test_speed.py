@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from runtime.machine import start_process
 from tests.networks import PAPER, small_dit
-from training.machine import start_process
 from training.speed import SpeedCheck, fp32_slowdown, interleaved_seconds, speedup
 
 CPU = torch.device("cpu")

@@ -74,3 +74,7 @@ def claimed_by_first(state: PartialState, key: str, file: Path, beside: Sequence
 def lost_another(error: BaseException) -> bool:
     """Say whether an error is that of waiting for a process that is gone."""
     return isinstance(error, DistError) or "gloo/transport" in str(error)  # gloo has no type for it
+
+
+def say_nothing(what: object) -> None:
+    """Stand where others show a message."""

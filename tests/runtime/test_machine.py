@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from builders.auto import resolve_auto
+from runtime.machine import MALLOC_VARIABLES, keep_freed_memory
 from tests.runs import ROOT, validated
-from training.machine import MALLOC_VARIABLES, keep_freed_memory, resolve_auto
 
 CPU = torch.device("cpu")
 COUNT_FAULTS = """
 import ctypes, resource, sys, torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: of large pages there would be too few to count
-from training.machine import keep_freed_memory
+from runtime.machine import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 for turn in range(3):
@@ -54,14 +55,14 @@ def test_freed_memory_is_kept_on_a_cpu_unless_told_otherwise(monkeypatch):
 
 
 def test_another_c_library_can_not_be_told(monkeypatch):
-    monkeypatch.setattr("training.machine.platform.libc_ver", lambda: ("", ""))
+    monkeypatch.setattr("runtime.machine.platform.libc_ver", lambda: ("", ""))
     assert resolved() is False
     with pytest.raises(ValueError, match=r"train\.keep_freed_memory=true needs the C library glibc"):
         resolved("train.keep_freed_memory=true")
 
 
 def test_a_refusal_of_the_c_library_is_told(monkeypatch):
-    monkeypatch.setattr("training.machine.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda parameter, value: 0))
+    monkeypatch.setattr("runtime.machine.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda parameter, value: 0))
     with pytest.raises(OSError, match=r"refuses mallopt\(-4, 0\): set train\.keep_freed_memory=false"):
         keep_freed_memory()
 

@@ -1,4 +1,4 @@
-"""What this machine offers, and what a run makes of it: device, threads, precision, compilation."""
+"""What this machine offers: device, threads, precision, compilation."""
 
 import ctypes
 import os
@@ -8,7 +8,6 @@ import sysconfig
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -49,45 +48,6 @@ def keep_freed_memory() -> None:
             raise OSError(f"the C library refuses mallopt({parameter}, {value}): set train.keep_freed_memory=false")
 
 
-def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int) -> dict[str, Any]:
-    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun with,
-    but for micro-batches that its processes can not share.
-
-    Args:
-        saved: what an earlier start of this run decided; empty for a new run.
-
-    Raises:
-        ValueError: the launcher asks for another precision.
-    """
-    train = config["train"]
-    precision, compiled = train["mixed_precision"], train["compile"]
-    if precision == "auto":
-        precision = saved.get("mixed_precision") or ("bf16" if has_fast_bf16(device) else "no")
-    if compiled == "auto":
-        compiled = saved["compile"] if "compile" in saved else can_compile(device)
-    micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"]
-    if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
-        micro_batch_size = train["batch_size"] // num_processes
-    keep = train["keep_freed_memory"]
-    if keep == "true" and not _is_glibc():
-        raise ValueError("train.keep_freed_memory=true needs the C library glibc, which this machine does not have")
-    resolved = {
-        "mixed_precision": precision,
-        "compile": compiled in (True, "true"),
-        "micro_batch_size": micro_batch_size,
-        "num_workers": min(train["num_workers"], cpu_count()),
-        "keep_freed_memory": _can_keep_freed_memory(device) if keep == "auto" else keep == "true",
-    }
-    # `accelerate launch` sets this variable to "no" where nobody chose.
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if launched not in ("no", precision):
-        raise ValueError(
-            f"train.mixed_precision={train['mixed_precision']} gives {precision} here, "
-            f"but the launcher asks for {launched}: they must agree"
-        )
-    return resolved
-
-
 def bf16_instructions() -> set[str]:
     """Return those of the processor's instructions that multiply bf16 numbers, as Linux names them."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -101,12 +61,14 @@ def has_fast_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and bool(bf16_instructions())
 
 
-def _can_keep_freed_memory(device: torch.device) -> bool:
+def can_keep_freed_memory(device: torch.device) -> bool:
+    """Say whether freed memory can be kept, and the user has not told the C library what to do."""
     chosen_by_user = any(os.environ.get(name) for name in MALLOC_VARIABLES)
-    return device.type == "cpu" and _is_glibc() and not chosen_by_user
+    return device.type == "cpu" and is_glibc() and not chosen_by_user
 
 
-def _is_glibc() -> bool:
+def is_glibc() -> bool:
+    """Say whether the C library is glibc."""
     return platform.libc_ver()[0] == "glibc"
 
 

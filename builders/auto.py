@@ -1,0 +1,48 @@
+"""What a run makes of this machine, where its configuration says auto."""
+
+import os
+from typing import Any
+
+import torch
+from joblib import cpu_count
+
+from runtime.machine import can_compile, can_keep_freed_memory, has_fast_bf16, is_glibc
+
+
+def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int) -> dict[str, Any]:
+    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun with,
+    but for micro-batches that its processes can not share.
+
+    Args:
+        saved: what an earlier start of this run decided; empty for a new run.
+
+    Raises:
+        ValueError: the launcher asks for another precision.
+    """
+    train = config["train"]
+    precision, compiled = train["mixed_precision"], train["compile"]
+    if precision == "auto":
+        precision = saved.get("mixed_precision") or ("bf16" if has_fast_bf16(device) else "no")
+    if compiled == "auto":
+        compiled = saved["compile"] if "compile" in saved else can_compile(device)
+    micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"]
+    if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
+        micro_batch_size = train["batch_size"] // num_processes
+    keep = train["keep_freed_memory"]
+    if keep == "true" and not is_glibc():
+        raise ValueError("train.keep_freed_memory=true needs the C library glibc, which this machine does not have")
+    resolved = {
+        "mixed_precision": precision,
+        "compile": compiled in (True, "true"),
+        "micro_batch_size": micro_batch_size,
+        "num_workers": min(train["num_workers"], cpu_count()),
+        "keep_freed_memory": can_keep_freed_memory(device) if keep == "auto" else keep == "true",
+    }
+    # `accelerate launch` sets this variable to "no" where nobody chose.
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launched not in ("no", precision):
+        raise ValueError(
+            f"train.mixed_precision={train['mixed_precision']} gives {precision} here, "
+            f"but the launcher asks for {launched}: they must agree"
+        )
+    return resolved
