@@ -41,8 +41,8 @@ from runtime.files import read_json, sha256, write_json
 from runtime.launch import claimed_by_first
 from runtime.machine import start_process
 from runtime.output import check_free, claimed, place_of
+from runtime.provenance import environment
 from training import config as configuration
-from training.provenance import environment
 from training.rules import check_choice, check_positive
 from training.sampling import check_run, open_run
 

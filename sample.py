@@ -25,8 +25,8 @@ from runtime.files import atomic_write, sha256, write_json
 from runtime.launch import claimed_by_first, decided_by_first
 from runtime.machine import start_process
 from runtime.output import check_free, place_of
+from runtime.provenance import environment
 from training import config as configuration
-from training.provenance import environment
 from training.rules import check_positive
 from training.sampling import check_run, open_run
 

@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from builders.auto import resolve_auto
+from builders.summary import summary
 from data import (
     LatentDataset,
     ShardDataset,
@@ -47,12 +48,13 @@ from runtime.files import sha256
 from runtime.launch import check_same, decided_by_first, lost_another, say_nothing
 from runtime.lock import TRY_AGAIN, Busy
 from runtime.machine import keep_freed_memory, start_process
+from runtime.provenance import environment, flatten, source_sha256
 from training import config as configuration
 from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
-from training.provenance import Moved, RunFolder, changes, environment, flatten, follows_the_total, source_sha256, summary
 from training.rules import FITTED_EVALUATORS
+from training.run_folder import Moved, RunFolder, changes, follows_the_total
 from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
 from training.stopping import TIME_LIMIT, StopRequest
 from training.trackers import BackgroundTracker, MetricsFile

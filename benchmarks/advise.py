@@ -30,8 +30,8 @@ from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
 from runtime.files import atomic_write, write_json, write_text
 from runtime.machine import start_process
 from runtime.output import claimed, place_of
+from runtime.provenance import environment
 from training import config as configuration
-from training.provenance import environment
 from training.rules import check_positive
 from training.sampling import find_checkpoint, load_net, read_run
 from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, speedup

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.results import markdown, read_environment, read_results
 from runtime.files import write_text
-from training.provenance import environment
+from runtime.provenance import environment
 
 PAGES = ("README.md", "RESULTS.md")
 TABLE = re.compile(r"(<!-- benchmarks\.gpu (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -24,7 +24,7 @@ from data import KLEncoder, encode
 from data.encoders import PIXELS_AT_ONCE
 from data.images import read_image
 from runtime.machine import start_process
-from training.provenance import environment
+from runtime.provenance import environment
 
 NUM_IMAGES, REPEATS, RESOLUTION = 512, 3, 256
 SLICE = PIXELS_AT_ONCE // RESOLUTION**2

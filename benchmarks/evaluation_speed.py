@@ -23,7 +23,7 @@ from benchmarks.results import markdown, measured, write_results
 from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from runtime.machine import start_process
-from training.provenance import environment
+from runtime.provenance import environment
 from training.speed import interleaved_seconds
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from benchmarks.results import markdown, write_results
 from routing import Route, attach
 from runtime.machine import has_fast_bf16, keep_freed_memory, start_process
-from training.provenance import environment
+from runtime.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
 NUM_TEXT = 77

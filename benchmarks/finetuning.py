@@ -32,7 +32,7 @@ from diffusion import EDMLoss, EDMPrecond
 from models import DiT
 from routing import Route
 from runtime.machine import keep_freed_memory, start_process
-from training.provenance import environment
+from runtime.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
 RATIOS = (0.1, 0.25, 0.35, 0.5, 0.7)

@@ -30,8 +30,8 @@ from benchmarks import check, evaluation_speed, families, sampling, train_step, 
 from benchmarks.collect import collect
 from benchmarks.results import Record, markdown, read_results
 from runtime.machine import start_process
+from runtime.provenance import PROJECT, environment
 from training import config as configuration
-from training.provenance import PROJECT, environment
 
 LIMIT_SEC, GRACE_SEC = 420, 60  # of a stage: when its rows should have ended, and when it is ended
 TIME_IS_UP = 3

@@ -26,7 +26,7 @@ from benchmarks.memory import memory_gib
 from benchmarks.results import measured, write_results
 from data import LatentDataset, LatentManifest, LatentWriter, open_latents, stream
 from data.manifest import FILES, to_json
-from training.provenance import environment
+from runtime.provenance import environment
 
 SHAPE, NUM_CLASSES = (8, 32, 32), 1000
 GIB, ENTRY_BYTES = 2**30, 8 * 32 * 32 * 2

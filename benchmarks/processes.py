@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from training.provenance import PROJECT
+from runtime.provenance import PROJECT
 
 # Forks of a process that has the libraries and has not touched a device.
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -19,7 +19,7 @@ def write_results(name: str, rows: Sequence[Mapping[str, Any]], environment: Map
     """Write rows, which may have different columns, to a file named by program, device and torch; return its path.
 
     Args:
-        environment: of `training.provenance`, as it was when the measurement began.
+        environment: of `runtime.provenance`, as it was when the measurement began.
     """
     file = _file_of(name, environment, folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ from diffusion import EDMLoss, EDMPrecond
 from models import DiT
 from routing import Route, end_route, sample_ids_keep, start_route, token_importance
 from runtime.machine import keep_freed_memory, start_process
+from runtime.provenance import environment
 from training.ema import EMA
-from training.provenance import environment
 from training.speed import interleaved_seconds
 
 N, T, D, K = 64, 256, 384, 128

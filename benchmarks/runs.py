@@ -19,7 +19,7 @@ from data import LatentManifest, LatentWriter, mask_coverage
 from models import DiT, cost_of
 from runtime.machine import keep_freed_memory, start_process
 from training import config as configuration
-from training.provenance import RunFolder
+from training.run_folder import RunFolder
 from training.speed import fp32_slowdown
 from training.trainer import Trainer
 

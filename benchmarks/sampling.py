@@ -27,8 +27,8 @@ from diffusion import edm_sampler, guided_denoiser
 from evaluation.precision import strict_fp32
 from models import cost_of
 from runtime.machine import start_process
+from runtime.provenance import environment
 from training import config as configuration
-from training.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
 GUIDANCE_SCALE, NUM_STEPS = 1.5, 40

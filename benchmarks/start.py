@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.results import measured, write_results
 from benchmarks.runs import Setting, write_latents
-from training.provenance import PROJECT, environment
+from runtime.provenance import PROJECT, environment
 
 REPEATS = 3
 ONE_STEP = ("train.total_steps=1", "train.log_every=1", "train.eval_every=null", "train.sample_every=null", "evaluation=none")

@@ -19,8 +19,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.results import measured, write_results
+from runtime.provenance import environment
 from training import trackers
-from training.provenance import environment
 
 LINES = 300
 ALLOWED_MS = 1.0

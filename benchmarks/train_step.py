@@ -34,8 +34,8 @@ from benchmarks.runs import Setting, build, compose_config, overrides_of, pertur
 from evaluation.precision import strict_fp32
 from routing import num_tokens_kept
 from runtime.machine import start_process
+from runtime.provenance import environment
 from training import config as configuration
-from training.provenance import environment
 from training.speed import PRODUCT_SIZES, speedup
 from training.trainer import Trainer
 

@@ -36,8 +36,8 @@ from data.writer import LatentWriter, lock_of
 from runtime.launch import decided_by_first
 from runtime.lock import Lock
 from runtime.machine import start_process
+from runtime.provenance import environment
 from training import config as configuration
-from training.provenance import environment
 from training.rules import check_choice, check_not_negative, check_positive
 
 PART_IMAGES = 256

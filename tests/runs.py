@@ -15,7 +15,7 @@ from builders.auto import resolve_auto
 from runtime.launch import decided_by_first
 from tests.programs import ROOT
 from training import config as configuration
-from training.provenance import RunFolder
+from training.run_folder import RunFolder
 
 # Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.
 TINY = (

@@ -16,9 +16,9 @@ from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, edm_sampler
 from models import DiT
 from routing import RoutePlan
+from runtime.provenance import flatten
 from tests.runs import ROOT, composed, validated
 from training import config as configuration
-from training.provenance import flatten
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]

@@ -25,7 +25,7 @@ from tests.runs import composed, tiny_run
 from tests.test_fuzzing import DAMAGE, FUZZED, VALUES, damaged
 from training import config as configuration
 from training.config import Explained
-from training.provenance import RunFolder
+from training.run_folder import RunFolder
 from training.sampling import check_run, load_net, read_run
 from training.targets import CONFIGS
 

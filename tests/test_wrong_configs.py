@@ -26,11 +26,11 @@ from evaluation import inception
 from examples import finetune
 from models import DiT, layers
 from routing import RoutePlan, routes
+from runtime.provenance import flatten
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed, validated
 from training import config as configuration
 from training import rules, sampling
-from training.provenance import flatten
 
 PROGRAMS = {
     "train": train,

@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: configuration, checkpoints, weight averages, trackers, provenance."""
+"""The training loop and what surrounds it: the folder of a run, checkpoints, weight averages, trackers."""

@@ -31,9 +31,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.lock import TRY_AGAIN, Busy
+from runtime.provenance import flatten
 from training.messages import did_you_mean, explain, one_line
-from training.provenance import RunFolder, flatten
 from training.rules import check_finite, check_groups, check_loop
+from training.run_folder import RunFolder
 from training.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
 
 LONGEST_NAME = 160

@@ -13,8 +13,8 @@ from accelerate import PartialState
 from runtime.launch import decided_by_first
 from training import config as configuration
 from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
-from training.provenance import RunFolder
 from training.rules import DECODINGS, LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
+from training.run_folder import RunFolder
 
 FIRST_BLOCK = "blocks.0."
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2

@@ -21,7 +21,7 @@ from runtime.launch import decided_by_first
 from training.checkpoint import CheckpointFolder
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
-from training.provenance import Moved
+from training.run_folder import Moved
 from training.stopping import StopRequest
 from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, MetricsFile
 

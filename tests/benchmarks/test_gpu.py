@@ -10,9 +10,9 @@ import torch
 from benchmarks import gpu, twins
 from benchmarks.collect import PAGES, TABLE, collect, filled, targets
 from benchmarks.results import RESULTS, Record, markdown, read_environment, read_results, write_results
+from runtime.provenance import environment
 from tests.programs import start
 from tests.runs import ROOT
-from training.provenance import environment
 
 COLUMNS = {name: stage.columns for name, stage in gpu.STAGES.items()}
 HERE = environment(torch.device("cpu")) | {"tiny": True}

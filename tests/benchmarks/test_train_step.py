@@ -11,11 +11,11 @@ from benchmarks import runs, sampling, train_step
 from benchmarks.results import measured, read_results, write_results
 from benchmarks.speed_picture import draw, predictions
 from models import cost_of
+from runtime.provenance import environment
 from tests.networks import PAPER, small_dit
 from tests.programs import start
 from tests.runs import ROOT, validated
 from training import config as configuration
-from training.provenance import environment
 
 CPU = torch.device("cpu")
 SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "train.batch_size=4")

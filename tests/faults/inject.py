@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from training import provenance  # noqa: E402
+from runtime import provenance  # noqa: E402
 from training.trainer import Trainer  # noqa: E402
 
 fault, step, process = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from runtime.provenance import environment
 from tests.faults.killing import MOMENTS, VARIANTS, Outcome, kill_often
-from training.provenance import environment
 
 
 def main() -> None:

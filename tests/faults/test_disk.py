@@ -18,7 +18,7 @@ from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, load_weights, steps_in
 from training.config import Explained
-from training.provenance import RunFolder
+from training.run_folder import RunFolder
 from training.sampling import find_checkpoint
 
 
@@ -273,7 +273,7 @@ def test_a_folder_that_can_not_be_written_to_is_one_clear_error(tmp_path, folder
 
 
 def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.provenance.HOLD_WITHIN_SEC", 1.0)
+    monkeypatch.setattr("training.run_folder.HOLD_WITHIN_SEC", 1.0)
     trainer, run = tiny_trainer(tmp_path)
     before = (tmp_path / "manifest.json").read_text()
     with pytest.raises(Busy, match=rf"^output_dir={tmp_path} is in use by process {os.getpid()} on .*: end it, or try again"):

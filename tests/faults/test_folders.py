@@ -14,11 +14,11 @@ from runtime.lock import TRY_AGAIN, Busy
 from tests.faults.killing import ONE, TWO, Killed, Variant, differences
 from tests.faults.programs import program
 from tests.runs import ROOT, metrics, tiny_run, tiny_trainer
-from training import provenance
+from training import run_folder
 from training.config import Explained
-from training.provenance import RunFolder
+from training.run_folder import RunFolder
 
-HOLDER = "import sys, time; from training.provenance import RunFolder; RunFolder(sys.argv[1]).hold(print)\n"
+HOLDER = "import sys, time; from training.run_folder import RunFolder; RunFolder(sys.argv[1]).hold(print)\n"
 HOLDER += "print('held', flush=True); time.sleep(float(sys.argv[2]))"
 
 
@@ -33,7 +33,7 @@ def holder(folder, seconds):
 
 def test_a_lock_that_is_given_back_while_another_waits_is_not_held_twice(tmp_path, monkeypatch):
     """The one that waits has the file open that the holder removes; a third then makes a new one."""
-    monkeypatch.setattr(provenance, "HOLD_WITHIN_SEC", 0.0)
+    monkeypatch.setattr(run_folder, "HOLD_WITHIN_SEC", 0.0)
     first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
     first.hold(print)
     flock, turns = fcntl.flock, []
@@ -54,7 +54,7 @@ def test_a_lock_that_is_given_back_while_another_waits_is_not_held_twice(tmp_pat
 def test_a_folder_that_is_given_back_while_another_start_takes_it_is_made_again(tmp_path, monkeypatch):
     first, second = RunFolder(tmp_path / "runs/run"), RunFolder(tmp_path / "runs/run")
     first.hold(print)
-    acquire, turns = provenance.Lock.acquire, []
+    acquire, turns = run_folder.Lock.acquire, []
 
     def slowly(lock):
         if not turns:
@@ -63,7 +63,7 @@ def test_a_folder_that_is_given_back_while_another_start_takes_it_is_made_again(
             assert not (tmp_path / "runs").exists()
         return acquire(lock)
 
-    monkeypatch.setattr(provenance.Lock, "acquire", slowly)
+    monkeypatch.setattr(run_folder.Lock, "acquire", slowly)
     second.hold(print)
     second.check_place()
     second.release()
@@ -134,7 +134,7 @@ def test_each_key_of_a_manifest_that_is_read_is_looked_for(tmp_path, whole):
         spoilt = json.loads((whole / "manifest.json").read_text())
         del (spoilt[group] if group else spoilt)[name]
         (folder / "manifest.json").write_text(json.dumps(spoilt))
-        if any(needed == key or needed.startswith(f"{key}.") for needed in provenance.GOES_ON_FROM):
+        if any(needed == key or needed.startswith(f"{key}.") for needed in run_folder.GOES_ON_FROM):
             with pytest.raises(ValueError, match="is damaged, it lacks"):
                 tiny_trainer(folder)
         else:

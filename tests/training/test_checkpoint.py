@@ -14,7 +14,7 @@ from tests.networks import small_dit
 from tests.runs import composed, tiny_run
 from train import _check_init_from
 from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights, steps_in
-from training.provenance import RunFolder
+from training.run_folder import RunFolder
 
 
 class Malicious:

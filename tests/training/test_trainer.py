@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 import train
 from data import LatentManifest, LatentWriter
+from runtime.provenance import flatten
 from tests.runs import TINY, interrupted, metrics, tiny_run, tiny_trainer, validated
 from training import config as configuration
 from training.checkpoint import latest_checkpoint, steps_in
-from training.provenance import RunFolder, flatten
+from training.run_folder import RunFolder
 
 VARIANTS = {
     "plain": (),

@@ -1,42 +1,25 @@
-"""What a run was: its configuration, commit, versions, device, command and data, kept beside its results."""
+"""The folder of a run: its configuration, manifest, metrics and checkpoints; who may write to it, and what may resume it."""
 
-import hashlib
 import json
 import os
-import platform
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn as nn
 import yaml
-from joblib import cpu_count
 
 from runtime.files import finite, read_bounded, read_json, write_json, write_text
 from runtime.launch import say_nothing
 from runtime.lock import Busy, Lock
-from runtime.machine import bf16_instructions
-from training.rules import INIT_OBJECTIVES
+from runtime.provenance import flatten
 
-OWN_PACKAGES = ("builders", "data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
-PROJECT = Path(__file__).resolve().parents[1]
-SOURCES = (
-    "*.py",
-    "configs/**/*.yaml",
-    *(f"{package}/**/*.py" for package in OWN_PACKAGES),
-)
 GOES_ON_FROM = ("data.fingerprint", "num_processes", "commit", "versions.torch")  # what a resumed start reads of the manifest
 GOES_ON_FROM += ("resolved.mixed_precision", "resolved.compile", "resolved.micro_batch_size")
 START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
 INHERIT_WITHIN_SEC = 3.0
 HOLD_WITHIN_SEC = 5.0  # for the last processes of an earlier start, which may still be ending
 MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
-PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
 
 # What a resumed run may change: none of it changes the weights that a step gives.
 FREE_KEYS = (
@@ -62,7 +45,6 @@ FREE_KEYS = (
     "train.milestone_every",
     "train.num_workers",
 )
-
 
 # Keys that came later than the first runs, and what those did.
 LATER_KEYS = {"model.attention": "auto"}
@@ -291,110 +273,3 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if before != value:
             said.append(f"{key} {before} -> {value}: results may differ by rounding")
     return said
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Return commit, versions, device, processor and command of this process."""
-    return {
-        "command": " ".join([os.path.relpath(sys.argv[0], PROJECT), *sys.argv[1:]]),
-        "commit": _git("rev-parse", "HEAD"),
-        "source_sha256": source_sha256(),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "tf32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,  # but for scores
-        "processor": _processor(),
-    }
-
-
-def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, resumed_step: int) -> str:
-    """Return what a user wants to see before a run starts."""
-    train, resolved, cost = config["train"], details["resolved"], details["cost"]
-    blind = train["eval_every"] and not details["data"]["manifest"]["num_held_out"]
-    num_parameters = sum(parameter.numel() for parameter in net.parameters())
-    lines = [
-        f"run        {config['output_dir']}" + (f", resumed at step {resumed_step}" if resumed_step else ""),
-        f"network    {num_parameters / 1e6:.2f}M parameters, {len(net.blocks)} blocks, {net.num_tokens} tokens",
-        f"cost       {cost['dense_forward_flops'] / 2e9:.3g} GMAC for one image and forward pass",
-        *(f"route      {line}" for line in details["routes"]),
-        *([f"saving     {_saving(net, cost)}"] if net.routes else []),
-        *([f"fp32 block {_fp32_block(cost)}"] if cost["fp32_slowdown"] != 1 else []),
-        f"batch      {train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}, "
-        f"{details['num_processes']} process(es) on {details['device']}, {resolved['num_workers']} reading ahead",
-        f"precision  fp32 weights, {'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
-        f"{'TF32 for what is in fp32, ' if details['tf32'] else ''}"
-        f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks, {resolved['attention']} attention",
-        *(
-            [f"memory     what a step frees is {_freed(resolved)} (train.keep_freed_memory)"]
-            if details["device"] == "cpu"
-            else []
-        ),
-        *([f"data       {details['data']['note']}"] if "note" in details["data"] else []),
-        *(["evaluation no val_loss_dense: the data have no held-out entries (num_held_out)"] if blind else []),
-        *(f"changed    {change}" for change in details["changes"]),
-        *([f"start      {_start(details['init_from'])}"] if "init_from" in details else []),
-        f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}",
-    ]
-    if resolved["compile"]:
-        lines.append("The first step compiles the blocks: this can take a minute.")
-    return "\n".join(lines)
-
-
-def _saving(net: nn.Module, cost: dict[str, float]) -> str:
-    if not net.removal:
-        return "none: with model.removal=false the blocks process all tokens"
-    return (
-        f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps can be {cost['predicted_speedup']:.2f}x as "
-        f"fast by their FLOPs (if all tokens that may bypass these blocks did: {cost['ceiling']:.2f}x)"
-    )
-
-
-def _fp32_block(cost: dict[str, float]) -> str:
-    without = cost["dense_training_flops"] / cost["routed_training_flops"]
-    return (
-        f"outside autocast products take {cost['fp32_slowdown']:.1f}x as long here: without model.fp32_after_route the steps "
-        f"could be {without:.2f}x as fast"
-    )
-
-
-def _start(init_from: dict[str, str | None]) -> str:
-    entry = f" ({init_from['entry']})" if init_from["entry"] else ""
-    known = INIT_OBJECTIVES[init_from["objective"]]
-    anew = f". warning: it {known}; what its time embedding and its output mean has to be learnt again" if known else ""
-    return f"weights of {init_from['file']}{entry}{anew}"
-
-
-def _freed(resolved: dict[str, Any]) -> str:
-    return "kept for the next one" if resolved["keep_freed_memory"] else "given back to the system"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    bf16 = "".join(f", {flag}" for flag in sorted(bf16_instructions()))
-    return f"{names[0] if names else platform.processor()}, {cpu_count()} cores{bf16}"
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        result = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None  # not a git checkout: a fact worth recording, not an error
-    return result.stdout.strip()
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dictionaries by their dotted keys."""
-    if not isinstance(config, dict):
-        return {prefix: config}
-    return {k: v for key, value in config.items() for k, v in flatten(value, f"{prefix}.{key}" if prefix else key).items()}
-
-
-def source_sha256() -> str:
-    """Return a hash of all that this project's programs consist of, committed or not."""
-    digest = hashlib.sha256()
-    for file in sorted({file for pattern in SOURCES for file in PROJECT.glob(pattern)}):
-        digest.update(f"{file.relative_to(PROJECT).as_posix()} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
