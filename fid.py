@@ -20,6 +20,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from omegaconf import DictConfig
 
+from builders import config as configuration
+from builders.sampling import check_run, open_run
+from builders.schemas import SamplingConfig, ScoreConfig
 from data import (
     encoder_for,
     encoder_record,
@@ -37,17 +40,16 @@ from evaluation.adm import Scores
 from evaluation.files import fingerprint
 from evaluation.inception import check_weights_file
 from runtime.arrays import read_member
+from runtime.config import run_main, user_mistakes
+from runtime.errors import check_choice, check_positive
 from runtime.files import read_json, sha256, write_json
 from runtime.launch import claimed_by_first
 from runtime.machine import start_process
 from runtime.output import check_free, claimed, place_of
 from runtime.provenance import environment
-from training import config as configuration
-from training.rules import check_choice, check_positive
-from training.sampling import check_run, open_run
 
 NUM_SAMPLES = 50_000  # of a run, unless told
-SAMPLING_KEYS = {field.name for field in fields(configuration.SamplingConfig)} - {"num_samples"}
+SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
 DETECTOR_KEYS = {"weights", "allow_unpublished_weights", "detector_batch_size"}
 SUITE_KEYS = {"precision_recall", "exact_distances", "kid"}
 # What can be asked, and the keys that then mean something; `mode` and `suite` choose, `out` and `overwrite` always do.
@@ -64,7 +66,7 @@ configuration.register()
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(cfg: DictConfig) -> None:
     """Check what is asked, and do it."""
-    with configuration.user_mistakes():
+    with user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
         check_files(request)
@@ -96,7 +98,7 @@ def check_request(request: dict[str, Any]) -> None:
         what, keys = "scoring a run", SCORE_RUN
     else:
         what, keys = "scoring samples in files", SCORE_FILES
-    for field in fields(configuration.ScoreConfig):
+    for field in fields(ScoreConfig):
         if field.name not in {*keys, "mode", "out", "overwrite"} and request[field.name] != field.default:
             raise ValueError(f"{field.name}={request[field.name]} has no meaning for {what}")
     for key in NEEDED:
@@ -314,4 +316,4 @@ def table(scores: dict[str, dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

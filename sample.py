@@ -18,17 +18,18 @@ from accelerate.utils import gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from builders import config as configuration
+from builders.sampling import check_run, open_run
 from data import encoder_for, encoder_record, image_decoder, manifest_from
 from diffusion import ImageSource
 from evaluation.pictures import in_turn, save_grid
+from runtime.config import run_main, user_mistakes
+from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
 from runtime.launch import claimed_by_first, decided_by_first
 from runtime.machine import start_process
 from runtime.output import check_free, place_of
 from runtime.provenance import environment
-from training import config as configuration
-from training.rules import check_positive
-from training.sampling import check_run, open_run
 
 GRID_ROWS = 10
 
@@ -38,7 +39,7 @@ configuration.register()
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
 def main(cfg: DictConfig) -> None:
     """Load the averaged weights of a run and sample from them."""
-    with configuration.user_mistakes():
+    with user_mistakes():
         request = configuration.resolve(cfg)
         check_positive("grid_columns", request["grid_columns"])
         if request["output"] and not request["output"].endswith(".npz"):
@@ -108,4 +109,4 @@ def _make_array(file: Path, shape: tuple[int, ...]) -> None:
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

@@ -23,7 +23,10 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from builders import config as configuration
 from builders.auto import resolve_auto
+from builders.network import build_net, build_precond, build_route_plan
+from builders.rules import FITTED_EVALUATORS
 from builders.summary import summary
 from data import (
     LatentDataset,
@@ -44,16 +47,16 @@ from diffusion import ImageSource
 from evaluation import AdmEvaluator, DenseLoss, Processes, SampleGrid
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
+from runtime.config import build_node, run_main, user_mistakes
+from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import check_same, decided_by_first, lost_another, say_nothing
 from runtime.lock import TRY_AGAIN, Busy
 from runtime.machine import keep_freed_memory, start_process
 from runtime.provenance import environment, flatten, source_sha256
-from training import config as configuration
 from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
-from training.rules import FITTED_EVALUATORS
 from training.run_folder import Moved, RunFolder, changes, follows_the_total
 from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
 from training.stopping import TIME_LIMIT, StopRequest
@@ -72,13 +75,13 @@ configuration.register()
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 def main(cfg: DictConfig) -> None:
     """Compose, validate, build, fit."""
-    with configuration.user_mistakes():
+    with user_mistakes():
         config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
         run = RunFolder(config["output_dir"])
         _check_files(config, run)
         state = start_process()
         with state.main_process_first():
-            dataset = configuration.build(config, "data")()
+            dataset = build_node(config, "data")()
         if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
             raise ValueError(
                 "train.masked_loss=true needs masks: conditioning_type of the latent manifest is null, "
@@ -180,8 +183,8 @@ def build_trainer(
     settings = config["train"]
     masks_to_tokens = partial(token_mask, patch_size=config["model"]["patch_size"]) if settings["masked_loss"] else None
     torch.manual_seed(config["seed"])
-    net = configuration.build_net(config)
-    plan = configuration.build_route_plan(config, net)
+    net = build_net(config)
+    plan = build_route_plan(config, net)
     num_lengths = len(plan.lengths(settings["masked_loss"]))
     accelerator = _start_accelerator(resolved["mixed_precision"], num_lengths)
     device = accelerator.device
@@ -199,9 +202,9 @@ def build_trainer(
     if resolved["compile"]:
         for block in net.blocks:
             block.compile(dynamic=False)
-    precond = accelerator.prepare_model(configuration.build_precond(config, net))
-    optimizer = configuration.build(config, "optimizer")(net.parameters(), fused=True)
-    loss_fn = configuration.build(config, "diffusion.loss")()
+    precond = accelerator.prepare_model(build_precond(config, net))
+    optimizer = build_node(config, "optimizer")(net.parameters(), fused=True)
+    loss_fn = build_node(config, "diffusion.loss")()
     evaluators = _evaluators(config, run, dataset, accelerator, net, ema.net, loss_fn)
     checkpoints = CheckpointFolder(run.path / "checkpoints", settings["keep_last"], settings["milestone_every"])
     show = tqdm.write if accelerator.is_main_process else say_nothing
@@ -304,7 +307,7 @@ def _begin(
     run.begin(config, details, step)
     kept = (state["metrics_size"], state["metrics_waiting"]) if state else ()
     metrics_file = MetricsFile(run.path / "metrics.jsonl", *kept, show=tqdm.write)
-    tracker = BackgroundTracker(configuration.build(config, "tracker")(), tqdm.write) if config["tracker"] else None
+    tracker = BackgroundTracker(build_node(config, "tracker")(), tqdm.write) if config["tracker"] else None
     print(summary(config, details, net, resumed_step=step), flush=True)
     return metrics_file, tracker
 
@@ -316,16 +319,16 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
         Why it was stopped before the end; empty at the end.
 
     Raises:
-        Explained: the run could not go on, for a reason that one line tells.
+        UserError: the run could not go on, for a reason that one line tells.
     """
     with trainer.stop_request.listening():
         try:
             reason = _fit(trainer, run)
         except Moved as error:
-            raise configuration.Explained(str(error)) from error
+            raise UserError(str(error)) from error
         trainer.accelerator.wait_for_everyone()  # a launcher ends the others where one has ended
     if reason == TIME_LIMIT and trainer.step == trainer.first_step:
-        raise configuration.Explained(
+        raise UserError(
             "train.max_time_sec leaves no time for a step: of what is left when the run has started, "
             f"{trainer.longest_save_sec:.0f} s are kept for saving and a few for the end of the process"
         )
@@ -356,9 +359,9 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
             reason = f"another process is gone: {reason}"
         first = run.fail(process, reason, {"step": trainer.step, **details})
         if first["process"] != process and not isinstance(error, NotFinite):  # which ends all of them alike
-            raise configuration.Explained(f"process {first['process']} failed first: {first['reason']}") from error
+            raise UserError(f"process {first['process']} failed first: {first['reason']}") from error
         if isinstance(error, NotFinite | OSError) or lost_another(error):
-            raise configuration.Explained(reason if lost_another(error) else str(error)) from error
+            raise UserError(reason if lost_another(error) else str(error)) from error
         raise
     finally:
         trainer.close(hurried=bool(reason))
@@ -406,7 +409,7 @@ def _evaluators(
     settings, device = config["train"], accelerator.device
     share = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
     # Built anew around the bare networks: what accelerate prepared runs under autocast, evaluation does not.
-    denoiser, ema_denoiser = (configuration.build_precond(config, n) for n in (net, ema_net))
+    denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
     evaluators = []
     if settings["sample_every"] or config["evaluation"]:  # else the latents may be of an encoder that is not at hand
         try:
@@ -416,7 +419,7 @@ def _evaluators(
             raise ValueError(f"{error}. Training goes without: train.sample_every=null evaluation=none") from error
         source = ImageSource(
             ema_denoiser,
-            configuration.build(config, "sampler"),
+            build_node(config, "sampler"),
             image_decoder(dataset.manifest, encoder, official),
             batch_size=EVALUATION_BATCH,
             guidance_scale=config["guidance"]["guidance_scale"],
@@ -433,7 +436,7 @@ def _evaluators(
         loss = DenseLoss(denoisers, loss_fn, batches, total=partial(accelerator.reduce, reduction="sum"))
         evaluators.append((settings["eval_every"], loss))
     if settings["eval_every"] and config["evaluation"]:
-        build = configuration.build(config, "evaluation")
+        build = build_node(config, "evaluation")
         if config["evaluation"]["_target_"] in FITTED_EVALUATORS:
             evaluator = build(reference=real_images(dataset, dataset.train_ids, encoder), source=source)
         else:
@@ -444,4 +447,4 @@ def _evaluators(
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

@@ -24,16 +24,18 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from builders import config as configuration
+from builders.network import build_precond
+from builders.sampling import find_checkpoint, load_net, read_run
 from data import LatentDataset, mask_coverage
 from models import cost_of, token_mask
 from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
+from runtime.config import build_node, run_main, user_mistakes
+from runtime.errors import check_positive
 from runtime.files import atomic_write, write_json, write_text
 from runtime.machine import start_process
 from runtime.output import claimed, place_of
 from runtime.provenance import environment
-from training import config as configuration
-from training.rules import check_positive
-from training.sampling import find_checkpoint, load_net, read_run
 from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, speedup
 
 MAX_BATCH = 4096  # that a run from elsewhere may ask for
@@ -68,7 +70,7 @@ class Candidate:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="advise")
 def main(cfg: DictConfig) -> None:
     """Measure, recommend, and write table, figures and picture."""
-    with configuration.user_mistakes():
+    with user_mistakes():
         request = configuration.resolve(cfg)
         config, details = read_run(request["run"])
         depth = config["model"]["depth"]
@@ -87,7 +89,7 @@ def main(cfg: DictConfig) -> None:
         _find_data(request, config)
         device = start_process().device
         net = load_net(config, checkpoint / "ema.safetensors").to(device)
-        dataset = configuration.build(config, "data")()
+        dataset = build_node(config, "data")()
         coverage = _coverage(request["mask_coverage"], config, dataset)
         file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
         with claimed("output", file, [file.with_suffix(".md"), file.with_suffix(".png")], request["overwrite"]):
@@ -152,7 +154,7 @@ def similarity(
     """
     ids = dataset.held_out_ids if len(dataset.held_out_ids) else dataset.train_ids
     ids, depth, states = ids[:num_samples], len(net.blocks), []
-    precond, loss_fn = configuration.build_precond(config, net).eval(), configuration.build(config, "diffusion.loss")()
+    precond, loss_fn = build_precond(config, net).eval(), build_node(config, "diffusion.loss")()
     hooks = [block.register_forward_pre_hook(lambda _, args: states.append(args[0])) for block in net.blocks]
     hooks.append(net.blocks[-1].register_forward_hook(lambda _, __, output: states.append(output)))
     total = torch.zeros(depth + 1, depth + 1, dtype=torch.float64, device=device)
@@ -187,7 +189,7 @@ def measure(
         torch._dynamo.config.recompile_limit = most_graphs(len(RATIOS) + 1)
         for block in net.blocks:
             block.compile(dynamic=False)
-    precond, loss_fn = configuration.build_precond(config, net).train(), configuration.build(config, "diffusion.loss")()
+    precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
     x = torch.zeros(batch_size, net.in_channels, net.input_size, net.input_size, device=device)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=device) if net.num_classes else None
 
@@ -332,4 +334,4 @@ def draw(alike: np.ndarray, candidates: list[Candidate], best: Candidate | None,
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

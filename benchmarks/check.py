@@ -22,13 +22,14 @@ from benchmarks import check_runs
 from benchmarks.check_runs import BATCH_SIZE, TINY, Rows, compared, relative
 from benchmarks.evaluation_speed import features
 from benchmarks.runs import compose_config, perturb
+from builders.network import build_net, build_precond
 from diffusion import edm_sampler, guided_denoiser
 from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from evaluation.precision import strict_fp32
 from models import token_mask
+from runtime.config import build_node
 from runtime.machine import can_compile
-from training import config as configuration
 from training.speed import most_graphs
 
 COLUMNS = {"setting": "{}", "what": "{}", "error": "{:.2g}", "bound": "{:.2g}", "failed": "{}"}
@@ -120,7 +121,7 @@ def model(kind: str, tiny: bool) -> tuple[dict[str, Any], nn.Module]:
     overrides = ("data=synthetic", "data.num_classes=1000", "model.class_dropout_prob=0.5", *size)
     config = compose_config((f"model={'tread' if kind == 'routed' else 'dit'}", *overrides))
     torch.manual_seed(0)
-    net = configuration.build_net(config)
+    net = build_net(config)
     perturb(net)
     return config, net
 
@@ -141,7 +142,7 @@ def loss_and_gradients(
     draw_on: torch.device = CPU,
 ) -> dict[str, list[torch.Tensor]]:
     """Return the losses of samples and the gradients of all parameters, as a training step has them."""
-    precond, loss_fn = configuration.build_precond(config, net), configuration.build(config, "diffusion.loss")()
+    precond, loss_fn = build_precond(config, net), build_node(config, "diffusion.loss")()
     x, labels = batch(config, device)
     mask = torch.zeros(len(x), *x.shape[2:], device=device)
     mask[:, : mask.shape[1] // 4] = 1  # fewer tokens than a route keeps
@@ -159,7 +160,7 @@ def loss_and_gradients(
 def samples(config: dict[str, Any], net: nn.Module, device: torch.device, precision: str) -> dict[str, list[torch.Tensor]]:
     """Return guided samples of a few steps."""
     noise, labels = batch(config, device)
-    precond = configuration.build_precond(config, net).eval()
+    precond = build_precond(config, net).eval()
     denoise = guided_denoiser(precond, labels, config["model"]["num_classes"], GUIDANCE_SCALE)
     with computing(precision), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
         return {"samples": [edm_sampler(denoise, noise, num_steps=NUM_SAMPLING_STEPS)]}

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import train
 from benchmarks.processes import ProcessFailed, run_apart
 from benchmarks.runs import Setting, build, composed, overrides_of, perturb, write_latents
-from training.provenance import PROJECT
+from runtime.provenance import PROJECT
 from training.trainer import WINDOW, Trainer
 
 TINY = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "model.patch_size=2")

@@ -11,9 +11,11 @@ from statistics import median
 import torch
 from hydra import compose, initialize_config_dir
 
+from builders import config as configuration
 from builders.auto import resolve_auto
+from builders.network import build_net, build_precond
+from runtime.config import build_node
 from runtime.machine import keep_freed_memory, start_process
-from training import config as configuration
 from training.speed import interleaved_seconds
 
 NUM_SAMPLES = 500  # as in the Makefile
@@ -31,9 +33,9 @@ def main() -> None:
     resolved = resolve_auto(config, {}, state.device, 1)
     if resolved["keep_freed_memory"]:
         keep_freed_memory()
-    net = configuration.build_net(config).to(state.device)
-    precond = configuration.build_precond(config, net)
-    loss_fn = configuration.build(config, "diffusion.loss")()
+    net = build_net(config).to(state.device)
+    precond = build_precond(config, net)
+    loss_fn = build_node(config, "diffusion.loss")()
     data, train = config["data"], config["train"]
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,9 +29,10 @@ import torch
 from benchmarks import check, evaluation_speed, families, sampling, train_step, twins
 from benchmarks.collect import collect
 from benchmarks.results import Record, markdown, read_results
+from runtime.config import run_main
+from runtime.errors import UserError
 from runtime.machine import start_process
 from runtime.provenance import PROJECT, environment
-from training import config as configuration
 
 LIMIT_SEC, GRACE_SEC = 420, 60  # of a stage: when its rows should have ended, and when it is ended
 TIME_IS_UP = 3
@@ -137,7 +138,7 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
         print(setting, flush=True)
         try:
             rows = list(measure())
-        except (Exception, configuration.Explained) as error:  # the other settings are worth the time of the device
+        except (Exception, UserError) as error:  # the other settings are worth the time of the device
             traceback.print_exc()
             rows = [{"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}]
         row_sec = time.perf_counter() - row_begun
@@ -150,4 +151,4 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

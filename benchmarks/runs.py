@@ -14,11 +14,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 import train
+from builders import config as configuration
 from builders.auto import resolve_auto
+from builders.network import build_net
 from data import LatentManifest, LatentWriter, mask_coverage
 from models import DiT, cost_of
+from runtime.config import build_node, user_mistakes
 from runtime.machine import keep_freed_memory, start_process
-from training import config as configuration
 from training.run_folder import RunFolder
 from training.speed import fp32_slowdown
 from training.trainer import Trainer
@@ -79,7 +81,7 @@ def write_latents(path: Path, setting: Setting) -> None:
 
 def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the configuration that train.py would have with these overrides."""
-    with configuration.user_mistakes():
+    with user_mistakes():
         return configuration.validate(composed(overrides))
 
 
@@ -99,7 +101,7 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
         keep_freed_memory()
     run = RunFolder(tempfile.mkdtemp(dir=folder))
     with redirect_stdout(io.StringIO()):  # the summary of a run
-        trainer = train.build_trainer(config, resolved, run, dataset := configuration.build(config, "data")())
+        trainer = train.build_trainer(config, resolved, run, dataset := build_node(config, "data")())
     masks_to_tokens = trainer.token_mask
     coverage = mask_coverage(dataset, masks_to_tokens, config["train"]["batch_size"]) if masks_to_tokens else 0.0
     return trainer, describe(trainer.net, resolved, config, coverage)
@@ -108,7 +110,7 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
 def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverage: float) -> dict[str, Any]:
     """Return what is timed; model FLOPs do not count what checkpointing computes twice."""
     with torch.device("meta"):
-        plain_net = configuration.build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
+        plain_net = build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
     cost = cost_of(plain_net, mask_coverage=coverage)
     slowdown = fp32_slowdown(net, next(net.parameters()).device, bf16=resolved["mixed_precision"] == "bf16")
     routes = " ".join(f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes)

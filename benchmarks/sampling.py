@@ -23,12 +23,13 @@ from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.results import markdown, write_results
 from benchmarks.runs import compose_config, perturb
 from benchmarks.train_step import peak_flops
+from builders.network import build_net, build_precond
 from diffusion import edm_sampler, guided_denoiser
 from evaluation.precision import strict_fp32
 from models import cost_of
+from runtime.config import run_main
 from runtime.machine import start_process
 from runtime.provenance import environment
-from training import config as configuration
 from training.speed import interleaved_seconds, speedup
 
 GUIDANCE_SCALE, NUM_STEPS = 1.5, 40
@@ -99,13 +100,13 @@ def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Mod
     config = compose_config(("model=dit", "data=synthetic", "data.input_size=32", "data.num_classes=1000", *size))
     torch.manual_seed(0)
     with device:  # weights are drawn where they are needed
-        net = configuration.build_net(config).to(device)
+        net = build_net(config).to(device)
     perturb(net)
     if compiled:
         torch._dynamo.reset()
         for block in net.blocks:
             block.compile(dynamic=False)
-    return configuration.build_precond(config, net).eval().requires_grad_(False)
+    return build_precond(config, net).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -191,4 +192,4 @@ def rate(num_images: int, sec: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

@@ -33,9 +33,10 @@ from benchmarks.results import markdown, write_results
 from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
 from evaluation.precision import strict_fp32
 from routing import num_tokens_kept
+from runtime.config import run_main
+from runtime.errors import UserError
 from runtime.machine import start_process
 from runtime.provenance import environment
-from training import config as configuration
 from training.speed import PRODUCT_SIZES, speedup
 from training.trainer import Trainer
 
@@ -166,7 +167,7 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
         write_latents(Path(folder) / "latents", setting)
         config = compose_config(overrides["routed"])
         if config["routing"]["schedule"] != "constant" or config["routing"]["off_last_steps"]:
-            raise configuration.Explained("routing.schedule and routing.off_last_steps: a step is timed at one ratio only")
+            raise UserError("routing.schedule and routing.off_last_steps: a step is timed at one ratio only")
         unknown = unknown_to_plain(config)
         if unknown:
             print(f"  not compared with the plain step, which does not know {', '.join(unknown)}", flush=True)
@@ -451,4 +452,4 @@ def _wait(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

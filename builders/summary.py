@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from training.rules import INIT_OBJECTIVES
+from builders.rules import INIT_OBJECTIVES
 
 
 def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, resumed_step: int) -> str:

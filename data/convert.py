@@ -17,6 +17,7 @@ import numpy as np
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from builders import config as configuration
 from data.encoders import PUBLISHED
 from data.importers import (
     FORMATS,
@@ -31,8 +32,8 @@ from data.importers import (
 from data.latents import check_labels
 from data.manifest import LatentManifest
 from data.writer import LatentWriter
-from training import config as configuration
-from training.rules import check_choice, check_not_negative, check_positive
+from runtime.config import run_main, user_mistakes
+from runtime.errors import check_choice, check_not_negative, check_positive
 
 SAMPLED = 512
 ENTRIES_AT_ONCE = 256
@@ -44,7 +45,7 @@ configuration.register()
 @hydra.main(version_base="1.3", config_path="../configs", config_name="convert")
 def main(cfg: DictConfig) -> None:
     """Check what is asked and what is there, then convert."""
-    with configuration.user_mistakes():
+    with user_mistakes():
         request = configuration.resolve(cfg)
         chosen, path = check_request(request), Path(request["source"])
         print("\n  ".join([f"format={request['format']}: {chosen.about}. Assumed:", *chosen.assumptions()]))
@@ -164,4 +165,4 @@ def _stack(entries: list[np.ndarray]) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

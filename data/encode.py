@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from PIL import Image
 from tqdm import tqdm
 
+from builders import config as configuration
 from data.encoders import Encoder, load_encoder
 from data.images import IMAGE_ERRORS, centre_crop, open_picture, read_image
 from data.latents import open_latents
@@ -33,12 +34,12 @@ from data.listing import ImageList, MaskFiles, list_images
 from data.manifest import FILES, LatentManifest
 from data.parts import Part, PartFolder
 from data.writer import LatentWriter, lock_of
+from runtime.config import run_main, user_mistakes
+from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import decided_by_first
 from runtime.lock import Lock
 from runtime.machine import start_process
 from runtime.provenance import environment
-from training import config as configuration
-from training.rules import check_choice, check_not_negative, check_positive
 
 PART_IMAGES = 256
 IMAGES_AT_ONCE = 16
@@ -53,7 +54,7 @@ configuration.register()
 @hydra.main(version_base="1.3", config_path="../configs", config_name="encode")
 def main(cfg: DictConfig) -> None:
     """Check what is asked, encode what is missing, and put it together."""
-    with configuration.user_mistakes():
+    with user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
         check_sources(request)
@@ -353,4 +354,4 @@ def _submit(pool: ThreadPoolExecutor, job: Job, part: int) -> list[Future]:
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

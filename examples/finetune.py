@@ -27,14 +27,15 @@ from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from builders import config as configuration
 from data import StreamOrder
 from models import token_mask
 from routing import Route, attach, from_simpletuner, grow_ratio
 from runtime.arrays import read_header
+from runtime.config import run_main, user_mistakes
+from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.files import atomic_write, finite, write_json, write_text
 from runtime.machine import start_process
-from training import config as configuration
-from training.rules import check_choice, check_not_negative, check_positive
 
 RECIPES = Path(__file__).resolve().parents[1] / "configs" / "model" / "routes"
 ARRAYS = ("latents", "text", "pooled", "references", "masks")
@@ -117,7 +118,7 @@ FAMILIES = {
 @hydra.main(version_base="1.3", config_path="../configs", config_name="finetune")
 def main(cfg: DictConfig) -> None:
     """Check, load, train from where the newest checkpoint is, and save the adapters or the weights."""
-    with configuration.user_mistakes():
+    with user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
         request |= {"routes": read_routes(request), "tread_config": None}
@@ -496,4 +497,4 @@ class Finetuning:
 
 
 if __name__ == "__main__":
-    configuration.run(main)
+    run_main(main)

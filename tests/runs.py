@@ -11,10 +11,11 @@ from accelerate import PartialState
 from hydra import compose, initialize_config_dir
 
 import train
+from builders import config as configuration
 from builders.auto import resolve_auto
+from runtime.config import build_node
 from runtime.launch import decided_by_first
 from tests.programs import ROOT
-from training import config as configuration
 from training.run_folder import RunFolder
 
 # Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.
@@ -57,7 +58,7 @@ def tiny_trainer(folder, *overrides):
     """Build the trainer of a tiny run in `folder`, as train.py does, in one process or in all of a launch."""
     state = PartialState(cpu=True)
     config = validated(*TINY, f"output_dir={folder}", *overrides, num_processes=state.num_processes)
-    run, dataset = RunFolder(folder), configuration.build(config, "data")()
+    run, dataset = RunFolder(folder), build_node(config, "data")()
     decided_by_first(state, partial(run.hold, print))
     try:
         run.check(config, dataset.describe())

@@ -11,14 +11,17 @@ from joblib import cpu_count
 from omegaconf.errors import OmegaConfBaseException
 
 import fid
+from builders import config as configuration
 from builders.auto import resolve_auto
+from builders.network import build_net, build_precond
+from builders.schemas import RoutingConfig
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, edm_sampler
 from models import DiT
 from routing import RoutePlan
+from runtime.config import build_node
 from runtime.provenance import flatten
 from tests.runs import ROOT, composed, validated
-from training import config as configuration
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
@@ -109,10 +112,10 @@ OPTIONS = [(group, p.stem) for group in GROUPS for p in sorted((ROOT / "configs"
 def built(*overrides):
     config = validated(*overrides)
     with torch.device("meta"):
-        net = configuration.build_net(config)
-    configuration.build_precond(config, net)
-    configuration.build(config, "diffusion.loss")()
-    configuration.build(config, "sampler")
+        net = build_net(config)
+    build_precond(config, net)
+    build_node(config, "diffusion.loss")()
+    build_node(config, "sampler")
     return config, net
 
 
@@ -454,4 +457,4 @@ def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
 def test_the_schema_of_routing_and_the_plan_have_the_same_defaults():
     """They are two because the schema may not import routing, and the plan may not know of a schema."""
     plan = {field.name: field.default for field in fields(RoutePlan) if field.default is not MISSING}
-    assert asdict(configuration.RoutingConfig()) == plan
+    assert asdict(RoutingConfig()) == plan

@@ -16,11 +16,11 @@ from diffusers import AutoModel
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from builders import config as configuration
 from examples import finetune
 from routing import Route, end_route
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed
-from training import config as configuration
 
 peft = pytest.importorskip("peft", reason="`make finetune` installs it")
 

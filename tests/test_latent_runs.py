@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 import fid
 import sample
 import train
+from builders.network import build_net, build_precond
 from data import KLEncoder, centre_crop, encode, open_images, read_manifest
 from diffusion import edm_sampler, random_labels
 from evaluation import AdmSuite, Processes, open_reference
+from runtime.errors import UserError
 from runtime.files import sha256
 from tests.inception import Projections, write_random_weights
 from tests.photos import write_autoencoder, write_photographs
 from tests.runs import TINY, composed, metrics, tiny_run
-from training import config as configuration
 from training.checkpoint import latest_checkpoint
-from training.config import Explained
 
 RUN = ("data=latents", "model/size=tiny", "sampler.num_steps=2", *TINY[1:], "model.depth=4", "model.routes=[]", "model=dit")
 
@@ -74,9 +74,9 @@ def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, dec
         images, record = draw(tmp_path, "first_seed=3")
     assert record["decoding"] == decoding
     config = yaml.safe_load((folder / "run" / "config.yaml").read_text())
-    trained = configuration.build_net(config)
+    trained = build_net(config)
     trained.load_state_dict(load_file(latest_checkpoint(folder / "run") / "ema.safetensors"))
-    precond, labels = configuration.build_precond(config, trained).eval(), random_labels(range(3, 8), 2)
+    precond, labels = build_precond(config, trained).eval(), random_labels(range(3, 8), 2)
     noise = torch.stack([torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3, 8)])
     with torch.no_grad():
         latents = edm_sampler(lambda x, sigma: precond(x, sigma, labels), noise, num_steps=2).float()
@@ -102,7 +102,7 @@ def test_another_autoencoder_is_refused_and_a_moved_one_found(folder, tmp_path):
     again, record = draw(folder, f"encoder={moved}")
     assert np.array_equal(again, images)
     assert record["encoder"]["name"] == str(moved)
-    with pytest.raises(Explained, match=r"other has weights .* must be the same .*allow_other_encoder=true"):
+    with pytest.raises(UserError, match=r"other has weights .* must be the same .*allow_other_encoder=true"):
         draw(folder, f"encoder={other}")
     forced, record = draw(folder, f"encoder={other}", "allow_other_encoder=true")
     assert not np.array_equal(forced, images)
@@ -208,7 +208,7 @@ def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
     (tmp_path / "latents" / "manifest.json").write_text(json.dumps({**manifest, "encoder": str(tmp_path / "gone")}))
     options = (*RUN, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
     with pytest.raises(
-        Explained,
+        UserError,
         match=r"gone is not there \(any more\): say with encoder=FOLDER .*Training goes without: train\.sample_every=null",
     ):
         train.main(composed(*options, "train.sample_every=2"))

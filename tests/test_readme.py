@@ -7,11 +7,12 @@ import pytest
 
 import fid
 from benchmarks import gpu
+from builders import config as configuration
+from builders.schemas import ConvertConfig, EncodeConfig, RoutingConfig, ScoreConfig, TrainConfig
 from data import encode
 from evaluation.files import PUBLISHED
 from examples import finetune
 from tests.runs import ROOT, composed
-from training import config as configuration
 
 FOLDERS = ("data", "routing", "evaluation", "benchmarks")
 SOURCES = (*FOLDERS, "models", "diffusion", "training", "configs", "examples", "tests")
@@ -192,12 +193,12 @@ def test_every_train_key_and_group_option_is_in_the_readme():
     from dataclasses import fields
 
     readme = DOCUMENTS[0].read_text()
-    assert not [field.name for field in fields(configuration.TrainConfig) if f"`train.{field.name}`" not in readme]
-    assert not [field.name for field in fields(configuration.RoutingConfig) if f"`routing.{field.name}`" not in readme]
+    assert not [field.name for field in fields(TrainConfig) if f"`train.{field.name}`" not in readme]
+    assert not [field.name for field in fields(RoutingConfig) if f"`routing.{field.name}`" not in readme]
     scoring = (ROOT / "evaluation" / "README.md").read_text()
-    assert not [field.name for field in fields(configuration.ScoreConfig) if f"`{field.name}" not in scoring]
+    assert not [field.name for field in fields(ScoreConfig) if f"`{field.name}" not in scoring]
     encoding = (ROOT / "data" / "README.md").read_text()
-    for schema in (configuration.EncodeConfig, configuration.ConvertConfig):
+    for schema in (EncodeConfig, ConvertConfig):
         assert not [
             field.name for field in fields(schema) if f"`{field.name}" not in encoding and f"{field.name}=" not in encoding
         ]

@@ -20,14 +20,14 @@ import fid
 import sample
 from benchmarks import advise
 from benchmarks.memory import peak_gib, reset_peak
+from builders import config as configuration
+from builders.sampling import check_run, load_net, read_run
+from runtime.errors import UserError
 from runtime.files import sha256
+from runtime.targets import CONFIGS
 from tests.runs import composed, tiny_run
 from tests.test_fuzzing import DAMAGE, FUZZED, VALUES, damaged
-from training import config as configuration
-from training.config import Explained
 from training.run_folder import RunFolder
-from training.sampling import check_run, load_net, read_run
-from training.targets import CONFIGS
 
 ASKED = {
     "sample": (sample, ("num_samples=2",)),
@@ -107,7 +107,7 @@ def in_turn(*changes):
 def with_payload(run):
     """Let a function of ours that imports what it is told import a module of the run."""
     (run / "payload.py").write_text(RUNS)
-    changed(data={"_target_": "training.targets.load_target", "key": "x", "name": "run.payload.x"})(run)
+    changed(data={"_target_": "runtime.targets.load_target", "key": "x", "name": "run.payload.x"})(run)
 
 
 def with_configs(run):
@@ -160,7 +160,7 @@ CODE = {
     ),
     "our own function that imports": (
         with_payload,
-        r"config\.yaml: data\._target_=training\.targets\.load_target must be data\.digits or ",
+        r"config\.yaml: data\._target_=runtime\.targets\.load_target must be data\.digits or ",
     ),
     "another function behind a package that is trusted": (
         changed(optimizer___target_="torch.optim.adam.torch.load"),
@@ -243,7 +243,7 @@ def told(program, overrides):
     """Return the line in which a program refuses a run."""
     module, asked = ASKED[program]
     before, started = reset_peak(CPU), time.monotonic()
-    with pytest.raises(Explained) as raised:
+    with pytest.raises(UserError) as raised:
         module.main(composed("run=run", *asked, *overrides, config_name=program))
     assert time.monotonic() - started < MAX_SEC
     assert peak_gib(CPU) - before < MAX_GIB
@@ -324,7 +324,7 @@ def test_no_link_of_a_run_lets_a_file_elsewhere_be_written(run, tmp_path_factory
     module, asked = ASKED[program]
     request = composed("run=run", *asked, config_name=program)
     if link.endswith(".lock"):
-        with pytest.raises(Explained, match="cannot be written: "):
+        with pytest.raises(UserError, match="cannot be written: "):
             module.main(request)
     else:
         module.main(request)

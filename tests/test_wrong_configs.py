@@ -20,17 +20,20 @@ import fid
 import sample
 import train
 from benchmarks import advise
+from builders import config as configuration
+from builders import rules, sampling
 from data import convert, encode
 from diffusion import EDMLoss
 from evaluation import inception
 from examples import finetune
 from models import DiT, layers
 from routing import RoutePlan, routes
+from runtime import config as mechanics
+from runtime import errors
+from runtime.config import run_main
 from runtime.provenance import flatten
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed, validated
-from training import config as configuration
-from training import rules, sampling
 
 PROGRAMS = {
     "train": train,
@@ -394,7 +397,8 @@ RULES = [
 
 # Where rules are told: modules, classes and functions.
 TOLD_BY = [
-    rules, configuration, routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
+    rules, configuration, mechanics, errors,
+    routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files, train._check_init_from,
     sampling.find_checkpoint, sampling._checkpoints_of, sampling._settings, sampling.read_run, sample.main,
     fid.main, fid.check_request, fid.check_out, fid.check_files,
@@ -471,7 +475,7 @@ def refusal(program, overrides):
         redirect_stderr(io.StringIO()) as said,
         pytest.raises(SystemExit) as end,
     ):
-        configuration.run(lambda: PROGRAMS[program].main(composed(*arguments, config_name=name)))
+        run_main(lambda: PROGRAMS[program].main(composed(*arguments, config_name=name)))
     assert end.value.code == 1
     return end.value, said.getvalue()
 

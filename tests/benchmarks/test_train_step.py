@@ -11,11 +11,11 @@ from benchmarks import runs, sampling, train_step
 from benchmarks.results import measured, read_results, write_results
 from benchmarks.speed_picture import draw, predictions
 from models import cost_of
+from runtime.errors import UserError
 from runtime.provenance import environment
 from tests.networks import PAPER, small_dit
 from tests.programs import start
 from tests.runs import ROOT, validated
-from training import config as configuration
 
 CPU = torch.device("cpu")
 SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "train.batch_size=4")
@@ -132,7 +132,7 @@ def test_windows_that_grow_for_masks_are_counted(trainer_of):
 )
 def test_a_setting_that_can_not_be_timed_is_refused(overrides, message):
     setting = runs.Setting("test", (*SMALL, *FP32, *overrides), 8)
-    with pytest.raises(configuration.Explained, match=message):
+    with pytest.raises(UserError, match=message):
         train_step.measure(setting, 1, {})
 
 

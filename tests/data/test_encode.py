@@ -13,13 +13,13 @@ from PIL import Image
 
 from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, parts, read_manifest
 from data.writer import lock_of
+from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
 from runtime.machine import start_process
 from tests import programs
 from tests.faults.killing import ENVIRONMENT, ONE, TWO
 from tests.photos import photographs, write_autoencoder, write_photographs
 from tests.runs import ROOT, composed
-from training.config import Explained
 
 CPU = torch.device("cpu")
 
@@ -203,7 +203,7 @@ def test_a_part_that_was_half_written_is_no_part(tmp_path, photos, vae, small_pa
 def test_a_job_is_not_continued_with_something_else(tmp_path, photos, vae, small_parts, monkeypatch, override, message):
     stopped(tmp_path, photos, vae, monkeypatch)
     with pytest.raises(
-        Explained, match=rf"out.partial was begun with something else \(.*{message}.*\): go on with that, or remove"
+        UserError, match=rf"out.partial was begun with something else \(.*{message}.*\): go on with that, or remove"
     ):
         run(photos, tmp_path / "out", vae, override)
     assert run(photos, tmp_path / "out", vae).manifest.count == 10
@@ -218,7 +218,7 @@ def stopped(folder, photos, vae, monkeypatch):
 
 def test_weights_that_change_meanwhile_are_noticed(tmp_path, photos, small_parts, monkeypatch):
     stopped(tmp_path, photos, write_autoencoder(tmp_path / "vae"), monkeypatch)
-    with pytest.raises(Explained, match=r"begun with something else \(encoder_hash: \w+ -> \w+\)"):
+    with pytest.raises(UserError, match=r"begun with something else \(encoder_hash: \w+ -> \w+\)"):
         run(photos, tmp_path / "out", write_autoencoder(tmp_path / "vae", seed=1))
 
 
@@ -226,7 +226,7 @@ def test_images_that_appear_meanwhile_are_noticed(tmp_path, vae, small_parts, mo
     write_photographs(tmp_path / "photos")
     stopped(tmp_path, tmp_path / "photos", vae, monkeypatch)
     Image.fromarray(photographs()["china"]).save(tmp_path / "photos" / "china" / "new.png")
-    with pytest.raises(Explained, match=r"list_of_images: 10 images, .* -> 11 images"):
+    with pytest.raises(UserError, match=r"list_of_images: 10 images, .* -> 11 images"):
         run(tmp_path / "photos", tmp_path / "out", vae)
 
 
@@ -243,7 +243,7 @@ def test_corrupt_images_are_listed_and_may_be_left_out_or_mended(tmp_path, vae, 
     write_photographs(folder)
     perfect = run(folder, tmp_path / "perfect", vae)
     spoil(folder)
-    with pytest.raises(Explained, match=r"2 images are corrupt, and nothing was put together.*skip_corrupt=true"):
+    with pytest.raises(UserError, match=r"2 images are corrupt, and nothing was put together.*skip_corrupt=true"):
         run(folder, tmp_path / "out", vae)
     printed = capsys.readouterr().out
     assert "2 of 10 images are corrupt" in printed
@@ -264,7 +264,7 @@ def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts,
     folder = tmp_path / "photos"
     write_photographs(folder)
     whole = spoil(folder)
-    with pytest.raises(Explained, match="2 images are corrupt"):
+    with pytest.raises(UserError, match="2 images are corrupt"):
         run(folder, tmp_path / "out", vae)
     (folder / "china" / "001.jpg").write_bytes(whole)
     Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
@@ -284,7 +284,7 @@ def test_a_part_of_nothing_but_corrupt_images_and_a_source_of_nothing_else(tmp_p
     assert run(folder, tmp_path / "out", vae, "skip_corrupt=true").labels.tolist() == [1] * 5
     for name in names:
         (folder / name).write_bytes(b"")
-    with pytest.raises(Explained, match="all 10 images are corrupt"):
+    with pytest.raises(UserError, match="all 10 images are corrupt"):
         run(folder, tmp_path / "none", vae, "skip_corrupt=true")
     assert not (tmp_path / "none").exists()
 
@@ -297,7 +297,7 @@ def test_modes_of_images_are_converted_and_16_bits_refused(tmp_path, vae):
         image.convert(mode).save(folder / f"{mode}.{'tif' if mode == 'CMYK' else 'png'}")
     assert run(folder, tmp_path / "out", vae).manifest.count == 5
     Image.fromarray(np.full((40, 40), 40_000, np.uint16)).save(folder / "sixteen.png")
-    with pytest.raises(Explained, match="1 images are corrupt"):
+    with pytest.raises(UserError, match="1 images are corrupt"):
         run(folder, tmp_path / "more", vae)
     assert "must be RGB with 8 bits" in (tmp_path / "more.partial" / "corrupt.txt").read_text()
 
@@ -348,7 +348,7 @@ def test_a_segmentation_counts_by_its_numbers_and_not_by_the_colours_of_a_palett
 def test_a_mask_of_another_size_is_told_with_its_image(tmp_path, photos, vae):
     masks = write_masks(tmp_path / "masks", photos)
     Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "china" / "000.png")
-    with pytest.raises(Explained, match="1 images are corrupt"):
+    with pytest.raises(UserError, match="1 images are corrupt"):
         run(photos, tmp_path / "out", vae, f"masks={masks}")
     assert "china/000.png: its mask: it is (9, 7), the image is" in (tmp_path / "out.partial" / "corrupt.txt").read_text()
 
@@ -367,7 +367,7 @@ def test_a_mask_of_another_size_is_told_with_its_image(tmp_path, photos, vae):
     ],
 )
 def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae, overrides, message):
-    with pytest.raises(Explained, match=message):
+    with pytest.raises(UserError, match=message):
         run(photos, tmp_path / "out", vae, *overrides)
     assert not list(tmp_path.iterdir())
 
@@ -375,7 +375,7 @@ def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae, ov
 def test_what_is_there_is_not_overwritten(tmp_path, photos, vae):
     run(photos, tmp_path / "out", vae)
     before = files(tmp_path / "out")
-    with pytest.raises(Explained, match=r"out=.*out exists: move it away"):
+    with pytest.raises(UserError, match=r"out=.*out exists: move it away"):
         run(photos, tmp_path / "out", vae)
     assert files(tmp_path / "out") == before
 
@@ -383,7 +383,7 @@ def test_what_is_there_is_not_overwritten(tmp_path, photos, vae):
 def test_too_little_room_is_told_before_any_work(tmp_path, photos, vae, monkeypatch):
     usage = encode.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(encode.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(Explained, match=r"out=.* needs 0\.0 GiB while it is made, 0\.0 are free"):
+    with pytest.raises(UserError, match=r"out=.* needs 0\.0 GiB while it is made, 0\.0 are free"):
         run(photos, tmp_path / "out", vae)
 
 
@@ -453,7 +453,7 @@ def test_a_source_that_is_gone_is_no_set_of_corrupt_images(tmp_path, vae, small_
             (tmp_path / "photos").rename(tmp_path / "elsewhere")
 
     message = r"No such file or directory; mend this and run the same command again to go on: '(china|flower)/\d+"
-    with monkeypatch.context() as patch, pytest.raises(Explained, match=message):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=message):
         patch.setattr(parts.PartFolder, "write", unmount)
         run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true")
     (tmp_path / "elsewhere").rename(tmp_path / "photos")
@@ -498,7 +498,7 @@ def test_one_that_comes_when_another_has_just_ended_does_not_begin_anew(tmp_path
         return acquire(lock)
 
     monkeypatch.setattr(encode.Lock, "acquire", late)
-    with pytest.raises(Explained, match=r"out exists: move it away to write it anew, or choose another name$"):
+    with pytest.raises(UserError, match=r"out exists: move it away to write it anew, or choose another name$"):
         run(photos, tmp_path / "out", vae)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
@@ -543,7 +543,7 @@ def test_a_damaged_part_is_removed_and_made_again(tmp_path, photos, vae, small_p
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
-    with pytest.raises(Explained, match=r"0000001.npz was damaged .* and is removed: run the same command again"):
+    with pytest.raises(UserError, match=r"0000001.npz was damaged .* and is removed: run the same command again"):
         run(photos, tmp_path / "out", vae)
     assert run(photos, tmp_path / "out", vae).manifest.count == 10
 
@@ -574,13 +574,13 @@ def test_names_that_are_no_text_and_lines_of_pixels_are_images_like_others(tmp_p
     Image.fromarray(photographs()["china"][:32, :32]).save(folder / "0.png")
     Image.fromarray(np.zeros((1, 4000, 3), np.uint8)).save(folder / "line.png")
     (folder / "0.png").rename(folder / os.fsdecode(b"\xff.png"))
-    with pytest.raises(Explained, match="1 images are corrupt"):
+    with pytest.raises(UserError, match="1 images are corrupt"):
         run(folder, tmp_path / "out", vae)
     text = (tmp_path / "out.partial" / "corrupt.txt").read_text()
     assert text == "line.png: its size is (4000, 1): one side must be at most 50 times the other\n"
     (folder / "line.png").unlink()
     (folder / os.fsdecode(b"\xfe.png")).write_bytes(b"")
-    with pytest.raises(Explained, match="was begun with something else"):
+    with pytest.raises(UserError, match="was begun with something else"):
         run(folder, tmp_path / "out", vae)
     dataset = run(folder, tmp_path / "other", vae, "skip_corrupt=true")
     assert dataset.manifest.count == 1

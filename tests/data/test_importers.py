@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from data import convert, open_latents, read_manifest
 from data.importers import FORMATS
 from data.unpickle import unpickle_array
+from runtime.errors import UserError
 from tests.runs import composed
-from training.config import Explained
 
 COUNT, SIZE = 24, 8
 LABELS = np.arange(COUNT) % 5
@@ -144,10 +144,10 @@ def test_one_tar_is_enough(tmp_path):
 def test_moments_in_the_format_of_tread_are_refused_and_then_understood(tmp_path):
     """What users met who fed MaskDiT's shards to the official code."""
     moments = write_tread(tmp_path / "moments", np.concatenate([MEAN, LOGVAR], axis=1))
-    with pytest.raises(Explained, match=r"24 entries contradict .* nearly all .* negative: stored_as=mean_logvar"):
+    with pytest.raises(UserError, match=r"24 entries contradict .* nearly all .* negative: stored_as=mean_logvar"):
         run(moments, tmp_path / "out", "tread_wds")
     spread = write_tread(tmp_path / "spread", mean_std())
-    with pytest.raises(Explained, match=r"never negative: stored_as=mean_std"):
+    with pytest.raises(UserError, match=r"never negative: stored_as=mean_std"):
         run(spread, tmp_path / "out", "tread_wds")
     assert not (tmp_path / "out").exists()
     for folder, stored_as in ((moments, "mean_logvar"), (spread, "mean_std")):
@@ -191,21 +191,21 @@ def test_maskdit_lmdb(tmp_path, monkeypatch):
 
 def test_an_lmdb_without_flips(tmp_path):
     folder = write_lmdb(tmp_path / "lmdb", second=np.concatenate(latents(seed=1), axis=1))
-    with pytest.raises(Explained, match=r"the second half is not that of mirror images .*: mirrored=false"):
+    with pytest.raises(UserError, match=r"the second half is not that of mirror images .*: mirrored=false"):
         run(folder, tmp_path / "out", "maskdit_lmdb")
     assert run(folder, tmp_path / "out", "maskdit_lmdb", "mirrored=false").manifest.count == 2 * COUNT
     moments = np.concatenate([MEAN, LOGVAR], axis=1)
-    with pytest.raises(Explained, match="the second half is not that of mirror images"):
+    with pytest.raises(UserError, match="the second half is not that of mirror images"):
         run(write_lmdb(tmp_path / "twice", second=moments), tmp_path / "no", "maskdit_lmdb")
     shuffled = np.concatenate([LABELS, LABELS[::-1]])
-    with pytest.raises(Explained, match="the classes of the second half are not those of the first: mirrored=false"):
+    with pytest.raises(UserError, match="the classes of the second half are not those of the first: mirrored=false"):
         run(write_lmdb(tmp_path / "shuffled", labels=shuffled), tmp_path / "no", "maskdit_lmdb")
 
 
 def test_an_lmdb_that_is_cut_off_does_not_kill_the_process(tmp_path):
     folder = write_lmdb(tmp_path / "lmdb")
     cut(folder / "data.mdb")
-    with pytest.raises(Explained, match=r"data.mdb is cut off: it has \d+ of \d+ bytes"):
+    with pytest.raises(UserError, match=r"data.mdb is cut off: it has \d+ of \d+ bytes"):
         run(folder, tmp_path / "out", "maskdit_lmdb")
 
 
@@ -229,7 +229,7 @@ def test_an_lmdb_of_nonsense_is_one_clear_error(tmp_path, key, value, message):
         else:
             transaction.put(key, value)
     environment.close()
-    with pytest.raises(Explained, match=message):
+    with pytest.raises(UserError, match=message):
         run(folder, tmp_path / "out", "maskdit_lmdb")
     assert not (tmp_path / "out").exists()
 
@@ -240,7 +240,7 @@ def test_a_tar_that_ends_between_two_members_is_cut_off(tmp_path):
     with tarfile.open(file) as tar:
         end = [member.offset for member in tar][6]  # a whole number of samples stands before it
     file.write_bytes(file.read_bytes()[:end])
-    with pytest.raises(Explained, match=r"imagenet-0001.tar is cut off: an archive ends with 1024 zeros"):
+    with pytest.raises(UserError, match=r"imagenet-0001.tar is cut off: an archive ends with 1024 zeros"):
         run(folder, tmp_path / "out", "tread_wds")
 
 
@@ -255,7 +255,7 @@ def test_npy_files_without_labels_and_with_flips(tmp_path):
 
 def test_an_lmdb_is_asked_for_by_its_own_folder(tmp_path):
     write_lmdb(tmp_path / "lmdb" / "train")
-    with pytest.raises(Explained, match=r"is no LMDB: .*; there is one in .*train"):
+    with pytest.raises(UserError, match=r"is no LMDB: .*; there is one in .*train"):
         run(tmp_path / "lmdb", tmp_path / "out", "maskdit_lmdb")
 
 
@@ -294,9 +294,9 @@ def test_edm2(tmp_path):
 
 
 def test_repa_and_edm2_are_told_apart_by_their_numbers(tmp_path):
-    with pytest.raises(Explained, match=r"a mean of 1.0\d in channel 0.*another range of pixels"):
+    with pytest.raises(UserError, match=r"a mean of 1.0\d in channel 0.*another range of pixels"):
         run(write_edm2(tmp_path / "edm2"), tmp_path / "out", "repa")
-    with pytest.raises(Explained, match=r"in channel 0.*another range of pixels"):
+    with pytest.raises(UserError, match=r"in channel 0.*another range of pixels"):
         run(write_npy_folder(tmp_path / "repa", mean_std()), tmp_path / "out", "edm2")
 
 
@@ -318,7 +318,7 @@ def test_repa_and_edm2_are_told_apart_by_their_numbers(tmp_path):
     ],
 )
 def test_numbers_that_contradict_the_assumptions_are_refused(tmp_path, name, write, overrides, message):
-    with pytest.raises(Explained, match=rf"{message}"):
+    with pytest.raises(UserError, match=rf"{message}"):
         run(write(tmp_path / "source"), tmp_path / "out", name, *overrides)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -367,7 +367,7 @@ def test_damaged_sources_are_one_clear_error(tmp_path, name, write, spoil, overr
     write(tmp_path / "source")
     if spoil:
         spoil(tmp_path / "source")
-    with pytest.raises(Explained, match=message):
+    with pytest.raises(UserError, match=message):
         run(tmp_path / "source", tmp_path / "out", name, *overrides)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -386,7 +386,7 @@ def test_damaged_sources_are_one_clear_error(tmp_path, name, write, spoil, overr
     ],
 )
 def test_wrong_requests_are_one_line(tmp_path, overrides, message):
-    with pytest.raises(Explained, match=message):
+    with pytest.raises(UserError, match=message):
         run(write_tread(tmp_path / "source"), tmp_path / "out", "tread_wds", *overrides)
     assert not (tmp_path / "out").exists()
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import train
+from builders.rules import STREAMED_DATA
 from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_shards, remote, shards
 from data.make_shards import write_shards
+from runtime.config import explanation
+from runtime.errors import UserError
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from tests.servers import serving
 from training.checkpoint import latest_checkpoint
-from training.config import Explained, explanation
-from training.rules import STREAMED_DATA
 
 COUNT, HELD_OUT, SHARD = 60, 5, 7  # 55 entries in 8 shards, the last of 6
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 10}
@@ -341,13 +342,13 @@ def test_a_run_ends_in_one_line_when_its_server_fails(served, tmp_path):
     server, address = served
     trainer, run = tiny_trainer(tmp_path / "r", *RUN, f"data.path={address}")
     server.faults = [503] * 100
-    with pytest.raises(Explained, match=rf"^{address}/train-\d+.tar cannot be read, tried 3 times: .*Service Unavailable$"):
+    with pytest.raises(UserError, match=rf"^{address}/train-\d+.tar cannot be read, tried 3 times: .*Service Unavailable$"):
         train.run_training(trainer, run)
 
 
 def told(address, folder):
     """Return the line in which train.py refuses an address."""
-    with pytest.raises(Explained) as raised:
+    with pytest.raises(UserError) as raised:
         train.main(composed(*RUN, f"output_dir={folder}", f"data.path='{address}'"))
     return explanation(raised.value, [])
 
@@ -367,7 +368,7 @@ def test_rules_of_streams(folder, latents, tmp_path):
     assert STREAMED_DATA == "data.open_shards"
     with pytest.raises(ValueError, match=r"train.num_workers=2 must be 0 for data=stream"):
         tiny_trainer(tmp_path / "r", *RUN, f"data.path={folder}", "train.num_workers=2")
-    with pytest.raises(Explained, match=r"train.masked_loss=true needs masks"):
+    with pytest.raises(UserError, match=r"train.masked_loss=true needs masks"):
         train.main(composed(*RUN, f"output_dir={tmp_path / 'r'}", f"data.path={folder}", "train.masked_loss=true"))
     other = tmp_path / "other"
     write_shards(latents, other, SHARD + 1)

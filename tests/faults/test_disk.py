@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from builders.sampling import find_checkpoint
+from runtime.errors import UserError
 from runtime.lock import Busy
 from tests.faults.killing import ONE
 from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, load_weights, steps_in
-from training.config import Explained
 from training.run_folder import RunFolder
-from training.sampling import find_checkpoint
 
 
 def cut(file):
@@ -230,7 +230,7 @@ def test_metrics_that_have_no_room_are_kept_and_written_when_there_is_room(tmp_p
     tiny_run(tmp_path / "whole", "train.log_every=1")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(Explained, match="No space left on device"):
+    with pytest.raises(UserError, match="No space left on device"):
         tiny_run(tmp_path / "run", "train.log_every=1")
     said = capsys.readouterr().out
     assert said.count("No space left on device; its lines wait, in checkpoints too, until there is room") == 1

@@ -10,12 +10,12 @@ import time
 import pytest
 
 import train
+from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN, Busy
 from tests.faults.killing import ONE, TWO, Killed, Variant, differences
 from tests.faults.programs import program
 from tests.runs import ROOT, metrics, tiny_run, tiny_trainer
 from training import run_folder
-from training.config import Explained
 from training.run_folder import RunFolder
 
 HOLDER = "import sys, time; from training.run_folder import RunFolder; RunFolder(sys.argv[1]).hold(print)\n"
@@ -201,7 +201,7 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(tmp
             others.append({file: file.read_bytes() for file in folder.rglob("*") if file.is_file()})
 
     moved_at(step, trainer, move)
-    with pytest.raises(Explained) as error:
+    with pytest.raises(UserError) as error:
         train.run_training(trainer, run)
     assert str(error.value).startswith(f"output_dir={folder} (or its .lock) was moved or removed while it trained: to go on")
     if what == "taken":
@@ -226,7 +226,7 @@ def test_a_run_that_fails_after_its_folder_was_moved_leaves_the_one_in_its_place
         raise end("the cosmic ray")
 
     moved_at(1, trainer, move)
-    with pytest.raises(RuntimeError if end is RuntimeError else Explained):
+    with pytest.raises(RuntimeError if end is RuntimeError else UserError):
         train.run_training(trainer, run)
     assert list(folder.iterdir()) == []
 

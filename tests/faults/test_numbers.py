@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import train
+from runtime.errors import UserError
 from tests.faults.killing import TWO
 from tests.faults.programs import inject
 from tests.runs import interrupted, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
-from training.config import Explained
 from training.history import MOST_NAMED
 
 
@@ -72,7 +72,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_named(tmp_path, what, 
 def test_too_many_steps_in_a_row_end_the_run_at_the_next_log_point_and_say_where(tmp_path):
     trainer, run = tiny_trainer(tmp_path, "train.log_every=4", "train.total_steps=12", "train.max_skipped_steps=3")
     poison(trainer, "nan batch", {5, 6, 7, 8})
-    with pytest.raises(Explained) as caught:
+    with pytest.raises(UserError) as caught:
         train.run_training(trainer, run)
     message = str(caught.value)
     batch = trainer.history.entries(5)
@@ -98,7 +98,7 @@ def test_steps_in_a_row_are_counted_across_log_points_and_resumes(tmp_path):
     interrupted(trainer, run, 3)
     trainer, run = tiny_trainer(tmp_path, *options)
     poison(trainer, "nan batch", range(1, 8))
-    with pytest.raises(Explained, match="from step 2 on"):
+    with pytest.raises(UserError, match="from step 2 on"):
         train.run_training(trainer, run)
     assert trainer.step == 6  # steps 2, 3, 4 and 5 are four in a row, step 6 is the next log point
 

@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 import train
+from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
 from tests.faults.killing import BIN, ENVIRONMENT, ONE, TWO, Killed, Variant
 from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
-from training.config import Explained
 
 ACCELERATE = (str(BIN / "accelerate"), "launch")
 ALL_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
@@ -123,7 +123,7 @@ def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path, sav
 
 def test_a_limit_that_leaves_no_step_is_an_error_and_no_reason_to_try_again(tmp_path):
     trainer, run = tiny_trainer(tmp_path, "train.max_time_sec=1")
-    with pytest.raises(Explained, match=r"train\.max_time_sec leaves no time for a step"):
+    with pytest.raises(UserError, match=r"train\.max_time_sec leaves no time for a step"):
         train.run_training(trainer, run)
 
 

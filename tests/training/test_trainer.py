@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 import train
 from data import LatentManifest, LatentWriter
+from runtime.config import build_node
 from runtime.provenance import flatten
 from tests.runs import TINY, interrupted, metrics, tiny_run, tiny_trainer, validated
-from training import config as configuration
 from training.checkpoint import latest_checkpoint, steps_in
 from training.run_folder import RunFolder
 
@@ -349,7 +349,7 @@ def test_entries_are_named_that_were_read(tmp_path):
     options = ("seed=3", "train.micro_batch_size=4")
     trainer, _ = tiny_trainer(tmp_path, *options)
     read = [micro_batch.stored for _, micro_batch in zip(range(2), trainer.micro_batches(5), strict=False)]
-    dataset = configuration.build(validated(*TINY, *options), "data")()
+    dataset = build_node(validated(*TINY, *options), "data")()
     assert torch.equal(torch.cat(read), dataset.read(np.array(trainer.history.entries(5)))[0])
 
 

@@ -1,6 +1,6 @@
 """What a configuration may build: what the YAML files of `configs/` name, or those of a folder that --config-dir adds.
 
-    python -m training.targets [--config-dir FOLDER]        lists it
+    python -m runtime.targets [--config-dir FOLDER]        lists it
 
 A name is allowed for the key for which a file names it, and for no other: our own functions could be put to a bad use, too.
 """
@@ -101,7 +101,7 @@ def _package(text: str, group: Path) -> str:
 def main() -> None:
     """List what may be built."""
     parser = argparse.ArgumentParser(
-        prog="python -m training.targets", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m runtime.targets", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config-dir", type=Path, help="a folder beside configs/, as it is given to the programs")
     added = parser.parse_args().config_dir

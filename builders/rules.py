@@ -1,8 +1,9 @@
-"""Rules of the training configuration that are about values, not types; README has the table of keys."""
+"""Rules of a training configuration: about the values of groups that have no constructor, and across groups."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
+
+from runtime.errors import check_choice, check_not_negative, check_positive
 
 # Evaluators that are given real images to fit on, and the data that they are made for.
 FITTED_EVALUATORS = {"evaluation.DigitsEvaluator": "digits", "evaluation.GlyphsEvaluator": "glyphs"}
@@ -154,24 +155,6 @@ def check_guidance(key: str, guidance_scale: float, num_classes: int) -> None:
     check_not_negative(key, guidance_scale)
     if guidance_scale != 1 and not num_classes:
         raise ValueError(f"{key}={guidance_scale} must be 1 for an unconditional network (num_classes=0)")
-
-
-def check_not_negative(key: str, value: float) -> None:
-    """Raise a ValueError if the value is less than 0."""
-    if value < 0:
-        raise ValueError(f"{key}={value} must not be negative")
-
-
-def check_positive(key: str, value: float, otherwise: str = "") -> None:
-    """Raise a ValueError unless the value is greater than 0; `otherwise` says what else it may be."""
-    if not value > 0:
-        raise ValueError(f"{key}={value} must be greater than 0{otherwise}")
-
-
-def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
-    """Raise a ValueError unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{key}={value} must be one of {', '.join(choices)}")
 
 
 def check_split(batch_size: int, micro_batch_size: int, num_processes: int) -> None:

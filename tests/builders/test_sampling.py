@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 import fid
 import sample
+from builders import config as configuration
+from builders.sampling import find_checkpoint, open_run
 from diffusion import random_labels
+from runtime.errors import UserError
 from runtime.files import sha256
 from tests.runs import composed, tiny_run
-from training import config as configuration
-from training.config import Explained
-from training.sampling import find_checkpoint, open_run
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside
     first, record = output.read_bytes(), output.with_suffix(".json").read_text()
     (tmp_path / "a.scores.json").write_text("{}")
     others = ("first_seed=9", "class_label=1")
-    with pytest.raises(Explained, match=r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it"):
+    with pytest.raises(UserError, match=r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it"):
         sample.main(composed(*asked, *others, config_name="sample"))
     assert (output.read_bytes(), output.with_suffix(".json").read_text()) == (first, record)
     sample.main(composed(*asked, *others, "overwrite=true", config_name="sample"))
@@ -145,7 +145,7 @@ def test_of_a_run_are_scored_as_many_samples_as_published_scores_are_of():
 def test_samples_at_the_place_inside_the_run_are_not_overwritten_either(run):
     asked = composed(f"run={run}", "num_samples=5", config_name="sample")
     sample.main(asked)
-    with pytest.raises(Explained, match=r"step_00000006_n5_seed0_2steps\.npz is there already"):
+    with pytest.raises(UserError, match=r"step_00000006_n5_seed0_2steps\.npz is there already"):
         sample.main(asked)
 
 
@@ -160,7 +160,7 @@ def test_a_disk_that_is_full_leaves_what_was_there_and_nothing_half(run, tmp_pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sample, part, full)
-    with pytest.raises(Explained, match="No space left on device"):
+    with pytest.raises(UserError, match="No space left on device"):
         sample.main(composed(*asked, config_name="sample"))
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"_make_array": {"a.json", "a.npz", "a.png"}, "save_grid": {"a.npz"}, "write_json": {"a.npz", "a.png"}}[part]

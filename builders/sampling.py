@@ -10,10 +10,13 @@ import torch
 import torch.nn as nn
 from accelerate import PartialState
 
+from builders import config as configuration
+from builders.network import build_net, build_precond
+from builders.rules import DECODINGS, LABELS, NUM_SEEDS, check_guidance
+from runtime.config import build_node
+from runtime.errors import check_choice, check_positive
 from runtime.launch import decided_by_first
-from training import config as configuration
 from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
-from training.rules import DECODINGS, LABELS, NUM_SEEDS, check_choice, check_guidance, check_positive
 from training.run_folder import RunFolder
 
 FIRST_BLOCK = "blocks.0."
@@ -86,8 +89,8 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
     drawing = {key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")}
     bf16 = settings["mixed_precision"] == "bf16"
     return OpenedRun(
-        precond=configuration.build_precond(config, net).eval(),
-        sampler=configuration.build(settings, "sampler"),
+        precond=build_precond(config, net).eval(),
+        sampler=build_node(settings, "sampler"),
         drawing={**drawing, "bf16": bf16},
         decoding={
             "encoder": request["encoder"] or config["data"].get("encoder"),
@@ -131,7 +134,7 @@ def load_net(config: dict[str, Any], weights: Path) -> nn.Module:
         ValueError: the weights do not match the model.
     """
     _check_shapes(config, weights)
-    net = configuration.build_net(config)
+    net = build_net(config)
     load_weights(net, weights)
     return net
 
@@ -140,7 +143,7 @@ def _check_shapes(config: dict[str, Any], weights: Path) -> None:
     """Hold the sizes that a configuration declares against the shapes in the weights, block by block."""
     model, found = config["model"], shapes_in(weights)
     with torch.device("meta"):
-        net = configuration.build_net(config | {"model": model | {"depth": 1, "routes": []}})
+        net = build_net(config | {"model": model | {"depth": 1, "routes": []}})
     if net.num_tokens > MAX_TOKENS:
         raise ValueError(f"model.input_size={model['input_size']} must give at most {MAX_TOKENS} tokens")
     one = net.state_dict()

@@ -2,13 +2,14 @@
 
 import pytest
 
+from builders import config as configuration
+from runtime.config import build_node
+from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
 from tests.programs import start
 from tests.runs import ROOT, composed
 from tests.test_runs_from_outside import TIMEIT, changed
-from training import config as configuration
-from training.targets import CONFIGS, allowed_targets, check_targets, load_target
 
-# As `python -m training.targets` prints it: what a run from elsewhere could at most have built.
+# As `python -m runtime.targets` prints it: what a run from elsewhere could at most have built.
 LISTED = """
 data                 data.digits                          configs/data/digits.yaml
 data                 data.glyphs                          configs/data/glyphs.yaml
@@ -35,7 +36,7 @@ def heun_twice(denoise, noise, *, num_steps: int, twice: bool = True, randn_like
 
 
 def printed(*arguments):
-    return start("-m training.targets", *arguments).stdout
+    return start("-m runtime.targets", *arguments).stdout
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path):
 def test_a_node_that_was_changed_after_it_was_checked_is_not_built():
     config = configuration.validate(composed())
     with pytest.raises(ValueError, match=r"sampler\._target_=timeit\.timeit must be diffusion\.edm_sampler"):
-        configuration.build(config | {"sampler": TIMEIT}, "sampler")
+        build_node(config | {"sampler": TIMEIT}, "sampler")
 
 
 @pytest.mark.slow

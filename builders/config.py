@@ -1,0 +1,145 @@
+"""The configuration of a program: composed, completed, checked, and read back from a run."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from builders.network import build_net, build_route_plan
+from builders.rules import check_finite, check_groups, check_loop
+from builders.schemas import SCHEMAS, Config
+from data.manifest import read_manifest
+from data.shards import read_shard_manifest
+from routing import Route
+from runtime.config import build_node, check_arguments, check_keys, config_folders, missing_keys, one_line, register_with_hydra
+from runtime.provenance import flatten
+from runtime.targets import allowed_targets, check_apart, check_targets, load_target
+from training.run_folder import RunFolder
+
+LONGEST_NAME = 160
+MAY_BE_EMPTY = ("evaluation", "tracker")
+GROUPS_OF_TARGETS = ("model", "data", "diffusion.precond", "diffusion.loss", "optimizer", "sampler", *MAY_BE_EMPTY)
+
+
+def register() -> None:
+    """Make the schemas and resolvers known to Hydra; entry points call this before they compose."""
+    resolvers = {
+        "default_run_name": _default_run_name,
+        "latent_manifest": partial(_manifest_key, read_manifest),
+        "shard_manifest": partial(_manifest_key, read_shard_manifest),
+    }
+    register_with_hydra(SCHEMAS, resolvers)
+
+
+def _default_run_name(seed: int) -> str:
+    hydra = HydraConfig.get()
+    choices = hydra.runtime.choices
+    experiment = choices.get("experiment") or ""  # names what it is about; what it does not name is added
+    parts = [choices[group] for group in ("model", "model/size", "data")]
+    parts = [part for part in parts if f"_{part}_" not in f"_{experiment}_"]
+    parts += ["parity"] if choices.get("parity") == "official" else []
+    name = "_".join([*filter(None, [experiment]), *parts, f"seed{seed}"])
+    if hydra.mode == RunMode.MULTIRUN and hydra.job.override_dirname:
+        # A name must be usable on Hydra's command line again, as run=runs/NAME.
+        name += "_" + re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
+    # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _manifest_key(reader: Callable[[str], Any], path: str, key: str) -> Any:
+    return getattr(reader(path), key)
+
+
+def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
+    """Check a training configuration before any device is touched, and return it resolved, as plain types.
+
+    Raises:
+        ValueError: with the dotted key, the value and the rule.
+    """
+    config = resolve(cfg)
+    check_loop(config, num_processes)
+    check_groups(config)
+    with torch.device("meta"):
+        net = build_net(config)  # the network's own rules, without its memory
+    build_route_plan(config, net)
+    build_node(config, "diffusion.loss")()
+    return config
+
+
+def resolve(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration as plain types, every interpolation resolved, of the types that its schemas say.
+
+    Raises:
+        ValueError: a mandatory key has no value, or a key was removed, or forced upon a group that does not know it; a value
+            is of another type than its `_target_` takes, or not finite.
+    """
+    check_keys(cfg)
+    missing = missing_keys(OmegaConf.to_container(cfg))
+    if missing:
+        hint = " (a latent folder; data/README.md tells how one is made)" if "data.path" in missing else ""
+        raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{hint}")
+    config = OmegaConf.to_container(cfg, resolve=True)
+    check_targets(config, allowed_targets(config_folders()))
+    _check_arguments(config)
+    check_finite(config)
+    return config
+
+
+def of_run(run: RunFolder) -> dict[str, Any]:
+    """Return the configuration of a run, which may come from anywhere, held against the rules of the command line.
+
+    Raises:
+        ValueError: it breaks one, or was not written by this version.
+    """
+    written = run.config()
+    check_apart(run.path, config_folders())
+    try:
+        if any("${" in text for text in _texts(written)):
+            raise ValueError("it has interpolations, which no run writes")
+        config = resolve(OmegaConf.merge(OmegaConf.structured(Config), written))
+        if missing := flatten(config).keys() - flatten(written).keys():
+            raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
+        check_loop(config, num_processes=1)
+        check_groups(config)
+    except (ValueError, OverflowError, OmegaConfBaseException) as error:  # the second: an integer that no float can hold
+        key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
+        raise ValueError(f"{run.config_file}: {key}{one_line(str(error))}") from error
+    return config
+
+
+def _texts(node: Any) -> Iterator[str]:
+    children = [*node, *node.values()] if isinstance(node, dict) else node
+    if isinstance(children, list | tuple):
+        for child in children:
+            yield from _texts(child)
+    elif isinstance(node, str):
+        yield node
+
+
+def _check_arguments(node: Any, key: str = "") -> None:
+    """Check the arguments of every node that has a `_target_`, and put the converted ones in place."""
+    if not isinstance(node, dict):
+        return
+    for name, child in node.items():
+        _check_arguments(child, f"{key}.{name}" if key else name)
+    if "_target_" in node:
+        target = load_target(f"{key}._target_", node["_target_"])
+        node.update(check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"}))
+    elif key in GROUPS_OF_TARGETS and (node or key not in MAY_BE_EMPTY):
+        raise ValueError(f"{key}={node} must name a _target_")
+    if key == "model":
+        node["routes"] = check_routes("model.routes", node.get("routes", []))
+
+
+def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
+    """Return the arguments of each route, checked; raise ValueError with the key for what is not known or of another type."""
+    if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
+        raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
+    return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]

@@ -1,0 +1,37 @@
+"""What a program says of a mistake: its kind, checks of single values, and the key that was meant."""
+
+import re
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+def check_not_negative(key: str, value: float) -> None:
+    """Raise a ValueError if the value is less than 0."""
+    if value < 0:
+        raise ValueError(f"{key}={value} must not be negative")
+
+
+def check_positive(key: str, value: float, otherwise: str = "") -> None:
+    """Raise a ValueError unless the value is greater than 0; `otherwise` says what else it may be."""
+    if not value > 0:
+        raise ValueError(f"{key}={value} must be greater than 0{otherwise}")
+
+
+def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise a ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{key}={value} must be one of {', '.join(choices)}")
+
+
+def did_you_mean(key: str, keys: Iterable[str]) -> str:
+    """Return a hint at the key that is nearest to one that is not known; empty if none is near."""
+    name = re.split(r"[./]", key)[-1]
+    near = get_close_matches(name, sorted(set(keys)), n=1)
+    return f": did you mean {key.removesuffix(name)}{near[0]}?" if near and near[0] != name else ""
+
+
+class UserError(SystemExit):
+    """An end that one line explains: to whom it is shown, a traceback tells no more.
+
+    Hydra lets it through as it is, where it would put words of its own before an Exception.
+    """
