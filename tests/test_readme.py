@@ -15,7 +15,7 @@ from examples import finetune
 from tests.runs import ROOT, composed
 
 FOLDERS = ("data", "routing", "evaluation", "benchmarks")
-SOURCES = (*FOLDERS, "models", "diffusion", "training", "configs", "examples", "tests")
+SOURCES = (*FOLDERS, "models", "diffusion", "training", "builders", "runtime", "configs", "examples", "tests")
 PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "REPA", "MaskDiT", "SPRINT", "SWAY", "PRX"}
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 TEXT = "\n".join(document.read_text() for document in DOCUMENTS)

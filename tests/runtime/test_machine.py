@@ -1,4 +1,4 @@
-"""What a run makes of the machine, as far as the memory goes; tests/test_configs.py has precision, compilation and batches."""
+"""What the machine offers, as far as the memory goes."""
 
 import os
 import platform
@@ -7,13 +7,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from builders.auto import resolve_auto
 from runtime.machine import MALLOC_VARIABLES, keep_freed_memory
-from tests.runs import ROOT, validated
+from tests.programs import ROOT
 
-CPU = torch.device("cpu")
 COUNT_FAULTS = """
 import ctypes, resource, sys, torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: of large pages there would be too few to count
@@ -26,39 +23,6 @@ for turn in range(3):
     del tensors
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-
-
-def resolved(*overrides, device=CPU):
-    return resolve_auto(validated(*overrides), {}, device, 1)["keep_freed_memory"]
-
-
-@pytest.fixture
-def nothing_chosen(monkeypatch):
-    for name in MALLOC_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize("saved", ["no", "bf16"])
-def test_a_run_keeps_the_precision_it_was_begun_with(saved):
-    """On a machine that would choose the other."""
-    assert resolve_auto(validated(), {"mixed_precision": saved}, CPU, 1)["mixed_precision"] == saved
-
-
-@pytest.mark.usefixtures("nothing_chosen")
-def test_freed_memory_is_kept_on_a_cpu_unless_told_otherwise(monkeypatch):
-    assert resolved() is True
-    assert resolved("train.keep_freed_memory=false") is False
-    assert resolved(device=torch.device("cuda")) is False
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")  # the user has told the C library what to do
-    assert resolved() is False
-    assert resolved("train.keep_freed_memory=true") is True
-
-
-def test_another_c_library_can_not_be_told(monkeypatch):
-    monkeypatch.setattr("runtime.machine.platform.libc_ver", lambda: ("", ""))
-    assert resolved() is False
-    with pytest.raises(ValueError, match=r"train\.keep_freed_memory=true needs the C library glibc"):
-        resolved("train.keep_freed_memory=true")
 
 
 def test_a_refusal_of_the_c_library_is_told(monkeypatch):

@@ -1,0 +1,43 @@
+"""What a run makes of the machine, as far as the memory goes; tests/test_configs.py has precision, compilation and batches."""
+
+import pytest
+import torch
+
+from builders.auto import resolve_auto
+from runtime.machine import MALLOC_VARIABLES
+from tests.runs import validated
+
+CPU = torch.device("cpu")
+
+
+def resolved(*overrides, device=CPU):
+    return resolve_auto(validated(*overrides), {}, device, 1)["keep_freed_memory"]
+
+
+@pytest.fixture
+def nothing_chosen(monkeypatch):
+    for name in MALLOC_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("saved", ["no", "bf16"])
+def test_a_run_keeps_the_precision_it_was_begun_with(saved):
+    """On a machine that would choose the other."""
+    assert resolve_auto(validated(), {"mixed_precision": saved}, CPU, 1)["mixed_precision"] == saved
+
+
+@pytest.mark.usefixtures("nothing_chosen")
+def test_freed_memory_is_kept_on_a_cpu_unless_told_otherwise(monkeypatch):
+    assert resolved() is True
+    assert resolved("train.keep_freed_memory=false") is False
+    assert resolved(device=torch.device("cuda")) is False
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")  # the user has told the C library what to do
+    assert resolved() is False
+    assert resolved("train.keep_freed_memory=true") is True
+
+
+def test_another_c_library_can_not_be_told(monkeypatch):
+    monkeypatch.setattr("runtime.machine.platform.libc_ver", lambda: ("", ""))
+    assert resolved() is False
+    with pytest.raises(ValueError, match=r"train\.keep_freed_memory=true needs the C library glibc"):
+        resolved("train.keep_freed_memory=true")
