@@ -1,4 +1,5 @@
-"""Score images by the ADM suite: FID, sFID, inception score, precision and recall; or make a reference to score against.
+"""Score images by the ADM suite: FID, sFID, inception score, precision and recall; or make a reference to
+score against.
 
     accelerate launch fid.py samples=FILE.npz reference=REFERENCE.npz
     accelerate launch fid.py run=runs/NAME num_samples=50000 reference=REFERENCE.npz
@@ -16,8 +17,6 @@ from typing import Any
 import hydra
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from omegaconf import DictConfig
 
 from builders import config as configuration
@@ -35,7 +34,14 @@ from data import (
 )
 from data.images import ZIP_ERRORS
 from diffusion import ImageSource
-from evaluation import AdmSuite, DigitsEvaluator, GlyphsEvaluator, InceptionDetector, Processes, make_reference, open_reference
+from evaluation import (
+    AdmSuite,
+    DigitsEvaluator,
+    GlyphsEvaluator,
+    InceptionDetector,
+    make_reference,
+    open_reference,
+)
 from evaluation.adm import Scores
 from evaluation.files import fingerprint
 from evaluation.inception import check_weights_file
@@ -43,7 +49,7 @@ from runtime.arrays import read_member
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json, sha256, write_json
-from runtime.launch import claimed_by_first
+from runtime.launch import Launch
 from runtime.machine import start_process
 from runtime.output import check_free, claimed, place_of
 from runtime.provenance import environment
@@ -52,7 +58,8 @@ NUM_SAMPLES = 50_000  # of a run, unless told
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
 DETECTOR_KEYS = {"weights", "allow_unpublished_weights", "detector_batch_size"}
 SUITE_KEYS = {"precision_recall", "exact_distances", "kid"}
-# What can be asked, and the keys that then mean something; `mode` and `suite` choose, `out` and `overwrite` always do.
+# What can be asked, and the keys that then mean something; `mode` and `suite` choose, `out` and `overwrite`
+# always do.
 SCORE_FILES = {"reference", "samples", "num_samples"} | DETECTOR_KEYS | SUITE_KEYS
 SCORE_RUN = {"reference", "run", "num_samples"} | SAMPLING_KEYS | DETECTOR_KEYS | SUITE_KEYS
 FITTED_SUITES = {"digits": DigitsEvaluator, "glyphs": GlyphsEvaluator}
@@ -72,12 +79,12 @@ def main(cfg: DictConfig) -> None:
         check_files(request)
         if request["run"] is not None:
             check_run(drawn(request))
-        state = start_process()
+        launch = start_process()
         if request["mode"] == "reference":
-            write_reference(request, state)
+            write_reference(request, launch)
         elif request["suite"] == "adm":
-            score(request, state)
-        elif state.is_main_process:  # these scores take seconds; one process computes them
+            score(request, launch)
+        elif launch.is_main:  # these scores take seconds; one process computes them
             score_fitted(request)
 
 
@@ -122,7 +129,9 @@ def check_files(request: dict[str, Any]) -> None:
     Raises:
         FileNotFoundError: with the key and the value.
     """
-    download = ": `python -m evaluation.fetch` lists what can be downloaded" if request["suite"] == "adm" else ""
+    download = (
+        ": `python -m evaluation.fetch` lists what can be downloaded" if request["suite"] == "adm" else ""
+    )
     for key, hint in (("samples", ": sample.py writes one"), ("reference", download), ("images", "")):
         if request[key] is not None and not Path(request[key]).exists():
             raise FileNotFoundError(f"{key}={request[key]} not found{hint}")
@@ -132,7 +141,10 @@ def check_files(request: dict[str, Any]) -> None:
 
 def drawn(request: dict[str, Any]) -> dict[str, Any]:
     """Return what is asked of a run."""
-    return {**request, "num_samples": NUM_SAMPLES if request["num_samples"] is None else request["num_samples"]}
+    return {
+        **request,
+        "num_samples": NUM_SAMPLES if request["num_samples"] is None else request["num_samples"],
+    }
 
 
 def check_out(request: dict[str, Any]) -> None:
@@ -148,26 +160,30 @@ def check_out(request: dict[str, Any]) -> None:
     check_free("out", out, [out.with_suffix(".json")], request["overwrite"])
 
 
-def score(request: dict[str, Any], state: PartialState) -> None:
+def score(request: dict[str, Any], launch: Launch) -> None:
     """Score samples by the ADM suite."""
-    samples = KeptSamples(request, state) if request["run"] is None else DrawnSamples(request, state)
+    samples = KeptSamples(request, launch) if request["run"] is None else DrawnSamples(request, launch)
     reference = Path(request["reference"])
     suite = AdmSuite(
-        InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"]),
+        InceptionDetector(request["weights"], launch.device, request["allow_unpublished_weights"]),
         *open_reference(reference, open_images),
-        processes=Processes(state.process_index, state.num_processes),
+        launch=launch,
         batch_size=request["detector_batch_size"],
         **{key: request[key] for key in SUITE_KEYS},
     )
     suite.check(samples.count, samples.shape, samples.name)
     out = samples.out
-    with claimed_by_first(state, "out", out, (), request["overwrite"]):
-        record = {"protocol": suite.protocol, "num_processes": state.num_processes, "environment": environment(state.device)}
-        if state.is_main_process:
+    with launch.claimed_by_main("out", out, (), request["overwrite"]):
+        record = {
+            "protocol": suite.protocol,
+            "num_processes": launch.world_size,
+            "environment": environment(launch.device),
+        }
+        if launch.is_main:
             record["samples"] = samples.record()
             record["reference"] = {"path": str(reference), "sha256": fingerprint(reference)}
         scores = suite.score(samples.batches, samples.count, samples.shape)
-        if state.is_main_process:
+        if launch.is_main:
             tell(scores)
             keep({**asdict(scores), **record}, out)
 
@@ -185,69 +201,83 @@ def tell(scores: Scores) -> None:
 class KeptSamples:
     """Samples in files: their number, shape and batches, where their scores go, and a record of them."""
 
-    def __init__(self, request: dict[str, Any], state: PartialState):
+    def __init__(self, request: dict[str, Any], launch: Launch):
         self.path, self.name = Path(request["samples"]), f"samples={request['samples']}"
         if not self.path.exists():
             raise FileNotFoundError(f"samples={self.path} not found: sample.py writes one")
         images = open_images(self.path)
         if request["num_samples"] not in (None, images.count):
             raise ValueError(
-                f"samples={self.path} holds {images.count} images, num_samples={request['num_samples']} must agree"
+                f"samples={self.path} holds {images.count} images, num_samples={request['num_samples']} must "
+                "agree"
             )
         self.count, self.shape = images.count, images.shape
         name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
         self.out = Path(request["out"] or self.path.parent / f"{name}.scores.json")
-        self.batches = images.batches(request["detector_batch_size"], state.process_index, state.num_processes)
+        self.batches = images.batches(request["detector_batch_size"], launch)
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are, with what `sample.py` says of them."""
-        record = {"path": str(self.path), "sha256": fingerprint(self.path), "num_samples": self.count, "shape": self.shape}
+        record = {
+            "path": str(self.path),
+            "sha256": fingerprint(self.path),
+            "num_samples": self.count,
+            "shape": self.shape,
+        }
         beside = self.path.with_suffix(".json")
         drawn = read_json(beside) if self.path.suffix == ".npz" and beside.is_file() else None
         if not isinstance(drawn, dict) or "samples_sha256" not in drawn:
             return record
         if drawn["samples_sha256"] != record["sha256"]:
-            raise ValueError(f"samples={self.path} is not what {beside} tells about: draw it again, or remove {beside.name}")
+            raise ValueError(
+                f"samples={self.path} is not what {beside} tells about: draw it again, or remove "
+                f"{beside.name}"
+            )
         return {**record, "drawn": drawn}
 
 
 class DrawnSamples:
     """Samples drawn from a run while they are scored: the same as of samples in files."""
 
-    def __init__(self, request: dict[str, Any], state: PartialState):
+    def __init__(self, request: dict[str, Any], launch: Launch):
         request = drawn(request)
         num_samples, self.name = request["num_samples"], f"run={request['run']}"
-        self.run = open_run(request, state)
+        self.run = open_run(request, launch)
         self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
         manifest = manifest_from(self.run.data["manifest"], f"{request['run']}/manifest.json: data.manifest")
         manifest.check_sizes(request["run"], **self.run.sizes)
-        self.encoder = encoder_for(manifest, state.device, **self.run.decoding)
+        self.encoder = encoder_for(manifest, launch.device, **self.run.decoding)
         decode = image_decoder(manifest, self.encoder, self.run.decoding["official"])
-        source = ImageSource(self.run.precond, self.run.sampler, decode, **self.run.drawing, state=state, gather=gather_object)
+        source = ImageSource(self.run.precond, self.run.sampler, decode, **self.run.drawing, launch=launch)
         self.count, self.shape, self.batches = num_samples, source.image_shape, source.batches(num_samples)
         self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{self.run.name}.json")
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are."""
-        drawn = {**self.run.protocol, "encoder": encoder_record(self.encoder), "weights_sha256": self.weights_sha256}
+        drawn = {
+            **self.run.protocol,
+            "encoder": encoder_record(self.encoder),
+            "weights_sha256": self.weights_sha256,
+        }
         return {"num_samples": self.count, "shape": self.shape, "drawn": drawn}
 
 
-def write_reference(request: dict[str, Any], state: PartialState) -> None:
+def write_reference(request: dict[str, Any], launch: Launch) -> None:
     """Write a reference from images, with a record beside it."""
     source, file = Path(request["images"]), Path(request["out"])
     images = open_images(source, request["resolution"])
     if images.count < 2 or images.shape[-1] != 3:
-        raise ValueError(f"images={source} holds {images.count} of {images.shape}: at least 2 of (H, W, 3) are needed")
+        raise ValueError(
+            f"images={source} holds {images.count} of {images.shape}: at least 2 of (H, W, 3) are needed"
+        )
     beside = file.with_suffix(".json")
-    with claimed_by_first(state, "out", file, [beside], request["overwrite"]):
-        detector = InceptionDetector(request["weights"], state.device, request["allow_unpublished_weights"])
-        processes = Processes(state.process_index, state.num_processes)
-        found = make_reference(detector, images, file, request["detector_batch_size"], processes)
-        if state.is_main_process:
+    with launch.claimed_by_main("out", file, [beside], request["overwrite"]):
+        detector = InceptionDetector(request["weights"], launch.device, request["allow_unpublished_weights"])
+        found = make_reference(detector, images, file, request["detector_batch_size"], launch)
+        if launch.is_main:
             origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
             record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
-            record |= {"num_processes": state.num_processes, "environment": environment(state.device)}
+            record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
             print(f"reference {file}")
             keep(record, beside)
 
@@ -257,7 +287,9 @@ def score_fitted(request: dict[str, Any]) -> None:
     file = Path(request["samples"])
     samples, labels = read_labelled(file)
     manifest = read_manifest(request["reference"])
-    dataset = open_latents(request["reference"], manifest.input_size, manifest.in_channels, manifest.num_classes)
+    dataset = open_latents(
+        request["reference"], manifest.input_size, manifest.in_channels, manifest.num_classes
+    )
     encoder = encoder_for(manifest, torch.device("cpu"))
     reference, reference_labels = real_images(dataset, dataset.train_ids, encoder)
     if reference_labels is None:
@@ -271,7 +303,9 @@ def score_fitted(request: dict[str, Any]) -> None:
         keep_fitted(request, evaluator.compare(samples, labels, held_out), dataset.describe(), out)
 
 
-def keep_fitted(request: dict[str, Any], scores: dict[str, dict[str, float]], data: dict[str, Any], out: Path) -> None:
+def keep_fitted(
+    request: dict[str, Any], scores: dict[str, dict[str, float]], data: dict[str, Any], out: Path
+) -> None:
     """Print scores, and keep them with what was scored against what."""
     print(table(scores))
     print("A distance also depends on n: it grows as n falls.")
@@ -294,7 +328,7 @@ def read_labelled(file: Path) -> tuple[np.ndarray, np.ndarray]:
         with zipfile.ZipFile(file) as archive:
             labels = read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
     except ZIP_ERRORS as error:
-        raise ValueError(f"samples={file}: arr_1 can not be read: {error}") from error
+        raise ValueError(f"samples={file}: arr_1 cannot be read: {error}") from error
     if images.count < 2 or labels is None or labels.shape != (images.count,):
         raise ValueError(f"samples={file} must hold 2 or more images (arr_0) and a label for each (arr_1)")
     return np.concatenate([batch for _, batch in images.batches(images.count)]), labels
@@ -311,7 +345,9 @@ def table(scores: dict[str, dict[str, float]]) -> str:
     keys = list(next(iter(scores.values())))
     lines = [f"{'':16}" + "".join(f"{key:>16}" for key in keys)]
     for name, row in scores.items():
-        lines.append(f"{name:16}" + "".join(f"{v:>16}" if isinstance(v, int) else f"{v:>16.3f}" for v in row.values()))
+        lines.append(
+            f"{name:16}" + "".join(f"{v:>16}" if isinstance(v, int) else f"{v:>16.3f}" for v in row.values())
+        )
     return "\n".join(lines)
 
 

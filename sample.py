@@ -3,7 +3,8 @@
     accelerate launch sample.py run=runs/NAME num_samples=500
     accelerate launch sample.py run=runs/NAME class_label=3 guidance_scale=1.5 num_steps=40
 
-Sample i is a function of seed first_seed + i alone: it does not depend on the batch size or the number of processes.
+Sample i is a function of seed first_seed + i alone: it does not depend on the batch size or the number of
+processes.
 """
 
 import os
@@ -13,8 +14,6 @@ from typing import Any
 import hydra
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -26,7 +25,7 @@ from evaluation.pictures import in_turn, save_grid
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
-from runtime.launch import claimed_by_first, decided_by_first
+from runtime.launch import Launch
 from runtime.machine import start_process
 from runtime.output import check_free, place_of
 from runtime.provenance import environment
@@ -43,24 +42,28 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg)
         check_positive("grid_columns", request["grid_columns"])
         if request["output"] and not request["output"].endswith(".npz"):
-            raise ValueError(f"output={request['output']} must end in .npz; the picture and the protocol take its name")
+            raise ValueError(
+                f"output={request['output']} must end in .npz; the picture and the protocol take its name"
+            )
         if request["output"]:
-            check_free("output", Path(request["output"]), beside(Path(request["output"])), request["overwrite"])
+            check_free(
+                "output", Path(request["output"]), beside(Path(request["output"])), request["overwrite"]
+            )
         check_run(request)
-        state = start_process()
-        run = open_run(request, state)
+        launch = start_process()
+        run = open_run(request, launch)
         weights_sha256 = sha256(run.weights)  # now: a run that still trains removes old checkpoints
         manifest = manifest_from(run.data["manifest"], f"{request['run']}/manifest.json: data.manifest")
         manifest.check_sizes(request["run"], **run.sizes)
-        encoder = encoder_for(manifest, state.device, **run.decoding)
+        encoder = encoder_for(manifest, launch.device, **run.decoding)
         decode = image_decoder(manifest, encoder, run.decoding["official"])
-        source = ImageSource(run.precond, run.sampler, decode, **run.drawing, state=state, gather=gather_object)
+        source = ImageSource(run.precond, run.sampler, decode, **run.drawing, launch=launch)
         output = place_of("output", request["output"], Path(request["run"]), f"samples/{run.name}.npz")
         record = {**run.protocol, "encoder": encoder_record(encoder), "weights_sha256": weights_sha256}
-        record["environment"] = environment(state.device)
-        with claimed_by_first(state, "output", output, beside(output), request["overwrite"]):
-            sample(source, request["num_samples"], request["grid_columns"], output, record, state)
-    state.print(f"samples {output}\npicture {output.with_suffix('.png')}")
+        record["environment"] = environment(launch.device)
+        with launch.claimed_by_main("output", output, beside(output), request["overwrite"]):
+            sample(source, request["num_samples"], request["grid_columns"], output, record, launch)
+    launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")
 
 
 def beside(output: Path) -> list[Path]:
@@ -69,28 +72,37 @@ def beside(output: Path) -> list[Path]:
 
 
 def sample(
-    source: ImageSource, num_samples: int, columns: int, output: Path, record: dict[str, Any], state: PartialState
+    source: ImageSource,
+    num_samples: int,
+    columns: int,
+    output: Path,
+    record: dict[str, Any],
+    launch: Launch,
 ) -> None:
-    """Generate on all processes into one array on disk, then pack it into `output`, with picture and record beside it."""
+    """Generate on all processes into one array on disk, then pack it into `output`, with picture and record
+    beside it.
+    """
     unpacked = output.with_name(f".{output.stem}.npy")
     try:
-        decided_by_first(state, lambda: _make_array(unpacked, (num_samples, *source.image_shape)))
+        launch.broadcast_from_main(lambda: _make_array(unpacked, (num_samples, *source.image_shape)))
         images = np.lib.format.open_memmap(unpacked, mode="r+")
-        with tqdm(total=num_samples, desc="sample", unit="image", disable=not state.is_main_process) as progress:
+        with tqdm(total=num_samples, desc="sample", unit="image", disable=not launch.is_main) as progress:
             for start, pixels in source.batches(num_samples):
                 images[start : start + len(pixels)] = pixels
-                progress.update(min(len(pixels) * state.num_processes, num_samples - progress.n))
+                progress.update(min(len(pixels) * launch.world_size, num_samples - progress.n))
         images.flush()
-        state.wait_for_everyone()
-        if state.is_main_process:
+        launch.barrier()
+        if launch.is_main:
             pack(images, source.labels(num_samples), columns, output, record)
     finally:
-        if state.is_main_process:
+        if launch.is_main:
             unpacked.unlink(missing_ok=True)
 
 
-def pack(images: np.ndarray, labels: torch.Tensor | None, columns: int, output: Path, record: dict[str, Any]) -> None:
-    """Write images (N, H, W, C) and labels (N,) in the layout of [ADM], then a picture and a record of them."""
+def pack(
+    images: np.ndarray, labels: torch.Tensor | None, columns: int, output: Path, record: dict[str, Any]
+) -> None:
+    """Write images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
     with atomic_write(output) as partial:
         np.savez(partial, images, *([] if labels is None else [labels.numpy()]))  # arr_0 and arr_1
     for file in beside(output):  # of samples that were there before
@@ -101,7 +113,9 @@ def pack(images: np.ndarray, labels: torch.Tensor | None, columns: int, output: 
 
 
 def _make_array(file: Path, shape: tuple[int, ...]) -> None:
-    """Make an .npy of bytes, with its room on the disk: to meet a full one later, in mapped memory, would kill the process."""
+    """Make an .npy of bytes, with its room on the disk: to meet a full one later, in mapped memory, would
+    kill the process.
+    """
     file.unlink(missing_ok=True)  # what a kill left, or a link that came with the run
     np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
     with file.open("r+b") as opened:

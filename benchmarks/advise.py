@@ -2,11 +2,12 @@
 
     python -m benchmarks.advise run=runs/NAME
 
-Three things are measured: how alike the tokens are at any two depths (cosine similarity, as in the figure of [TREAD] on the
-representations of layers), what the FLOPs of each candidate promise, and what a forward and backward pass takes. The
-recommendation is the published window, blocks 2 to depth-4 at ratio 0.5, unless another candidate is faster by 5 % and lets
-its tokens rejoin a state that is as much alike, give or take 0.01. That rule is cautious on purpose: similarity has not
-been shown to predict the quality of a route, and published quality is known for the published window alone.
+Three things are measured: how alike the tokens are at any two depths (cosine similarity, as in the figure of
+[TREAD] on the representations of layers), what the FLOPs of each candidate promise, and what a forward and
+backward pass takes. The recommendation is the published window, blocks 2 to depth-4 at ratio 0.5, unless
+another candidate is faster by 5 % and lets its tokens rejoin a state that is as much alike, give or take
+0.01. That rule is cautious on purpose: similarity has not been shown to predict the quality of a route, and
+published quality is known for the published window alone.
 """
 
 from collections.abc import Callable
@@ -39,14 +40,14 @@ from runtime.provenance import environment
 from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, speedup
 
 MAX_BATCH = 4096  # that a run from elsewhere may ask for
-LEAST_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
+MIN_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
 COLORS = {0.25: "tab:gray", 0.5: "tab:blue"}
 RATIOS = tuple(COLORS)  # published: 0.75 is worse than dense
 PUBLISHED = Route(0.5, 2, -4)
 FASTER_BY = 1.05
 LESS_ALIKE_BY = 0.01
 NEARLY_ALIKE = 0.97  # blocks start as the identity: then all states are alike, and that says nothing
-LEAST_SPEEDUP = 1.05  # below it routes do not pay for what they may cost in quality
+MIN_SPEEDUP = 1.05  # below it routes do not pay for what they may cost in quality
 
 configuration.register()
 
@@ -74,9 +75,10 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg)
         config, details = read_run(request["run"])
         depth = config["model"]["depth"]
-        if depth < LEAST_DEPTH:
+        if depth < MIN_DEPTH:
             raise ValueError(
-                f"run={request['run']}: routes make no sense at model.depth={depth}, it must be at least {LEAST_DEPTH}: "
+                f"run={request['run']}: routes make no sense at model.depth={depth}, it must be at least "
+                f"{MIN_DEPTH}: "
                 "the first and the last blocks must see all tokens, and hardly any would be left to bypass"
             )
         for key in ("num_samples", "repeats", "batch_size"):
@@ -92,10 +94,14 @@ def main(cfg: DictConfig) -> None:
         dataset = build_node(config, "data")()
         coverage = _coverage(request["mask_coverage"], config, dataset)
         file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
-        with claimed("output", file, [file.with_suffix(".md"), file.with_suffix(".png")], request["overwrite"]):
+        with claimed(
+            "output", file, [file.with_suffix(".md"), file.with_suffix(".png")], request["overwrite"]
+        ):
             batch_size = resolved["micro_batch_size"]
             alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
-            candidates = measure(config, resolved, net, alike, coverage, batch_size, request["repeats"], device)
+            candidates = measure(
+                config, resolved, net, alike, coverage, batch_size, request["repeats"], device
+            )
             best = recommend(candidates, depth)
             text = report(candidates, best, depth, coverage, routed=bool(config["model"]["routes"]))
             figures = {
@@ -115,22 +121,30 @@ def main(cfg: DictConfig) -> None:
 
 
 def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-    """Return precision, mode and batch of the run, as its manifest tells them, and as the request changes them."""
+    """Return precision, mode and batch of the run, as its manifest tells them, and as the request changes
+    them.
+    """
     told = details.get("resolved")
     told = told if isinstance(told, dict) else {}
     batch_size = request["batch_size"] or told.get("micro_batch_size")
     if type(batch_size) is not int or not (request["batch_size"] or 1 <= batch_size <= MAX_BATCH):
-        raise ValueError(f"run={request['run']}: its manifest tells micro-batches of {batch_size}: give batch_size=N")
+        raise ValueError(
+            f"run={request['run']}: its manifest tells micro-batches of {batch_size}: give batch_size=N"
+        )
     return {**told, "micro_batch_size": batch_size}
 
 
 def _find_data(request: dict[str, Any], config: dict[str, Any]) -> None:
-    """Put the place of the data into the configuration of a run, which may not send a program anywhere, or write there."""
+    """Put the place of the data into the configuration of a run, which may not send a program anywhere, or
+    write there.
+    """
     data, asked = config["data"], request["data_path"]
     if "path" not in data:
         return
     if asked is None and not Path(data["path"]).is_dir():
-        raise FileNotFoundError(f"run={request['run']}: data.path={data['path']} is no folder here: give data_path=PATH")
+        raise FileNotFoundError(
+            f"run={request['run']}: data.path={data['path']} is no folder here: give data_path=PATH"
+        )
     data["path"] = asked or data["path"]
 
 
@@ -145,12 +159,18 @@ def _coverage(requested: float | None, config: dict[str, Any], dataset: LatentDa
 
 @torch.no_grad()
 def similarity(
-    config: dict[str, Any], net: nn.Module, dataset: LatentDataset, num_samples: int, batch_size: int, device: torch.device
+    config: dict[str, Any],
+    net: nn.Module,
+    dataset: LatentDataset,
+    num_samples: int,
+    batch_size: int,
+    device: torch.device,
 ) -> np.ndarray:
     """Return the mean cosine similarity of tokens before and after each block: (depth + 1, depth + 1).
 
-    Entry [i, j] compares the state before block i with that before block j; index depth is the state after the last block.
-    The network is dense, at the noise levels of its training, on entries that it was not trained on where there are any.
+    Entry [i, j] compares the state before block i with that before block j; index depth is the state after
+    the last block. The network is dense, at the noise levels of its training, on entries that it was not
+    trained on where there are any.
     """
     ids = dataset.held_out_ids if len(dataset.held_out_ids) else dataset.train_ids
     ids, depth, states = ids[:num_samples], len(net.blocks), []
@@ -163,7 +183,9 @@ def similarity(
         stored, labels = dataset.read(ids[start : start + batch_size])
         latents = dataset.manifest.to_latents(stored.to(device), generator)
         loss_fn(precond, latents, None if labels is None else labels.to(device), generator=generator)
-        unit = torch.stack([F.normalize(x[:, net.num_prefix_tokens :].float(), dim=-1) for x in states]).flatten(1)
+        unit = torch.stack(
+            [F.normalize(x[:, net.num_prefix_tokens :].float(), dim=-1) for x in states]
+        ).flatten(1)
         total += (unit @ unit.T).double() / net.num_tokens
         states.clear()
     for hook in hooks:
@@ -181,7 +203,9 @@ def measure(
     repeats: int,
     device: torch.device,
 ) -> list[Candidate]:
-    """Return all candidates, with the time of a forward and backward pass in the precision and mode of the run."""
+    """Return all candidates, with the time of a forward and backward pass in the precision and mode of the
+    run.
+    """
     depth, T = len(net.blocks), net.num_tokens
     num_forced = int(np.ceil(coverage * T))
     if resolved.get("compile"):
@@ -199,7 +223,9 @@ def measure(
             loss_fn(precond, x, labels).mean().backward()
         net.zero_grad()
 
-    windows = sorted({(start, end) for start, end in product((1, 2, 3), (depth - 5, depth - 4, depth - 3)) if start < end})
+    windows = sorted(
+        {(start, end) for start, end in product((1, 2, 3), (depth - 5, depth - 4, depth - 3)) if start < end}
+    )
     # Time depends on how long a window is, not on where it is: each length is measured once.
     lengths = {end - start + 1: (start, end) for start, end in windows}
     steps = {"dense": lambda: step(Route(0.0, 2, depth - 4))}
@@ -207,7 +233,9 @@ def measure(
         route = Route(grow_ratio(ratio, T, num_forced), *window)
         steps[length, ratio] = lambda route=route: step(route)
     with tqdm(total=len(steps) * (repeats + 1), desc="time", unit="step") as bar:
-        seconds = interleaved_seconds({key: _counted(step, bar) for key, step in steps.items()}, device, repeats)
+        seconds = interleaved_seconds(
+            {key: _counted(step, bar) for key, step in steps.items()}, device, repeats
+        )
     slowdown = fp32_slowdown(net, device, bf16=resolved.get("mixed_precision") == "bf16")
     candidates = []
     for (start, end), ratio in product(windows, RATIOS):
@@ -241,29 +269,40 @@ def recommend(candidates: list[Candidate], depth: int) -> Candidate | None:
     (published,) = (c for c in candidates if c.route == published_route)
     eligible = [c for c in candidates if c.similarity >= published.similarity - LESS_ALIKE_BY]
     fastest = max(eligible, key=lambda c: c.measured_speedup)
-    deviates = fastest.measured_speedup >= FASTER_BY * published.measured_speedup and not hardly_trained(candidates)
+    deviates = fastest.measured_speedup >= FASTER_BY * published.measured_speedup and not hardly_trained(
+        candidates
+    )
     best = fastest if deviates else published
-    return best if best.measured_speedup >= LEAST_SPEEDUP else None
+    return best if best.measured_speedup >= MIN_SPEEDUP else None
 
 
 def hardly_trained(candidates: list[Candidate]) -> bool:
-    """Say whether all states are so alike that the similarity tells candidates not apart."""
+    """Return whether all states are so alike that the similarity tells candidates not apart."""
     return min(c.similarity for c in candidates) > NEARLY_ALIKE
 
 
 def override(route: Route, depth: int) -> str:
-    """Return the route as it is given on the command line, its end counted from the last block as in `model/routes`."""
-    fields = ", ".join(f"{k}: {v}" for k, v in asdict(replace(route, end_layer_idx=route.end_layer_idx - depth)).items())
+    """Return the route as it is given on the command line, its end counted from the last block as in
+    `model/routes`.
+    """
+    fields = ", ".join(
+        f"{k}: {v}" for k, v in asdict(replace(route, end_layer_idx=route.end_layer_idx - depth)).items()
+    )
     return f"'model.routes=[{{{fields}}}]'"
 
 
-def report(candidates: list[Candidate], best: Candidate | None, depth: int, coverage: float, routed: bool) -> str:
-    """Return the table and the recommendation as markdown; `routed` says that the run was trained with routes."""
+def report(
+    candidates: list[Candidate], best: Candidate | None, depth: int, coverage: float, routed: bool
+) -> str:
+    """Return the table and the recommendation as markdown; `routed` says that the run was trained with
+    routes.
+    """
     lines = [
         f"Candidate routes at depth {depth}"
         + (f", masks force up to {coverage:.0%} of the tokens to stay" if coverage else ""),
         "",
-        "| blocks bypassed | ratio | tokens kept | predicted | measured | predicted ms | measured ms | similarity at end | |",
+        "| blocks bypassed | ratio | tokens kept | predicted | measured | predicted ms | measured ms | "
+        "similarity at end | |",
         "|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for c in sorted(candidates, key=lambda c: -c.measured_speedup):
@@ -272,29 +311,36 @@ def report(candidates: list[Candidate], best: Candidate | None, depth: int, cove
             *(["recommended"] if c == best else []),
         ]
         lines.append(
-            f"| {c.route.start_layer_idx} to {c.route.end_layer_idx} | {c.route.selection_ratio} | {c.num_kept} "
+            f"| {c.route.start_layer_idx} to {c.route.end_layer_idx} | {c.route.selection_ratio} | "
+            f"{c.num_kept} "
             f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x "
-            f"| {1000 * c.predicted_sec:.1f} | {1000 * c.measured_sec:.1f} | {c.similarity:.3f} | {', '.join(notes)} |"
+            f"| {1000 * c.predicted_sec:.1f} | {1000 * c.measured_sec:.1f} | {c.similarity:.3f} | "
+            f"{', '.join(notes)} |"
         )
     if best is None:
-        advice = f"No route makes a step {LEAST_SPEEDUP:.2f}x as fast on this machine: train the dense twin, model=dit."
+        advice = f"No route makes a step {MIN_SPEEDUP:.2f}x as fast here: train the dense twin, model=dit."
     else:
         advice = f"Recommended: model=tread {override(best.route, depth)} run_name=NAME"
     dense_sec = candidates[0].predicted_sec * candidates[0].predicted_speedup
     notes = [
-        f"Times are of a forward and backward pass; a dense one takes {1000 * dense_sec:.1f} ms. Windows of one length "
+        f"Times are of a forward and backward pass; a dense one takes {1000 * dense_sec:.1f} ms. Windows of "
+        "one length "
         "share one measurement: time does not depend on where a window lies.",
-        "Similarity: mean cosine between the state in which tokens leave and the one in which they rejoin, without routes.",
-        "Candidates are what published results allow: first block 1 to 3, last block depth-5 to depth-3, ratio up to 0.5.",
+        "Similarity: mean cosine between the state in which tokens leave and the one in which they rejoin, "
+        "without routes.",
+        "Candidates are what published results allow: first block 1 to 3, last block depth-5 to depth-3, "
+        "ratio up to 0.5.",
     ]
     if routed:
         notes.append(
-            "This run was trained with routes, which makes the states of its own window alike: ask a dense run for an opinion "
+            "This run was trained with routes, which makes the states of its own window alike: ask a dense "
+            "run for an opinion "
             "that is free of it."
         )
     if hardly_trained(candidates):
         notes.append(
-            "All states are nearly the same: this network has hardly been trained, and similarity says nothing yet. "
+            "All states are nearly the same: this network has hardly been trained, and similarity says "
+            "nothing yet. "
             "Ask again later."
         )
     return "\n".join([*lines, "", *notes, "", advice])
@@ -318,17 +364,33 @@ def draw(alike: np.ndarray, candidates: list[Candidate], best: Candidate | None,
         right.scatter(c.similarity, c.measured_speedup, color=color, zorder=3 if chosen else 2)
         below = c.route.selection_ratio == RATIOS[0]
         offset = (4, -11 if below else 4)
-        right.annotate(name, (c.similarity, c.measured_speedup), xytext=offset, textcoords="offset points", fontsize=8)
-    labels = {color: f"ratio {ratio}" for ratio, color in COLORS.items()} | ({"tab:red": "recommended"} if best else {})
+        right.annotate(
+            name, (c.similarity, c.measured_speedup), xytext=offset, textcoords="offset points", fontsize=8
+        )
+    labels = {color: f"ratio {ratio}" for ratio, color in COLORS.items()} | (
+        {"tab:red": "recommended"} if best else {}
+    )
     for color, label in labels.items():
         right.scatter([], [], color=color, label=label)
-    right.set(title="What each window gives", xlabel="similarity where tokens rejoin", ylabel="measured speed-up of a step")
+    right.set(
+        title="What each window gives",
+        xlabel="similarity where tokens rejoin",
+        ylabel="measured speed-up of a step",
+    )
     right.margins(x=0.08)
     right.axhline(1, color="black", linewidth=0.8, linestyle=":")
     right.legend()
     if best:
         start, end = best.route.start_layer_idx, best.route.end_layer_idx + 1
-        left.scatter([start, end], [end, start], marker="s", s=120, facecolors="none", edgecolors="tab:red", linewidths=2)
+        left.scatter(
+            [start, end],
+            [end, start],
+            marker="s",
+            s=120,
+            facecolors="none",
+            edgecolors="tab:red",
+            linewidths=2,
+        )
     figure.savefig(file, dpi=120)
     plt.close(figure)
 

@@ -1,4 +1,5 @@
-"""The stage `check` of `python -m benchmarks.gpu`: what a device computes against float64 on the CPU, and what it trains.
+"""The stage `check` of `python -m benchmarks.gpu`: what a device computes against float64 on the CPU, and
+what it trains.
 
 Each row tells an error that was found and the bound that it must keep.
 """
@@ -35,15 +36,23 @@ from training.speed import most_graphs
 COLUMNS = {"setting": "{}", "what": "{}", "error": "{:.2g}", "bound": "{:.2g}", "failed": "{}"}
 CPU = torch.device("cpu")
 GUIDANCE_SCALE, NUM_SAMPLING_STEPS = 1.5, 5
-# Of norms, relative to float64. On a CPU 9e-8, 3e-7 and 2e-6 were found at S/2 in fp32 and 1e-4, 4e-3 and 4e-3 in bf16; a GPU
-# may add up in less favourable an order. There was no TF32 to measure: its mantissa has three bits more than that of bf16.
+# Of norms, relative to float64. On a CPU 9e-8, 3e-7 and 2e-6 were found at S/2 in fp32 and 1e-4, 4e-3 and
+# 4e-3 in bf16; a GPU may add up in less favourable an order. There was no TF32 to measure: its mantissa has
+# three bits more than that of bf16.
 BOUNDS = {
     "fp32": {"loss": 3e-6, "gradients": 1e-5, "samples": 5e-5},
     "bf16": {"loss": 1e-3, "gradients": 2e-2, "samples": 2e-2},
 }
 BOUNDS["tf32"] = {what: bound / 8 for what, bound in BOUNDS["bf16"].items()}
 # Features as above, where 1e-6 was found. Sums in float64; counts of images, few of which may lie at an edge.
-SCORE_BOUNDS = {"pool": 5e-5, "spatial": 5e-5, "logits": 5e-5, "Frechet distance": 1e-9, "precision": 5e-3, "recall": 5e-3}
+SCORE_BOUNDS = {
+    "pool": 5e-5,
+    "spatial": 5e-5,
+    "logits": 5e-5,
+    "Frechet distance": 1e-9,
+    "precision": 5e-3,
+    "recall": 5e-3,
+}
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
@@ -72,9 +81,11 @@ def _alone(measure: Callable[..., Rows], device: torch.device, tiny: bool) -> Ro
 
 
 class DrawnByGenerator(TorchFunctionMode):
-    """Draw where the generator is, and move to where the numbers are wanted: the same ones on every device."""
+    """Draw where the generator is, and move to the device: the same numbers on every one."""
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         generator, device = kwargs.get("generator"), kwargs.get("device")
         if generator is None or device is None:
@@ -89,7 +100,9 @@ class InDouble(nn.Module):
         super().__init__()
         self.net = deepcopy(net).double()
         ids_keep = self.net._ids_keep
-        self.net._ids_keep = lambda x, *arguments: ids_keep(x.float(), *arguments)  # importance is only known in fp32
+        self.net._ids_keep = lambda x, *arguments: ids_keep(
+            x.float(), *arguments
+        )  # importance is only known in fp32
 
     def forward(
         self,
@@ -129,7 +142,9 @@ def model(kind: str, tiny: bool) -> tuple[dict[str, Any], nn.Module]:
 def batch(config: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return latents and labels, the same on every device."""
     sizes, generator = config["model"], torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH_SIZE, sizes["in_channels"], sizes["input_size"], sizes["input_size"], generator=generator)
+    x = torch.randn(
+        BATCH_SIZE, sizes["in_channels"], sizes["input_size"], sizes["input_size"], generator=generator
+    )
     return x.to(device), torch.randint(sizes["num_classes"], (BATCH_SIZE,), generator=generator).to(device)
 
 
@@ -146,10 +161,14 @@ def loss_and_gradients(
     x, labels = batch(config, device)
     mask = torch.zeros(len(x), *x.shape[2:], device=device)
     mask[:, : mask.shape[1] // 4] = 1  # fewer tokens than a route keeps
-    masks = {"force_keep": token_mask(mask, config["model"]["patch_size"]), "loss_mask": mask} if masked else {}
+    masks = (
+        {"force_keep": token_mask(mask, config["model"]["patch_size"]), "loss_mask": mask} if masked else {}
+    )
     with computing(precision):
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            losses = loss_fn(precond.train(), x, labels, generator=torch.Generator(draw_on).manual_seed(0), **masks)
+            losses = loss_fn(
+                precond.train(), x, labels, generator=torch.Generator(draw_on).manual_seed(0), **masks
+            )
         losses.mean().backward()
     gradients = [parameter.grad for parameter in net.parameters()]
     net.zero_grad()
@@ -157,7 +176,9 @@ def loss_and_gradients(
 
 
 @torch.no_grad()
-def samples(config: dict[str, Any], net: nn.Module, device: torch.device, precision: str) -> dict[str, list[torch.Tensor]]:
+def samples(
+    config: dict[str, Any], net: nn.Module, device: torch.device, precision: str
+) -> dict[str, list[torch.Tensor]]:
     """Return guided samples of a few steps."""
     noise, labels = batch(config, device)
     precond = build_precond(config, net).eval()
@@ -167,7 +188,7 @@ def samples(config: dict[str, Any], net: nn.Module, device: torch.device, precis
 
 
 def precision(device: torch.device, tiny: bool) -> Rows:
-    """Hold loss, gradients and samples in each precision of the device against those in float64 on the CPU."""
+    """Hold loss, gradients and samples in each precision of the device against float64 on the CPU."""
     rows = []
     for kind in ("dense", "routed"):
         config, net = model(kind, tiny)
@@ -175,11 +196,17 @@ def precision(device: torch.device, tiny: bool) -> Rows:
     return rows
 
 
-def errors(kind: str, config: dict[str, Any], reference: nn.Module, net: nn.Module, device: torch.device) -> Rows:
+def errors(
+    kind: str, config: dict[str, Any], reference: nn.Module, net: nn.Module, device: torch.device
+) -> Rows:
     """Compare a network on a device with the same in float64 on the CPU."""
     ways = {kind: loss_and_gradients}
     # A network that has routes samples as one that has none.
-    ways |= {"routed, masks": partial(loss_and_gradients, masked=True)} if kind == "routed" else {"dense, guided": samples}
+    ways |= (
+        {"routed, masks": partial(loss_and_gradients, masked=True)}
+        if kind == "routed"
+        else {"dense, guided": samples}
+    )
     rows = []
     for name, way in ways.items():
         with DrawnByGenerator():
@@ -187,14 +214,20 @@ def errors(kind: str, config: dict[str, Any], reference: nn.Module, net: nn.Modu
             for precision in ("fp32", *["tf32"] * (device.type == "cuda"), "bf16"):
                 found = way(config, net, device, precision)
                 rows += [
-                    compared(f"{name}, {precision}: {what}", relative(found[what], wanted[what]), BOUNDS[precision][what])
+                    compared(
+                        f"{name}, {precision}: {what}",
+                        relative(found[what], wanted[what]),
+                        BOUNDS[precision][what],
+                    )
                     for what in wanted
                 ]
     return rows
 
 
 def scores(device: torch.device, tiny: bool) -> Rows:
-    """Hold the features of the Inception network against float64, and scores of features against those on the CPU."""
+    """Hold the features of the Inception network against float64, and scores of features against those on the
+    CPU.
+    """
     rng, num_images = np.random.default_rng(0), 4 if tiny else 64
     images = rng.integers(0, 256, (num_images, 64, 64, 3), dtype=np.uint8)
     net = inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False)
@@ -203,17 +236,27 @@ def scores(device: torch.device, tiny: bool) -> Rows:
             nn.init.kaiming_normal_(parameter)  # else hardly anything is left of the images behind 48 layers
     with tempfile.TemporaryDirectory() as folder:
         torch.save(net.state_dict(), file := Path(folder) / "random.pth")
-        detector, reference = (InceptionDetector(file, where, allow_unpublished=True) for where in (device, CPU))
+        detector, reference = (
+            InceptionDetector(file, where, allow_unpublished=True) for where in (device, CPU)
+        )
     reference._network.double().feature_extractor_internal_dtype = torch.float64
     found, wanted = detector(images), reference(images)
     assert all(part.dtype == torch.float32 for part in found), [part.dtype for part in found]
     rows = [
-        compared(f"Inception network: {what}", relative([getattr(found, what)], [getattr(wanted, what)]), SCORE_BOUNDS[what])
+        compared(
+            f"Inception network: {what}",
+            relative([getattr(found, what)], [getattr(wanted, what)]),
+            SCORE_BOUNDS[what],
+        )
         for what in found._fields
     ]
     count, length = (500, 256) if tiny else (5000, NUM_POOL_FEATURES)
-    found, wanted = (scores_of(features(count, length, 1), features(count, length, 2), d) for d in (device, CPU))
-    rows += [compared(what, abs(found[what] - wanted[what]) / wanted[what], SCORE_BOUNDS[what]) for what in wanted]
+    found, wanted = (
+        scores_of(features(count, length, 1), features(count, length, 2), d) for d in (device, CPU)
+    )
+    rows += [
+        compared(what, abs(found[what] - wanted[what]) / wanted[what], SCORE_BOUNDS[what]) for what in wanted
+    ]
     return rows
 
 
@@ -237,7 +280,10 @@ def compiled(device: torch.device, tiny: bool) -> Rows:
     for kind in ("routed",) if tiny else ("routed", "dense"):
         config, net = model(kind, tiny)
         net.to(device)
-        ways = {p: partial(loss_and_gradients, config, net, device, p, draw_on=device) for p in ("fp32", "bf16")[: 2 - tiny]}
+        ways = {
+            p: partial(loss_and_gradients, config, net, device, p, draw_on=device)
+            for p in ("fp32", "bf16")[: 2 - tiny]
+        }
         eager = {precision: way() for precision, way in ways.items()}
         num_graphs = _num_graphs()
         for block in net.blocks:
@@ -245,11 +291,17 @@ def compiled(device: torch.device, tiny: bool) -> Rows:
         for precision, way in ways.items():
             found, wanted = way(), eager[precision]
             rows += [
-                compared(f"{kind}, {precision}: {what}", relative(found[what], wanted[what]), BOUNDS[precision][what])
+                compared(
+                    f"{kind}, {precision}: {what}",
+                    relative(found[what], wanted[what]),
+                    BOUNDS[precision][what],
+                )
                 for what in wanted
             ]
         compiled_anew = _num_graphs() > num_graphs
-        rows.append({"what": f"{kind}: blocks were compiled", "failed": "" if compiled_anew else "they were not"})
+        rows.append(
+            {"what": f"{kind}: blocks were compiled", "failed": "" if compiled_anew else "they were not"}
+        )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""What the stage `check` asks of programs and trainers: tests marked gpu, a step that is skipped, waiting, resuming.
+"""What the stage `check` asks of programs and trainers: tests marked gpu, a step that is skipped, waiting,
+resuming.
 
 Everything returns rows: what was looked at, the error that was found, its bound, and why it failed.
 """
@@ -30,8 +31,9 @@ from training.trainer import WINDOW, Trainer
 TINY = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "model.patch_size=2")
 BATCH_SIZE, COVERAGE = 8, 0.25
 TOTAL_STEPS, SAVE_EVERY, KILLED_IN = 8, 4, 6
-# Of two runs on CUDA, some of whose kernels add up in any order. On a CPU, S/2 is parted by 3e-5, 1e-8 and 6e-7 where noise
-# of a thousandth of their size is added to gradients, and by 1e-3, 4e-7 and 3e-4 where the optimizer forgets its state.
+# Of two runs on CUDA, some of whose kernels add up in any order. On a CPU, S/2 is parted by 3e-5, 1e-8 and
+# 6e-7 where noise of a thousandth of their size is added to gradients, and by 1e-3, 4e-7 and 3e-4 where the
+# optimizer forgets its state.
 RUN_BOUNDS = {"weights": 2e-4, "average": 1e-7, "losses": 1e-5}
 SPREAD = 5  # times what parts two runs with one seed, a resumed one may be apart
 
@@ -40,19 +42,28 @@ Rows = list[dict[str, Any]]
 
 def compared(what: str, error: float, bound: float) -> dict[str, Any]:
     """Return the row of an error; one that is not a number fails, too."""
-    return {"what": what, "error": error, "bound": bound, "failed": "" if error <= bound else "more than the bound"}
+    return {
+        "what": what,
+        "error": error,
+        "bound": bound,
+        "failed": "" if error <= bound else "more than the bound",
+    }
 
 
 def relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     """Return the norm of the difference of all tensors over the norm of those that are wanted."""
-    pairs = [(a.detach().cpu().double(), b.detach().cpu().double()) for a, b in zip(found, wanted, strict=True)]
+    pairs = [
+        (a.detach().cpu().double(), b.detach().cpu().double()) for a, b in zip(found, wanted, strict=True)
+    ]
     difference, norm = sum((a - b).square().sum() for a, b in pairs), sum(b.square().sum() for _, b in pairs)
     return (difference / norm).sqrt().item()
 
 
 def gpu_tests(device: torch.device, tiny: bool) -> Rows:
     """Run the tests that need a GPU, which nothing else runs."""
-    files = sorted(str(file) for file in (PROJECT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text())
+    files = sorted(
+        str(file) for file in (PROJECT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text()
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
     result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     if result.returncode:
@@ -64,7 +75,10 @@ def outcomes(said: str, status: int, device: torch.device) -> Rows:
     """Return a row for each outcome that pytest tells; without a GPU all may be skipped."""
     last = said.strip().rpartition("\n")[2]
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    counts |= {what.rstrip("s"): int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
+    counts |= {
+        what.rstrip("s"): int(count)
+        for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
+    }
     rows = {what: {"what": f"{count} {what}", "failed": ""} for what, count in counts.items()}
     if status:
         named = " ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M))
@@ -79,8 +93,15 @@ def outcomes(said: str, status: int, device: torch.device) -> Rows:
 def setting_of(tiny: bool, *overrides: str, mask_coverage: float | None = None) -> Setting:
     """Return a small training: S/2 at batch 8, or less."""
     # What keeps freed memory would keep it in the settings that follow.
-    own = (f"train.batch_size={BATCH_SIZE}", "train.compile=false", "train.keep_freed_memory=false", *overrides)
-    return Setting("check", (*(TINY if tiny else ("model/size=s_2",)), *own), 8 if tiny else 32, mask_coverage)
+    own = (
+        f"train.batch_size={BATCH_SIZE}",
+        "train.compile=false",
+        "train.keep_freed_memory=false",
+        *overrides,
+    )
+    return Setting(
+        "check", (*(TINY if tiny else ("model/size=s_2",)), *own), 8 if tiny else 32, mask_coverage
+    )
 
 
 def trainer_in(folder: str, setting: Setting) -> Trainer:
@@ -98,7 +119,9 @@ def skipped_step(device: torch.device, tiny: bool) -> Rows:
 
 
 def spoil_one_step(trainer: Trainer) -> Rows:
-    """Take a good step, one on latents that are not a number, and a good one; return what moved and what did not."""
+    """Take a good step, one on latents that are not a number, and a good one; return what moved and what did
+    not.
+    """
     batches, to_latents, states = iter(trainer.micro_batches(0)), trainer.to_latents, []
     for factor in (1.0, math.nan, 1.0):
         trainer.to_latents = lambda stored, generator, factor=factor: factor * to_latents(stored, generator)
@@ -112,7 +135,11 @@ def spoil_one_step(trainer: Trainer) -> Rows:
     return [
         compared(f"{of}, changed by a step of NaN", len(changed), 0),
         compared(f"{of}, left by the good step after it", len(stayed), 0),
-        compared("steps counted as skipped, beside the one", abs(trainer.window[WINDOW.index("skipped")].item() - 1), 0),
+        compared(
+            "steps counted as skipped, beside the one",
+            abs(trainer.window[WINDOW.index("skipped")].item() - 1),
+            0,
+        ),
     ]
 
 
@@ -120,7 +147,9 @@ def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
     state = {"updates of the average": trainer.ema.num_updates}
     state |= {f"average/{name}": parameter for name, parameter in trainer.ema.net.named_parameters()}
     for name, parameter in trainer.net.named_parameters():
-        state |= {name: parameter} | {f"{key}/{name}": value for key, value in trainer.optimizer.state[parameter].items()}
+        state |= {name: parameter} | {
+            f"{key}/{name}": value for key, value in trainer.optimizer.state[parameter].items()
+        }
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
@@ -133,20 +162,26 @@ def no_host_synchronisation(device: torch.device, tiny: bool) -> Rows:
     for name, (coverage, compiled) in kinds.items():
         overrides = (f"train.micro_batch_size={BATCH_SIZE // 2}", f"train.compile={compiled}")
         with tempfile.TemporaryDirectory() as folder:
-            failed = steps_without_waiting(trainer_in(folder, setting_of(tiny, *overrides, mask_coverage=coverage)))
+            failed = steps_without_waiting(
+                trainer_in(folder, setting_of(tiny, *overrides, mask_coverage=coverage))
+            )
         rows.append({"what": f"steps {name}{unwatched}", "failed": failed})
     return rows
 
 
 def steps_without_waiting(trainer: Trainer) -> str:
-    """Take steps between two log points; return where one waited for the device, if any did but the first two."""
+    """Take steps between two log points; return where one waited for the device, if any did but the first
+    two.
+    """
     batches = iter(trainer.micro_batches(0))
     for step in range(5):
         with waiting_is_an_error(trainer.device) if step > 1 else nullcontext():
             try:
                 trainer.train_step(batches)
             except RuntimeError as error:
-                ours = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_ours(frame.filename)]
+                ours = [
+                    frame for frame in traceback.extract_tb(error.__traceback__) if _is_ours(frame.filename)
+                ]
                 return f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}: {error}"
         trainer.step += 1
     return ""
@@ -171,7 +206,9 @@ def waiting_is_an_error(device: torch.device) -> Iterator[None]:
 
 
 def kill_and_resume(device: torch.device, tiny: bool) -> Rows:
-    """Compare a run that is killed and started again with one that is not, and this one with another of its seed."""
+    """Compare a run that is killed and started again with one that is not, and this one with another of its
+    seed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         # No processes that read ahead: those of a killed run would live on.
         every = ("train.num_workers=0", "train.log_every=2")
@@ -179,7 +216,9 @@ def kill_and_resume(device: torch.device, tiny: bool) -> Rows:
         setting = setting_of(tiny, *every)
         write_latents(Path(folder) / "latents", setting)
         overrides = overrides_of(setting, "routed", Path(folder))
-        undisturbed, resumed, again = runs = [Path(folder) / name for name in ("undisturbed", "resumed", "again")]
+        undisturbed, resumed, again = runs = [
+            Path(folder) / name for name in ("undisturbed", "resumed", "again")
+        ]
         _expect(-signal.SIGKILL, [*overrides, f"output_dir={resumed}"], KILLED_IN)
         for run in runs:
             _expect(0, [*overrides, f"output_dir={run}"])
@@ -195,7 +234,7 @@ def _expect(status: int, overrides: Sequence[str], killed_in: int | None = None)
 
 
 def train_here(overrides: Sequence[str], killed_in: int | None = None) -> None:
-    """Train as the command line would, in a process of its own, which a kill may end in the middle of a step."""
+    """Train as the command line would, in a process of its own, which a kill may end within a step."""
     update_weights = Trainer.update_weights
 
     def killed(trainer: Trainer, loss: torch.Tensor) -> torch.Tensor:
@@ -209,14 +248,17 @@ def train_here(overrides: Sequence[str], killed_in: int | None = None) -> None:
 
 
 def compared_runs(undisturbed: Path, resumed: Path, again: Path, device: torch.device) -> Rows:
-    """Compare runs of one seed, bit for bit on a CPU; some kernels of CUDA add up in any order, and then two undisturbed runs
-    tell how far apart a resumed one may end."""
+    """Compare runs of one seed, bit for bit on a CPU; some kernels of CUDA add up in any order, and then two
+    undisturbed runs tell how far apart a resumed one may end."""
     spread, found = differences(undisturbed, again), differences(undisturbed, resumed)
     bounds = spread_bounds = dict.fromkeys(spread, 0.0)
     if device.type == "cuda":
         bounds = {what: max(bound, SPREAD * spread[what]) for what, bound in RUN_BOUNDS.items()}
         spread_bounds = dict.fromkeys(spread, math.inf)
-    return [*_rows("two runs with one seed", spread, spread_bounds), *_rows("killed and resumed", found, bounds)]
+    return [
+        *_rows("two runs with one seed", spread, spread_bounds),
+        *_rows("killed and resumed", found, bounds),
+    ]
 
 
 def _rows(name: str, errors: dict[str, float], bounds: dict[str, float]) -> Rows:
@@ -228,7 +270,10 @@ def differences(wanted: Path, found: Path) -> dict[str, float]:
     """Return how far weights, average and logged losses of a run are from those of another."""
     errors = {}
     for what, file in (("weights", "net"), ("average", "ema")):
-        a, b = (load_file(run / f"checkpoints/step_{TOTAL_STEPS:08d}/{file}.safetensors") for run in (found, wanted))
+        a, b = (
+            load_file(run / f"checkpoints/step_{TOTAL_STEPS:08d}/{file}.safetensors")
+            for run in (found, wanted)
+        )
         errors[what] = relative([a[key] for key in b], list(b.values()))
     logged = [(run / "metrics.jsonl").read_text().splitlines() for run in (found, wanted)]
     a, b = (torch.tensor([json.loads(line)["loss"] for line in lines]) for lines in logged)

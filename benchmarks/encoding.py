@@ -2,8 +2,9 @@
 
     python -m benchmarks.encoding
 
-A tiny autoencoder of random weights shows what reading and writing cost beside it; one of the size of sd-vae-ft-ema, of random
-weights as well, what encoding and decoding at 256x256 cost on this machine. The record goes to benchmarks/results/.
+A tiny autoencoder of random weights shows what reading and writing cost beside it; one of the size of
+sd-vae-ft-ema, of random weights as well, what encoding and decoding at 256x256 cost on this machine. The
+record goes to benchmarks/results/.
 """
 
 import tempfile
@@ -36,15 +37,17 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 def main() -> None:
     """Measure, print and record."""
-    state = start_process(tf32=False)
-    found = environment(state.device)
+    launch = start_process(tf32=False)
+    found = environment(launch.device)
     with tempfile.TemporaryDirectory() as folder:
-        rows = time_program(Path(folder)) + time_network(Path(folder), state.device)
+        rows = time_program(Path(folder)) + time_network(Path(folder), launch.device)
     write_results("encoding", rows, found)
 
 
 def time_program(folder: Path) -> list[dict[str, Any]]:
-    """Time data.encode with a tiny autoencoder, and its reading and network by themselves, on 512 cuts of photographs."""
+    """Time data.encode with a tiny autoencoder, and its reading and network by themselves, on 512 cuts of
+    photographs.
+    """
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -58,11 +61,19 @@ def time_program(folder: Path) -> list[dict[str, Any]]:
     encoder = KLEncoder(str(vae), start_process(tf32=False).device)
     files = sorted((folder / "photos").rglob("*.jpg"))
     images = torch.randint(0, 256, (NUM_IMAGES, 3, RESOLUTION, RESOLUTION), dtype=torch.uint8)
-    found: dict[str, list[float]] = {"data.encode": [], "reading, one thread": [], "network, mirror images too": []}
+    found: dict[str, list[float]] = {
+        "data.encode": [],
+        "reading, one thread": [],
+        "network, mirror images too": [],
+    }
     for i in range(REPEATS):
-        found["data.encode"].append(NUM_IMAGES / _seconds(_encode, folder / "photos", folder / f"latents_{i}", vae))
+        found["data.encode"].append(
+            NUM_IMAGES / _seconds(_encode, folder / "photos", folder / f"latents_{i}", vae)
+        )
         found["reading, one thread"].append(NUM_IMAGES / _seconds(_read, files))
-        found["network, mirror images too"].append(NUM_IMAGES / _seconds(encoder.encode, torch.cat([images, images])))
+        found["network, mirror images too"].append(
+            NUM_IMAGES / _seconds(encoder.encode, torch.cat([images, images]))
+        )
     print(f"a tiny autoencoder, {RESOLUTION}x{RESOLUTION}, medians of {REPEATS}:")
     for name, values in found.items():
         print(f"  {name}: {median(values):.1f} images per second")

@@ -2,7 +2,8 @@
 
     python -m benchmarks.evaluation_speed
 
-Every way to take the Frechet distance is first checked to give the same number. The record goes to benchmarks/results/.
+Every way to take the Frechet distance is first checked to give the same number. The record goes to
+benchmarks/results/.
 """
 
 import tempfile
@@ -41,7 +42,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is scored: features of so many dimensions, images of the reference, samples, and a batch of the network."""
+    """How much is scored: features of so many dimensions, images of the reference, samples, and a batch of
+    the network.
+    """
 
     num_features: int = NUM_POOL_FEATURES
     num_reference: int = 10_000
@@ -61,7 +64,9 @@ def by_square_root(mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigma2:
     return _distance(mu1, sigma1, mu2, sigma2, np.trace(sqrtm(sigma1 @ sigma2)).real)
 
 
-def by_eigenvalues_of_product(mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigma2: np.ndarray) -> float:
+def by_eigenvalues_of_product(
+    mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigma2: np.ndarray
+) -> float:
     """Eigenvalues of the product, which is not symmetric."""
     return _distance(mu1, sigma1, mu2, sigma2, np.sqrt(eigvals(sigma1 @ sigma2)).real.sum())
 
@@ -70,7 +75,9 @@ def by_symmetric_root(mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigm
     """The symmetric root of one covariance by its eigenvectors, then eigenvalues."""
     values, vectors = np.linalg.eigh(sigma1)
     root = vectors * np.sqrt(values.clip(min=0)) @ vectors.T
-    return _distance(mu1, sigma1, mu2, sigma2, np.sqrt(np.linalg.eigvalsh(root @ sigma2 @ root).clip(min=0)).sum())
+    return _distance(
+        mu1, sigma1, mu2, sigma2, np.sqrt(np.linalg.eigvalsh(root @ sigma2 @ root).clip(min=0)).sum()
+    )
 
 
 def by_singular_values(mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigma2: np.ndarray) -> float:
@@ -79,12 +86,16 @@ def by_singular_values(mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sig
     return _distance(mu1, sigma1, mu2, sigma2, np.linalg.svd(factors, compute_uv=False).sum())
 
 
-def _distance(mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigma2: np.ndarray, trace_of_root: float) -> float:
+def _distance(
+    mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigma2: np.ndarray, trace_of_root: float
+) -> float:
     return float(np.square(mu1 - mu2).sum() + np.trace(sigma1) + np.trace(sigma2) - 2 * trace_of_root)
 
 
 def features(count: int, num_features: int, seed: int) -> torch.Tensor:
-    """Draw features (count, num_features) fp32 that look like the network's: not negative, correlated, of falling variances."""
+    """Draw features (count, num_features) fp32 that look like the network's: not negative, correlated, of
+    falling variances.
+    """
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(256, num_features, generator=torch.Generator().manual_seed(0)) / 16
     noise = torch.randn(count, num_features, generator=generator) * torch.logspace(0, -2, num_features)
@@ -101,7 +112,11 @@ def main() -> None:
     """Measure, print and record."""
     device = start_process().device
     found = environment(device)
-    rows = [{"setting": setting, **row} for setting, measure in plan(device, False, Path()).items() for row in measure()]
+    rows = [
+        {"setting": setting, **row}
+        for setting, measure in plan(device, False, Path()).items()
+        for row in measure()
+    ]
     print(markdown(rows, COLUMNS))
     write_results("evaluation_speed", rows, found)
 
@@ -129,8 +144,14 @@ def time_distances(device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
     pair = (*moments(count, num_features, 1), *moments(count, num_features, 2))
     values = {name: way(*pair) for name, way in ways.items()}
     for name, value in values.items():
-        assert np.isclose(value, values["scipy.linalg.sqrtm"], rtol=1e-6), (name, value, values["scipy.linalg.sqrtm"])
-    seconds = interleaved_seconds({name: lambda way=way: way(*pair) for name, way in ways.items()}, device, sizes.repeats)
+        assert np.isclose(value, values["scipy.linalg.sqrtm"], rtol=1e-6), (
+            name,
+            value,
+            values["scipy.linalg.sqrtm"],
+        )
+    seconds = interleaved_seconds(
+        {name: lambda way=way: way(*pair) for name, way in ways.items()}, device, sizes.repeats
+    )
     singular = (*moments(num_features // 2, num_features, 1), *moments(count, num_features, 2))
     start = time.perf_counter()
     frechet_distance(*singular)
@@ -142,7 +163,8 @@ def time_distances(device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
 def time_precision_recall(device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
     """Time precision and recall of the reference and the samples, once each way."""
     reference, samples = (
-        features(count, sizes.num_features, seed) for seed, count in enumerate((sizes.num_reference, sizes.num_samples), 1)
+        features(count, sizes.num_features, seed)
+        for seed, count in enumerate((sizes.num_reference, sizes.num_samples), 1)
     )
     rows = []
     for exact in (False, True):
@@ -164,9 +186,14 @@ def time_detector(device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "random.pth"
         torch.save(
-            inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False).state_dict(), weights
+            inception_v3(
+                weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False
+            ).state_dict(),
+            weights,
         )
-        ours, contiguous, channels_last = (InceptionDetector(weights, device, allow_unpublished=True) for _ in range(3))
+        ours, contiguous, channels_last = (
+            InceptionDetector(weights, device, allow_unpublished=True) for _ in range(3)
+        )
     contiguous._network.to(memory_format=torch.contiguous_format)
     channels_last._network.to(memory_format=torch.channels_last)
     x = torch.from_numpy(images).permute(0, 3, 1, 2).to(device)
@@ -174,10 +201,14 @@ def time_detector(device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
         "InceptionDetector": lambda: ours(images),
         "channels first": lambda: contiguous(images),
         "channels last": lambda: channels_last(images),
-        "resizing alone": lambda: interpolate_bilinear_2d_like_tensorflow1x(x.float(), size=(299, 299), align_corners=False),
+        "resizing alone": lambda: interpolate_bilinear_2d_like_tensorflow1x(
+            x.float(), size=(299, 299), align_corners=False
+        ),
     }
     seconds = interleaved_seconds(ways, device, sizes.repeats)
-    return [measured(name, "images/s", [sizes.batch_size / t for t in times]) for name, times in seconds.items()]
+    return [
+        measured(name, "images/s", [sizes.batch_size / t for t in times]) for name, times in seconds.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python -m benchmarks.gpu OUT families                  at the width of the published models, on a GPU
 
 The models are of their real classes, with random weights: width 512, 12 blocks, 77 tokens of text; one route,
-blocks 2 to depth-4, ratio 0.5. A step is a forward and a backward pass to all weights, in bf16 where the device is fast at it.
-FLOPs are those of matrix products, attention included, as in models/cost.py; torch counts them while one step of each kind
-runs. The record goes to benchmarks/results/.
+blocks 2 to depth-4, ratio 0.5. A step is a forward and a backward pass to all weights, in bf16 where the
+device is fast at it. FLOPs are those of matrix products, attention included, as in models/cost.py; torch
+counts them while one step of each kind runs. The record goes to benchmarks/results/.
 """
 
 import argparse
@@ -31,8 +31,15 @@ from training.speed import interleaved_seconds, speedup
 NUM_TEXT = 77
 RATIO, ROUTE = 0.5, Route(0.5, 2, -4)
 MEDIUM, TINY = (512, 8), (64, 1)  # width, heads
-# FLUX.1, Stable Diffusion 3 medium, PixArt-alpha XL/2, AuraFlow, Wan 1.3B: as their published configurations have them.
-PUBLISHED = {"flux": (3072, 24), "sd3": (1536, 24), "pixart": (1152, 16), "auraflow": (3072, 12), "wan": (1536, 12)}
+# FLUX.1, Stable Diffusion 3 medium, PixArt-alpha XL/2, AuraFlow, Wan 1.3B: as their published configurations
+# have them.
+PUBLISHED = {
+    "flux": (3072, 24),
+    "sd3": (1536, 24),
+    "pixart": (1152, 16),
+    "auraflow": (3072, 12),
+    "wan": (1536, 12),
+}
 BATCH_TOKENS, GPU_BATCH_TOKENS = 2048, 16384  # of all samples together; one sample may have more
 NUM_TOKENS, REPEATS = (256, 1024, 4096), 5
 COLUMNS = {
@@ -121,7 +128,9 @@ def pixart(num_tokens: int, batch: int, width: int, heads: int) -> tuple[nn.Modu
     }
 
 
-def auraflow(num_tokens: int, batch: int, width: int, heads: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def auraflow(
+    num_tokens: int, batch: int, width: int, heads: int
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """2 joint blocks and 10 single ones."""
     from diffusers import AuraFlowTransformer2DModel
 
@@ -174,10 +183,14 @@ FAMILIES: dict[str, Callable[[int, int, int, int], tuple[nn.Module, dict[str, An
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.families", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.families",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--num-tokens", nargs="+", type=int, default=NUM_TOKENS, help="of an image, each a square")
+    parser.add_argument(
+        "--num-tokens", nargs="+", type=int, default=NUM_TOKENS, help="of an image, each a square"
+    )
     parser.add_argument("--repeats", type=int, default=REPEATS)
     arguments = parser.parse_args()
     device = start_process().device
@@ -216,7 +229,9 @@ def measure(
     with device:  # billions of weights are drawn where they are needed
         model, inputs = FAMILIES[name](num_tokens, batch, *size)
     model.to(device).train()
-    inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    inputs = {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()
+    }
     attach(model, [ROUTE])
     step = partial(_step, model, inputs, device)
     flops = {ratio: _count(partial(step, ratio)) for ratio in (0.0, RATIO)}

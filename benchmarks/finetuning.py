@@ -3,15 +3,17 @@
     python -m benchmarks.finetuning
     python -m benchmarks.finetuning --steps 20 --seeds 1 --pretraining-steps 50
 
-A dense DiT is trained on scikit-learn's digits, then fine-tuned on the same digits turned by 90 degrees, with blocks 2 to
-depth-2 routed at several ratios or dense, all weights or LoRA. What is reported, as means over seeds:
+A dense DiT is trained on scikit-learn's digits, then fine-tuned on the same digits turned by 90 degrees, with
+blocks 2 to depth-2 routed at several ratios or dense, all weights or LoRA. What is reported, as means over
+seeds:
 
 - rise: loss of the network with its routes over that without, on held-out entries, before the first step;
-- recovered: the first step (of every fifth) after which the loss with routes is as low as the dense one was before the first;
-- dense loss after equal steps, and after as many steps as fit into the time of the dense fine-tune, over its loss there.
+- recovered: the first step (of every fifth) after which the loss with routes is as low as the dense one was
+before the first; - dense loss after equal steps, and after as many steps as fit into the time of the dense
+fine-tune, over its loss there.
 
-The time of a step is measured once for each arm, dense and routed in turn, without evaluation. LoRA needs what is in
-requirements-finetune.txt. The record goes to benchmarks/results/.
+The time of a step is measured once for each arm, dense and routed in turn, without evaluation. LoRA needs
+what is in requirements-finetune.txt. The record goes to benchmarks/results/.
 """
 
 import argparse
@@ -65,7 +67,9 @@ class Digits:
     def __init__(self, dataset: LatentDataset, quarters: int, seed: int):
         self.dataset, self.quarters = dataset, quarters
         share = {"start_step": 0, "process_index": 0, "num_processes": 1}
-        self.order = StreamOrder(dataset.train_ids, seed=seed, batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, **share)
+        self.order = StreamOrder(
+            dataset.train_ids, seed=seed, batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, **share
+        )
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._read(self.order.batch(step))
@@ -76,7 +80,9 @@ class Digits:
 
     def _read(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         stored, labels = self.dataset.read(ids)
-        return self.dataset.manifest.to_latents(stored.float()).rot90(self.quarters, (-2, -1)).contiguous(), labels
+        return self.dataset.manifest.to_latents(stored.float()).rot90(
+            self.quarters, (-2, -1)
+        ).contiguous(), labels
 
 
 class Training:
@@ -84,8 +90,13 @@ class Training:
 
     def __init__(self, net: DiT, data: Digits, lr: float, seed: int):
         self.net, self.data, self.seed, self.num_steps = net.train(), data, seed, 0
-        self.precond, self.loss_fn = EDMPrecond(net, sigma_data=0.5), EDMLoss(P_mean=-1.2, P_std=1.2, sigma_data=0.5)
-        self.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
+        self.precond, self.loss_fn = (
+            EDMPrecond(net, sigma_data=0.5),
+            EDMLoss(P_mean=-1.2, P_std=1.2, sigma_data=0.5),
+        )
+        self.optimizer = torch.optim.AdamW(
+            [p for p in net.parameters() if p.requires_grad], lr=lr, weight_decay=0.0
+        )
 
     def step(self) -> None:
         x, labels = self.data.batch(self.num_steps)
@@ -100,7 +111,13 @@ class Training:
         """Return the loss on the held-out entries, without dropped labels, with the same noise each time."""
         self.net.eval()
         losses = [
-            self.loss_fn(self.precond, x, labels, generator=torch.Generator().manual_seed(i), selection_ratio=selection_ratio)
+            self.loss_fn(
+                self.precond,
+                x,
+                labels,
+                generator=torch.Generator().manual_seed(i),
+                selection_ratio=selection_ratio,
+            )
             for i, (x, labels) in enumerate(self.data.held_out())
         ]
         self.net.train()
@@ -110,7 +127,9 @@ class Training:
 def main() -> None:
     """Pretrain, fine-tune, print and record."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.finetuning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.finetuning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=200, help="of each dense fine-tune; default 200")
     parser.add_argument("--pretraining-steps", type=int, default=1000, help="default 1000")
@@ -131,7 +150,9 @@ def main() -> None:
                 bar.update()
                 for ratio in RATIOS:
                     in_time = math.ceil(arguments.steps * faster[kind, ratio])
-                    outcome = finetune(pretrained, dataset, kind, ratio, seed, sorted({arguments.steps, in_time}))
+                    outcome = finetune(
+                        pretrained, dataset, kind, ratio, seed, sorted({arguments.steps, in_time})
+                    )
                     bar.update()
                     rows.append(
                         {
@@ -153,7 +174,9 @@ def main() -> None:
 
 
 def pretrain(dataset: LatentDataset, num_steps: int) -> DiT:
-    """Return a dense DiT trained on upright digits; it has routes, which are used only where a ratio is given."""
+    """Return a dense DiT trained on upright digits; it has routes, which are used only where a ratio is
+    given.
+    """
     torch.manual_seed(0)
     net = DiT(8, 1, 1, hidden_size=128, depth=8, num_heads=4, num_classes=10)
     training = Training(net, Digits(dataset, 0, seed=0), lr=1e-3, seed=0)
@@ -171,7 +194,9 @@ def routed(pretrained: DiT, kind: str, ratio: float, seed: int) -> DiT:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(seed)
-        get_peft_model(net, LoraConfig(r=RANK, target_modules=["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]))
+        get_peft_model(
+            net, LoraConfig(r=RANK, target_modules=["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
+        )
     return net
 
 
@@ -189,7 +214,9 @@ def finetune(
     pretrained: DiT, dataset: LatentDataset, kind: str, ratio: float, seed: int, evaluate_at: Sequence[int]
 ) -> Outcome:
     """Train a copy, dense at ratio 0, and evaluate it after so many steps."""
-    training = Training(routed(pretrained, kind, ratio, seed), Digits(dataset, 1, seed), LEARNING_RATES[kind], seed)
+    training = Training(
+        routed(pretrained, kind, ratio, seed), Digits(dataset, 1, seed), LEARNING_RATES[kind], seed
+    )
     before = training.evaluate(0.0)
     rise = training.evaluate(ratio) / before
     recovered_step, dense_losses = (None if ratio else 0), {}
@@ -204,7 +231,10 @@ def finetune(
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the means over seeds."""
-    print("| | ratio | step | rise of the loss | recovered after | dense loss, equal steps | dense loss, equal time |")
+    print(
+        "| | ratio | step | rise of the loss | recovered after | dense loss, equal steps | dense loss, equal "
+        "time |"
+    )
     print("|---|--:|--:|--:|--:|--:|--:|")
     for kind in LEARNING_RATES:
         for ratio in RATIOS:

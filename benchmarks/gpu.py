@@ -1,12 +1,13 @@
 """All that only a GPU can tell, in one command: stages of at most eight minutes each, recorded row by row.
 
     python -m benchmarks.gpu OUT                       all stages, in this order; an estimated hour on an H200
-    python -m benchmarks.gpu OUT step sample           some of them: check, step, sample, score, families, twins
-    python -m benchmarks.gpu OUT --tiny                all of them in minutes, at sizes that a CPU can do: a rehearsal
-    python -m benchmarks.gpu --collect OUT             records to benchmarks/results/, figures into README.md and RESULTS.md
+    python -m benchmarks.gpu OUT step sample           some of them: check, step, sample, score, families,
+    twins python -m benchmarks.gpu OUT --tiny                all of them in minutes, at sizes that a CPU can
+    do: a rehearsal python -m benchmarks.gpu --collect OUT             records to benchmarks/results/, figures
+    into README.md and RESULTS.md
 
-OUT holds a record and a log of each stage, written after every row. Given again, the same command goes on where it was
-stopped, and measures again what has failed. benchmarks/README.md tells what each stage does.
+OUT holds a record and a log of each stage, written after every row. Given again, the same command goes on
+where it was stopped, and measures again what has failed. benchmarks/README.md tells what each stage does.
 """
 
 import argparse
@@ -40,7 +41,9 @@ TIME_IS_UP = 3
 
 @dataclass(frozen=True)
 class Stage:
-    """What measures each setting, in order: plan(device, tiny, folder of the records); and how its rows are shown."""
+    """What measures each setting, in order: plan(device, tiny, folder of the records); and how its rows are
+    shown.
+    """
 
     plan: Callable[[torch.device, bool, Path], dict[str, Callable[[], Sequence[dict[str, Any]]]]]
     columns: dict[str, str]
@@ -59,13 +62,21 @@ STAGES = {
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return what the command line asks."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, help="folder of the records")
     parser.add_argument("stages", nargs="*", metavar="stage", help="none: all")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same code at sizes that take seconds")
-    parser.add_argument("--limit", type=float, default=LIMIT_SEC, help=f"seconds for each stage; default {LIMIT_SEC}")
-    parser.add_argument("--here", action="store_true", help="run one stage in this very process, without a log")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a rehearsal: the same code at sizes that take seconds"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_SEC, help=f"seconds for each stage; default {LIMIT_SEC}"
+    )
+    parser.add_argument(
+        "--here", action="store_true", help="run one stage in this very process, without a log"
+    )
     parser.add_argument("--collect", action="store_true", help="put the records of OUT into the project")
     parser.add_argument("--into", type=Path, default=PROJECT, help="with --collect: a copy of the project")
     asked = parser.parse_intermixed_args(arguments)
@@ -79,12 +90,19 @@ def main() -> None:
     """Run stages, or collect their records."""
     arguments = parse()
     if arguments.collect:
-        collect(arguments.out, {name: stage.columns for name, stage in STAGES.items()}, arguments.into, arguments.tiny)
+        collect(
+            arguments.out,
+            {name: stage.columns for name, stage in STAGES.items()},
+            arguments.into,
+            arguments.tiny,
+        )
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.here:
         sys.exit(run_stage(arguments.stages[0], arguments.out, arguments.tiny, arguments.limit))
-    ends = {name: run_apart(name, arguments.out, arguments.tiny, arguments.limit) for name in arguments.stages}
+    ends = {
+        name: run_apart(name, arguments.out, arguments.tiny, arguments.limit) for name in arguments.stages
+    }
     for name, end in ends.items():
         print(f"\n{name}: {end}")
         for file in arguments.out.glob(f"gpu_{name}_*.csv"):
@@ -94,7 +112,16 @@ def main() -> None:
 
 def run_apart(name: str, out: Path, tiny: bool, limit_sec: float) -> str:
     """Run a stage in a process of its own, so that none brings down another; return in words how it ended."""
-    command = [sys.executable, "-m", "benchmarks.gpu", str(out), name, "--here", f"--limit={limit_sec}", *["--tiny"] * tiny]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        str(out),
+        name,
+        "--here",
+        f"--limit={limit_sec}",
+        *["--tiny"] * tiny,
+    ]
     print(f"\n{name}: the log is {out / name}.log", flush=True)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": PROJECT, "process_group": 0}
     with subprocess.Popen(command, **options) as process:
@@ -122,7 +149,9 @@ def _copy(source: Any, log: Path) -> None:
 
 
 def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
-    """Measure row after row while there is time; return 0 where all is done, 1 where rows have failed, or `TIME_IS_UP`."""
+    """Measure row after row while there is time; return 0 where all is done, 1 where rows have failed, or
+    `TIME_IS_UP`.
+    """
     begun, row_sec, stage = time.perf_counter(), 0.0, STAGES[name]
     device = start_process().device
     record = Record(f"gpu_{name}", out, environment(device) | {"tiny": tiny})

@@ -1,9 +1,9 @@
 """The plain training step that speed-ups are measured against: what a good engineer writes at first.
 
-DiT [DiT] of timm's blocks (scaled dot product attention), one route [TREAD], the preconditioning and loss of [EDM], AdamW
-and the average of the weights; eager, fp32 throughout. Nothing is slowed down on purpose. It shares no code with the network
-of this repository, only the names of the parameters and the order of the random draws, so that both can be compared number
-by number.
+DiT [DiT] of timm's blocks (scaled dot product attention), one route [TREAD], the preconditioning and loss of
+[EDM], AdamW and the average of the weights; eager, fp32 throughout. Nothing is slowed down on purpose. It
+shares no code with the network of this repository, only the names of the parameters and the order of the
+random draws, so that both can be compared number by number.
 
 Shapes: N samples, C channels, H = W = input_size, T tokens, K kept tokens, D channels of a token.
 """
@@ -55,7 +55,9 @@ class PlainDiT(nn.Module):
         self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
         self.register_buffer("pos_embed", torch.zeros(1, self.x_embedder.num_patches, hidden_size))
         self.t_embedder, self.y_embedder, self.final_layer = nn.Module(), nn.Module(), nn.Module()
-        self.t_embedder.mlp = nn.Sequential(nn.Linear(256, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+        self.t_embedder.mlp = nn.Sequential(
+            nn.Linear(256, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+        )
         self.y_embedder.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
         self.blocks = nn.ModuleList(PlainBlock(hidden_size, num_heads) for _ in range(depth))
         self.final_layer.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
@@ -65,7 +67,11 @@ class PlainDiT(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(
-        self, x: torch.Tensor, c_noise: torch.Tensor, class_labels: torch.Tensor, ids_keep: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        c_noise: torch.Tensor,
+        class_labels: torch.Tensor,
+        ids_keep: torch.Tensor | None,
     ) -> torch.Tensor:
         """x (N, C, H, W), c_noise (N,), class_labels (N,), ids_keep (N, K) or None -> F_x (N, C, H, W)."""
         N, C, H, W = x.shape
@@ -93,7 +99,9 @@ class PlainStep:
         num_kept: K; T does not route.
     """
 
-    def __init__(self, net: PlainDiT, x: torch.Tensor, class_labels: torch.Tensor, num_classes: int, num_kept: int):
+    def __init__(
+        self, net: PlainDiT, x: torch.Tensor, class_labels: torch.Tensor, num_classes: int, num_kept: int
+    ):
         self.net, self.x, self.class_labels = net, x, class_labels
         self.num_classes, self.num_kept = num_classes, num_kept
         self.average = deepcopy(net).requires_grad_(False)

@@ -22,7 +22,9 @@ class ProcessFailed(Exception):
 
 
 def run_apart(function: Callable[..., None], *arguments: Any) -> int:
-    """Call a function in a process of its own, and return how that ended: its status, or a signal as a negative number."""
+    """Call a function in a process of its own, and return how that ended: its status, or a signal as a
+    negative number.
+    """
     process = CONTEXT.Process(target=_called, args=(function, *arguments))
     process.start()
     process.join()
@@ -99,7 +101,8 @@ def serve(connection: Connection, ready: Any, answers: dict[str, Callable[[], An
 
 
 def _called(function: Callable[..., None], *arguments: Any) -> None:
-    # A process takes over the method that started it: what it starts itself, workers that read data say, starts as always.
+    # A process takes over the method that started it: what it starts itself, workers that read data say,
+    # starts as always.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     function(*arguments)
 

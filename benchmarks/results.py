@@ -1,4 +1,4 @@
-"""Records of measurements: a CSV file whose first lines, marked with #, tell where and from what they come."""
+"""Records of measurements: a CSV file whose first lines, marked with #, tell where they come from."""
 
 import csv
 import io
@@ -15,8 +15,11 @@ from runtime.files import write_text
 RESULTS = Path(__file__).parent / "results"
 
 
-def write_results(name: str, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Write rows, which may have different columns, to a file named by program, device and torch; return its path.
+def write_results(
+    name: str, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], folder: Path = RESULTS
+) -> Path:
+    """Write rows, which may have different columns, to a file named by program, device and torch; return its
+    path.
 
     Args:
         environment: of `runtime.provenance`, as it was when the measurement began.
@@ -29,7 +32,8 @@ def write_results(name: str, rows: Sequence[Mapping[str, Any]], environment: Map
 
 
 class Record:
-    """The record of a stage: written after every setting, and gone on with by the same code on the same device.
+    """The record of a stage: written after every setting, and gone on with by the same code on the same
+    device.
 
     Raises:
         ValueError: other code began it, or it is of a rehearsal and this is not.
@@ -42,7 +46,9 @@ class Record:
             begun, self.rows = read_environment(self.file), read_results(self.file)
             for key in ("source_sha256", "tiny"):
                 if begun[key] != str(environment[key]):
-                    raise ValueError(f"{self.file} is of {key} {begun[key]}, not {environment[key]}: give another folder")
+                    raise ValueError(
+                        f"{self.file} is of {key} {begun[key]}, not {environment[key]}: give another folder"
+                    )
             self.environment["date"] = begun["date"]
 
     def add(self, setting: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -83,16 +89,29 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], ever
         columns: key -> format; "{}" is given what there is, the others a number.
         everything: keep the columns of which no row has a value.
     """
-    has = {key: form for key, form in columns.items() if everything or any(row.get(key) not in (None, "") for row in rows)}
+    has = {
+        key: form
+        for key, form in columns.items()
+        if everything or any(row.get(key) not in (None, "") for row in rows)
+    }
     lines = ["| " + " | ".join(has) + " |", "|---|" + "--:|" * (len(has) - 1)]
-    lines += ["| " + " | ".join(_cell(row.get(key), form) for key, form in has.items()) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(_cell(row.get(key), form) for key, form in has.items()) + " |" for row in rows
+    ]
     return "\n".join(lines)
 
 
 def measured(what: str, unit: str, values: float | Sequence[float]) -> dict[str, Any]:
     """Return the row of one quantity that was measured once or several times."""
     values = [values] if isinstance(values, int | float) else list(values)
-    return {"what": what, "unit": unit, "median": median(values), "least": min(values), "most": max(values), "n": len(values)}
+    return {
+        "what": what,
+        "unit": unit,
+        "median": median(values),
+        "least": min(values),
+        "most": max(values),
+        "n": len(values),
+    }
 
 
 def _file_of(name: str, environment: Mapping[str, Any], folder: Path) -> Path:

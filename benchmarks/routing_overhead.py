@@ -1,9 +1,10 @@
-"""What routing itself costs: select, start and end against a whole routed training step, and other ways to do the same.
+"""What routing itself costs: select, start and end against a whole routed training step, and other ways to do
+the same.
 
     python -m benchmarks.routing_overhead
 
-The setting is DiT-S/2 at 256 tokens, batch 64, one route. Each part is timed with its backward pass. The record goes to
-benchmarks/results/.
+The setting is DiT-S/2 at 256 tokens, batch 64, one route. Each part is timed with its backward pass. The
+record goes to benchmarks/results/.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,9 @@ def select_topk(device: torch.device) -> torch.Tensor:
 
 
 def select_threshold(device: torch.device) -> torch.Tensor:
-    """Where the noise lies below its K-th smallest value; `nonzero` gives ascending order, and waits for the device."""
+    """Where the noise lies below its K-th smallest value; `nonzero` gives ascending order, and waits for the
+    device.
+    """
     noise = torch.rand(N, T, device=device)
     return (noise <= noise.kthvalue(K, dim=1, keepdim=True).values).nonzero()[:, 1].view(N, K)
 
@@ -107,19 +110,29 @@ def main() -> None:
     for name, function in moves.items():
         assert torch.equal(function(x, ids_keep), x), name
     seconds = {}
-    for group in (selections, {name: with_backward(function, x, ids_keep) for name, function in moves.items()}):
+    for group in (
+        selections,
+        {name: with_backward(function, x, ids_keep) for name, function in moves.items()},
+    ):
         seconds |= interleaved_seconds(group, device, REPEATS)
     step = training_step(device, resolved)
     seconds |= interleaved_seconds({"whole routed step": step}, device, STEP_REPEATS)
     rows = [measured(name, "ms", [1000 * t for t in times]) for name, times in seconds.items()]
     milliseconds = {row["what"]: row["median"] for row in rows}
-    ours = [name for name in milliseconds if name.endswith("(routing.sample_ids_keep)") and "importance" not in name]
+    ours = [
+        name
+        for name in milliseconds
+        if name.endswith("(routing.sample_ids_keep)") and "importance" not in name
+    ]
     overhead = sum(milliseconds[name] for name in [*ours, "gather, scatter (routing)"])
     share = overhead / milliseconds["whole routed step"]
     print(f"| part, N={N} T={T} D={D}, forward and backward | milliseconds |\n|---|--:|")
     print("\n".join(f"| {name} | {value:.2f} |" for name, value in milliseconds.items()))
     verdict = "within" if share <= LARGEST_SHARE else "ABOVE"
-    print(f"\nselect, start and end take {share:.2%} of a routed step, {verdict} the {LARGEST_SHARE:.0%} allowed: {resolved}")
+    print(
+        f"\nselect, start and end take {share:.2%} of a routed step, {verdict} the {LARGEST_SHARE:.0%} "
+        f"allowed: {resolved}"
+    )
     how = {key: resolved[key] for key in ("mixed_precision", "compile", "keep_freed_memory")}
     write_results("routing_overhead", [row | how for row in rows], found)
 
@@ -138,13 +151,18 @@ def with_backward(
 
 
 def training_step(device: torch.device, resolved: dict[str, Any]) -> Callable[[], None]:
-    """Return a whole step of DiT-S/2 with the published route: forward, backward, AdamW, average of the weights."""
+    """Return a whole step of DiT-S/2 with the published route: forward, backward, AdamW, average of the
+    weights.
+    """
     net = DiT(32, 2, 4, D, 12, 6, routes=[Route(0.5, 2, -4)]).to(device).train()
     precond, ema = EDMPrecond(net), EMA(net, decay=0.9999, warmup=False)
     for block in net.blocks if resolved["compile"] else ():
         block.compile(dynamic=False)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    latents, labels = torch.randn(N, 4, 32, 32, device=device), torch.zeros(N, dtype=torch.int64, device=device)
+    latents, labels = (
+        torch.randn(N, 4, 32, 32, device=device),
+        torch.zeros(N, dtype=torch.int64, device=device),
+    )
     skipped = torch.zeros((), device=device)
 
     def run() -> None:

@@ -47,7 +47,9 @@ class Setting:
 
 def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
     """Return the overrides of the dense or the routed run of a setting."""
-    own = setting.overrides if setting.mask_coverage is None else (*setting.overrides, "train.masked_loss=true")
+    own = (
+        setting.overrides if setting.mask_coverage is None else (*setting.overrides, "train.masked_loss=true")
+    )
     if kind == "dense":
         own = tuple(override for override in own if not override.startswith(ROUTED_KEYS))
     model = "model=dit" if kind == "dense" else "model=tread"
@@ -93,17 +95,21 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 
 def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
-    """Build the trainer that train.py would build, in a folder of its own; return it and a row that describes it."""
+    """Build the trainer that train.py would build, in a folder of its own; return it and a row that describes
+    it.
+    """
     config = compose_config(overrides)
-    state = start_process()
-    resolved = resolve_auto(config, {}, state.device, 1)
+    launch = start_process()
+    resolved = resolve_auto(config, {}, launch.device, 1)
     if resolved["keep_freed_memory"]:
         keep_freed_memory()
     run = RunFolder(tempfile.mkdtemp(dir=folder))
     with redirect_stdout(io.StringIO()):  # the summary of a run
         trainer = train.build_trainer(config, resolved, run, dataset := build_node(config, "data")())
     masks_to_tokens = trainer.token_mask
-    coverage = mask_coverage(dataset, masks_to_tokens, config["train"]["batch_size"]) if masks_to_tokens else 0.0
+    coverage = (
+        mask_coverage(dataset, masks_to_tokens, config["train"]["batch_size"]) if masks_to_tokens else 0.0
+    )
     return trainer, describe(trainer.net, resolved, config, coverage)
 
 
@@ -121,7 +127,10 @@ def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverag
         "num_tokens": net.num_tokens,
         "routes": routes,
         "batch_size": config["train"]["batch_size"],
-        **{key: resolved[key] for key in ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")},
+        **{
+            key: resolved[key]
+            for key in ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")
+        },
         "gradient_checkpointing": net.gradient_checkpointing,
         "threads": torch.get_num_threads(),
         "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,

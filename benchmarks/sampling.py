@@ -1,11 +1,12 @@
-"""What a sample costs: evaluations of the denoiser, guided and not, in several precisions and batches, and whole samples.
+"""What a sample costs: evaluations of the denoiser, guided and not, in several precisions and batches, and
+whole samples.
 
     python -m benchmarks.sampling                          DiT-S/2, batch 4, printed
     python -m benchmarks.sampling --size b_2 --batch 16
     python -m benchmarks.gpu OUT sample                    DiT-XL/2, batches of 4 to 512, on a GPU
 
-On latents of 4x32x32 (256 tokens at patch 2; 1024 for the size tiny, whose patch is 1). Images per second are those of a whole
-sample of 40 Heun steps, 79 evaluations; the last rows draw such samples.
+On latents of 4x32x32 (256 tokens at patch 2; 1024 for the size tiny, whose patch is 1). Images per second are
+those of a whole sample of 40 Heun steps, 79 evaluations; the last rows draw such samples.
 """
 
 import argparse
@@ -58,16 +59,22 @@ def main() -> None:
     device = start_process().device
     found = environment(device)
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sampling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.sampling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", default="s_2", help="a file of configs/model/size")
     parser.add_argument("--batch", type=int, default=4, help="images drawn at once; default 4")
-    parser.add_argument("--record", help="name of the record, sampling for the committed one; default: none is written")
+    parser.add_argument(
+        "--record", help="name of the record, sampling for the committed one; default: none is written"
+    )
     arguments = parser.parse_args()
     if arguments.batch < 1:
         parser.error(f"--batch {arguments.batch} must be at least 1")
     print(f"{arguments.size}, batch {arguments.batch}: some minutes on a CPU", flush=True)
-    settings = settings_of(device, (f"model/size={arguments.size}",), (arguments.batch,), arguments.batch, REPEATS)
+    settings = settings_of(
+        device, (f"model/size={arguments.size}",), (arguments.batch,), arguments.batch, REPEATS
+    )
     rows = [{"setting": setting, **row} for setting, measure in settings.items() for row in measure()]
     print(markdown(rows, COLUMNS))
     if arguments.record:
@@ -86,7 +93,9 @@ def settings_of(
 ) -> dict[str, Callable[[], list[dict[str, Any]]]]:
     """Return what measures each precision, compiled and not, at each batch, and whole samples."""
     name = f"bf16, compiled, batch {whole_batch}, whole samples"
-    settings: dict[str, Callable[[], list[dict[str, Any]]]] = {name: partial(whole_samples, size, whole_batch, device)}
+    settings: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        name: partial(whole_samples, size, whole_batch, device)
+    }
     for precision in PRECISIONS[device.type]:
         for compiled in (True, False):
             for batch in batches:
@@ -96,8 +105,12 @@ def settings_of(
 
 
 def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Module:
-    """Return a dense network in its preconditioning, with random weights, for latents of 4x32x32; size: keys of its model."""
-    config = compose_config(("model=dit", "data=synthetic", "data.input_size=32", "data.num_classes=1000", *size))
+    """Return a dense network in its preconditioning, with random weights, for latents of 4x32x32; size: keys
+    of its model.
+    """
+    config = compose_config(
+        ("model=dit", "data=synthetic", "data.input_size=32", "data.num_classes=1000", *size)
+    )
     torch.manual_seed(0)
     with device:  # weights are drawn where they are needed
         net = build_net(config).to(device)
@@ -132,17 +145,29 @@ def evaluations(
     one, two = (ways[name]() for name in list(ways)[:2])
     error = ((one - two).norm() / two.norm()).item()
     assert error <= AGREE[precision], f"one batched forward and two differ by {error:.1e} of their norm"
-    num_calls = max(1, IMAGES_A_TURN[device.type] // batch)  # small batches are over before a clock is sure of them
-    turns = interleaved_seconds({name: partial(repeated, way, num_calls) for name, way in ways.items()}, device, repeats)
+    num_calls = max(
+        1, IMAGES_A_TURN[device.type] // batch
+    )  # small batches are over before a clock is sure of them
+    turns = interleaved_seconds(
+        {name: partial(repeated, way, num_calls) for name, way in ways.items()}, device, repeats
+    )
     seconds = {name: [sec / num_calls for sec in times] for name, times in turns.items()}
     flops = cost_of(precond.net).dense_forward_flops * batch
     peak, _ = peak_flops("bf16", device) if precision == "bf16" else (None, "")
     rows = []
     for name, times in seconds.items():
-        row = {"evaluation": name, "ms": 1000 * median(times), "ms_least": 1000 * min(times), "ms_most": 1000 * max(times)}
+        row = {
+            "evaluation": name,
+            "ms": 1000 * median(times),
+            "ms_least": 1000 * min(times),
+            "ms_most": 1000 * max(times),
+        }
         reset_peak(device)
         ways[name]()
-        row |= rate(batch, (2 * NUM_STEPS - 1) * median(times)) | {"n": repeats, "peak_memory_gib": peak_gib(device)}
+        row |= rate(batch, (2 * NUM_STEPS - 1) * median(times)) | {
+            "n": repeats,
+            "peak_memory_gib": peak_gib(device),
+        }
         if peak:
             row["utilisation"] = (1 if name == "unguided" else 2) * flops / median(times) / peak
         rows.append(row)
@@ -171,11 +196,15 @@ def repeated(function: Callable[[], Any], count: int) -> None:
 def inputs(precond: nn.Module, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return noise (batch, C, H, W) and labels (batch,)."""
     net, generator = precond.net, torch.Generator(device).manual_seed(0)
-    noise = torch.randn(batch, net.in_channels, net.input_size, net.input_size, generator=generator, device=device)
+    noise = torch.randn(
+        batch, net.in_channels, net.input_size, net.input_size, generator=generator, device=device
+    )
     return noise, torch.arange(batch, device=device) % net.num_classes
 
 
-def within(precision: str, device: torch.device, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+def within(
+    precision: str, device: torch.device, function: Callable[..., Any], *arguments: Any
+) -> Callable[[], Any]:
     """Return what calls a function in a precision."""
 
     def call() -> Any:

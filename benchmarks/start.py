@@ -1,10 +1,11 @@
-"""How long a run takes from its command to its first step: uncompiled, with an empty compile cache, and started again.
+"""How long a run takes from its command to its first step: uncompiled, with an empty compile cache, and
+started again.
 
     python -m benchmarks.start                    the default run (digits), and DiT-S/2 on 256 tokens
     python -m benchmarks.start --repeats 1
 
-Each start is a process of its own, `python train.py ...`; the clock stops when the line of the first step is in metrics.jsonl.
-The record goes to benchmarks/results/.
+Each start is a process of its own, `python train.py ...`; the clock stops when the line of the first step is
+in metrics.jsonl. The record goes to benchmarks/results/.
 """
 
 import argparse
@@ -23,15 +24,25 @@ from benchmarks.runs import Setting, write_latents
 from runtime.provenance import PROJECT, environment
 
 REPEATS = 3
-ONE_STEP = ("train.total_steps=1", "train.log_every=1", "train.eval_every=null", "train.sample_every=null", "evaluation=none")
+ONE_STEP = (
+    "train.total_steps=1",
+    "train.log_every=1",
+    "train.eval_every=null",
+    "train.sample_every=null",
+    "evaluation=none",
+)
 
 
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.start", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.start",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"starts of each kind; default {REPEATS}")
+    parser.add_argument(
+        "--repeats", type=int, default=REPEATS, help=f"starts of each kind; default {REPEATS}"
+    )
     repeats = parser.parse_args().repeats
     found = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as temporary:
@@ -39,7 +50,13 @@ def main() -> None:
         write_latents(folder / "latents", Setting("", ()))
         runs = {
             "digits": ("model=tread",),
-            "S/2": ("model=tread", "model/size=s_2", "data=latents", f"data.path={folder / 'latents'}", "train.batch_size=16"),
+            "S/2": (
+                "model=tread",
+                "model/size=s_2",
+                "data=latents",
+                f"data.path={folder / 'latents'}",
+                "train.batch_size=16",
+            ),
         }
         seconds: dict[tuple[str, str], list[float]] = {}
         for repeat in tqdm(range(repeats), desc="start"):
@@ -52,7 +69,10 @@ def main() -> None:
     rows = [measured(f"{name}: {kind}", "s", times) for (name, kind), times in seconds.items()]
     print("| from the command to the first step | median | least | most | n |\n|---|--:|--:|--:|--:|")
     for row in rows:
-        print(f"| {row['what']} | {row['median']:.1f} s | {row['least']:.1f} s | {row['most']:.1f} s | {row['n']} |")
+        print(
+            f"| {row['what']} | {row['median']:.1f} s | {row['least']:.1f} s | {row['most']:.1f} s | "
+            f"{row['n']} |"
+        )
     write_results("start", rows, found)
 
 

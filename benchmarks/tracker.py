@@ -1,9 +1,11 @@
-"""How long a training waits for its tracker at a log point: a sound, slow or failing one, a server that never answers.
+"""How long a training waits for its tracker at a log point: a sound, slow or failing one, a server that never
+answers.
 
     python -m benchmarks.tracker
     python -m benchmarks.tracker --lines 100
 
-Between two lines the program computes for a few milliseconds, as a training does. The record goes to benchmarks/results/.
+Between two lines the program computes for a few milliseconds, as a training does. The record goes to
+benchmarks/results/.
 """
 
 import argparse
@@ -24,7 +26,9 @@ from training import trackers
 
 LINES = 300
 ALLOWED_MS = 1.0
-VALUES = dict.fromkeys(("num_images", "loss", "grad_norm", "num_skipped_steps", "images_per_sec", "train_time_sec"), 1.0)
+VALUES = dict.fromkeys(
+    ("num_images", "loss", "grad_norm", "num_skipped_steps", "images_per_sec", "train_time_sec"), 1.0
+)
 
 
 class Slow:
@@ -50,7 +54,9 @@ class Failing(Slow):
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tracker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.tracker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--lines", type=int, default=LINES, help=f"of each tracker; default {LINES}")
     num_lines = parser.parse_args().lines
@@ -58,7 +64,10 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as deaf:
         # Answers are never sent, and wandb is pointed at this server before it reads its settings, once.
-        os.environ |= {"WANDB_BASE_URL": f"http://127.0.0.1:{deaf.getsockname()[1]}", "WANDB_API_KEY": "0" * 40}
+        os.environ |= {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{deaf.getsockname()[1]}",
+            "WANDB_API_KEY": "0" * 40,
+        }
         wandb = partial(trackers.WandbTracker, run_name="r", folder=folder, project="p")
         kinds = {
             "TensorBoard": partial(trackers.TensorBoardTracker, str(Path(folder) / "tensorboard")),
@@ -72,7 +81,10 @@ def main() -> None:
     print("| tracker | median | least | most | n |\n|---|--:|--:|--:|--:|")
     for row in rows:
         over = "" if row["median"] < ALLOWED_MS else f" (more than {ALLOWED_MS:g} ms)"
-        print(f"| {row['what']} | {row['median']:.4f} ms{over} | {row['least']:.4f} ms | {row['most']:.2f} ms | {row['n']} |")
+        print(
+            f"| {row['what']} | {row['median']:.4f} ms{over} | {row['least']:.4f} ms | {row['most']:.2f} ms "
+            f"| {row['n']} |"
+        )
     write_results("tracker", rows, found)
 
 

@@ -1,13 +1,16 @@
-"""What a training step takes: against the plain step, routed against dense, at several lengths, under masks, and part by part.
+"""What a training step takes: against the plain step, routed against dense, at several lengths, under masks,
+and part by part.
 
-    python -m benchmarks.train_step                    the standard rows of this device, half an hour on two cores; the record
+    python -m benchmarks.train_step                    the standard rows of this device, half an hour on two
+    cores; the record
                                                        goes to benchmarks/results/
     python -m benchmarks.train_step model/size=b_2 train.batch_size=64 train.compile=false
-                                                       one setting, in the keys of train.py, printed; some minutes
+                                                       one setting, in the keys of train.py, printed; some
+                                                       minutes
 
-What is timed is the trainer that train.py builds, on latents read from a folder. Each kind of step runs in a process of its
-own, and they take turns. Before that, loss and gradients are compared with those of the plain step (benchmarks/plain_step.py).
-benchmarks/README.md has the rules, benchmarks/LOG.md what was tried.
+What is timed is the trainer that train.py builds, on latents read from a folder. Each kind of step runs in a
+process of its own, and they take turns. Before that, loss and gradients are compared with those of the plain
+step (benchmarks/plain_step.py). benchmarks/README.md has the rules, benchmarks/LOG.md what was tried.
 """
 
 import argparse
@@ -60,7 +63,13 @@ PLAIN_KNOWS = {
     "fp32_after_route": False,
     "learn_sigma": False,
 }
-SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "train.batch_size=4", "train.compile=false")
+SMALL = (
+    "model.hidden_size=32",
+    "model.num_heads=4",
+    "model.depth=7",
+    "train.batch_size=4",
+    "train.compile=false",
+)
 TINY_SETTINGS = [
     Setting("256 tokens", SMALL, 8, plain=True, whole=True),
     Setting("masks, 25%", SMALL, 8, mask_coverage=0.25),
@@ -96,13 +105,17 @@ def standard_settings(device: torch.device) -> list[Setting]:
     settings = []
     if on_gpu:  # what is wanted most comes first
         settings.append(Setting("XL/2", of("xl_2", 256)))
-        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, "model.gradient_checkpointing=true"), check=False))
+        settings.append(
+            Setting("XL/2, checkpointing", of("xl_2", 256, "model.gradient_checkpointing=true"), check=False)
+        )
     settings.append(Setting("256 tokens", usual, plain=True))
     for side in (16, 64, 128):
         num_tokens = (side // 2) ** 2
         overrides = of(size, tokens_at_once // num_tokens)
         settings.append(Setting(f"{num_tokens} tokens", overrides, input_size=side, check=not on_gpu))
-    settings += [Setting(f"masks, {coverage:.0%}", usual, mask_coverage=coverage) for coverage in (0.0, 0.25, 0.5)]
+    settings += [
+        Setting(f"masks, {coverage:.0%}", usual, mask_coverage=coverage) for coverage in (0.0, 0.25, 0.5)
+    ]
     settings.append(Setting("256 tokens, fp32 block", (*usual, fp32_block), check=not on_gpu))
     if on_gpu:
         settings.append(Setting("XL/2, fp32 block", of("xl_2", 256, fp32_block), check=False))
@@ -123,27 +136,47 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.train_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", help="keys of train.py; none: the standard rows of this device")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"turns of each process; default {REPEATS}")
-    parser.add_argument("--input-size", type=int, default=32, help="side of the latents of one setting; default 32")
-    parser.add_argument("--mask-coverage", type=float, help="fraction of the tokens that masks hold; default: no masks")
-    parser.add_argument("--record", help="name of the record; default: train_step for the standard rows, none for one setting")
+    parser.add_argument(
+        "overrides", nargs="*", help="keys of train.py; none: the standard rows of this device"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=REPEATS, help=f"turns of each process; default {REPEATS}"
+    )
+    parser.add_argument(
+        "--input-size", type=int, default=32, help="side of the latents of one setting; default 32"
+    )
+    parser.add_argument(
+        "--mask-coverage", type=float, help="fraction of the tokens that masks hold; default: no masks"
+    )
+    parser.add_argument(
+        "--record", help="name of the record; default: train_step for the standard rows, none for one setting"
+    )
     arguments = parser.parse_intermixed_args()
     if any(override.startswith(("model=", "data=", "data.")) for override in arguments.overrides):
-        parser.error("model and data are not yours to give: dense and routed steps are both timed, on latents of noise")
+        parser.error(
+            "model and data are not yours to give: dense and routed steps are both timed, on latents of noise"
+        )
     if arguments.repeats < 1:
         parser.error(f"--repeats {arguments.repeats} must be at least 1")
     if arguments.mask_coverage is not None and not 0 <= arguments.mask_coverage <= 1:
         parser.error(f"--mask-coverage {arguments.mask_coverage} must be in [0, 1]")
     if not arguments.overrides and (arguments.input_size != 32 or arguments.mask_coverage is not None):
-        parser.error("--input-size and --mask-coverage are of one setting: give its keys, model/size=s_2 for example")
+        parser.error(
+            "--input-size and --mask-coverage are of one setting: give its keys, model/size=s_2 for example"
+        )
     device = start_process().device
     found_here = environment(device)
     settings = standard_settings(device)
     if arguments.overrides:
-        settings = [Setting("given", tuple(arguments.overrides), arguments.input_size, arguments.mask_coverage, plain=True)]
+        settings = [
+            Setting(
+                "given", tuple(arguments.overrides), arguments.input_size, arguments.mask_coverage, plain=True
+            )
+        ]
     peaks = {precision: peak_flops(precision, device) for precision in TOLERANCES}
     rows, failed = [], False
     for setting in settings:
@@ -179,24 +212,33 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
         if setting.whole:
             kinds |= {"whole dense": (whole, "dense"), "whole routed": (whole, "routed")}
         workers = {
-            name: stack.enter_context(Worker(of, Path(folder), kind, overrides[kind])) for name, (of, kind) in kinds.items()
+            name: stack.enter_context(Worker(of, Path(folder), kind, overrides[kind]))
+            for name, (of, kind) in kinds.items()
         }
         for name, worker in tqdm(workers.items(), desc="  build, compile, warm up", leave=False):
             tqdm.write(f"  {name}: {in_words(worker.ready)}")
-            worker.ask("warm up")  # one after the other: together they might not fit into the memory of a device
+            worker.ask(
+                "warm up"
+            )  # one after the other: together they might not fit into the memory of a device
         seconds = {name: [] for name in workers}
         for _ in tqdm(range(repeats), desc="  turns", leave=False):
             for name, worker in workers.items():
                 seconds[name].append(worker.ask("step"))
         rows = []
         for name, worker in tqdm(workers.items(), desc="  parts", leave=False):
-            row = {"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage} | worker.ready
+            row = {
+                "setting": setting.name,
+                "step": name,
+                "mask_coverage": setting.mask_coverage,
+            } | worker.ready
             row |= timing(seconds[name], row, peaks)
             row |= {"peak_memory_gib": worker.ask("memory")}
             rows.append(row | worker.ask("parts"))
     for row in rows:
         if row["step"].endswith("routed"):
-            row["speedup_over_dense"] = speedup(seconds[row["step"].replace("routed", "dense")], seconds[row["step"]])
+            row["speedup_over_dense"] = speedup(
+                seconds[row["step"].replace("routed", "dense")], seconds[row["step"]]
+            )
             row["share_of_predicted"] = row["speedup_over_dense"] / row["predicted_speedup"]
         if of_whole := seconds.get(f"whole {row['step']}"):
             row["speedup_over_whole"] = speedup(of_whole, seconds[row["step"]])
@@ -208,8 +250,12 @@ def measure(setting: Setting, repeats: int, peaks: dict[str, tuple[float, str]])
 
 
 def unknown_to_plain(config: dict[str, Any]) -> list[str]:
-    """Return the keys of a configuration that the plain step can not follow."""
-    unknown = [f"model.{key}={config['model'][key]}" for key, known in PLAIN_KNOWS.items() if config["model"][key] != known]
+    """Return the keys of a configuration that the plain step cannot follow."""
+    unknown = [
+        f"model.{key}={config['model'][key]}"
+        for key, known in PLAIN_KNOWS.items()
+        if config["model"][key] != known
+    ]
     if len(config["model"]["routes"]) > 1:
         unknown.append("several routes")
     if config["train"]["masked_loss"]:
@@ -233,14 +279,18 @@ def in_words(row: dict[str, Any]) -> str:
     """Return what a process times."""
     sizes = f"{row['parameters'] / 1e6:.1f}M parameters, {row['depth']} blocks, {row['num_tokens']} tokens"
     precision = "bf16" if row["mixed_precision"] == "bf16" else "fp32"
-    compiled = row["compile"] if isinstance(row["compile"], str) else "compiled" if row["compile"] else "uncompiled"
+    compiled = (
+        row["compile"] if isinstance(row["compile"], str) else "compiled" if row["compile"] else "uncompiled"
+    )
     words = [sizes, f"batch {row['batch_size']}", precision, compiled]
     if row["routes"]:
         words.append(f"routes {row['routes']} (blocks:fraction that bypasses)")
     return ", ".join(words)
 
 
-def timing(seconds: Sequence[float], row: dict[str, Any], peaks: dict[str, tuple[float, str]]) -> dict[str, Any]:
+def timing(
+    seconds: Sequence[float], row: dict[str, Any], peaks: dict[str, tuple[float, str]]
+) -> dict[str, Any]:
     """Return time, images per second and utilisation of a step."""
     peak, source = peaks[row["mixed_precision"]]
     return {
@@ -256,20 +306,31 @@ def timing(seconds: Sequence[float], row: dict[str, Any], peaks: dict[str, tuple
 
 
 def peak_flops(precision: str, device: torch.device) -> tuple[float, str]:
-    """Return FLOPs per second of large matrix products in a precision: as specified, else the best of several measured."""
+    """Return FLOPs per second of large matrix products in a precision: as specified, else the best of several
+    measured.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if precision == "bf16" and name in PEAK_FLOPS:
         return PEAK_FLOPS[name], "specified"
-    size, allowed = PRODUCT_SIZES[device.type], " in TF32" if precision == "no" and device.type == "cuda" else ""
-    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    return 2 * size**3 / min(_seconds(lambda: a @ b, device) for _ in range(20)), f"product of {size}{allowed}"
+    size, allowed = (
+        PRODUCT_SIZES[device.type],
+        " in TF32" if precision == "no" and device.type == "cuda" else "",
+    )
+    a, b = torch.randn(
+        2, size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32
+    )
+    return 2 * size**3 / min(
+        _seconds(lambda: a @ b, device) for _ in range(20)
+    ), f"product of {size}{allowed}"
 
 
 def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
     """Serve the steps of the trainer."""
     trainer, row = build(folder, overrides)
     batches = iter(trainer.micro_batches(0))
-    _serve_steps(connection, row, partial(_step, trainer, batches), trainer.device, lambda: shares(trainer, batches))
+    _serve_steps(
+        connection, row, partial(_step, trainer, batches), trainer.device, lambda: shares(trainer, batches)
+    )
 
 
 def whole(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
@@ -292,7 +353,12 @@ def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
     step = plain_step(trainer, _latents(trainer, batch_size))
     del trainer
     gc.collect()
-    _serve_steps(connection, row | {"mixed_precision": "no", "compile": False, "keep_freed_memory": False}, step, device)
+    _serve_steps(
+        connection,
+        row | {"mixed_precision": "no", "compile": False, "keep_freed_memory": False},
+        step,
+        device,
+    )
 
 
 def _step(trainer: Trainer, batches: Iterator[Any]) -> None:
@@ -317,28 +383,36 @@ def _serve_steps(
 
 
 def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
-    """Compare loss and gradients with those of the plain step, from the same weights, data and random numbers.
+    """Compare loss and gradients with those of the plain step, from the same weights, data and random
+    numbers.
 
     Raises:
         AssertionError: they differ by more than `TOLERANCES`.
     """
     overrides = [
-        override for override in overrides if not override.startswith(("train.batch_size=", "train.micro_batch_size="))
+        override
+        for override in overrides
+        if not override.startswith(("train.batch_size=", "train.micro_batch_size="))
     ]
     trainer, row = build(folder, [*overrides, f"train.batch_size={CHECK_SAMPLES}"])
     perturb(trainer.net)
     batch = _latents(trainer, CHECK_SAMPLES)
     with strict_fp32():  # TF32 would hide what is to be found
         loss_error, gradient_error = errors(trainer, batch, plain_step(trainer, batch))
-    how = f"{'bf16' if row['mixed_precision'] == 'bf16' else 'fp32'}, {'compiled' if row['compile'] else 'uncompiled'}"
+    precision = "bf16" if row["mixed_precision"] == "bf16" else "fp32"
+    how = f"{precision}, {'compiled' if row['compile'] else 'uncompiled'}"
     found = f"{how}: loss within {loss_error:.1e}, gradients within {gradient_error:.1e} of the plain step"
     largest_loss_error, largest_gradient_error = TOLERANCES[row["mixed_precision"]]
     assert loss_error <= largest_loss_error and gradient_error <= largest_gradient_error, found
     serve(connection, found, {})
 
 
-def errors(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], step: PlainStep) -> tuple[float, float]:
-    """Return how far loss and gradients of a trainer are from those of the plain step, relative to their size."""
+def errors(
+    trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], step: PlainStep
+) -> tuple[float, float]:
+    """Return how far loss and gradients of a trainer are from those of the plain step, relative to their
+    size.
+    """
     expected = step.loss(torch.Generator(trainer.device).manual_seed(0))
     expected.backward()
     generator = torch.Generator(trainer.device).manual_seed(0)
@@ -347,7 +421,9 @@ def errors(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], step: Pla
     gradients = {name: parameter.grad for name, parameter in trainer.net.named_parameters()}
     expected_gradients = {name: parameter.grad for name, parameter in step.net.named_parameters()}
     differences = [gradients[name] - gradient for name, gradient in expected_gradients.items()]
-    difference, norm = (torch.nn.utils.get_total_norm(all_) for all_ in (differences, list(expected_gradients.values())))
+    difference, norm = (
+        torch.nn.utils.get_total_norm(all_) for all_ in (differences, list(expected_gradients.values()))
+    )
     return (abs(loss - expected) / expected).item(), (difference / norm).item()
 
 
@@ -358,7 +434,14 @@ def plain_step(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> Pl
     num_kept = num_tokens_kept(net.num_tokens, route.selection_ratio) if route else net.num_tokens
     window = (route.start_layer_idx, route.end_layer_idx) if route else (0, 0)
     attn = net.blocks[0].attn
-    sizes = (net.input_size, net.patch_size, net.in_channels, attn.proj.in_features, len(net.blocks), attn.num_heads)
+    sizes = (
+        net.input_size,
+        net.patch_size,
+        net.in_channels,
+        attn.proj.in_features,
+        len(net.blocks),
+        attn.num_heads,
+    )
     plain_net = PlainDiT(*sizes, net.num_classes, *window).to(trainer.device)
     plain_net.load_state_dict(net.state_dict())
     return PlainStep(plain_net, *batch, net.num_classes, num_kept)
@@ -382,9 +465,13 @@ def shares(trainer: Trainer, batches: Iterator[Any]) -> dict[str, float]:
 
         return call
 
-    def forward(*tensors: Any, generator: Any, selection_ratio: Any, force_keep: Any, loss_mask: Any) -> torch.Tensor:
+    def forward(
+        *tensors: Any, generator: Any, selection_ratio: Any, force_keep: Any, loss_mask: Any
+    ) -> torch.Tensor:
         routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
-        return timed("forward", partial(loss_fn, generator=generator, **routing, loss_mask=loss_mask))(*tensors)
+        return timed("forward", partial(loss_fn, generator=generator, **routing, loss_mask=loss_mask))(
+            *tensors
+        )
 
     read = timed("data", batches.__next__)
     trainer.loss_fn = forward
@@ -424,7 +511,9 @@ def _warm_up(step: Callable[[], None], device: torch.device) -> None:
 
 
 def _turn(step: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of a step; on a GPU the mean of ten, after one untimed, and the memory is left to the next process."""
+    """Return the seconds of a step; on a GPU the mean of ten, after one untimed, and the memory is left to
+    the next process.
+    """
     if device.type != "cuda":
         return _seconds(step, device)
     step()

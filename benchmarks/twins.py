@@ -1,7 +1,8 @@
-"""A routed run and its dense twin on glyphs, in turn: who is ahead after the same steps, and after the same seconds.
+"""A routed run and its dense twin on glyphs, in turn: who is ahead after the same steps, and after the same
+seconds.
 
-The recipe of `data=glyphs` as it stands: 256 tokens, S/2, 62 classes, batch 256, one seed. Each turn trains one of both 2,000
-steps further by `train.py`, which scores it in the end.
+The recipe of `data=glyphs` as it stands: 256 tokens, S/2, 62 classes, batch 256, one seed. Each turn trains
+one of both 2,000 steps further by `train.py`, which scores it in the end.
 """
 
 import json
@@ -48,14 +49,20 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
     """Return what trains each run on, in turn; see `benchmarks.gpu`."""
     steps, turns, overrides = (1, 2, TINY) if tiny else (STEPS, TURNS, ())
     return {
-        f"{kind}, {turn * steps} steps": partial(train_on, kind, turn * steps, steps, overrides, out / "twins")
+        f"{kind}, {turn * steps} steps": partial(
+            train_on, kind, turn * steps, steps, overrides, out / "twins"
+        )
         for turn in range(1, turns + 1)
         for kind in MODELS
     }
 
 
-def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Train one of both runs to a step, and return its scores beside those that the dense one had after the same seconds."""
+def train_on(
+    kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path
+) -> list[dict[str, Any]]:
+    """Train one of both runs to a step, and return its scores beside those that the dense one had after the
+    same seconds.
+    """
     folder = folder.resolve()
     if total_steps > steps and not (folder / kind).exists():
         raise ValueError(f"{folder / kind} is gone: begin in another folder")
@@ -76,7 +83,9 @@ def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], 
     found = scores[kind][-1]
     row = {"kind": kind, **found, "images_per_sec": found["num_images"] / found["train_sec"]}
     if kind == "routed":
-        row |= {f"{key}_dense_at_equal_sec": at_second(scores["dense"], key, found["train_sec"]) for key in SCORES}
+        row |= {
+            f"{key}_dense_at_equal_sec": at_second(scores["dense"], key, found["train_sec"]) for key in SCORES
+        }
     return [row]
 
 
@@ -87,7 +96,8 @@ def scores_of(run: Path) -> list[dict[str, Any]]:
         if "images_per_sec" in line:
             rates.append(line["images_per_sec"])
         if SCORES[0] in line:
-            # Each turn compiles anew within its first window, which a median leaves out and the run's own clock does not.
+            # Each turn compiles anew within its first window, which a median leaves out and the run's own
+            # clock does not.
             train_sec = line["num_images"] / median(rates)
             found.append({"step": line["step"], "num_images": line["num_images"], "train_sec": train_sec})
             found[-1] |= {key: line[key] for key in SCORES}
@@ -95,7 +105,9 @@ def scores_of(run: Path) -> list[dict[str, Any]]:
 
 
 def at_second(scores: Sequence[Mapping[str, Any]], key: str, train_sec: float) -> float | None:
-    """Return a score after so many seconds of training, between evaluations on a straight line; None outside of them."""
+    """Return a score after so many seconds of training, between evaluations on a straight line; None outside
+    of them.
+    """
     seconds = [found["train_sec"] for found in scores]
     if not seconds[0] <= train_sec <= seconds[-1]:
         return None

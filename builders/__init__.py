@@ -1,1 +1,3 @@
-"""The room that knows all others: schemas, rules across groups, and what puts the parts of a program together."""
+"""The room that knows all others: schemas, rules across groups, and what puts the parts of a program
+together.
+"""

@@ -9,9 +9,11 @@ from joblib import cpu_count
 from runtime.machine import can_compile, can_keep_freed_memory, has_fast_bf16, is_glibc
 
 
-def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int) -> dict[str, Any]:
-    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun with,
-    but for micro-batches that its processes can not share.
+def resolve_auto(
+    config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int
+) -> dict[str, Any]:
+    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun
+    with, but for micro-batches that its processes cannot share.
 
     Args:
         saved: what an earlier start of this run decided; empty for a new run.
@@ -30,7 +32,9 @@ def resolve_auto(config: dict[str, Any], saved: dict[str, Any], device: torch.de
         micro_batch_size = train["batch_size"] // num_processes
     keep = train["keep_freed_memory"]
     if keep == "true" and not is_glibc():
-        raise ValueError("train.keep_freed_memory=true needs the C library glibc, which this machine does not have")
+        raise ValueError(
+            "train.keep_freed_memory=true needs the C library glibc, which this machine does not have"
+        )
     resolved = {
         "mixed_precision": precision,
         "compile": compiled in (True, "true"),

@@ -18,14 +18,30 @@ from builders.schemas import SCHEMAS, Config
 from data.manifest import read_manifest
 from data.shards import read_shard_manifest
 from routing import Route
-from runtime.config import build_node, check_arguments, check_keys, config_folders, missing_keys, one_line, register_with_hydra
+from runtime.config import (
+    build_node,
+    check_arguments,
+    check_keys,
+    config_folders,
+    missing_keys,
+    one_line,
+    register_with_hydra,
+)
 from runtime.provenance import flatten
 from runtime.targets import allowed_targets, check_apart, check_targets, load_target
 from training.run_folder import RunFolder
 
 LONGEST_NAME = 160
 MAY_BE_EMPTY = ("evaluation", "tracker")
-GROUPS_OF_TARGETS = ("model", "data", "diffusion.precond", "diffusion.loss", "optimizer", "sampler", *MAY_BE_EMPTY)
+GROUPS_OF_TARGETS = (
+    "model",
+    "data",
+    "diffusion.precond",
+    "diffusion.loss",
+    "optimizer",
+    "sampler",
+    *MAY_BE_EMPTY,
+)
 
 
 def register() -> None:
@@ -50,7 +66,11 @@ def _default_run_name(seed: int) -> str:
         # A name must be usable on Hydra's command line again, as run=runs/NAME.
         name += "_" + re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
     # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return (
+        name
+        if len(name) <= LONGEST_NAME
+        else f"{name[:LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    )
 
 
 def _manifest_key(reader: Callable[[str], Any], path: str, key: str) -> Any:
@@ -77,8 +97,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration as plain types, every interpolation resolved, of the types that its schemas say.
 
     Raises:
-        ValueError: a mandatory key has no value, or a key was removed, or forced upon a group that does not know it; a value
-            is of another type than its `_target_` takes, or not finite.
+        ValueError: a mandatory key has no value, or a key was removed, or forced upon a group that does not
+            know it; a value is of another type than its `_target_` takes, or not finite.
     """
     check_keys(cfg)
     missing = missing_keys(OmegaConf.to_container(cfg))
@@ -93,7 +113,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 
 
 def of_run(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run, which may come from anywhere, held against the rules of the command line.
+    """Return the configuration of a run, which may come from anywhere, held against the rules of the command
+    line.
 
     Raises:
         ValueError: it breaks one, or was not written by this version.
@@ -108,7 +129,11 @@ def of_run(run: RunFolder) -> dict[str, Any]:
             raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
         check_loop(config, num_processes=1)
         check_groups(config)
-    except (ValueError, OverflowError, OmegaConfBaseException) as error:  # the second: an integer that no float can hold
+    except (
+        ValueError,
+        OverflowError,
+        OmegaConfBaseException,
+    ) as error:  # the second: an integer that no float can hold
         key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
         raise ValueError(f"{run.config_file}: {key}{one_line(str(error))}") from error
     return config
@@ -131,7 +156,9 @@ def _check_arguments(node: Any, key: str = "") -> None:
         _check_arguments(child, f"{key}.{name}" if key else name)
     if "_target_" in node:
         target = load_target(f"{key}._target_", node["_target_"])
-        node.update(check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"}))
+        node.update(
+            check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"})
+        )
     elif key in GROUPS_OF_TARGETS and (node or key not in MAY_BE_EMPTY):
         raise ValueError(f"{key}={node} must name a _target_")
     if key == "model":
@@ -139,7 +166,9 @@ def _check_arguments(node: Any, key: str = "") -> None:
 
 
 def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
-    """Return the arguments of each route, checked; raise ValueError with the key for what is not known or of another type."""
+    """Return the arguments of each route, checked; raise ValueError with the key for what is not known or of
+    another type.
+    """
     if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
         raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
     return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]

@@ -1,4 +1,4 @@
-"""The network of a configuration, with what the routes do over a training and the preconditioning around it."""
+"""The network of a configuration, the plan of its routes, and the preconditioning around it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rules of a training configuration: about the values of groups that have no constructor, and across groups."""
+"""Rules of a training configuration: for groups that have no constructor, and across groups."""
 
 import math
 from typing import Any
@@ -39,7 +39,14 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
             raise ValueError(f"{key}='{config[key]}' must not be empty")
     for key in ("total_steps", "batch_size", "log_every", "save_every", "keep_last", "max_skipped_steps"):
         check_positive(f"train.{key}", train[key])
-    for key in ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every", "max_time_sec"):
+    for key in (
+        "micro_batch_size",
+        "grad_clip",
+        "eval_every",
+        "sample_every",
+        "milestone_every",
+        "max_time_sec",
+    ):
         if train[key] is not None:
             check_positive(f"train.{key}", train[key], otherwise=", or null")
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
@@ -73,15 +80,22 @@ def check_groups(config: dict[str, Any]) -> None:
     check_choice("method", method, METHODS)
     check_choice("decoding", config["decoding"], DECODINGS)
     if method == "tread" and not routes:
-        raise ValueError(f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. model/routes=paper")
+        raise ValueError(
+            f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. "
+            "model/routes=paper"
+        )
     if method == "dit" and routes:
-        raise ValueError(f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread")
+        raise ValueError(
+            f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread"
+        )
     diffusion, data, num_classes = config["diffusion"], config["data"], config["model"]["num_classes"]
     check_positive("diffusion.sigma_data", diffusion["sigma_data"])
     for key in ("precond", "loss"):
         own = diffusion[key].get("sigma_data", diffusion["sigma_data"])
         if own != diffusion["sigma_data"]:
-            raise ValueError(f"diffusion.{key}.sigma_data={own} must be diffusion.sigma_data={diffusion['sigma_data']}")
+            raise ValueError(
+                f"diffusion.{key}.sigma_data={own} must be diffusion.sigma_data={diffusion['sigma_data']}"
+            )
     for key in ("input_size", "in_channels", "num_classes"):
         if config["model"][key] != data[key]:
             raise ValueError(f"model.{key}={config['model'][key]} must be data.{key}={data[key]}")
@@ -105,14 +119,19 @@ def check_groups(config: dict[str, Any]) -> None:
     train = config["train"]
     if evaluation and train["eval_every"] and train["eval_every"] % train["save_every"]:
         raise ValueError(
-            f"train.eval_every={train['eval_every']} must be a multiple of train.save_every={train['save_every']} where "
+            f"train.eval_every={train['eval_every']} must be a multiple of "
+            f"train.save_every={train['save_every']} where "
             "samples are scored: what is scored must have been saved, so that a failure loses nothing"
         )
     if data["_target_"] == STREAMED_DATA and train["num_workers"]:
-        raise ValueError(f"train.num_workers={train['num_workers']} must be 0 for data=stream, which reads ahead by itself")
+        raise ValueError(
+            f"train.num_workers={train['num_workers']} must be 0 for data=stream, which reads ahead by itself"
+        )
     scored = FITTED_EVALUATORS.get(evaluation.get("_target_"))
     if scored and data["_target_"] != f"data.{scored}":
-        raise ValueError(f"evaluation._target_={evaluation['_target_']} scores {scored}: it needs data={scored}")
+        raise ValueError(
+            f"evaluation._target_={evaluation['_target_']} scores {scored}: it needs data={scored}"
+        )
 
 
 def check_finite(node: Any, key: str = "") -> None:
@@ -120,7 +139,11 @@ def check_finite(node: Any, key: str = "") -> None:
     if isinstance(node, dict | list):
         for name, child in node.items() if isinstance(node, dict) else enumerate(node):
             check_finite(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, float) and not math.isfinite(node) and not (node == math.inf and key in MAY_BE_INFINITE):
+    elif (
+        isinstance(node, float)
+        and not math.isfinite(node)
+        and not (node == math.inf and key in MAY_BE_INFINITE)
+    ):
         raise ValueError(f"{key}={node} must be a finite number")
 
 
@@ -128,10 +151,13 @@ def check_synthetic(data: dict[str, Any]) -> None:
     """Raise a ValueError unless as many random latents can be drawn."""
     check_positive("data.num_entries", data["num_entries"])
     if data["num_entries"] * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:
-        raise ValueError(f"data.num_entries={data['num_entries']} must give at most {MAX_SYNTHETIC} numbers in memory")
+        raise ValueError(
+            f"data.num_entries={data['num_entries']} must give at most {MAX_SYNTHETIC} numbers in memory"
+        )
     if not 0 <= data["num_held_out"] < data["num_entries"]:
         raise ValueError(
-            f"data.num_held_out={data['num_held_out']} must be in [0, {data['num_entries'] - 1}], of data.num_entries"
+            f"data.num_held_out={data['num_held_out']} must be in [0, {data['num_entries'] - 1}], of "
+            "data.num_entries"
         )
 
 
@@ -147,7 +173,9 @@ def check_sampler(sampler: dict[str, Any]) -> None:
             check_not_negative(f"sampler.{key}", sampler[key])
     for low, high in (("sigma_min", "sigma_max"), ("S_min", "S_max")):
         if {low, high} <= sampler.keys() and not sampler[low] < sampler[high]:
-            raise ValueError(f"sampler.{high}={sampler[high]} must be greater than sampler.{low}={sampler[low]}")
+            raise ValueError(
+                f"sampler.{high}={sampler[high]} must be greater than sampler.{low}={sampler[low]}"
+            )
 
 
 def check_guidance(key: str, guidance_scale: float, num_classes: int) -> None:

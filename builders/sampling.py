@@ -1,4 +1,6 @@
-"""A run to draw samples from: what `sample.py` and `fid.py` are asked, checked, and completed by what the run says."""
+"""A run to draw samples from: what `sample.py` and `fid.py` are asked, checked, and completed by what the run
+says.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,14 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from accelerate import PartialState
 
 from builders import config as configuration
 from builders.network import build_net, build_precond
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS, check_guidance
 from runtime.config import build_node
 from runtime.errors import check_choice, check_positive
-from runtime.launch import decided_by_first
+from runtime.launch import Launch
 from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
 from training.run_folder import RunFolder
 
@@ -69,7 +70,7 @@ def check_run(request: dict[str, Any]) -> None:
         find_checkpoint(Path(request["run"]), request["checkpoint"])
 
 
-def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
+def open_run(request: dict[str, Any], launch: Launch) -> OpenedRun:
     """Load the averaged weights of a run.
 
     Args:
@@ -83,10 +84,14 @@ def open_run(request: dict[str, Any], state: PartialState) -> OpenedRun:
     config, details = read_run(run)
     settings = _settings(request, config)
     # The first process chooses: a run that still trains may save between the looks of two.
-    checkpoint = decided_by_first(state, partial(find_checkpoint, run, request["checkpoint"], state.print))
+    checkpoint = launch.broadcast_from_main(
+        partial(find_checkpoint, run, request["checkpoint"], launch.print)
+    )
     weights = checkpoint / "ema.safetensors"
-    net = load_net(config, weights).to(state.device).eval()
-    drawing = {key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")}
+    net = load_net(config, weights).to(launch.device).eval()
+    drawing = {
+        key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")
+    }
     bf16 = settings["mixed_precision"] == "bf16"
     return OpenedRun(
         precond=build_precond(config, net).eval(),
@@ -152,14 +157,18 @@ def _check_shapes(config: dict[str, Any], weights: Path) -> None:
     if len(found) != len(rest) + model["depth"] * len(block):
         raise ValueError(f"{weights} holds {len(found)} tensors, not those of model.depth={model['depth']}")
     for i in range(model["depth"]):
-        rest |= {f"blocks.{i}.{name.removeprefix(FIRST_BLOCK)}": tuple(tensor.shape) for name, tensor in block.items()}
+        rest |= {
+            f"blocks.{i}.{name.removeprefix(FIRST_BLOCK)}": tuple(tensor.shape)
+            for name, tensor in block.items()
+        }
     for name, shape in rest.items():
         if found.get(name) != shape:
             raise ValueError(f"{weights}: {name} is {found.get(name)}, the model of the run needs {shape}")
 
 
 def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], None] = print) -> Path:
-    """Return the folder of a checkpoint: the newest that is whole, or the one that is asked for by path, name or step.
+    """Return the folder of a checkpoint: the newest that is whole, or the one that is asked for by path, name
+    or step.
 
     Args:
         show: is told what is passed over.
@@ -191,23 +200,34 @@ def _newest_whole(run_folder: Path, show: Callable[[str], None]) -> Path:
         if damage is None:
             return path
         show(f"warning: {path} is damaged ({damage}) and passed over; the checkpoint before it is used")
-    raise ValueError(f"run={run_folder} has no checkpoint whose ema.safetensors is whole")
+    raise ValueError(f"run={run_folder} has no intact checkpoint to sample from")
 
 
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     for key in ("num_samples", "batch_size"):
         check_positive(key, request[key])
     if not 0 <= request["first_seed"] <= NUM_SEEDS - request["num_samples"]:
-        raise ValueError(f"first_seed={request['first_seed']} must not be negative, and the last seed less than {NUM_SEEDS}")
+        raise ValueError(
+            f"first_seed={request['first_seed']} must not be negative, and the last seed less than "
+            f"{NUM_SEEDS}"
+        )
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
     check_choice("labels", request["labels"], LABELS)
     num_classes, label = config["model"]["num_classes"], request["class_label"]
     if label is not None and not 0 <= label < num_classes:
-        classes = f"in [0, {num_classes - 1}]" if num_classes else "null for an unconditional network (num_classes=0)"
+        classes = (
+            f"in [0, {num_classes - 1}]"
+            if num_classes
+            else "null for an unconditional network (num_classes=0)"
+        )
         raise ValueError(f"class_label={label} must be {classes}")
     if label is not None and request["labels"] == "balanced":
         raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
-    scale = config["guidance"]["guidance_scale"] if request["guidance_scale"] is None else request["guidance_scale"]
+    scale = (
+        config["guidance"]["guidance_scale"]
+        if request["guidance_scale"] is None
+        else request["guidance_scale"]
+    )
     check_guidance("guidance_scale", scale, num_classes)
     sampler = config["sampler"]
     if request["num_steps"] is not None:

@@ -1,7 +1,7 @@
 """What each program can be asked: the keys of its configuration, their types and defaults.
 
-Groups of plain numbers have a dataclass here. A group with a `_target_` is checked against the signature of what it names:
-the signature is the schema.
+Groups of plain numbers have a dataclass here. A group with a `_target_` is checked against the signature of
+what it names: the signature is the schema.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,9 @@ class TrainConfig:
     max_skipped_steps: int = 10
     num_workers: int = 0
     init_from: str | None = None
-    init_from_objective: str | None = None  # edm, ddpm or flow: what a file predicts that this project did not write
+    init_from_objective: str | None = (
+        None  # edm, ddpm or flow: what a file predicts that this project did not write
+    )
     masked_loss: bool = False
 
 
@@ -92,7 +94,9 @@ class Config:
     wait: bool = False  # for another process that holds output_dir
     seed: int = 0
     decoding: str = "rounded"  # of samples, from latents to bytes; or official, as the public TREAD code
-    data: dict[str, Any] = field(default_factory=dict)  # before the model, which takes its sizes: a mistake is told here
+    data: dict[str, Any] = field(
+        default_factory=dict
+    )  # before the model, which takes its sizes: a mistake is told here
     model: dict[str, Any] = field(default_factory=dict)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
@@ -211,7 +215,9 @@ class FinetuneConfig:
     output_dir: str = "runs/finetune"
     routes: Any = field(default_factory=list)  # or the name of one of configs/model/routes
     tread_config: str | None = None  # a JSON file of SimpleTuner, in place of routes
-    mask_area: float = 0.0  # a mask that covers more than this fraction of a token's patch holds it; 0: any that touches it
+    mask_area: float = (
+        0.0  # a mask that covers more than this fraction of a token's patch holds it; 0: any that touches it
+    )
     importance_weight: float = 0.0
     train: str = "lora"  # or lokr, full
     rank: int = 16

@@ -17,7 +17,15 @@ from data.images import ImageFiles, NpzImages, centre_crop, open_images
 from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest, manifest_from, read_manifest
 from data.shards import ShardDataset, ShardStream, open_shards, shards_by_step
-from data.stream import MicroBatch, StreamOrder, count_forced, entries_by_step, held_out_batches, mask_coverage, stream
+from data.stream import (
+    MicroBatch,
+    StreamOrder,
+    count_forced,
+    entries_by_step,
+    held_out_batches,
+    mask_coverage,
+    stream,
+)
 from data.synthetic import synthetic
 from data.writer import LatentWriter
 

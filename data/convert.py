@@ -3,7 +3,8 @@
     python -m data.convert format=maskdit_lmdb source=imagenet256_latent_lmdb/train out=latents/NAME
     python -m data.convert format=repa source=vae-sd.zip out=latents/NAME
 
-What the format does not say is assumed, printed, and held against the numbers of a sample before anything is written.
+What the format does not say is assumed, printed, and held against the numbers of a sample before anything is
+written.
 """
 
 from collections.abc import Iterator
@@ -59,11 +60,15 @@ def main(cfg: DictConfig) -> None:
                 writer.append(stored, labels)
     out = request["out"]
     print(f"{out}: {manifest.count} entries of {manifest.num_classes} classes")
-    print(f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents data.path={out}")
+    print(
+        f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents "
+        f"data.path={out}"
+    )
 
 
 def check_request(request: dict[str, Any]) -> Format:
-    """Check what can be checked before anything is read, and return the format with what was chosen in place of assumptions.
+    """Check what can be checked before anything is read, and return the format with what was chosen in place
+    of assumptions.
 
     Raises:
         FileNotFoundError: the source is not there.
@@ -79,13 +84,19 @@ def check_request(request: dict[str, Any]) -> Format:
     check_not_negative("num_held_out", request["num_held_out"])
     encoder = PUBLISHED.get(request["encoder"], request["encoder"])
     if encoder not in (None, SD_VAE, SD_VAE_MSE) and request["scale"] is None:
-        raise ValueError(f"encoder={encoder} may have another scale than the assumed one: give scale=NUMBER as well")
+        raise ValueError(
+            f"encoder={encoder} may have another scale than the assumed one: give scale=NUMBER as well"
+        )
     if not Path(request["source"]).exists():
         raise FileNotFoundError(f"source={request['source']} not found")
     if Path(request["out"]).exists():
-        raise FileExistsError(f"out={request['out']} exists: move it away to write it anew, or choose another name")
+        raise FileExistsError(
+            f"out={request['out']} exists: move it away to write it anew, or choose another name"
+        )
     given = {**request, "encoder": encoder}
-    return replace(FORMATS[request["format"]], **{key: given[key] for key in ASSUMED if given[key] is not None})
+    return replace(
+        FORMATS[request["format"]], **{key: given[key] for key in ASSUMED if given[key] is not None}
+    )
 
 
 def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
@@ -97,9 +108,14 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
     if not source.count:
         raise ValueError(f"source={path} holds no entries")
     if chosen.mirrored and source.at is None:
-        raise ValueError("mirrored=true needs a format whose entries can be read in any order: maskdit_lmdb, repa, edm2")
+        raise ValueError(
+            "mirrored=true needs a format whose entries can be read in any order: maskdit_lmdb, repa, edm2"
+        )
     if chosen.mirrored and source.count % 2:
-        raise ValueError(f"source={path}: {source.count} entries can not be images and as many mirror images: mirrored=false")
+        raise ValueError(
+            f"source={path}: {source.count} entries cannot be images and as many mirror images: "
+            "mirrored=false"
+        )
     half = source.count // 2 if chosen.mirrored else source.count
     if source.at is None:
         sampled = list(islice(source.entries(), SAMPLED))
@@ -116,7 +132,9 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
             contradiction = mirror_contradiction(chosen.means(entries), chosen.means(others))
             found = [contradiction] if contradiction else []
     if found:
-        raise ValueError(f"source={path}: {len(entries)} entries contradict what is assumed of them: {'; '.join(found)}")
+        raise ValueError(
+            f"source={path}: {len(entries)} entries contradict what is assumed of them: {'; '.join(found)}"
+        )
     return entries
 
 
@@ -140,7 +158,9 @@ def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: n
 
 
 def pieces(chosen: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first, stored latents) of a few entries at a time; mirror images stand beside their images."""
+    """Yield (number of the first, stored latents) of a few entries at a time; mirror images stand beside
+    their images.
+    """
     half = source.count // 2
 
     def read() -> Iterator[np.ndarray]:
@@ -160,7 +180,9 @@ def pieces(chosen: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
 def _stack(entries: list[np.ndarray]) -> np.ndarray:
     shapes = {entry.shape for entry in entries}
     if len(shapes) > 1 or len(entries[0].shape) < 3:
-        raise ValueError(f"entries must all be of one shape (C, H, W), found {', '.join(map(str, sorted(shapes)))}")
+        raise ValueError(
+            f"entries must all be of one shape (C, H, W), found {', '.join(map(str, sorted(shapes)))}"
+        )
     return np.stack(entries)
 
 

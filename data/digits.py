@@ -7,7 +7,9 @@ from data.encoders import IdentityEncoder, encode_images
 from data.latents import LatentDataset, open_latents
 
 
-def digits(path: str, input_size: int, in_channels: int, num_classes: int, foreground_masks: bool = False) -> LatentDataset:
+def digits(
+    path: str, input_size: int, in_channels: int, num_classes: int, foreground_masks: bool = False
+) -> LatentDataset:
     """Open the digits, writing them once as a latent folder at `path`.
 
     Args:
@@ -24,6 +26,8 @@ def _write(path: str, foreground_masks: bool) -> None:
     # Grey levels 0..16 of the source fill the bytes 0..255.
     images = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
     conditioning_type = "segmentation" if foreground_masks else None
-    manifest = pixel_manifest(images, len(images), 297, tuple(map(str, source.target_names)), conditioning_type)
+    manifest = pixel_manifest(
+        images, len(images), 297, tuple(map(str, source.target_names)), conditioning_type
+    )
     masks = images[:, 0] if foreground_masks else None
     encode_images(path, [(images, source.target, masks)], IdentityEncoder(), manifest)

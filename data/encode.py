@@ -3,8 +3,9 @@
     accelerate launch -m data.encode source=IMAGES out=latents/NAME
     accelerate launch -m data.encode source=IMAGES out=latents/NAME masks=MASKS conditioning_type=segmentation
 
-The images are shared out in parts. A part that is finished is kept in OUT.partial, so that the same command goes on where it
-was stopped, on any number of processes; when all are there, the first process puts them together.
+The images are shared out in parts. A part that is finished is kept in OUT.partial, so that the same command
+goes on where it was stopped, on any number of processes; when all are there, the first process puts them
+together.
 """
 
 import hashlib
@@ -20,7 +21,6 @@ from typing import Any, BinaryIO
 import hydra
 import numpy as np
 import torch
-from accelerate import PartialState
 from joblib import cpu_count
 from omegaconf import DictConfig
 from PIL import Image
@@ -36,7 +36,7 @@ from data.parts import Part, PartFolder
 from data.writer import LatentWriter, lock_of
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
-from runtime.launch import decided_by_first
+from runtime.launch import Launch
 from runtime.lock import Lock
 from runtime.machine import start_process
 from runtime.provenance import environment
@@ -44,7 +44,7 @@ from runtime.provenance import environment
 PART_IMAGES = 256
 IMAGES_AT_ONCE = 16
 CORRUPT_SHOWN = 10
-MOST_HELD_OUT = 5000
+MAX_HELD_OUT = 5000
 WITH_ALPHA = ("LA", "PA", "RGBA")
 PATIENCE = timedelta(days=30)  # processes that are done wait for the others
 
@@ -58,17 +58,17 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg)
         check_request(request)
         check_sources(request)
-        state = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
-        encoder = load_encoder(request["encoder"], state.device, request["mixed_precision"] == "bf16")
+        launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
+        encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
         job = plan(request, encoder)
         lock = lock_of(Path(request["out"]))
         try:
             # The first process decides for all, before anybody writes.
-            todo = decided_by_first(state, partial(begin, job, lock, state))
-            encode_parts(job, todo, encoder, state)
-            state.wait_for_everyone()
-            if state.is_main_process:
-                finish(job, state)
+            todo = launch.broadcast_from_main(partial(begin, job, lock, launch))
+            encode_parts(job, todo, encoder, launch)
+            launch.barrier()
+            if launch.is_main:
+                finish(job, launch)
         finally:
             lock.release()
 
@@ -101,7 +101,9 @@ def check_out(request: dict[str, Any]) -> None:
     """
     if Path(request["out"]).exists():
         left = f" ({partial_folder(request)} is no longer needed)" if partial_folder(request).exists() else ""
-        raise FileExistsError(f"out={request['out']} exists: move it away to write it anew, or choose another name{left}")
+        raise FileExistsError(
+            f"out={request['out']} exists: move it away to write it anew, or choose another name{left}"
+        )
 
 
 def check_sources(request: dict[str, Any]) -> None:
@@ -140,7 +142,9 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
     masks = MaskFiles(request["masks"], images.names) if request["masks"] else None
     resolution, count = request["resolution"], len(images.names)
     if resolution % encoder.factor:
-        raise ValueError(f"resolution={resolution} must be a multiple of {encoder.factor} for encoder={encoder.name}")
+        raise ValueError(
+            f"resolution={resolution} must be a multiple of {encoder.factor} for encoder={encoder.name}"
+        )
     num_held_out = request["num_held_out"]
     manifest = LatentManifest(
         count=count,
@@ -156,23 +160,29 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         mirrors=request["mirrors"],
         resolution=resolution,
         class_names=images.class_names,
-        num_held_out=min(MOST_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
+        num_held_out=min(MAX_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
         conditioning_type=request["conditioning_type"] if masks else None,
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
     about = {
         **{key: request[key] for key in ("resolution", "mirrors", "mixed_precision")},
-        **{key: None if request[key] is None else str(Path(request[key]).resolve()) for key in ("source", "masks")},
+        **{
+            key: None if request[key] is None else str(Path(request[key]).resolve())
+            for key in ("source", "masks")
+        },
         "part_images": PART_IMAGES,
         "conditioning_type": manifest.conditioning_type,
         "encoder": encoder.name,
         "encoder_hash": encoder.weights_hash,
-        "list_of_images": f"{count} images, {hashlib.sha256(listed.encode(errors='surrogateescape')).hexdigest()[:16]}",
+        "list_of_images": f"{count} images, "
+        f"{hashlib.sha256(listed.encode(errors='surrogateescape')).hexdigest()[:16]}",
     }
-    return Job(request, images, masks, manifest, PartFolder(partial_folder(request), about, -(-count // PART_IMAGES)))
+    return Job(
+        request, images, masks, manifest, PartFolder(partial_folder(request), about, -(-count // PART_IMAGES))
+    )
 
 
-def begin(job: Job, lock: Lock, state: PartialState) -> list[int]:
+def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
     """Take the lock of `out`, tell what is there, and return the parts that are still to do.
 
     Raises:
@@ -180,10 +190,13 @@ def begin(job: Job, lock: Lock, state: PartialState) -> list[int]:
         FileExistsError: another process has just made it.
         ValueError: the folder of parts was begun with something else, or the disk has no room.
     """
-    state.print(f"{len(job.images.names)} images of {job.images.num_classes} classes in {job.request['source']}")
+    launch.print(
+        f"{len(job.images.names)} images of {job.images.num_classes} classes in {job.request['source']}"
+    )
     if job.images.ignored:
-        state.print(
-            f"{len(job.images.ignored)} files are no images and are left aside: {', '.join(job.images.ignored[:CORRUPT_SHOWN])}"
+        launch.print(
+            f"{len(job.images.ignored)} files are no images and are left aside: "
+            f"{', '.join(job.images.ignored[:CORRUPT_SHOWN])}"
         )
     lock.acquire()
     check_out(job.request)
@@ -193,16 +206,25 @@ def begin(job: Job, lock: Lock, state: PartialState) -> list[int]:
     free = shutil.disk_usage(job.parts.path).free
     if free < needed:
         raise ValueError(
-            f"out={job.request['out']} needs {needed / 2**30:.1f} GiB while it is made, {free / 2**30:.1f} are free"
+            f"out={job.request['out']} needs {needed / 2**30:.1f} GiB while it is made, {free / 2**30:.1f} "
+            "are free"
         )
     return todo
 
 
-def encode_parts(job: Job, todo: list[int], encoder: Encoder, state: PartialState) -> None:
-    """Encode this process's share of the parts that are to do; the images of the next part are read meanwhile."""
-    mine = todo[state.process_index :: state.num_processes]
+def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) -> None:
+    """Encode this process's share of the parts that are to do; the images of the next part are read
+    meanwhile.
+    """
+    mine = todo[launch.rank :: launch.world_size]
     total, left = len(job.images.names), sum(len(job.positions(part)) for part in todo)
-    bar = {"total": total, "initial": total - left, "desc": "encode", "unit": "image", "disable": not state.is_main_process}
+    bar = {
+        "total": total,
+        "initial": total - left,
+        "desc": "encode",
+        "unit": "image",
+        "disable": not launch.is_main,
+    }
     threads = max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(threads) as pool, tqdm(**bar) as progress:
         try:
@@ -212,11 +234,13 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, state: PartialStat
                 pieces = []
                 for start in range(0, len(images), IMAGES_AT_ONCE):
                     positions = job.positions(number)[start : start + IMAGES_AT_ONCE]
-                    pieces.append(encode_batch(job, positions, images[start : start + IMAGES_AT_ONCE], encoder))
-                    progress.update(min(len(positions) * state.num_processes, total - progress.n))
+                    pieces.append(
+                        encode_batch(job, positions, images[start : start + IMAGES_AT_ONCE], encoder)
+                    )
+                    progress.update(min(len(positions) * launch.world_size, total - progress.n))
                 job.parts.write(number, Part.join(pieces))
         except KeyboardInterrupt:
-            state.print(f"\nstopped: {job.parts.path} keeps what is done, and the same command goes on")
+            launch.print(f"\nstopped: {job.parts.path} keeps what is done, and the same command goes on")
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -230,7 +254,8 @@ def encode_batch(job: Job, positions: range, images: list[Future], encoder: Enco
             good.append((position, *future.result()))
         except IMAGE_ERRORS as error:
             name = job.images.names[position]
-            # The system's own errors say nothing of the image: a disk that is gone must not look like corrupt images.
+            # The system's own errors say nothing of the image: a disk that is gone must not look like corrupt
+            # images.
             if isinstance(error, OSError) and error.errno is not None:
                 raise OSError(
                     error.errno, f"{error.strerror}; mend this and run the same command again to go on", name
@@ -241,13 +266,16 @@ def encode_batch(job: Job, positions: range, images: list[Future], encoder: Enco
         masks = np.empty((0, *manifest.shape[1:]), np.uint8) if job.masks else None
         return Part(np.empty((0, *manifest.stored_shape[1:]), np.float16), masks, found, errors)
     pixels = torch.from_numpy(np.stack([image for _, image, _ in good])).permute(0, 3, 1, 2)
-    if manifest.mirrors:  # a latent can not be flipped: the mirror image is encoded for itself
+    if manifest.mirrors:  # a latent cannot be flipped: the mirror image is encoded for itself
         pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
     latents = encoder.encode(pixels).half()
     finite = latents.isfinite().flatten(1).all(dim=1)
     if not finite.all():
         first = int((~finite).int().argmax()) // (2 if manifest.mirrors else 1)
-        raise ValueError(f"{job.images.names[found[first]]}: its latents are not finite in float16: wrong encoder or weights?")
+        raise ValueError(
+            f"{job.images.names[found[first]]}: its latents are not finite in float16: wrong encoder or "
+            "weights?"
+        )
     masks = np.stack([mask for _, _, mask in good]) if job.masks else None
     return Part(latents.view(len(good), *manifest.stored_shape[1:]).numpy(), masks, found, errors)
 
@@ -276,9 +304,13 @@ def read_mask(file: BinaryIO, size: tuple[int, int], resolution: int, segmentati
         if segmentation:  # by the numbers in the file, whatever colours a palette gives them
             classes = np.asarray(mask).reshape(size[1], size[0], -1)
             classes = classes[..., :-1] if mask.mode in WITH_ALPHA else classes
-            return np.asarray(centre_crop(Image.fromarray((classes != 0).any(axis=-1).astype(np.uint8) * 255), resolution))
+            return np.asarray(
+                centre_crop(Image.fromarray((classes != 0).any(axis=-1).astype(np.uint8) * 255), resolution)
+            )
         if mask.mode not in ("L", "1"):
-            raise ValueError(f"its mode is {mask.mode}, must be grey (L) with 8 bits, or conditioning_type=segmentation")
+            raise ValueError(
+                f"its mode is {mask.mode}, must be grey (L) with 8 bits, or conditioning_type=segmentation"
+            )
         return np.asarray(centre_crop(mask.convert("L"), resolution))
 
 
@@ -291,7 +323,7 @@ def pool_mask(mask: np.ndarray, size: int, segmentation: bool) -> np.ndarray:
     return cells.max(axis=(1, 3)) if segmentation else np.rint(cells.mean(axis=(1, 3))).astype(np.uint8)
 
 
-def finish(job: Job, state: PartialState) -> None:
+def finish(job: Job, launch: Launch) -> None:
     """Put the parts together, unless images are corrupt and nobody said that they may be left out.
 
     Raises:
@@ -300,7 +332,7 @@ def finish(job: Job, state: PartialState) -> None:
     errors = job.parts.errors(range(job.parts.num_parts))
     if errors:
         tell_corrupt(job, [*errors.values()])
-    out, manifest = job.request["out"], _final_manifest(job, errors, state)
+    out, manifest = job.request["out"], _final_manifest(job, errors, launch)
     with LatentWriter(out, manifest, partial=job.parts.path / "whole") as writer:
         for number in tqdm(range(job.parts.num_parts), desc="put together", unit="part"):
             part = job.parts.read(number)
@@ -308,14 +340,20 @@ def finish(job: Job, state: PartialState) -> None:
             writer.append(part.latents, labels, part.masks)
     job.parts.remove()
     if errors:
-        state.print(f"What was left out, and why, is kept in {Path(out) / FILES['manifest']} (origin.left_out)")
+        launch.print(
+            f"What was left out, and why, is kept in {Path(out) / FILES['manifest']} (origin.left_out)"
+        )
     dataset = open_latents(out, manifest.input_size, manifest.in_channels, manifest.num_classes)
     warning = manifest.std_warning(dataset.measure()[2])
     if warning:
-        state.print(warning)
-    state.print(f"{out}: {manifest.count} images of {manifest.num_classes} classes, {manifest.num_held_out} of them held out")
-    state.print(
-        f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents data.path={out}"
+        launch.print(warning)
+    launch.print(
+        f"{out}: {manifest.count} images of {manifest.num_classes} classes, {manifest.num_held_out} of them "
+        "held out"
+    )
+    launch.print(
+        f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents "
+        f"data.path={out}"
     )
 
 
@@ -333,20 +371,23 @@ def tell_corrupt(job: Job, errors: list[str]) -> None:
         raise ValueError(f"source={job.request['source']}: all {count} images are corrupt")
     if not job.request["skip_corrupt"]:
         raise ValueError(
-            f"{len(errors)} images are corrupt, and nothing was put together: mend them, or leave them out with "
+            f"{len(errors)} images are corrupt, and nothing was put together: mend them, or leave them out "
+            "with "
             "skip_corrupt=true, and run the command again: what is encoded is kept"
         )
 
 
-def _final_manifest(job: Job, errors: dict[int, str], state: PartialState) -> LatentManifest:
+def _final_manifest(job: Job, errors: dict[int, str], launch: Launch) -> LatentManifest:
     origin = {
         **job.parts.about,
         "crop": "shrunk by box filter and bicubic, cut out of the middle, as ADM does",
         "left_out": [*errors.values()],
-        "environment": environment(state.device),
+        "environment": environment(launch.device),
     }
     count = len(job.images.names) - len(errors)
-    return replace(job.manifest, count=count, origin=origin, num_held_out=min(job.manifest.num_held_out, count - 1))
+    return replace(
+        job.manifest, count=count, origin=origin, num_held_out=min(job.manifest.num_held_out, count - 1)
+    )
 
 
 def _submit(pool: ThreadPoolExecutor, job: Job, part: int) -> list[Future]:

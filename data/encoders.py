@@ -25,8 +25,8 @@ PUBLISHED = {
     "sd-vae-ft-mse": "stabilityai/sd-vae-ft-mse",
     "sdxl": "stabilityai/sdxl-vae",
 }
-# An autoencoder works on so many pixels at once: 8 images of 256x256. A fixed number, so that no result depends on how much
-# memory happens to be free. benchmarks/encoding.py measures what it takes.
+# An autoencoder works on so many pixels at once: 8 images of 256x256. A fixed number, so that no result
+# depends on how much memory happens to be free. benchmarks/encoding.py measures what it takes.
 PIXELS_AT_ONCE = 8 * 256 * 256
 TIMEOUT_SEC = 10
 MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder: a run from elsewhere may bring one
@@ -35,8 +35,9 @@ MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder: a run from elsewh
 class Encoder(Protocol):
     """What turns images into stored latents and latents into images.
 
-    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are what a manifest says under the like keys; an image has
-    `factor` times the side of its latents, which have `latent_channels` channels (None: as many as the image).
+    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are what a manifest says under the like keys;
+    an image has `factor` times the side of its latents, which have `latent_channels` channels (None: as many
+    as the image).
     """
 
     name: str
@@ -57,7 +58,11 @@ class IdentityEncoder:
     """The pixels themselves, in [-1, 1]."""
 
     name, weights_hash, kind, factor, latent_channels = IDENTITY, None, "samples", 1, None
-    scale, shift, std = 1.0, 0.0, 0.5  # [EDM]: pixels of photographs in [-1, 1] have a standard deviation of about 0.5
+    scale, shift, std = (
+        1.0,
+        0.0,
+        0.5,
+    )  # [EDM]: pixels of photographs in [-1, 1] have a standard deviation of about 0.5
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """images (N, C, H, W) uint8 -> latents (N, C, H, W) in [-1, 1]."""
@@ -72,18 +77,20 @@ class KLEncoder:
     """An autoencoder with a Gaussian posterior: AutoencoderKL of diffusers, in fp32 unless asked otherwise.
 
     Args:
-        name: a folder as diffusers saves them, a short name (PUBLISHED), or OWNER/NAME on the hub; safetensors only.
+        name: a folder as diffusers saves them, a short name (PUBLISHED), or OWNER/NAME on the hub;
+            safetensors only.
         bf16: work under bf16 autocast.
         official: PARITY with the public TREAD code: weights rounded to bf16, under fp16 autocast.
 
     Raises:
-        ValueError: there is no such autoencoder, or it can not be loaded; what was tried is said.
+        ValueError: there is no such autoencoder, or it cannot be loaded; what was tried is said.
     """
 
     kind, std = "moments", 1.0  # the scale of these autoencoders is chosen to give unit variance
 
     def __init__(self, name: str, device: torch.device, bf16: bool = False, official: bool = False):
-        # A folder is remembered by its whole path: where it is looked for must not depend on where one stands.
+        # A folder is remembered by its whole path: where it is looked for must not depend on where one
+        # stands.
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
         self.device, dtype = device, torch.float16 if official else torch.bfloat16
         self.autocast = partial(torch.autocast, device.type, dtype, enabled=bf16 or official)
@@ -98,13 +105,15 @@ class KLEncoder:
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """images (N, 3, H, W) uint8 -> mean, then log-variance (N, 2C, H/factor, W/factor) fp32, on the CPU."""
+        """images (N, 3, H, W) uint8 -> mean, then logvar (N, 2C, H/factor, W/factor) fp32, on the CPU."""
         pixels = images.shape[-1] * images.shape[-2]
         return torch.cat([self._encode(part) for part in _slices(images, pixels)])
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """latents (N, C, H, W) -> images (N, 3, factor * H, factor * W) fp32, nominally in [-1, 1], on the CPU."""
+        """latents (N, C, H, W) -> images (N, 3, factor * H, factor * W) fp32, nominally in [-1, 1], on the
+        CPU.
+        """
         pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
         return torch.cat([self._decode(part) for part in _slices(latents, pixels)])
 
@@ -123,7 +132,7 @@ def load_encoder(name: str, device: torch.device, bf16: bool = False, official: 
     """Load an encoder by its name, as a manifest or a user gives it.
 
     Raises:
-        ValueError: there is none of that name, or it can not be loaded.
+        ValueError: there is none of that name, or it cannot be loaded.
     """
     return IdentityEncoder() if name == IDENTITY else KLEncoder(name, device, bf16, official)
 
@@ -144,20 +153,26 @@ def encoder_for(
         bf16, official: of KLEncoder.
 
     Raises:
-        ValueError: it can not be loaded, or it is another one.
+        ValueError: it cannot be loaded, or it is another one.
     """
     name = encoder or manifest.encoder
     found = load_encoder(name, device, bf16, official)
-    # Converted latents do not tell the weights: there the autoencoder that the user names is taken at his word.
+    # Converted latents do not tell the weights: there the autoencoder that the user names is taken at his
+    # word.
     other_kind = (found.name == IDENTITY) != (manifest.encoder == IDENTITY)
     other_weights = manifest.encoder_hash is not None and found.weights_hash != manifest.encoder_hash
     if (other_kind or other_weights) and not allow_other:
         raise ValueError(
-            f"encoder={name} has weights {found.weights_hash}, the latents are of {manifest.encoder} with weights "
-            f"{manifest.encoder_hash}: they must be the same (sample.py and fid.py take allow_other_encoder=true)"
+            f"encoder={name} has weights {found.weights_hash}, the latents are of {manifest.encoder} with "
+            "weights "
+            f"{manifest.encoder_hash}: they must be the same (sample.py and fid.py take "
+            "allow_other_encoder=true)"
         )
     if found.latent_channels not in (None, manifest.in_channels):
-        raise ValueError(f"encoder={name} has latents of {found.latent_channels} channels, these have {manifest.in_channels}")
+        raise ValueError(
+            f"encoder={name} has latents of {found.latent_channels} channels, these have "
+            f"{manifest.in_channels}"
+        )
     return found
 
 
@@ -167,7 +182,7 @@ def encoder_record(encoder: Encoder) -> dict[str, str | None]:
 
 
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
-    """Return a hash of the values: the same weights have the same, in whatever file and under whatever names."""
+    """Return a hash of the values alone: it does not depend on the file or the names."""
     arrays = (tensor.detach().cpu().float().contiguous().numpy() for tensor in tensors.values())
     return hashlib.sha256(
         "\n".join(sorted(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)).encode()
@@ -183,7 +198,9 @@ def to_uint8(images: torch.Tensor, official: bool = False) -> torch.Tensor:
     return (127.5 * images + (127.5 if official else 128)).clamp(0, 255).to(torch.uint8)
 
 
-def image_decoder(manifest: LatentManifest, encoder: Encoder, official: bool = False) -> Callable[[torch.Tensor], np.ndarray]:
+def image_decoder(
+    manifest: LatentManifest, encoder: Encoder, official: bool = False
+) -> Callable[[torch.Tensor], np.ndarray]:
     """Return a function from what the network gives, (N, C, H, W), to images (N, H, W, channels) uint8."""
     black, white = manifest.pixel_range
 
@@ -196,7 +213,9 @@ def image_decoder(manifest: LatentManifest, encoder: Encoder, official: bool = F
     return decode
 
 
-def real_images(dataset: LatentDataset, ids: np.ndarray, encoder: Encoder) -> tuple[np.ndarray, np.ndarray | None]:
+def real_images(
+    dataset: LatentDataset, ids: np.ndarray, encoder: Encoder
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the images (N, H, W, channels) uint8 that entries of a data set decode to, and their labels."""
     stored, labels = dataset.read(ids)
     images = image_decoder(dataset.manifest, encoder)(dataset.manifest.to_means(stored))
@@ -209,7 +228,9 @@ def encode_images(
     encoder: Encoder,
     manifest: LatentManifest,
 ) -> None:
-    """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks of the latents or None."""
+    """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks of the latents
+    or None.
+    """
     with LatentWriter(path, manifest) as writer:
         for images, labels, masks in batches:
             latents = encoder.encode(torch.from_numpy(images))
@@ -230,7 +251,8 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
     if on_the_hub and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         known = ", ".join([IDENTITY, *PUBLISHED])
         raise ValueError(
-            f"encoder={asked} must be one of {known}, a folder with an autoencoder, or OWNER/NAME of one on the hub"
+            f"encoder={asked} must be one of {known}, a folder with an autoencoder, or OWNER/NAME of one on "
+            "the hub"
         )
     logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
     logging.disable_progress_bar()
@@ -242,34 +264,45 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
         return _whole(asked, *AutoencoderKL.from_pretrained(name, **options, local_files_only=True))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if not on_the_hub:
-            raise ValueError(f"encoder={asked} can not be read as an AutoencoderKL: {_first_line(error)}") from error
+            raise ValueError(
+                f"encoder={asked} cannot be read as an AutoencoderKL: {_first_line(error)}"
+            ) from error
     try:
         _reach_the_hub()
         return _whole(asked, *AutoencoderKL.from_pretrained(name, **options))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(
-            f"encoder={asked} is neither in the cache nor can it be downloaded ({_first_line(error)}): where there is a "
+            f"encoder={asked} is neither in the cache nor can it be downloaded ({_first_line(error)}): where "
+            "there is a "
             f"network, `hf download {name} --local-dir FOLDER` brings it; then give encoder=FOLDER"
         ) from error
 
 
 def _check_depth(config: Any) -> None:
-    """Raise a ValueError for more blocks than an autoencoder has: they would be built before its weights are looked at."""
+    """Raise a ValueError for more blocks than an autoencoder has: they would be built before its weights are
+    looked at.
+    """
     for key in ("layers_per_block", "block_out_channels"):
         value = config.get(key) if isinstance(config, dict) else None
         count = len(value) if isinstance(value, list) else value
         if isinstance(count, int) and count > MAX_BLOCKS:
-            raise ValueError(f"{key} of its config.json asks for {count} blocks, must be at most {MAX_BLOCKS}")
+            raise ValueError(
+                f"{key} of its config.json asks for {count} blocks, must be at most {MAX_BLOCKS}"
+            )
 
 
 def _reach_the_hub() -> None:
-    """Raise an OSError where there is no network: the libraries would find out by waiting, and give another reason."""
+    """Raise an OSError where there is no network: the libraries would find out by waiting, and give another
+    reason.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set")
     try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT_SEC).close()
+        urllib.request.urlopen(
+            urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT_SEC
+        ).close()
     except urllib.error.HTTPError:
         return  # an answer all the same
     except urllib.error.URLError as error:
@@ -279,7 +312,9 @@ def _reach_the_hub() -> None:
 
 def _whole(asked: str, net: torch.nn.Module, info: dict[str, list[str]]) -> torch.nn.Module:
     if info["missing_keys"]:
-        raise ValueError(f"encoder={asked} lacks {len(info['missing_keys'])} tensors, such as {min(info['missing_keys'])}")
+        raise ValueError(
+            f"encoder={asked} lacks {len(info['missing_keys'])} tensors, such as {min(info['missing_keys'])}"
+        )
     return net
 
 

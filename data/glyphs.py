@@ -1,8 +1,9 @@
-"""The embedded data set of any size: digits and letters in the fonts that ship with matplotlib, turned, slanted, stretched,
-shifted and inked at random, 32x32 grey pixels.
+"""The embedded data set of any size: digits and letters in the fonts that ship with matplotlib, turned,
+slanted, stretched, shifted and inked at random, 32x32 grey pixels.
 
-Every image is a function of the seed and its index alone: a larger set begins with the images of a smaller one. Capitals are
-of one height in all fonts and all letters keep theirs, which tells c from C; what tells I from l is not in every font.
+Every image is a function of the seed and its index alone: a larger set begins with the images of a smaller
+one. Capitals are of one height in all fonts and all letters keep theirs, which tells c from C; what tells I
+from l is not in every font.
 """
 
 import math
@@ -23,7 +24,11 @@ from data.manifest import FILES
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 # All that hold these, but for cmmi10: its old-style figures look like small letters, and its 0 is an o.
 FONTS = (
-    *(f"DejaVu{family}{style}" for family in ("Sans", "SansMono") for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    *(
+        f"DejaVu{family}{style}"
+        for family in ("Sans", "SansMono")
+        for style in ("", "-Bold", "-Oblique", "-BoldOblique")
+    ),
     *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
     *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
     *("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10"),
@@ -33,14 +38,19 @@ MIDDLE = 0.4  # height in capitals, from the line, of what lies in the middle of
 MAX_ANGLE, MAX_SHEAR, MAX_SHIFT = math.radians(15), 0.25, 2.0  # either way; shift in pixels
 MAX_STRETCH = (1.2, 1.12)  # of width and height, either way: a c stays smaller than a C
 MIN_CONTRAST = 0.4  # of ink to ground, which is darker
-DETAIL, MASTER_DETAIL = 2, 4  # pixels for one of an image, in each direction: where it is turned, where it is rendered
+DETAIL, MASTER_DETAIL = (
+    2,
+    4,
+)  # pixels for one of an image, in each direction: where it is turned, where it is rendered
 NUM_DRAWS = 9  # for an image
 HELD_OUT_SHARE = 32  # one image of so many
 NUM_TYPICAL = 4096  # images whose pixels tell mean and standard deviation of a set of any size
 CHUNK = 1024
 
 
-def glyphs(path: str, input_size: int, in_channels: int, num_classes: int, num_images: int, seed: int) -> LatentDataset:
+def glyphs(
+    path: str, input_size: int, in_channels: int, num_classes: int, num_images: int, seed: int
+) -> LatentDataset:
     """Open the glyphs, writing them once as a latent folder at `path`.
 
     Args:
@@ -55,12 +65,15 @@ def glyphs(path: str, input_size: int, in_channels: int, num_classes: int, num_i
     for key, expected in origin.items():
         found = (dataset.manifest.origin or {}).get(key)
         if found != expected:
-            raise ValueError(f"data.{key}={expected} must be {found}, as in {path}/{FILES['manifest']}: or give another path")
+            raise ValueError(
+                f"data.{key}={expected} must be {found}, as in {path}/{FILES['manifest']}: or give another "
+                "path"
+            )
     return dataset
 
 
 def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images (count, 1, 32, 32) uint8 from an index on, and their labels: the classes take turns."""
+    """Return the images (count, 1, 32, 32) uint8 from an index on, and labels: the classes in turn."""
     indices = range(first, first + count)
     labels = np.array(indices) % len(CHARACTERS)
     draws = np.stack([np.random.default_rng((seed, index)).random(NUM_DRAWS) for index in indices])
@@ -75,7 +88,9 @@ def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarr
 def _write(path: str, origin: dict[str, int]) -> None:
     num_images, seed = origin["num_images"], origin["seed"]
     typical, _ = draw_glyphs(seed, 0, NUM_TYPICAL)
-    manifest = pixel_manifest(typical, num_images, num_images // HELD_OUT_SHARE, tuple(CHARACTERS), origin=origin)
+    manifest = pixel_manifest(
+        typical, num_images, num_images // HELD_OUT_SHARE, tuple(CHARACTERS), origin=origin
+    )
     encode_images(path, _batches(path, num_images, seed), IdentityEncoder(), manifest)
 
 
@@ -95,7 +110,9 @@ def _ink(font: int, label: int, moves: np.ndarray) -> np.ndarray:
     middle = np.full(2, SIZE / 2)
     offset = MASTER_DETAIL * (middle - matrix @ (middle + shift))
     numbers = np.column_stack([matrix * (MASTER_DETAIL / DETAIL), offset]).ravel()
-    turned = _master(font, label).transform((SIZE * DETAIL,) * 2, Image.Transform.AFFINE, numbers, Image.Resampling.BILINEAR)
+    turned = _master(font, label).transform(
+        (SIZE * DETAIL,) * 2, Image.Transform.AFFINE, numbers, Image.Resampling.BILINEAR
+    )
     return np.asarray(turned.reduce(DETAIL))
 
 

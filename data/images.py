@@ -1,4 +1,6 @@
-"""Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in order, never as a whole."""
+"""Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in order, never as
+a whole.
+"""
 
 import lzma
 import math
@@ -15,18 +17,27 @@ from PIL import Image
 
 from runtime.arrays import check_size, member_size, read_header
 from runtime.files import files_in
+from runtime.launch import ALONE, Launch
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
-# What reading a zip raises where it is damaged, or (RuntimeError) encrypted or packed in a way that is not known.
+# What reading a zip raises where it is damaged, or (RuntimeError) encrypted or packed in a way that is not
+# known.
 ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 ZIP_ERRORS += (lzma.LZMAError, struct.error, IndexError, OverflowError)
 # What PIL raises beside these where an image is damaged, or absurdly large.
 IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError, TypeError, LookupError, MemoryError)
-FORMATS = ("PNG", "BMP", "PPM", "TIFF", "JPEG", "WEBP")  # whatever a file is called: PIL runs other programs for some others
+FORMATS = (
+    "PNG",
+    "BMP",
+    "PPM",
+    "TIFF",
+    "JPEG",
+    "WEBP",
+)  # whatever a file is called: PIL runs other programs for some others
 LARGEST_MEMBER = 2**30  # of a zip of files, unpacked
 SKIPPED_AT_ONCE = 2**20
-MOST_CHANNELS = 4
+MAX_CHANNELS = 4
 LONGEST = 50  # a line of pixels would become an image of many gigabytes on the way to its square
 Batches = Iterator[tuple[int, np.ndarray]]
 
@@ -48,29 +59,36 @@ class NpzImages:
                 shape, fortran_order, dtype = read_header(member)
                 size = member_size(archive, "arr_0.npy") - member.tell()
         except (KeyError, *ZIP_ERRORS) as error:
-            raise ValueError(f"{self.path} can not be read as an .npz with arr_0: {error}") from error
+            raise ValueError(f"{self.path} cannot be read as an .npz with arr_0: {error}") from error
         if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
-            raise ValueError(f"{self.path}: arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255")
-        if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MOST_CHANNELS:
-            raise ValueError(f"{self.path}: arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels")
+            raise ValueError(
+                f"{self.path}: arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255"
+            )
+        if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MAX_CHANNELS:
+            raise ValueError(
+                f"{self.path}: arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels"
+            )
         try:
             check_size("arr_0", shape, dtype, size)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
 
-    def batches(self, batch_size: int, process_index: int = 0, num_processes: int = 1) -> Batches:
-        """Yield (position of the first, images) of this process's batches: every num_processes-th one."""
+    def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches:
+        """Yield (position of the first, images) of this process's batches: every world_size-th one."""
         image_size = int(np.prod(self.shape))
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
                 read_header(member)
                 position = 0
-                for start in range(process_index * batch_size, self.count, num_processes * batch_size):
+                for start in range(launch.rank * batch_size, self.count, launch.world_size * batch_size):
                     _skip(member, (start - position) * image_size)
                     position = min(start + batch_size, self.count)
                     data = member.read((position - start) * image_size)
-                    yield start, np.frombuffer(bytearray(data), np.uint8).reshape(position - start, *self.shape)
+                    yield (
+                        start,
+                        np.frombuffer(bytearray(data), np.uint8).reshape(position - start, *self.shape),
+                    )
         except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
@@ -79,12 +97,13 @@ class ImageFiles:
     """Image files in a folder and its subfolders, or in a zip, sorted by name.
 
     Args:
-        resolution: crop and shrink each image to this size, after [ADM], whatever its format; None: the images are RGB,
-            lossless, and of one size, and stay as they are.
+        resolution: crop and shrink each image to this size, after [ADM], whatever its format; None: the
+            images are RGB, lossless, and of one size, and stay as they are.
 
     Raises:
         FileNotFoundError: the path is not there.
-        ValueError: there are no images, or images of a lossy format, another mode or another size; the file is named.
+        ValueError: there are no images, or images of a lossy format, another mode or another size; the file
+            is named.
     """
 
     def __init__(self, path: str | Path, resolution: int | None = None):
@@ -97,18 +116,24 @@ class ImageFiles:
         lossy = [name for name in self._names if name.lower().endswith(LOSSY)]
         if lossy and not resolution:
             lossless = ", ".join(LOSSLESS)
-            raise ValueError(f"{self.path}/{lossy[0]} is of a lossy format: must be {lossless}, or be cropped (resolution=N)")
+            raise ValueError(
+                f"{self.path}/{lossy[0]} is of a lossy format: must be {lossless}, or be cropped "
+                "(resolution=N)"
+            )
         if not self._names:
             raise ValueError(f"{self.path} holds no images ({', '.join(LOSSLESS)})")
         self.count, self.shape = len(self._names), self._read(0).shape
 
-    def batches(self, batch_size: int, process_index: int = 0, num_processes: int = 1) -> Batches:
-        """Yield (position of the first, images) of this process's batches: every num_processes-th one."""
-        starts = range(process_index * batch_size, self.count, num_processes * batch_size)
+    def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches:
+        """Yield (position of the first, images) of this process's batches: every world_size-th one."""
+        starts = range(launch.rank * batch_size, self.count, launch.world_size * batch_size)
         with ThreadPoolExecutor() as pool:
             ahead = None  # the batch that is read while the one before it is used
             for start in starts:
-                images = [pool.submit(self._read_checked, i) for i in range(start, min(start + batch_size, self.count))]
+                images = [
+                    pool.submit(self._read_checked, i)
+                    for i in range(start, min(start + batch_size, self.count))
+                ]
                 if ahead:
                     yield ahead[0], np.stack([image.result() for image in ahead[1]])
                 ahead = start, images
@@ -119,7 +144,8 @@ class ImageFiles:
         image = self._read(i)
         if image.shape != self.shape:
             raise ValueError(
-                f"{self.path}/{self._names[i]} is {image.shape}, {self._names[0]} is {self.shape}: sizes must agree"
+                f"{self.path}/{self._names[i]} is {image.shape}, {self._names[0]} is {self.shape}: sizes "
+                "must agree"
             )
         return image
 
@@ -129,7 +155,7 @@ class ImageFiles:
             with self._open(name) as file:
                 return read_image(file, self.resolution)
         except IMAGE_ERRORS as error:
-            raise ValueError(f"{self.path}/{name} can not be used: {error}") from error
+            raise ValueError(f"{self.path}/{name} cannot be used: {error}") from error
 
 
 def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | ImageFiles:
@@ -152,7 +178,8 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
     """Read an image as bytes (H, W, 3).
 
     Args:
-        resolution: convert it to RGB, crop and shrink it to this size, after [ADM]; None: it is RGB and stays as it is.
+        resolution: convert it to RGB, crop and shrink it to this size, after [ADM]; None: it is RGB and stays
+            as it is.
 
     Raises:
         IMAGE_ERRORS: it is damaged, or not of 8 bits.
@@ -163,7 +190,9 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
             raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
         if resolution:
             if max(image.size) > LONGEST * min(image.size):
-                raise ValueError(f"its size is {image.size}: one side must be at most {LONGEST} times the other")
+                raise ValueError(
+                    f"its size is {image.size}: one side must be at most {LONGEST} times the other"
+                )
             image = centre_crop(image.convert("RGB"), resolution)
         return np.asarray(image)
 
@@ -197,7 +226,8 @@ def _skip(member: BinaryIO, num_bytes: int) -> None:
 
 
 def list_files(path: Path) -> tuple[list[str], Callable[[str], BinaryIO], Callable[[str], int]]:
-    """Return the names of all files in a folder or a zip, sorted, and what opens one of them, and what tells its size.
+    """Return the names of all files in a folder or a zip, sorted, and what opens one of them, and what tells
+    its size.
 
     Hidden ones are left out.
     """
@@ -227,4 +257,6 @@ def images_of(names: list[str]) -> list[str]:
 
 
 def _visible(names: Iterator[str]) -> list[str]:
-    return sorted(name for name in names if not any(part.startswith((".", "__MACOSX")) for part in name.split("/")))
+    return sorted(
+        name for name in names if not any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+    )

@@ -1,8 +1,9 @@
-"""Latents as other codebases keep them: what each format holds, what has to be assumed about it, and what contradicts that.
+"""Latents as other codebases keep them: what each format holds, what has to be assumed about it, and what
+contradicts that.
 
-Nothing in these files says how they were scaled, whether the second half of eight channels is a log-variance or a standard
-deviation, or whether mirror images are among them. So each format comes with assumptions, which are printed, and the numbers
-of a sample are held against them.
+Nothing in these files says how they were scaled, whether the second half of eight channels is a log-variance
+or a standard deviation, or whether mirror images are among them. So each format comes with assumptions, which
+are printed, and the numbers of a sample are held against them.
 
 Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 """
@@ -19,7 +20,7 @@ import numpy as np
 
 from data.images import ZIP_ERRORS, list_files
 from data.listing import LABELS_FILE, read_labels
-from data.manifest import FAR_STD, MOST_CLASSES
+from data.manifest import FAR_STD, MAX_CLASSES
 from data.unpickle import unpickle_array
 from runtime.arrays import parse_array, read_array
 
@@ -28,9 +29,18 @@ LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 FAR_MEAN = 0.75  # of the promised standard deviation: what an offset of a channel may be at most
 MOSTLY = 0.95
 TAR_END = 1024
-MOST_NOTE_BYTES = 2**16
+MAX_NOTE_BYTES = 2**16
 # What tarfile raises where an archive is damaged, or a member declares more than memory holds.
-TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, LookupError, OverflowError, RecursionError, MemoryError)
+TAR_ERRORS = (
+    tarfile.TarError,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
 MIRROR_MARGIN = 0.2  # of correlations: chance gives less
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
@@ -79,7 +89,7 @@ class Format:
     pixel_range: tuple[float, float] = (-1.0, 1.0)
 
     def to_stored(self, entries: np.ndarray) -> np.ndarray:
-        """Turn entries (N, C', H, W) into what a latent folder stores, in fp32: without scale, log-variances."""
+        """Turn entries (N, C', H, W) into what a latent folder stores, fp32: unscaled, log-variances."""
         entries = entries.astype(np.float32)
         if self.stored_as == "samples":
             return entries / _column(self.scale) + _column(self.shift) if self.scaled else entries
@@ -92,7 +102,7 @@ class Format:
         return np.concatenate([mean, logvar.clip(*LOGVAR_RANGE)], axis=1)
 
     def means(self, entries: np.ndarray) -> np.ndarray:
-        """Return the samples, or the means of the moments, of entries (N, C', H, W) as the encoder gave them."""
+        """Return the samples, or the means of the moments, of entries (N, C', H, W), unscaled."""
         stored = self.to_stored(entries)
         return stored if self.stored_as == "samples" else np.split(stored, 2, axis=1)[0]
 
@@ -103,12 +113,18 @@ class Format:
             "mean_logvar": "mean, then log-variance of the posterior",
             "mean_std": "mean, then standard deviation of the posterior",
         }[self.stored_as]
-        halves = "entry count/2 + i is the mirror image of entry i" if self.mirrored else "each entry is an image of its own"
+        halves = (
+            "entry count/2 + i is the mirror image of entry i"
+            if self.mirrored
+            else "each entry is an image of its own"
+        )
         return [
             f"an entry is {entry} (stored_as={self.stored_as})",
-            f"scale and shift {'were' if self.scaled else 'were not'} applied to it (scaled={str(self.scaled).lower()})",
+            f"scale and shift {'were' if self.scaled else 'were not'} applied to it "
+            f"(scaled={str(self.scaled).lower()})",
             f"{halves} (mirrored={str(self.mirrored).lower()})",
-            f"made by encoder={self.encoder} from pixels in {list(self.pixel_range)}; scale={self.scale}, shift={self.shift}",
+            f"made by encoder={self.encoder} from pixels in {list(self.pixel_range)}; scale={self.scale}, "
+            f"shift={self.shift}",
         ]
 
 
@@ -126,24 +142,31 @@ def contradictions(chosen: Format, entries: np.ndarray) -> list[str]:
     std, means = float(seen.std()), seen.mean(axis=(0, 2, 3))
     if not chosen.std / FAR_STD < std < chosen.std * FAR_STD:
         other = f"scaled={str(not chosen.scaled).lower()}"
-        found.append(f"the network would see a standard deviation of {std:.3g}, not {chosen.std:g}: {other}, or another scale?")
+        found.append(
+            f"the network would see a standard deviation of {std:.3g}, not {chosen.std:g}: {other}, or "
+            "another scale?"
+        )
     far = np.flatnonzero(np.abs(means) > FAR_MEAN * chosen.std)
     if len(far) and not found:
         found.append(
-            f"the network would see a mean of {means[far[0]]:.3g} in channel {far[0]}, of standard deviation {std:.3g}: "
+            f"the network would see a mean of {means[far[0]]:.3g} in channel {far[0]}, of standard deviation "
+            f"{std:.3g}: "
             "another encoder, or another range of pixels?"
         )
     return found
 
 
 def mirror_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
-    """Say what contradicts that `second` (N, C, H, W) are the mirror images of `first`; both are samples or means."""
+    """Say what contradicts that `second` (N, C, H, W) are the mirror images of `first`; both are samples or
+    means.
+    """
     mirrored, plain = _correlation(first[..., ::-1], second), _correlation(first, second)
     unrelated = _correlation(np.roll(first, 1, axis=0)[..., ::-1], second)
     if mirrored > max(plain, unrelated) + MIRROR_MARGIN:
         return None
     return (
-        f"the second half is not that of mirror images (correlation {mirrored:.2f} with mirrored latents of the first, "
+        f"the second half is not that of mirror images (correlation {mirrored:.2f} with mirrored latents of "
+        "the first, "
         f"{plain:.2f} with the latents as they are, {unrelated:.2f} with others): mirrored=false"
     )
 
@@ -164,9 +187,14 @@ def _wrong_spread(stored_as: str, entries: np.ndarray) -> list[str]:
         return [f"{entries.shape[1]} channels are no two halves: stored_as=samples"]
     spread = np.split(entries, 2, axis=1)[1]
     if stored_as == "mean_std" and (spread < 0).any():
-        return ["the second half of the channels is negative in places, so no standard deviation: stored_as=mean_logvar"]
+        return [
+            "the second half of the channels is negative in places, so no standard deviation: "
+            "stored_as=mean_logvar"
+        ]
     if stored_as == "mean_logvar" and (spread >= 0).all():
-        return ["the second half of the channels is never negative, so hardly a log-variance: stored_as=mean_std"]
+        return [
+            "the second half of the channels is never negative, so hardly a log-variance: stored_as=mean_std"
+        ]
     return []
 
 
@@ -175,24 +203,31 @@ def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) ->
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if not tars:
         raise ValueError(f"source={path} holds no .tar files")
-    classes = [(key, _class(data, f"{tar}: {key}.cls")) for tar in tars for key, data in _members(tar, "cls", suffix)]
+    classes = [
+        (key, _class(data, f"{tar}: {key}.cls")) for tar in tars for key, data in _members(tar, "cls", suffix)
+    ]
     keys, labels = [key for key, _ in classes], np.array([label for _, label in classes], dtype=np.int64)
 
     def entries() -> Iterator[np.ndarray]:
         latents = ((tar, key, data) for tar in tars for key, data in _members(tar, suffix, "cls"))
         for (tar, key, data), expected in zip(latents, keys, strict=True):
             if key != expected:
-                raise ValueError(f"{tar}: {key}.{suffix} stands where {expected}.{suffix} must be, in the order of the classes")
+                raise ValueError(
+                    f"{tar}: {key}.{suffix} stands where {expected}.{suffix} must be, in the order of the "
+                    "classes"
+                )
             try:
                 yield decode(data)
             except (ValueError, EOFError) as error:
-                raise ValueError(f"{tar}: {key}.{suffix} can not be read: {error}") from error
+                raise ValueError(f"{tar}: {key}.{suffix} cannot be read: {error}") from error
 
     return Source(len(labels), labels, in_order=entries)
 
 
 def open_lmdb(path: Path) -> Source:
-    """Open the LMDB of MaskDiT: z-I are the 8 channels of float32 of entry I, y-I its class in decimal, length their number."""
+    """Open the LMDB of MaskDiT: z-I are the 8 channels of float32 of entry I, y-I its class in decimal,
+    length their number.
+    """
     import lmdb
 
     try:
@@ -211,14 +246,18 @@ def open_lmdb(path: Path) -> Source:
         numbers = np.frombuffer(_value(transaction, f"z-{i}", path), dtype=np.float32)
         side = math.isqrt(len(numbers) // 8)
         if not side or len(numbers) != 8 * side * side:
-            raise ValueError(f"source={path}: z-{i} has {len(numbers)} numbers, must be 8 channels of a square")
+            raise ValueError(
+                f"source={path}: z-{i} has {len(numbers)} numbers, must be 8 channels of a square"
+            )
         return numbers.reshape(8, side, side)
 
     return Source(count, labels, at)
 
 
 def open_npy_zip(path: Path) -> Source:
-    """Open a zip, or a folder, of .npy files with their labels in dataset.json, as the tools of EDM2 and REPA write them."""
+    """Open a zip, or a folder, of .npy files with their labels in dataset.json, as the tools of EDM2 and REPA
+    write them.
+    """
     try:
         files, opener, size_of = list_files(path)
     except ZIP_ERRORS as error:
@@ -234,17 +273,19 @@ def open_npy_zip(path: Path) -> Source:
             with opener(names[i]) as file:
                 return read_array(file, size_of(names[i]))
         except ZIP_ERRORS as error:
-            raise ValueError(f"source={path}: {names[i]} can not be read: {error}") from error
+            raise ValueError(f"source={path}: {names[i]} cannot be read: {error}") from error
 
     return Source(len(names), read_labels(opener, names, path), at)
 
 
 class _Headers(io.FileIO):
-    """A tar of which headers alone are read: tarfile takes whatever these declare of long names and other notes."""
+    """A tar of which headers alone are read: tarfile takes whatever these declare of long names and other
+    notes.
+    """
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= MOST_NOTE_BYTES:
-            raise ValueError(f"a header declares {size} bytes of notes, must be at most {MOST_NOTE_BYTES}")
+        if not 0 <= size <= MAX_NOTE_BYTES:
+            raise ValueError(f"a header declares {size} bytes of notes, must be at most {MAX_NOTE_BYTES}")
         return super().read(size)
 
 
@@ -252,7 +293,11 @@ def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]
     """Yield (key, content of KEY.WANTED) of each sample of a tar; each must have KEY.PARTNER as well."""
     wanted_keys, partner_keys, size = set(), set(), tar.stat().st_size
     try:
-        with _Headers(tar) as headers, tarfile.open(fileobj=headers, mode="r:") as archive, tar.open("rb") as contents:
+        with (
+            _Headers(tar) as headers,
+            tarfile.open(fileobj=headers, mode="r:") as archive,
+            tar.open("rb") as contents,
+        ):
             for member in archive:
                 key, _, suffix = member.name.rpartition("/")[2].partition(".")
                 if suffix == wanted and member.isreg():
@@ -284,8 +329,8 @@ def _decimal(data: bytes, name: str) -> int:
 
 def _class(data: bytes, name: str) -> int:
     number = _decimal(data, name)
-    if number >= MOST_CLASSES:
-        raise ValueError(f"{name} is {data[:20]!r}, must be less than {MOST_CLASSES}")
+    if number >= MAX_CLASSES:
+        raise ValueError(f"{name} is {data[:20]!r}, must be less than {MAX_CLASSES}")
     return number
 
 
@@ -303,7 +348,7 @@ def _value(transaction: Any, key: str, path: Path) -> bytes:
     try:
         value = transaction.get(key.encode())
     except lmdb.Error as error:
-        raise ValueError(f"source={path} is damaged: entry {key} can not be read: {error}") from error
+        raise ValueError(f"source={path} is damaged: entry {key} cannot be read: {error}") from error
     if value is None:
         raise ValueError(f"source={path} has no entry {key}")
     return value
@@ -325,7 +370,11 @@ FORMATS = {
         scaled=True,
     ),
     "maskdit_lmdb": Format(
-        "LMDB of MaskDiT, the folder with data.mdb", open_lmdb, stored_as="mean_logvar", scaled=False, mirrored=True
+        "LMDB of MaskDiT, the folder with data.mdb",
+        open_lmdb,
+        stored_as="mean_logvar",
+        scaled=False,
+        mirrored=True,
     ),
     "maskdit_wds": Format(
         "WebDataset of MaskDiT's lmdb2wds.py: KEY.latent, a pickled array, and KEY.cls",

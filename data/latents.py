@@ -1,7 +1,8 @@
 """The latent folder, opened: memory-mapped latents or posterior moments, labels, and masks, read by index.
 
-The format is written down in data/README.md. What a network sees is z = (latent - shift) * scale, applied once, from the
-manifest alone; moments (mean and log-variance of a Gaussian posterior) are sampled anew each time.
+The format is written down in data/README.md. What a network sees is z = (latent - shift) * scale, applied
+once, from the manifest alone; moments (mean and log-variance of a Gaussian posterior) are sampled anew each
+time.
 
 Shapes: N samples, C channels, H = W.
 """
@@ -38,12 +39,20 @@ class LatentDataset:
         masks: np.ndarray | None = None,
         encoder: str | None = None,
     ):
-        self.stored, self.labels, self.masks, self.manifest, self.encoder = stored, labels, masks, manifest, encoder
+        self.stored, self.labels, self.masks, self.manifest, self.encoder = (
+            stored,
+            labels,
+            masks,
+            manifest,
+            encoder,
+        )
         order = np.random.default_rng(HELD_OUT_SEED).permutation(manifest.count)
         self.held_out_ids = np.sort(order[: manifest.num_held_out])
         self.train_ids = np.sort(order[manifest.num_held_out :])
 
-    def read(self, ids: np.ndarray, mirrored: np.ndarray | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def read(
+        self, ids: np.ndarray, mirrored: np.ndarray | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stored latents (N, C', H, W) and labels (N,) int64 of entries `ids` of the folder.
 
         Args:
@@ -59,16 +68,23 @@ class LatentDataset:
         masks = torch.from_numpy(_read_in_order(self.masks, ids))
         if mirrored is not None:
             masks = torch.where(torch.from_numpy(mirrored).bool()[:, None, None], masks.flip(-1), masks)
-        return (masks > 0).float() if self.manifest.conditioning_type == "segmentation" else masks.float() / 255
+        return (
+            (masks > 0).float() if self.manifest.conditioning_type == "segmentation" else masks.float() / 255
+        )
 
     def spread_ids(self, most: int) -> np.ndarray:
         """Return entries from all over the folder, each once."""
         return np.unique(np.linspace(0, self.manifest.count - 1, most).astype(int))
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return mean (C,) and standard deviation (C,) of what a network sees, and that of all channels; on some entries."""
+        """Return mean (C,) and standard deviation (C,) of what a network sees, and that of all channels; on
+        some entries.
+        """
         ids = self.spread_ids(MEASURED_ENTRIES)
-        generator, (total, squares) = torch.Generator().manual_seed(0), torch.zeros(2, self.manifest.in_channels).double()
+        generator, (total, squares) = (
+            torch.Generator().manual_seed(0),
+            torch.zeros(2, self.manifest.in_channels).double(),
+        )
         for part in np.array_split(ids, -(-len(ids) // ENTRIES_AT_ONCE)):
             latents = self.manifest.to_latents(self.read(part)[0], generator).double()
             total += latents.sum(dim=(0, 2, 3))
@@ -80,7 +96,9 @@ class LatentDataset:
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map would be pickled as the whole array; a worker process opens the file instead.
-        files = {key: Path(value.filename) for key, value in self.__dict__.items() if isinstance(value, np.memmap)}
+        files = {
+            key: Path(value.filename) for key, value in self.__dict__.items() if isinstance(value, np.memmap)
+        }
         return {**self.__dict__, **files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,8 +107,13 @@ class LatentDataset:
         self.__dict__.update({**state, **opened})
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest, and a fingerprint that runs on the same data share: of manifest, labels and some entries."""
-        manifest = {**asdict(self.manifest), "origin": None}  # how the same latents came about does not matter
+        """Return the manifest, and a fingerprint that runs on the same data share: of manifest, labels and
+        some entries.
+        """
+        manifest = {
+            **asdict(self.manifest),
+            "origin": None,
+        }  # how the same latents came about does not matter
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
@@ -101,7 +124,9 @@ class LatentDataset:
         return {"fingerprint": digest.hexdigest(), "manifest": {**manifest, "checksums": None}}
 
 
-def open_latents(path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None) -> LatentDataset:
+def open_latents(
+    path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None
+) -> LatentDataset:
     """Open a latent folder and check it against what the run expects.
 
     Args:
@@ -109,7 +134,8 @@ def open_latents(path: str, input_size: int, in_channels: int, num_classes: int,
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a file is truncated, contradicts the manifest, or holds another shape, count or class than expected.
+        ValueError: a file is truncated, contradicts the manifest, or holds another shape, count or class than
+            expected.
     """
     manifest = read_manifest(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
@@ -129,7 +155,10 @@ def check_labels(labels: np.ndarray, num_classes: int, file: Path, first: int = 
     """Raise a ValueError unless all labels, those of entries `first` and following, are classes."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        raise ValueError(f"{file}: label {labels[wrong[0]]} at position {first + wrong[0]} must be in [0, {num_classes - 1}]")
+        raise ValueError(
+            f"{file}: label {labels[wrong[0]]} at position {first + wrong[0]} must be in [0, "
+            f"{num_classes - 1}]"
+        )
 
 
 def _read_in_order(array: np.ndarray, ids: np.ndarray, mirrored: np.ndarray | None = None) -> np.ndarray:

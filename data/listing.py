@@ -8,12 +8,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.images import LOSSLESS, ZIP_ERRORS, images_of, list_files
-from data.manifest import MOST_CLASSES
+from data.manifest import MAX_CLASSES
 from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
 LIST_SUFFIXES = (".txt", ".tsv", ".lst")
 LABELS_FILE = "dataset.json"
-MAX_LABEL_BYTES = 512  # of what dataset.json says of a file, beside what it may say of files that are not there
+MAX_LABEL_BYTES = (
+    512  # of what dataset.json says of a file, beside what it may say of files that are not there
+)
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,14 @@ class ImageList:
 def list_images(path: str | Path) -> ImageList:
     """List images by what the path is.
 
-    A folder or a zip: each top folder is a class, in alphabetical order, as in torchvision's ImageFolder; folders around all
-    of them do not count; images that lie in no folder have no classes. A file dataset.json, as the EDM family of codebases
-    writes it, tells the labels instead. A text file: a path, relative to it, and a class on each line.
+    A folder or a zip: each top folder is a class, in alphabetical order, as in torchvision's ImageFolder;
+    folders around all of them do not count; images that lie in no folder have no classes. A file
+    dataset.json, as the EDM family of codebases writes it, tells the labels instead. A text file: a path,
+    relative to it, and a class on each line.
 
     Raises:
         FileNotFoundError: the path is not there.
-        ValueError: there are no images, or it can not be told which class one has.
+        ValueError: there are no images, or it cannot be told which class one has.
     """
     path = Path(path)
     if not path.exists():
@@ -65,7 +68,9 @@ def list_images(path: str | Path) -> ImageList:
         return ImageList(names, opener, *grouped, ignored=_others(files, names))
     deeper = [name for name in files if name.endswith(f"/{LABELS_FILE}")]
     if deeper:
-        raise ValueError(f"source={path}: {deeper[0]} tells the labels only where it lies at the top: give that folder")
+        raise ValueError(
+            f"source={path}: {deeper[0]} tells the labels only where it lies at the top: give that folder"
+        )
     depth = _depth_of_classes(names)
     outside = [name for name in names if name.count("/") <= depth]
     if outside and len(outside) < len(names):
@@ -73,17 +78,21 @@ def list_images(path: str | Path) -> ImageList:
     if outside:
         return ImageList(names, opener, None, 0, None, ignored=_others(files, names))
     grouped = _numbered([name.split("/")[depth] for name in names])
-    # Without a class folder whose files are all of unknown formats every later class would have another number.
+    # Without a class folder whose files are all of unknown formats every later class would have another
+    # number.
     outer = names[0].split("/")[:depth]
     inside = [file.split("/") for file in files if file.count("/") > depth]
     empty = {parts[depth] for parts in inside if parts[:depth] == outer} - set(grouped[2])
     if empty:
-        raise ValueError(f"source={path}: class folder {min(empty)} holds files, but no images of a known format")
+        raise ValueError(
+            f"source={path}: class folder {min(empty)} holds files, but no images of a known format"
+        )
     return ImageList(names, opener, *grouped, ignored=_others(files, names))
 
 
 def read_labels(opener: Callable[[str], BinaryIO], names: Sequence[str], path: Path) -> np.ndarray | None:
-    """Return the labels (count,) of files as dataset.json tells them: {"labels": [[name, label], ...]}; None where it has none.
+    """Return the labels (count,) of files as dataset.json tells them: {"labels": [[name, label], ...]}; None
+    where it has none.
 
     Raises:
         ValueError: it is damaged, or has no label for one of the files.
@@ -93,13 +102,16 @@ def read_labels(opener: Callable[[str], BinaryIO], names: Sequence[str], path: P
             entries = parse_json(read_bounded(file, MAX_JSON_BYTES + MAX_LABEL_BYTES * len(names)))["labels"]
         known = None if entries is None else dict(entries)
     except (*ZIP_ERRORS, KeyError, TypeError) as error:
-        raise ValueError(f"{path}/{LABELS_FILE} is not of the form {{'labels': [[name, label], ...]}}: {error!r}") from error
+        raise ValueError(
+            f"{path}/{LABELS_FILE} is not of the form {{'labels': [[name, label], ...]}}: {error!r}"
+        ) from error
     if known is None:
         return None
     missing = [name for name in names if not _is_label(known.get(name))]
     if missing:
         raise ValueError(
-            f"{path}/{LABELS_FILE} has no label 0, 1, ... for {missing[0]} ({len(missing)} of {len(names)} files are without)"
+            f"{path}/{LABELS_FILE} has no label 0, 1, ... for {missing[0]} ({len(missing)} of {len(names)} "
+            "files are without)"
         )
     return np.array([known[name] for name in names], dtype=np.int64)
 
@@ -124,7 +136,8 @@ class MaskFiles:
         missing = [name for name in names if _stem(name) not in self._files]
         if missing:
             raise ValueError(
-                f"masks={path} has no mask for {missing[0]}: {_stem(missing[0])}{LOSSLESS[0]} must be there, or the like "
+                f"masks={path} has no mask for {missing[0]}: {_stem(missing[0])}{LOSSLESS[0]} must be there, "
+                "or the like "
                 f"({len(missing)} of {len(names)} images have none)"
             )
 
@@ -145,17 +158,21 @@ def _from_list(path: Path) -> ImageList:
     pairs = [line.rsplit("\t" if "\t" in line else None, 1) for line in lines]
     for number, pair in enumerate(pairs, 1):
         if len(pair) != 2:
-            raise ValueError(f"source={path}: line {number} must hold a path and a class, got {lines[number - 1]!r}")
+            raise ValueError(
+                f"source={path}: line {number} must hold a path and a class, got {lines[number - 1]!r}"
+            )
     if not pairs:
         raise ValueError(f"source={path} lists no images")
     names, classes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"source={path}: {missing[0]} not found ({len(missing)} of {len(names)} images are not there)")
+        raise FileNotFoundError(
+            f"source={path}: {missing[0]} not found ({len(missing)} of {len(names)} images are not there)"
+        )
     are_numbers = all(c.isdecimal() for c in classes)
-    too_large = [c for c in classes if are_numbers and int(c) >= MOST_CLASSES]
+    too_large = [c for c in classes if are_numbers and int(c) >= MAX_CLASSES]
     if too_large:
-        raise ValueError(f"source={path}: class {too_large[0]} must be less than {MOST_CLASSES}")
+        raise ValueError(f"source={path}: class {too_large[0]} must be less than {MAX_CLASSES}")
     numbers = np.array(classes, dtype=np.int64) if are_numbers else None
     grouped = _numbered(classes) if numbers is None else (numbers, int(numbers.max()) + 1, None)
     return ImageList(names, lambda name: (path.parent / name).open("rb"), *grouped)
@@ -177,7 +194,7 @@ def _numbered(classes: Sequence[str]) -> tuple[np.ndarray, int, tuple[str, ...]]
 
 
 def _is_label(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_CLASSES
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_CLASSES
 
 
 def _stem(name: str) -> str:

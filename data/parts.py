@@ -1,7 +1,8 @@
 """Finished parts of an encoding job, kept in a folder until all are there.
 
-A part is `NNNNNNN.npz`. Images of it that could not be read are told in `NNNNNNN.errors.json`, written before the part, and
-removed after one without errors: whatever moment a process is killed at, a part without that file lacks nothing.
+A part is `NNNNNNN.npz`. Images of it that could not be read are told in `NNNNNNN.errors.json`, written before
+the part, and removed after one without errors: whatever moment a process is killed at, a part without that
+file lacks nothing.
 """
 
 import errno
@@ -23,7 +24,9 @@ from runtime.files import atomic_write
 
 @dataclass(frozen=True)
 class Part:
-    """Latents (n, [2,] C, H, W), masks (n, H, W) or None, and the positions of their images; errors by position."""
+    """Latents (n, [2,] C, H, W), masks (n, H, W) or None, and the positions of their images; errors by
+    position.
+    """
 
     latents: np.ndarray
     masks: np.ndarray | None
@@ -34,7 +37,9 @@ class Part:
     def join(pieces: list["Part"]) -> "Part":
         """Put pieces together."""
         masks = None if pieces[0].masks is None else np.concatenate([piece.masks for piece in pieces])
-        latents, positions = (np.concatenate([getattr(piece, key) for piece in pieces]) for key in ("latents", "positions"))
+        latents, positions = (
+            np.concatenate([getattr(piece, key) for piece in pieces]) for key in ("latents", "positions")
+        )
         errors = {position: error for piece in pieces for position, error in piece.errors.items()}
         return Part(latents, masks, positions, errors)
 
@@ -53,7 +58,7 @@ class PartFolder:
         """Make the folder, or go on with the one that is there; return the parts that are still to do.
 
         Raises:
-            ValueError: it was begun with something else, or what it was begun with can not be read.
+            ValueError: it was begun with something else, or what it was begun with cannot be read.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / "about.json"
@@ -61,11 +66,20 @@ class PartFolder:
             with _replacing(file) as partial:
                 partial.write_text(json.dumps(self.about, indent=2))
         begun = _read_json(file)
-        changes = [f"{key}: {begun.get(key)} -> {value}" for key, value in self.about.items() if begun.get(key) != value]
+        changes = [
+            f"{key}: {begun.get(key)} -> {value}"
+            for key, value in self.about.items()
+            if begun.get(key) != value
+        ]
         if changes:
-            raise ValueError(f"{self.path} was begun with something else ({'; '.join(changes)}): go on with that, or remove it")
+            raise ValueError(
+                f"{self.path} was begun with something else ({'; '.join(changes)}): go on with that, or "
+                "remove it"
+            )
         there = {file.name for file in self.path.iterdir()}
-        done = [self._file(i).name in there and self._errors(i).name not in there for i in range(self.num_parts)]
+        done = [
+            self._file(i).name in there and self._errors(i).name not in there for i in range(self.num_parts)
+        ]
         return [i for i in range(self.num_parts) if not done[i]]
 
     def write(self, i: int, part: Part) -> None:
@@ -89,12 +103,22 @@ class PartFolder:
         try:
             with zipfile.ZipFile(file) as archive:
                 masks = read_member(archive, "masks") if "masks.npy" in archive.namelist() else None
-                return Part(read_member(archive, "latents"), masks, read_member(archive, "positions"), self.errors([i]))
+                return Part(
+                    read_member(archive, "latents"),
+                    masks,
+                    read_member(archive, "positions"),
+                    self.errors([i]),
+                )
         except (KeyError, *ZIP_ERRORS) as error:
-            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a place before the start is damage
+            if isinstance(error, OSError) and error.errno not in (
+                None,
+                errno.EINVAL,
+            ):  # a place before the start is damage
                 raise
             file.unlink()
-            raise ValueError(f"{file} was damaged ({error}) and is removed: run the same command again") from error
+            raise ValueError(
+                f"{file} was damaged ({error}) and is removed: run the same command again"
+            ) from error
 
     def errors(self, parts: list[int] | range) -> dict[int, str]:
         """Return the images that could not be read, by position, and why."""
@@ -129,4 +153,6 @@ def _replacing(file: Path) -> Iterator[Path]:
         with atomic_write(file) as partial:
             yield partial
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}; mend this and run the same command again to go on", str(file)) from error
+        raise OSError(
+            error.errno, f"{error.strerror}; mend this and run the same command again to go on", str(file)
+        ) from error

@@ -1,6 +1,7 @@
 """Files of a folder on a disk or a server: http://, https:// and s3://, which fsspec reads.
 
-Nothing else is an address: no other scheme of fsspec, none of its chains of addresses, and nothing that runs a program.
+Nothing else is an address: no other scheme of fsspec, none of its chains of addresses, and nothing that runs
+a program.
 """
 
 import asyncio
@@ -28,11 +29,13 @@ T = TypeVar("T")
 
 
 def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
-    """Return what `use` makes of an open file in a folder or at an address, tried from its start ATTEMPTS times.
+    """Return what `use` makes of an open file in a folder or at an address, tried from its start ATTEMPTS
+    times.
 
     Raises:
         ValueError: the address is not one of those above, s3fs is missing, or `use` finds the file damaged.
-        FileNotFoundError, PermissionError: the file is not there, or not for this user; it is not asked for again.
+        FileNotFoundError, PermissionError: the file is not there, or not for this user; it is not asked for
+            again.
         OSError: it cannot be read.
     """
     remote = _is_address(path)
@@ -56,7 +59,9 @@ def _is_address(path: str) -> bool:
     if not re.match(LIKE_ADDRESS, path):
         return False
     if not re.fullmatch(ADDRESS, path):
-        raise ValueError(f"data.path={path} must be a folder, or an address http://, https:// or s3:// of plain signs")
+        raise ValueError(
+            f"data.path={path} must be a folder, or an address http://, https:// or s3:// of plain signs"
+        )
     if path.startswith("s3:") and not find_spec("s3fs"):
         raise ValueError(f"data.path={path} needs s3fs: pip install s3fs")
     return True
@@ -97,7 +102,8 @@ class _Stream(RawIOBase):
 
     async def _close(self) -> None:
         if self._file.r is not None:
-            self._file.r.close()  # that of S3 is left open otherwise, and an unread rest would keep the connection
+            # that of S3 is left open otherwise, and an unread rest would keep the connection
+            self._file.r.close()
         await self._file.close()
 
 
@@ -117,11 +123,15 @@ def _http() -> Any:
 
 @cache
 def _trace() -> Any:
-    """Return what checks whereto a server leads; one object, by which fsspec knows the connections that it keeps."""
+    """Return what checks whereto a server leads; one object, by which fsspec knows the connections that it
+    keeps.
+    """
     import aiohttp
 
     async def check(session: Any, context: Any, redirect: Any) -> None:
-        to = redirect.response.headers.get("Location") or redirect.response.headers.get("URI", "")  # as aiohttp does
+        to = redirect.response.headers.get("Location") or redirect.response.headers.get(
+            "URI", ""
+        )  # as aiohttp does
         hosts = redirect.url.host, redirect.url.join(type(redirect.url)(to)).host
         await asyncio.to_thread(servers.check_redirect, *hosts)
 
@@ -159,14 +169,24 @@ def _kind(error: Exception) -> type[Exception]:
     status = getattr(error, "status", None)  # of HTTP
     if isinstance(error, FileNotFoundError) or status == 404:
         return FileNotFoundError
-    if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ == "NoCredentialsError":
+    if (
+        isinstance(error, PermissionError)
+        or status in (401, 403)
+        or type(error).__name__ == "NoCredentialsError"
+    ):
         return PermissionError
     return ValueError if isinstance(error, DAMAGED) and not isinstance(error, OSError) else OSError
 
 
 def _reason(error: Any) -> str:
     """Return in one line what happened."""
-    status = getattr(error, "status", None)  # the text of aiohttp repeats the address, of a redirect with its signature
+    status = getattr(
+        error, "status", None
+    )  # the text of aiohttp repeats the address, of a redirect with its signature
     text = f"{status} {error.message}" if status else getattr(error, "strerror", None) or str(error)
-    late = f"no answer in {servers.ANSWER_SEC:.0f} s" if isinstance(error, TimeoutError) else type(error).__name__
+    late = (
+        f"no answer in {servers.ANSWER_SEC:.0f} s"
+        if isinstance(error, TimeoutError)
+        else type(error).__name__
+    )
     return " ".join((text or str(error.__cause__ or "") or late).split())

@@ -1,4 +1,5 @@
-"""Show what a latent folder holds: images of each class, mean and spread of the latents, and a sheet of decoded images.
+"""Show what a latent folder holds: images of each class, mean and spread of the latents, and a sheet of
+decoded images.
 
 python -m data.report latents/NAME
 python -m data.report latents/NAME --encoder FOLDER --out sheet.png
@@ -28,7 +29,8 @@ def describe(dataset: LatentDataset) -> list[str]:
     scale = f"scale {_short(m.scale)}, shift {_short(m.shift)}"
     size = f"{m.resolution}x{m.resolution} pixels as " if m.resolution else ""
     return [
-        f"entries    {m.count}, of them {m.num_held_out} held out" + (", each with its mirror image" if m.mirrors else ""),
+        f"entries    {m.count}, of them {m.num_held_out} held out"
+        + (", each with its mirror image" if m.mirrors else ""),
         f"latents    {size}{m.in_channels}x{m.input_size}x{m.input_size}, {m.kind} in {m.dtype}, {scale}",
         f"encoder    {m.encoder}, weights {(m.encoder_hash or 'without a hash')[:16]}",
     ]
@@ -41,9 +43,16 @@ def count_classes(dataset: LatentDataset) -> list[str]:
     manifest = dataset.manifest
     counts = np.bincount(dataset.labels, minlength=manifest.num_classes)
     order = np.argsort(-counts, kind="stable")
-    lines = [f"classes    {len(counts)}, with {counts.min()} to {counts.max()} entries, median {np.median(counts):g}"]
-    shown = order if len(order) <= 2 * CLASSES_SHOWN else [*order[:CLASSES_SHOWN], None, *order[-CLASSES_SHOWN:]]
-    lines += ["             ..." if i is None else f"{counts[i]:12}  {_class_name(dataset, i)}" for i in shown]
+    lines = [
+        f"classes    {len(counts)}, with {counts.min()} to {counts.max()} entries, median "
+        f"{np.median(counts):g}"
+    ]
+    shown = (
+        order if len(order) <= 2 * CLASSES_SHOWN else [*order[:CLASSES_SHOWN], None, *order[-CLASSES_SHOWN:]]
+    )
+    lines += [
+        "             ..." if i is None else f"{counts[i]:12}  {_class_name(dataset, i)}" for i in shown
+    ]
     empty = int((counts == 0).sum())
     return lines + ([f"warning: {empty} classes have no entries"] if empty else [])
 
@@ -56,7 +65,9 @@ def measure(dataset: LatentDataset) -> list[str]:
     lines = [f"the network sees (measured on at most {MEASURED_ENTRIES} entries):"]
     lines += [f"    std {std:.4f} over all channels ({promise})"]
     shown = list(zip(means.tolist(), stds.tolist(), strict=True))
-    lines += [f"    channel {channel}: mean {mean:+.4f}, std {s:.4f}" for channel, (mean, s) in enumerate(shown)]
+    lines += [
+        f"    channel {channel}: mean {mean:+.4f}, std {s:.4f}" for channel, (mean, s) in enumerate(shown)
+    ]
     warning = manifest.std_warning(std)
     return lines + ([warning] if warning else [])
 
@@ -67,11 +78,18 @@ def describe_masks(dataset: LatentDataset) -> list[str]:
         return ["masks      none"]
     masks = dataset.read_masks(dataset.spread_ids(MEASURED_ENTRIES))
     empty = float((masks.flatten(1).max(dim=1).values == 0).float().mean())
-    return [f"masks      {dataset.manifest.conditioning_type}, mean weight {masks.mean():.3f}, {empty:.1%} without any weight"]
+    return [
+        f"masks      {dataset.manifest.conditioning_type}, mean weight {masks.mean():.3f}, {empty:.1%} "
+        "without any weight"
+    ]
 
 
-def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None, title: str) -> None:
-    """Decode entries from all over the data set into one picture, each with its class, and its mirror image beside it."""
+def draw_sheet(
+    dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None, title: str
+) -> None:
+    """Decode entries from all over the data set into one picture, each with its class, and its mirror image
+    beside it.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -95,13 +113,24 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
     for i, (axis, image) in enumerate(zip(axes.flat, images, strict=False)):
         name = "" if labels is None else _class_name(dataset, int(labels[i]))
         caption = "mirror image" if mirrored is not None and mirrored[i] else f"{ids[i]}  {name}"
-        axis.set_title(caption if len(caption) <= NAME_LENGTH else f"{caption[: NAME_LENGTH - 1]}…", fontsize=8)
+        axis.set_title(
+            caption if len(caption) <= NAME_LENGTH else f"{caption[: NAME_LENGTH - 1]}…", fontsize=8
+        )
         axis.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=255)
         if masks is not None:  # what weighs nothing is darkened
             extent = (-0.5, image.shape[1] - 0.5, image.shape[0] - 0.5, -0.5)
-            axis.imshow(np.zeros_like(masks[i]), cmap="gray", vmin=0, vmax=1, alpha=DARKENED * (1 - masks[i]), extent=extent)
+            axis.imshow(
+                np.zeros_like(masks[i]),
+                cmap="gray",
+                vmin=0,
+                vmax=1,
+                alpha=DARKENED * (1 - masks[i]),
+                extent=extent,
+            )
     darkened = "; darkened: what the masks weigh down" if masks is not None else ""
-    figure.suptitle(f"{title}: {len(chosen)} of {manifest.count} entries, decoded (entry, class{darkened})", fontsize=10)
+    figure.suptitle(
+        f"{title}: {len(chosen)} of {manifest.count} entries, decoded (entry, class{darkened})", fontsize=10
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -119,20 +148,22 @@ def _short(value: float | tuple[float, ...]) -> str:
 def main() -> None:
     """Print the numbers, then draw the sheet."""
     parser = argparse.ArgumentParser(
-        prog="python -m data.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, metavar="PATH")
     parser.add_argument("--encoder", help="where the encoder is found; default: where the manifest says")
     parser.add_argument("--out", type=Path, help="the picture; default: PATH_report.png, beside the folder")
     arguments = parser.parse_args()
-    path, state = arguments.path, start_process(tf32=False)
+    path, launch = arguments.path, start_process(tf32=False)
     file = arguments.out or path.resolve().with_name(f"{path.resolve().name}_report.png")
     try:
         manifest = read_manifest(path)
         dataset = open_latents(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
         print("\n".join([f"folder     {path}", *describe(dataset), *count_classes(dataset)]))
         print("\n".join([*describe_masks(dataset), *measure(dataset)]))
-        draw_sheet(dataset, file, state.device, arguments.encoder, path.resolve().name)
+        draw_sheet(dataset, file, launch.device, arguments.encoder, path.resolve().name)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"picture    {file}")

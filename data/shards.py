@@ -1,7 +1,9 @@
-"""WebDataset shards: a latent folder in pieces, on a disk or a server. data.make_shards writes them; format: data/README.md.
+"""WebDataset shards: a latent folder in pieces, on a disk or a server. data.make_shards writes them; format:
+data/README.md.
 
-Each process reads shards of its own, a few at a time, and shuffles what it has read. Which, and in which order, follows from
-(seed, epoch) and the number of processes, so that a resumed run goes on at the shard and the sample where it stopped.
+Each process reads shards of its own, a few at a time, and shuffles what it has read. Which, and in which
+order, follows from (seed, epoch) and the number of processes, so that a resumed run goes on at the shard and
+the sample where it stopped.
 """
 
 import hashlib
@@ -24,14 +26,17 @@ from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, parse_manifest
 from data.remote import read_file
 from data.stream import MicroBatch
-from runtime.arrays import MOST_HEADER_BYTES, parse_array
+from runtime.arrays import MAX_HEADER_BYTES, parse_array
 from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
 SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
 ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # tell the draws of the streams apart
-MOST_OVERHEAD_BYTES = 2**16  # of a sample: headers of the tar, the class, padding, and what is read ahead
-NOTE = "streamed: a resumed run goes on at the same shard and sample, but is exempt from the promise of bitwise equality"
+MAX_OVERHEAD_BYTES = 2**16  # of a sample: headers of the tar, the class, padding, and what is read ahead
+NOTE = (
+    "streamed: a resumed run goes on at the same shard and sample, "
+    "but is exempt from the promise of bitwise equality"
+)
 
 
 class ShardDataset:
@@ -44,7 +49,12 @@ class ShardDataset:
     """
 
     def __init__(
-        self, url: str, manifest: LatentManifest, shards: dict[str, int], held_out: dict[str, int], encoder: str | None = None
+        self,
+        url: str,
+        manifest: LatentManifest,
+        shards: dict[str, int],
+        held_out: dict[str, int],
+        encoder: str | None = None,
     ):
         self.url, self.manifest, self.encoder = url.rstrip("/"), manifest, encoder
         self.names, self.counts = list(shards), np.array(list(shards.values()))
@@ -54,9 +64,13 @@ class ShardDataset:
         parts = [self.read_shard(name, count) for name, count in held_out.items()]
         self.held_out_ids = np.arange(sum(held_out.values()))
         self._latents = (
-            np.concatenate([latents[:, 0] if manifest.mirrors else latents for latents, _ in parts]) if parts else None
+            np.concatenate([latents[:, 0] if manifest.mirrors else latents for latents, _ in parts])
+            if parts
+            else None
         )
-        self._labels = np.concatenate([labels for _, labels in parts]) if parts and manifest.num_classes else None
+        self._labels = (
+            np.concatenate([labels for _, labels in parts]) if parts and manifest.num_classes else None
+        )
 
     def read(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stored latents (N, C', H, W) and labels (N,) of held-out entries."""
@@ -64,8 +78,14 @@ class ShardDataset:
         return torch.from_numpy(self._latents[ids]), labels
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest, a fingerprint of it and of the list of shards, and what is to be known of streams."""
-        return {"fingerprint": self._fingerprint, "manifest": {**asdict(self.manifest), "checksums": None}, "note": NOTE}
+        """Return the manifest, a fingerprint of it and of the list of shards, and what is to be known of
+        streams.
+        """
+        return {
+            "fingerprint": self._fingerprint,
+            "manifest": {**asdict(self.manifest), "checksums": None},
+            "note": NOTE,
+        }
 
     def read_shard(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return latents (count, [2,] C, H, W) and labels (count,) of a shard.
@@ -80,11 +100,12 @@ class ShardDataset:
         manifest = self.manifest
         dtype, shape = np.dtype(manifest.dtype), manifest.stored_shape[1:]
         latents, labels = [], []  # no memory is taken for entries that are promised and not there
-        for sample in _samples(stream, math.prod(shape) * dtype.itemsize + MOST_HEADER_BYTES):
+        for sample in _samples(stream, math.prod(shape) * dtype.itemsize + MAX_HEADER_BYTES):
             array = parse_array(sample["latents.npy"])
             if len(latents) == count or array.shape != shape or array.dtype != dtype:
                 raise ValueError(
-                    f"entry {len(latents)} is {array.dtype} {array.shape}, must be {dtype} {shape}, {count} of them"
+                    f"entry {len(latents)} is {array.dtype} {array.shape}, must be {dtype} {shape}, {count} "
+                    "of them"
                 )
             latents.append(array)
             labels.append(int(sample["cls"]) if manifest.num_classes else 0)
@@ -97,7 +118,9 @@ class ShardDataset:
 
 
 class _PerSample:
-    """A stream that ends in an error where a sample takes more bytes: tarfile takes whatever headers declare of long names."""
+    """A stream that ends in an error where a sample takes more bytes: tarfile takes whatever headers declare
+    of long names.
+    """
 
     def __init__(self, stream: BinaryIO, most_bytes: int):
         self.stream, self.most_bytes, self.left = stream, most_bytes, most_bytes
@@ -111,21 +134,27 @@ class _PerSample:
 
 
 def _samples(stream: BinaryIO, most_bytes: int) -> Iterator[dict[str, bytes]]:
-    """Yield the content of the files of each sample, by what follows its key; a tar that is packed is refused."""
-    bounded = _PerSample(stream, most_bytes + MOST_OVERHEAD_BYTES)
+    """Yield the content of the files of each sample, by what follows its key; a tar that is packed is
+    refused.
+    """
+    bounded = _PerSample(stream, most_bytes + MAX_OVERHEAD_BYTES)
     with tarfile.open(fileobj=bounded, mode="r|") as archive:
         for _, members in groupby(archive, key=lambda member: member.name.partition(".")[0]):
             sample = {}
             for member in members:
                 if not member.isreg() or member.issparse() or member.size > most_bytes:
-                    raise ValueError(f"{member.name} declares {member.size} bytes, must be a file of at most {most_bytes}")
+                    raise ValueError(
+                        f"{member.name} declares {member.size} bytes, must be a file of at most {most_bytes}"
+                    )
                 sample[member.name.partition(".")[2]] = archive.extractfile(member).read()
             archive.members = []  # or they pile up
             bounded.left = bounded.most_bytes
             yield sample
 
 
-def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None) -> ShardDataset:
+def open_shards(
+    path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None
+) -> ShardDataset:
     """Open shards at a path or URL and check them against what the run expects.
 
     Args:
@@ -133,7 +162,8 @@ def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, 
 
     Raises:
         OSError: the manifest, the list of shards or a held-out shard is not there or cannot be read.
-        ValueError: the address is none that is offered, what is there is damaged, or the run expects other data.
+        ValueError: the address is none that is offered, what is there is damaged, or the run expects other
+            data.
     """
     manifest = read_shard_manifest(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
@@ -141,14 +171,24 @@ def open_shards(path: str, input_size: int, in_channels: int, num_classes: int, 
         shards = parse_json(_fetch(path, SHARDS_FILE))
         # Names are put after the path: one with a colon or a slash could lead anywhere.
         named = r"(train|held_out)-\d+\.tar"
-        wrong = [name for name, n in shards.items() if not re.fullmatch(named, name) or type(n) is not int or n < 1]
+        wrong = [
+            name for name, n in shards.items() if not re.fullmatch(named, name) or type(n) is not int or n < 1
+        ]
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}/{SHARDS_FILE} is damaged: {error}") from error
     if wrong or not shards:
-        raise ValueError(f"{path}/{SHARDS_FILE} must list shards train-N.tar and held_out-N.tar: {(wrong or ['nothing'])[0]}")
+        raise ValueError(
+            f"{path}/{SHARDS_FILE} must list shards train-N.tar and held_out-N.tar: "
+            f"{(wrong or ['nothing'])[0]}"
+        )
     if sum(shards.values()) != manifest.count:
-        raise ValueError(f"{path}/{SHARDS_FILE} lists {sum(shards.values())} entries, the manifest promises {manifest.count}")
-    parts = [{name: n for name, n in shards.items() if name.startswith(kind)} for kind in ("train", "held_out")]
+        raise ValueError(
+            f"{path}/{SHARDS_FILE} lists {sum(shards.values())} entries, the manifest promises "
+            f"{manifest.count}"
+        )
+    parts = [
+        {name: n for name, n in shards.items() if name.startswith(kind)} for kind in ("train", "held_out")
+    ]
     return ShardDataset(path, manifest, *parts, encoder)
 
 
@@ -173,9 +213,9 @@ def _fetch(path: str, name: str) -> bytes:
 class ShardStream:
     """Yield the micro-batches of one process from `start_step` on, for ever.
 
-    In epoch e the shards are permuted by a draw from (seed, e), process p takes every num_processes-th of them from p on, and
-    shuffles each group of a few by a draw from (seed, e, shards). Its entries follow each other without end, so that all
-    processes have batches of one size for ever.
+    In epoch e the shards are permuted by a draw from (seed, e), process p takes every num_processes-th of
+    them from p on, and shuffles each group of a few by a draw from (seed, e, shards). Its entries follow each
+    other without end, so that all processes have batches of one size for ever.
     """
 
     def __init__(
@@ -191,7 +231,10 @@ class ShardStream:
         pin_memory: bool,
     ):
         if len(dataset.names) < num_processes:
-            raise ValueError(f"data.path={dataset.url} has {len(dataset.names)} shards, fewer than {num_processes} processes")
+            raise ValueError(
+                f"data.path={dataset.url} has {len(dataset.names)} shards, fewer than {num_processes} "
+                "processes"
+            )
         self.dataset, self.seed, self.pin_memory = dataset, seed, pin_memory
         self.process_index, self.num_processes = process_index, num_processes
         self.micro_batch_size = micro_batch_size
@@ -267,7 +310,9 @@ class ShardStream:
 def shards_by_step(
     dataset: ShardDataset, seed: int, batch_size: int, micro_batch_size: int, num_processes: int
 ) -> Callable[[int], list[str]]:
-    """Return a function that names, for each sample of the batch after so many steps, the shards that it may come from."""
+    """Return a function that names, for each sample of the batch after so many steps, the shards that it may
+    come from.
+    """
 
     def names(step: int) -> list[str]:
         sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "pin_memory": False}

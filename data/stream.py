@@ -17,10 +17,11 @@ COVERAGE_ENTRIES = 1024
 
 
 class MicroBatch(NamedTuple):
-    """What one forward takes: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if they are used.
+    """What one forward takes: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if they are
+    used.
 
-    `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step; 0 where nobody
-    asked for it.
+    `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step; 0
+    where nobody asked for it.
     """
 
     stored: torch.Tensor
@@ -30,7 +31,9 @@ class MicroBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Entries of one micro-batch, which of them are mirrored (None without mirrors), and the entries of its whole step."""
+    """Entries of one micro-batch, which of them are mirrored (None without mirrors), and the entries of its
+    whole step.
+    """
 
     ids: np.ndarray
     mirrored: np.ndarray | None
@@ -40,9 +43,9 @@ class Draw(NamedTuple):
 class StreamOrder:
     """Yield the entries of each micro-batch of one process from `start_step` on, for ever.
 
-    Position p of the stream is entry p mod n of permutation p // n, where permutation e is drawn from (seed, e). Step s
-    takes positions s * batch_size and following; micro-batch m of a step belongs to process m mod num_processes. Whether a
-    position is mirrored is drawn from (seed, step).
+    Position p of the stream is entry p mod n of permutation p // n, where permutation e is drawn from (seed,
+    e). Step s takes positions s * batch_size and following; micro-batch m of a step belongs to process m mod
+    num_processes. Whether a position is mirrored is drawn from (seed, step).
     """
 
     def __init__(
@@ -67,13 +70,17 @@ class StreamOrder:
         while True:
             batch = self.batch(step)
             mirrored = self._draw_mirrored(step) if self.mirrors else None
-            for micro in range(self.process_index, self.batch_size // self.micro_batch_size, self.num_processes):
+            for micro in range(
+                self.process_index, self.batch_size // self.micro_batch_size, self.num_processes
+            ):
                 here = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
                 yield Draw(batch[here], None if mirrored is None else mirrored[here], batch)
             step += 1
 
     def batch(self, step: int) -> np.ndarray:
-        """Return the entries (batch_size,) of the batch after `step` steps, in the order of its micro-batches."""
+        """Return the entries (batch_size,) of the batch after `step` steps, in the order of its
+        micro-batches.
+        """
         return self.entries(step * self.batch_size + np.arange(self.batch_size))
 
     def entries(self, positions: np.ndarray) -> np.ndarray:
@@ -93,13 +100,19 @@ class StreamOrder:
 
 
 class _Reader(Dataset):
-    def __init__(self, dataset: LatentDataset, with_masks: bool, token_mask: Callable[[torch.Tensor], torch.Tensor] | None):
+    def __init__(
+        self,
+        dataset: LatentDataset,
+        with_masks: bool,
+        token_mask: Callable[[torch.Tensor], torch.Tensor] | None,
+    ):
         self.dataset, self.with_masks, self.token_mask = dataset, with_masks, token_mask
         self.counted, self.num_forced = np.empty(0), 0
 
     def __getitem__(self, draw: Draw) -> MicroBatch:
         masks = self.dataset.read_masks(draw.ids, draw.mirrored) if self.with_masks else None
-        # Every process counts over the whole step, and so they agree without asking each other. A mirror image has as many.
+        # Every process counts over the whole step, and so they agree without asking each other. A mirror
+        # image has as many.
         if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
             num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
             self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
@@ -137,7 +150,11 @@ def stream(
         mirrors=dataset.manifest.mirrors,
     )
     reader = _Reader(dataset, with_masks, token_mask)
-    options = {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": _leave_signals_to_the_run}
+    options = {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "worker_init_fn": _leave_signals_to_the_run,
+    }
     return DataLoader(reader, batch_size=None, sampler=order, **options)
 
 
@@ -148,18 +165,24 @@ def _leave_signals_to_the_run(worker: int) -> None:
 
 
 def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Callable[[int], list[int]]:
-    """Return a function that names the entries of the batch after so many steps, in the order of its micro-batches."""
+    """Return a function that names the entries of the batch after so many steps, in the order of its
+    micro-batches.
+    """
     whole = {"micro_batch_size": batch_size, "start_step": 0, "process_index": 0, "num_processes": 1}
     order = StreamOrder(dataset.train_ids, seed=seed, batch_size=batch_size, **whole)
     return lambda step: order.batch(step).tolist()
 
 
-def count_forced(dataset: LatentDataset, ids: np.ndarray, token_mask: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+def count_forced(
+    dataset: LatentDataset, ids: np.ndarray, token_mask: Callable[[torch.Tensor], torch.Tensor]
+) -> np.ndarray:
     """Return how many tokens (N,) the masks of entries `ids` force to stay."""
     return token_mask(dataset.read_masks(ids)).sum(dim=1).numpy()
 
 
-def mask_coverage(dataset: LatentDataset, token_mask: Callable[[torch.Tensor], torch.Tensor], batch_size: int) -> float:
+def mask_coverage(
+    dataset: LatentDataset, token_mask: Callable[[torch.Tensor], torch.Tensor], batch_size: int
+) -> float:
     """Estimate the fraction of tokens that the largest mask of a batch touches, as a mean over batches."""
     ids = dataset.train_ids[:: 1 + len(dataset.train_ids) // COVERAGE_ENTRIES]
     touched = token_mask(dataset.read_masks(ids)).float().mean(dim=1).numpy()
@@ -174,7 +197,9 @@ def held_out_batches(
     num_processes: int,
     with_masks: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-    """Yield (batch index, latents, labels, masks) of this process's share of the held-out entries, the same in every run."""
+    """Yield (batch index, latents, labels, masks) of this process's share of the held-out entries, the same
+    in every run.
+    """
     starts = range(0, len(dataset.held_out_ids), batch_size)
     for index in range(process_index, len(starts), num_processes):
         ids = dataset.held_out_ids[starts[index] : starts[index] + batch_size]

@@ -1,8 +1,8 @@
 """Read pickled numpy arrays of numbers, and nothing else.
 
-A pickle is a program. Before this one is run, its instructions are held against those that an array consists of, so that it
-can neither name a function of its choice, nor nest, nor fill memory; then it is run with stand-ins for numpy's own functions,
-which never see what the file says but through a few checks.
+A pickle is a program. Before this one is run, its instructions are held against those that an array consists
+of, so that it can neither name a function of its choice, nor nest, nor fill memory; then it is run with
+stand-ins for numpy's own functions, which never see what the file says but through a few checks.
 """
 
 import io
@@ -13,17 +13,49 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-MOST_INSTRUCTIONS = 300  # an array has about fifty
+MAX_INSTRUCTIONS = 300  # an array has about fifty
 # What pickles of arrays of numbers consist of, in protocols 0 to 5.
 INSTRUCTIONS = {
-    *("PROTO", "FRAME", "STOP", "MARK", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NONE", "NEWTRUE", "NEWFALSE"),
-    *("INT", "LONG", "LONG1", "BININT", "BININT1", "BININT2", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "STRING"),
+    *(
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "REDUCE",
+        "BUILD",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+    ),
+    *(
+        "INT",
+        "LONG",
+        "LONG1",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "UNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "STRING",
+    ),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINSTRING", "SHORT_BINSTRING"),
     *("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE"),
     *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET"),
 }
 # What damaged bytes may raise is written down nowhere; pickle's documentation names the first and "others".
-ERRORS = (pickle.UnpicklingError, ValueError, TypeError, LookupError, EOFError, AttributeError, OverflowError, MemoryError)
+ERRORS = (
+    pickle.UnpicklingError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+)
 
 
 def unpickle_array(data: bytes) -> np.ndarray:
@@ -47,9 +79,13 @@ def _check_instructions(data: bytes) -> None:
     for count, (instruction, argument, _) in enumerate(pickletools.genops(data)):
         if instruction.name not in INSTRUCTIONS:
             raise ValueError(f"{instruction.name} is no part of it")
-        is_place = instruction.name in ("PUT", "BINPUT", "LONG_BINPUT")  # memory is set aside for all places before it
-        if count > MOST_INSTRUCTIONS or (is_place and int(argument) > MOST_INSTRUCTIONS):
-            raise ValueError(f"it has more than {MOST_INSTRUCTIONS} instructions")
+        is_place = instruction.name in (
+            "PUT",
+            "BINPUT",
+            "LONG_BINPUT",
+        )  # memory is set aside for all places before it
+        if count > MAX_INSTRUCTIONS or (is_place and int(argument) > MAX_INSTRUCTIONS):
+            raise ValueError(f"it has more than {MAX_INSTRUCTIONS} instructions")
 
 
 class _NumberType:
@@ -73,7 +109,9 @@ class _PickledArray:
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, number_type, fortran_order, data = state
-        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order="F" if fortran_order else "C")
+        self.array = np.frombuffer(data, number_type.dtype).reshape(
+            shape, order="F" if fortran_order else "C"
+        )
 
 
 class _BufferedArray:
@@ -87,7 +125,12 @@ class _BufferedArray:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    NAMES: ClassVar = {"_reconstruct": _PickledArray, "_frombuffer": _BufferedArray, "dtype": _NumberType, "ndarray": None}
+    NAMES: ClassVar = {
+        "_reconstruct": _PickledArray,
+        "_frombuffer": _BufferedArray,
+        "dtype": _NumberType,
+        "ndarray": None,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name in the file."""

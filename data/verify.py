@@ -30,7 +30,9 @@ def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
     """
     if manifest.checksums is None:
         raise ValueError(f"{path} was written without checksums: there is nothing to check it against")
-    blocks = [(name, i, digest) for name, digests in manifest.checksums.items() for i, digest in enumerate(digests)]
+    blocks = [
+        (name, i, digest) for name, digests in manifest.checksums.items() for i, digest in enumerate(digests)
+    ]
     with ThreadPoolExecutor(cpu_count()) as pool:
         yield from pool.map(lambda block: _damage(path, manifest, *block), blocks)
     for name, digests in manifest.checksums.items():
@@ -44,11 +46,12 @@ def _damage(path: Path, manifest: LatentManifest, name: str, block: int, expecte
     try:
         found = hash_block(file, start, manifest.block_bytes)
     except OSError as error:
-        return f"{file}: block {block} can not be read: {error.strerror}"
+        return f"{file}: block {block} cannot be read: {error.strerror}"
     if found == expected:
         return None
     end = start + manifest.block_bytes
-    return f"{file}: block {block} (bytes {start} to {end}{_entries(manifest, name, start, end)}) is not what was written"
+    entries = _entries(manifest, name, start, end)
+    return f"{file}: block {block} (bytes {start} to {end}{entries}) is not what was written"
 
 
 def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
@@ -67,7 +70,9 @@ def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
 def main() -> None:
     """Check a folder and say which blocks are bad."""
     parser = argparse.ArgumentParser(
-        prog="python -m data.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, metavar="PATH")
     path = parser.parse_args().path
@@ -80,11 +85,20 @@ def main() -> None:
                 found.append(damage)
                 tqdm.write(damage)
         if found:
-            sys.exit(f"error: {path}: {len(found)} of {total} blocks are damaged: make them anew, or bring them from a copy")
-        held = {file.name for file in path.iterdir() if file.suffix in (".npy", ".tar") or file.name == SHARDS_FILE}
+            sys.exit(
+                f"error: {path}: {len(found)} of {total} blocks are damaged: make them anew, or bring them "
+                "from a copy"
+            )
+        held = {
+            file.name
+            for file in path.iterdir()
+            if file.suffix in (".npy", ".tar") or file.name == SHARDS_FILE
+        }
         unknown = held - (manifest.checksums or {}).keys()
         if unknown:
-            raise ValueError(f"{path / min(unknown)} has no checksums in the manifest: nobody can tell whether it is whole")
+            raise ValueError(
+                f"{path / min(unknown)} has no checksums in the manifest: nobody can tell whether it is whole"
+            )
         opener = open_shards if (path / SHARDS_FILE).exists() else open_latents
         opener(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
     except (ValueError, OSError) as error:

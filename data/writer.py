@@ -1,4 +1,6 @@
-"""Write latent folders: beside their place, from start to end, with a checksum of every block, and moved when whole."""
+"""Write latent folders: beside their place, from start to end, with a checksum of every block, and moved when
+whole.
+"""
 
 import hashlib
 import os
@@ -22,17 +24,18 @@ CHUNK = 2**22
 class LatentWriter:
     """Write a latent folder beside its place and move it there when it is whole.
 
-    Use as a context manager and call `append` until `manifest.count` entries are written. The checksums of the manifest are
-    filled in.
+    Use as a context manager and call `append` until `manifest.count` entries are written. The checksums of
+    the manifest are filled in.
 
     Args:
-        partial: where it is written before it is moved, by one who holds the lock of `path`; None: beside `path`.
+        partial: where it is written before it is moved, by one who holds the lock of `path`; None: beside
+            `path`.
 
     Raises:
         Busy: another process is writing it.
         FileExistsError: there is something at `path` already.
-        ValueError: entries of another shape, labels outside the classes, masks that are missing or not wanted, or another
-            count than the manifest's.
+        ValueError: entries of another shape, labels outside the classes, masks that are missing or not
+            wanted, or another count than the manifest's.
         OSError: the disk is full; the file is named, and nothing is left behind.
     """
 
@@ -57,7 +60,9 @@ class LatentWriter:
         return self
 
     def append(self, stored: np.ndarray, labels: np.ndarray | None, masks: np.ndarray | None = None) -> None:
-        """Add entries (N, C', H, W), with mirrors (N, 2, C', H, W), their labels (N,), and masks (N, H, W) uint8 if any."""
+        """Add entries (N, C', H, W), with mirrors (N, 2, C', H, W), their labels (N,), and masks (N, H, W)
+        uint8 if any.
+        """
         manifest, end = self.manifest, self.num_written + len(stored)
         if stored.shape[1:] != manifest.stored_shape[1:] or end > manifest.count:
             raise ValueError(
@@ -69,14 +74,22 @@ class LatentWriter:
                 raise ValueError(f"{self.path}: {len(stored)} entries must come with as many labels")
             check_labels(labels, manifest.num_classes, self.path, first=self.num_written)
         expected = (len(stored), *stored.shape[-2:]) if manifest.conditioning_type else None
-        if (None if masks is None else masks.shape) != expected or (masks is not None and masks.dtype != np.uint8):
+        if (None if masks is None else masks.shape) != expected or (
+            masks is not None and masks.dtype != np.uint8
+        ):
             given = "None" if masks is None else f"{masks.dtype} {masks.shape}"
-            rule = f"uint8 {expected}" if expected else "None, or conditioning_type of the manifest be mask or segmentation"
+            rule = (
+                f"uint8 {expected}"
+                if expected
+                else "None, or conditioning_type of the manifest be mask or segmentation"
+            )
             raise ValueError(f"{self.path}: masks={given} must be {rule}")
         with np.errstate(over="ignore"):
             latents = stored.astype(manifest.dtype)
         if not np.isfinite(latents).all():
-            raise ValueError(f"{self.path}: entries {self.num_written}..{end - 1} are not finite in {manifest.dtype}")
+            raise ValueError(
+                f"{self.path}: entries {self.num_written}..{end - 1} are not finite in {manifest.dtype}"
+            )
         self.files[FILES["latents"]].append(latents)
         if manifest.num_classes:
             self.files[FILES["labels"]].append(labels.astype(np.int64))
@@ -91,8 +104,13 @@ class LatentWriter:
 
     def _finish(self) -> None:
         if self.num_written != self.manifest.count:
-            raise ValueError(f"{self.path}: {self.num_written} entries written, the manifest promises {self.manifest.count}")
-        manifest = replace(self.manifest, checksums={name: file.finish() for name, file in self.files.items()})
+            raise ValueError(
+                f"{self.path}: {self.num_written} entries written, the manifest promises "
+                f"{self.manifest.count}"
+            )
+        manifest = replace(
+            self.manifest, checksums={name: file.finish() for name, file in self.files.items()}
+        )
         with (self.partial / FILES["manifest"]).open("w") as f:
             f.write(to_json(manifest))
             f.flush()
@@ -107,7 +125,8 @@ def lock_of(path: Path) -> Lock:
 
 @contextmanager
 def claimed(path: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder for what is moved to `path` when it is whole. What a killed process left of it is removed.
+    """Yield a new folder for what is moved to `path` when it is whole. What a killed process left of it is
+    removed.
 
     Args:
         partial: the folder, where the lock of `path` is held already; None: beside it, and the lock is taken.
@@ -152,7 +171,11 @@ class _ArrayFile:
         self.file = path.open("wb", buffering=0)  # so that a full disk is met here and not in `close`
         self.digest, self.room, self.checksums = hashlib.sha256(), block_bytes, []
         header = BytesIO()
-        description = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        description = {
+            "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
+            "fortran_order": False,
+            "shape": shape,
+        }
         np.lib.format.write_array_header_1_0(header, description)
         self._write(memoryview(header.getvalue()))
 

@@ -30,7 +30,8 @@ class EDMPrecond(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return D_x (N, C, H, W) in fp32 for x (N, C, H, W) at noise level sigma, (N,) or 0-d.
 
-        The keywords go to the network as they are; with `return_kept` its pixels (N, 1, H, W) bool come second.
+        The keywords go to the network as they are; with `return_kept` its pixels (N, 1, H, W) bool come
+        second.
         """
         x = x.float()
         sigma = sigma.to(x).expand(x.shape[0])  # (N,)
@@ -43,7 +44,9 @@ class EDMPrecond(nn.Module):
         D_x = c_skip * x + c_out * F_x.float()
         return (D_x, *kept) if return_kept else D_x
 
-    def coefficients(self, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def coefficients(
+        self, sigma: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return c_skip, c_out, c_in, c_noise, each in the shape of sigma."""
         variance = sigma**2 + self.sigma_data**2
         # Preconditioning, [EDM] Table 1.
@@ -60,14 +63,20 @@ class EDMLoss:
     Args:
         P_mean, P_std: mean and standard deviation of ln(sigma).
         sigma_data: standard deviation of the latents, the same number that the preconditioning is given.
-        kept_tokens_only: leave the pixels of tokens that bypassed a window out of the mean, as the first version of
-            TREAD did (an ablation).
+        kept_tokens_only: leave the pixels of tokens that bypassed a window out of the mean, as the first
+            version of TREAD did (an ablation).
 
     Raises:
         ValueError: all noise levels are the same.
     """
 
-    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5, kept_tokens_only: bool = False):
+    def __init__(
+        self,
+        P_mean: float = -1.2,
+        P_std: float = 1.2,
+        sigma_data: float = 0.5,
+        kept_tokens_only: bool = False,
+    ):
         if not P_std > 0:
             raise ValueError(f"diffusion.loss.P_std={P_std} must be greater than 0")
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
@@ -89,8 +98,8 @@ class EDMLoss:
         Args:
             generator: draws the noise level, then the noise, then whatever the network draws.
             selection_ratio, force_keep: of the network's routes.
-            loss_mask: (N, H, W) weight of each position. The mean stays one over all positions, so that a position counts
-                the same in every sample; a sample whose mask is empty has loss 0.
+            loss_mask: (N, H, W) weight of each position. The mean stays one over all positions, so that a
+                position counts the same in every sample; a sample whose mask is empty has loss 0.
         """
         x = x.float()
         shape = (x.shape[0], 1, 1, 1)

@@ -1,26 +1,28 @@
-"""Generate latents from seeds: one seed per sample, so that a sample does not depend on its batch or its process."""
+"""Generate latents from seeds: one seed per sample, so that a sample does not depend on its batch or its
+process.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn as nn
 
 from diffusion.guidance import guided_denoiser
+from runtime.launch import Launch
 
 LABEL_STREAM = 1  # tells the draw of a label from other draws of the same seed
 
 
 def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:
-    """Return labels (num_samples,) that run through the classes in turn; None for an unconditional network."""
+    """Return the classes in turn, (num_samples,); None for an unconditional network."""
     return torch.arange(num_samples) % num_classes if num_classes else None
 
 
 def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor | None:
-    """Return a label for each seed, drawn uniformly from the seed alone; None for an unconditional network."""
+    """Return a label drawn uniformly from each seed alone; None for an unconditional network."""
     if not num_classes:
         return None
     return torch.tensor([np.random.default_rng([seed, LABEL_STREAM]).integers(num_classes) for seed in seeds])
@@ -34,13 +36,12 @@ def generate(
     seeds: Sequence[int],
     class_labels: torch.Tensor | None,
     batch_size: int,
-    device: torch.device,
+    launch: Launch,
     guidance_scale: float = 1.0,
-    process_index: int = 0,
-    num_processes: int = 1,
     bf16: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (position of the first seed, latents (n, C, H, W) in fp32), n <= batch_size, for this process's batches.
+    """Yield (position of the first seed, latents (n, C, H, W) in fp32), n <= batch_size, for this process's
+    batches.
 
     Args:
         precond: denoiser in eval mode; precond.net tells the shape of the latents and the null class.
@@ -51,23 +52,15 @@ def generate(
     """
     net = precond.net
     shape = (net.in_channels, net.input_size, net.input_size)
-    for start in range(process_index * batch_size, len(seeds), num_processes * batch_size):
+    for start in range(launch.rank * batch_size, len(seeds), launch.world_size * batch_size):
         generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + batch_size]]
         randn_like = partial(_randn_like, generators=generators)
-        noise = randn_like(torch.empty(len(generators), *shape, device=device))  # (n, C, H, W)
-        labels = None if class_labels is None else class_labels[start : start + batch_size].to(device)
+        noise = randn_like(torch.empty(len(generators), *shape, device=launch.device))  # (n, C, H, W)
+        labels = None if class_labels is None else class_labels[start : start + batch_size].to(launch.device)
         denoise = guided_denoiser(precond, labels, net.num_classes, guidance_scale)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(launch.device.type, torch.bfloat16, enabled=bf16):
             latents = sampler(denoise, noise, randn_like=randn_like).float()
         yield start, latents
-
-
-class ProcessState(Protocol):
-    """What is asked of the description of a process."""
-
-    device: torch.device
-    process_index: int
-    num_processes: int
 
 
 class ImageSource:
@@ -75,8 +68,6 @@ class ImageSource:
 
     Args:
         decode: turns latents into images (n, H, W, channels) uint8.
-        state: the process, as accelerate's PartialState and Accelerator describe it.
-        gather: puts lists from all processes together.
         labels: `balanced`: the classes in turn; `random`: drawn from the seeds.
         class_label: this class alone, in place of `labels`.
         The others are those of `generate`.
@@ -90,15 +81,14 @@ class ImageSource:
         *,
         batch_size: int,
         guidance_scale: float,
-        state: ProcessState,
-        gather: Callable[[list], list],
+        launch: Launch,
         labels: str = "balanced",
         class_label: int | None = None,
         first_seed: int = 0,
         bf16: bool = False,
     ):
-        self.precond, self.sampler, self.decode, self.gather = precond.eval(), sampler, decode, gather
-        self.batch_size, self.guidance_scale, self.state = batch_size, guidance_scale, state
+        self.precond, self.sampler, self.decode = precond.eval(), sampler, decode
+        self.batch_size, self.guidance_scale, self.launch = batch_size, guidance_scale, launch
         self.first_seed, self.bf16 = first_seed, bf16
         self._labels, self._class_label = labels, class_label
 
@@ -112,7 +102,9 @@ class ImageSource:
     def image_shape(self) -> tuple[int, ...]:
         """(H, W, channels) of an image."""
         net = self.precond.net
-        return self.decode(torch.zeros(1, net.in_channels, net.input_size, net.input_size, device=self.state.device)).shape[1:]
+        return self.decode(
+            torch.zeros(1, net.in_channels, net.input_size, net.input_size, device=self.launch.device)
+        ).shape[1:]
 
     def seeds(self, num_samples: int) -> range:
         """Return the seed of each sample."""
@@ -136,10 +128,8 @@ class ImageSource:
             seeds=self.seeds(num_samples),
             class_labels=self.labels(num_samples),
             batch_size=self.batch_size,
-            device=self.state.device,
+            launch=self.launch,
             guidance_scale=self.guidance_scale,
-            process_index=self.state.process_index,
-            num_processes=self.state.num_processes,
             bf16=self.bf16,
         )
         for start, latents in batches:
@@ -147,7 +137,7 @@ class ImageSource:
 
     def __call__(self, num_samples: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return all images (num_samples, H, W, channels) and labels (num_samples,), on every process."""
-        parts = self.gather(list(self.batches(num_samples)))
+        parts = self.launch.gather_items(list(self.batches(num_samples)))
         images = np.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])
         labels = self.labels(num_samples)
         return images, None if labels is None else labels.numpy()

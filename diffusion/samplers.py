@@ -1,4 +1,6 @@
-"""Samplers. Each takes denoise(x, sigma) -> D_x, with labels and guidance already closed over, and unit-variance noise."""
+"""Samplers. Each takes denoise(x, sigma) -> D_x, with labels and guidance already closed over, and
+unit-variance noise.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,7 +29,8 @@ def edm_sampler(
         denoise: called with x (N, C, H, W) in float64 and sigma, a 0-d float64 tensor on the CPU.
         noise: (N, C, H, W) of unit variance.
         num_steps: noise levels; the network runs 2 * num_steps - 1 times.
-        S_churn, S_min, S_max, S_noise: amount and range of noise added back; 0 gives the deterministic solver.
+        S_churn, S_min, S_max, S_noise: amount and range of noise added back; 0 gives the deterministic
+            solver.
         randn_like: source of the churn noise.
 
     Returns:
@@ -38,7 +41,8 @@ def edm_sampler(
     """
     if num_steps < 1:
         raise ValueError(f"sampler.num_steps={num_steps} must be at least 1")
-    # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho, sigma_n = 0, [EDM] eq. 5.
+    # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho, sigma_n = 0, [EDM]
+    # eq. 5.
     ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
     sigmas = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
     sigmas = torch.cat([sigmas, torch.zeros(1, dtype=torch.float64)])

@@ -1,9 +1,8 @@
-"""Scores of generated images: features, their statistics, metrics, and the evaluators that put them together."""
+"""Scores of generated images: features, their statistics, metrics, and evaluators."""
 
 from evaluation.adm import AdmEvaluator, AdmSuite
 from evaluation.detectors import DigitJudge, GlyphJudge, PixelDetector
 from evaluation.evaluators import DenseLoss, DigitsEvaluator, GlyphsEvaluator, SampleGrid
-from evaluation.extraction import Processes
 from evaluation.inception import InceptionDetector
 from evaluation.metrics import frechet_distance, inception_score, kernel_distance, precision_recall
 from evaluation.reference import make_reference, open_reference
@@ -20,7 +19,6 @@ __all__ = [
     "GlyphsEvaluator",
     "InceptionDetector",
     "PixelDetector",
-    "Processes",
     "SampleGrid",
     "frechet_distance",
     "inception_score",

@@ -1,4 +1,5 @@
-"""The ADM suite: FID, sFID, inception score, precision and recall of images against a reference, and the kernel distance.
+"""The ADM suite: FID, sFID, inception score, precision and recall of images against a reference, and the
+kernel distance.
 
 What is computed from all images is computed on the first process. [ADM]
 """
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from evaluation.extraction import SPLIT_SIZE, Batches, Images, ImageSetStatistics, Processes, extract
+from evaluation.extraction import SPLIT_SIZE, Batches, Images, ImageSetStatistics, extract
 from evaluation.files import fingerprint
 from evaluation.inception import NUM_POOL_FEATURES, InceptionDetector
 from evaluation.metrics import frechet_distance, kernel_distance, precision_recall
 from evaluation.reference import STATISTICS, open_reference
 from evaluation.statistics import FeatureStatistics
+from runtime.launch import Launch
 
 NEIGHBOURS = 3
 KID_SUBSET_SIZE, KID_NUM_SUBSETS, KID_SEED = 1000, 100, 0
@@ -58,12 +60,14 @@ def with_count(metric: str, num_samples: int) -> str:
 
 
 class AdmSuite:
-    """Scores images against a reference; the reference's own images are looked at once, when they are first needed.
+    """Scores images against a reference; the reference's own images are looked at once, when they are first
+    needed.
 
     Args:
-        statistics: mu, sigma, and mu_s, sigma_s if known; empty where the images are to give them. `weights`, if there, is
-            the hash of the tensors that gave them.
-        images: of the reference, for precision, recall and the kernel distance, or for its statistics; None if not there.
+        statistics: mu, sigma, and mu_s, sigma_s if known; empty where the images are to give them. `weights`,
+            if there, is the hash of the tensors that gave them.
+        images: of the reference, for precision, recall and the kernel distance, or for its statistics; None
+            if not there.
         precision_recall, kid: whether to give them; they need the features of all images.
         exact_distances: precision and recall with distances in fp32; the original's are fp16.
     """
@@ -74,14 +78,14 @@ class AdmSuite:
         statistics: dict[str, np.ndarray],
         images: Images | None,
         *,
-        processes: Processes,
+        launch: Launch,
         batch_size: int,
         precision_recall: bool,
         exact_distances: bool,
         kid: bool,
     ):
         self.detector, self.statistics, self.images = detector, statistics, images
-        self.processes, self.batch_size = processes, batch_size
+        self.launch, self.batch_size = launch, batch_size
         self.precision_recall, self.exact_distances, self.kid = precision_recall, exact_distances, kid
         self._reference = None
         if batch_size < 1:
@@ -91,11 +95,12 @@ class AdmSuite:
         made_by = statistics.get("weights")
         if made_by is not None and made_by != detector.record["tensors_sha256"]:
             raise ValueError(
-                f"the reference was made with other weights than {detector.record['path']}: its scores would mean nothing"
+                f"the reference was made with other weights than {detector.record['path']}: its scores would "
+                "mean nothing"
             )
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
-        """Raise a ValueError where images, which errors call `name`, can not be scored."""
+        """Raise a ValueError where images, which errors call `name`, cannot be scored."""
         if len(shape) != 3 or shape[-1] != 3:
             raise ValueError(f"{name}: images are {shape}, must be (H, W, 3), in colour")
         least = NEIGHBOURS + 1 if self.precision_recall else 2
@@ -123,16 +128,22 @@ class AdmSuite:
         }
 
     def score(self, batches: Batches, num_images: int, shape: tuple[int, ...]) -> Scores:
-        """Return the scores of images (num_images, *shape) on the first process; the others take part and return none."""
-        if self._reference is None:  # first, so that an image that can not be used shows before any sample is drawn
+        """Return the scores of images (num_images, *shape) on the first process; the others take part and
+        return none.
+        """
+        if (
+            self._reference is None
+        ):  # first, so that an image that cannot be used shows before any sample is drawn
             self._reference = self._look_at_reference()
         keep = np.arange(num_images) if self._needs_features else None
         samples = self._extract(batches, num_images, keep, "features of samples")
-        if self.processes.index != 0:
+        if not self.launch.is_main:
             return Scores()
         scores = self._compare(samples, self._reference, num_images)
         if self.images is not None and self.images.shape != shape:
-            scores.warnings.append(f"samples are {shape}, reference images {self.images.shape}: sizes move the scores")
+            scores.warnings.append(
+                f"samples are {shape}, reference images {self.images.shape}: sizes move the scores"
+            )
         return scores
 
     @property
@@ -144,26 +155,38 @@ class AdmSuite:
 
     def _look_at_reference(self) -> Reference:
         keep, found = self._keep_of_reference(), None
-        if len(keep) > MANY_IMAGES and self.processes.index == 0:
+        if len(keep) > MANY_IMAGES and self.launch.is_main:
             tqdm.write(
-                f"note: precision and recall compare with all {len(keep):,} images of the reference, which takes memory and "
+                f"note: precision and recall compare with all {len(keep):,} images of the reference, which "
+                "takes memory and "
                 "hours: a reference made by mode=reference carries 10,000 of them"
             )
         if len(keep) or not self.statistics:
-            batches = self.images.batches(self.batch_size, self.processes.index, self.processes.count)
-            found = self._extract(batches, self.images.count, keep if len(keep) else None, "features of reference")
+            batches = self.images.batches(self.batch_size, self.launch)
+            found = self._extract(
+                batches, self.images.count, keep if len(keep) else None, "features of reference"
+            )
         features = found.features if found else None
         if not self.statistics:
             pool, spatial = (Gaussian(part.mean, part.covariance) for part in (found.pool, found.spatial))
             return Reference(pool, spatial, features)
         pool, spatial = (
-            Gaussian(self.statistics[mu], self.statistics[mu.replace("mu", "sigma")]) if mu in self.statistics else None
+            Gaussian(self.statistics[mu], self.statistics[mu.replace("mu", "sigma")])
+            if mu in self.statistics
+            else None
             for mu in STATISTICS
         )
         return Reference(pool, spatial, features)
 
-    def _extract(self, batches: Batches, num_images: int, keep: np.ndarray | None, description: str) -> ImageSetStatistics:
-        options = {"batch_size": self.batch_size, "keep": keep, "processes": self.processes, "description": description}
+    def _extract(
+        self, batches: Batches, num_images: int, keep: np.ndarray | None, description: str
+    ) -> ImageSetStatistics:
+        options = {
+            "batch_size": self.batch_size,
+            "keep": keep,
+            "launch": self.launch,
+            "description": description,
+        }
         return extract(self.detector, batches, num_images, **options)
 
     def _compare(self, samples: ImageSetStatistics, reference: Reference, num_images: int) -> Scores:
@@ -187,7 +210,9 @@ class AdmSuite:
                 left_out |= dict.fromkeys(metrics, "the reference has no images (arr_0)")
             else:
                 values |= zip(metrics, measure(reference.features, samples.features), strict=True)
-        values, left_out = ({with_count(metric, num_images): x for metric, x in d.items()} for d in (values, left_out))
+        values, left_out = (
+            {with_count(metric, num_images): x for metric, x in d.items()} for d in (values, left_out)
+        )
         return Scores(values, left_out, _warnings(num_images, self.detector.record))
 
 
@@ -198,7 +223,10 @@ def _distance(samples: FeatureStatistics, reference: Gaussian) -> float:
 def _warnings(num_images: int, weights: dict[str, str]) -> list[str]:
     warnings = []
     if weights["checked"] != "sha256":
-        warnings.append(f"the weights {weights['path']} were checked by {weights['checked']} alone, not by a published hash")
+        warnings.append(
+            f"the weights {weights['path']} were checked by {weights['checked']} alone, not by a published "
+            "hash"
+        )
     if num_images < NUM_PUBLISHED_SAMPLES:
         warnings.append(
             f"published scores are of {NUM_PUBLISHED_SAMPLES:,} samples, these are of {num_images:,}: "
@@ -206,7 +234,8 @@ def _warnings(num_images: int, weights: dict[str, str]) -> list[str]:
         )
     if num_images <= NUM_POOL_FEATURES:
         warnings.append(
-            f"{num_images:,} images are no more than the {NUM_POOL_FEATURES:,} features: the covariance is singular, "
+            f"{num_images:,} images are no more than the {NUM_POOL_FEATURES:,} features: the covariance is "
+            "singular, "
             "the distances hang on the sample count more than on the images"
         )
     return warnings
@@ -221,7 +250,8 @@ class AdmEvaluator:
         reference: what `open_reference` takes.
         weights: file of the Inception network's weights.
         batch_size: images that the Inception network takes at a time.
-        source: gives this process's samples: source.with_labels(labels).batches(num_samples), source.image_shape.
+        source: gives this process's samples: source.with_labels(labels).batches(num_samples),
+            source.image_shape.
         open_images: opens the images of the reference.
         The others are those of AdmSuite and InceptionDetector.
     """
@@ -241,16 +271,21 @@ class AdmEvaluator:
         source: Any,
         open_images: Callable[[Path], Images],
         device: torch.device,
-        processes: Processes,
+        launch: Launch,
     ):
-        self.num_samples, self.labels, self.source, self._told = num_samples, labels, source.with_labels(labels), False
+        self.num_samples, self.labels, self.source, self._told = (
+            num_samples,
+            labels,
+            source.with_labels(labels),
+            False,
+        )
         self.reference = Path(reference)
         statistics, images = open_reference(self.reference, open_images)
         self._suite = AdmSuite(
             InceptionDetector(weights, device, allow_unpublished_weights),
             statistics,
             images,
-            processes=processes,
+            launch=launch,
             batch_size=batch_size,
             precision_recall=precision_recall,
             exact_distances=exact_distances,
@@ -261,11 +296,18 @@ class AdmEvaluator:
     def describe(self) -> dict[str, Any]:
         """Return everything about the scores that moves a number."""
         reference = {"path": str(self.reference), "sha256": fingerprint(self.reference)}
-        return {**self._suite.protocol, "num_samples": self.num_samples, "labels": self.labels, "reference": reference}
+        return {
+            **self._suite.protocol,
+            "num_samples": self.num_samples,
+            "labels": self.labels,
+            "reference": reference,
+        }
 
     def run(self, step: int) -> Iterator[tuple[str, float]]:
-        """Draw, score, and yield the scores on the first process; the first time, say what to keep in mind."""
-        scores = self._suite.score(self.source.batches(self.num_samples), self.num_samples, self.source.image_shape)
+        """Draw, score, and yield the scores on the first process; warn the first time."""
+        scores = self._suite.score(
+            self.source.batches(self.num_samples), self.num_samples, self.source.image_shape
+        )
         if not self._told:
             for metric, reason in scores.left_out.items():
                 tqdm.write(f"{metric} is left out: {reason}")

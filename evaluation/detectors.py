@@ -27,7 +27,8 @@ class DigitJudge:
         from sklearn.svm import SVC
 
         self._detector = PixelDetector()
-        # Kernel width and penalty as in scikit-learn's own digits example (pixels 0..16, gamma 0.001), in our units.
+        # Kernel width and penalty as in scikit-learn's own digits example (pixels 0..16, gamma 0.001), in our
+        # units.
         self._classifier = SVC(gamma=0.001 * 16**2, C=10, random_state=0).fit(self._detector(images), labels)
 
     def __call__(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +38,8 @@ class DigitJudge:
 
 
 class GlyphJudge:
-    """A small convolutional classifier in fp32 on the CPU: the same for the same images and number of threads.
+    """A small convolutional classifier in fp32 on the CPU: the same for the same images and number of
+    threads.
 
     Args:
         images, labels: real images (N, H, W, C) uint8 and their classes, to fit on.
@@ -59,16 +61,29 @@ class GlyphJudge:
     def __call__(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """images (N, H, W, C) uint8 -> features of the last hidden layer (N, F) float64, classes (N,)."""
         starts = range(0, len(images), self.IMAGES_AT_ONCE)
-        features = torch.cat([self._hidden(_pixels(images[i : i + self.IMAGES_AT_ONCE])) for i in starts])  # (N, F)
+        features = torch.cat(
+            [self._hidden(_pixels(images[i : i + self.IMAGES_AT_ONCE])) for i in starts]
+        )  # (N, F)
         return features.double().numpy(), self._output(features).argmax(dim=1).numpy()
 
     def _build(self, in_channels: int, num_classes: int) -> None:
         layers: list[nn.Module] = []
         for before, after in pairwise((in_channels, *self.WIDTHS)):
-            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [
+                nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(after),
+                nn.ReLU(),
+            ]
         # (N, 128, 4, 4) -> (N, F)
-        layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(self.WIDTHS[-1] * 4**2, self.NUM_FEATURES), nn.ReLU()]
-        layers += [nn.BatchNorm1d(self.NUM_FEATURES, affine=False)]  # features of unit variance give a distance its scale
+        layers += [
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(self.WIDTHS[-1] * 4**2, self.NUM_FEATURES),
+            nn.ReLU(),
+        ]
+        layers += [
+            nn.BatchNorm1d(self.NUM_FEATURES, affine=False)
+        ]  # features of unit variance give a distance its scale
         self._hidden = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # twice as fast
         self._output = nn.Linear(self.NUM_FEATURES, num_classes)
 
@@ -76,7 +91,9 @@ class GlyphJudge:
         batch_size = min(self.BATCH_SIZE, len(pixels))
         num_batches = len(pixels) // batch_size
         optimizer = torch.optim.AdamW([*self._hidden.parameters(), *self._output.parameters()])
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.LR, total_steps=self.EPOCHS * num_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.LR, total_steps=self.EPOCHS * num_batches
+        )
         for _ in range(self.EPOCHS):
             order = torch.randperm(len(pixels), generator=generator)[: num_batches * batch_size]
             for ids in order.view(-1, batch_size):

@@ -1,4 +1,6 @@
-"""Evaluators: evaluator.run(step) yields (key, number or picture). What they look at is given to them; they build nothing."""
+"""Evaluators: evaluator.run(step) yields (key, number or picture). What they look at is given to them; they
+build nothing.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,15 +20,16 @@ ImageSource = Callable[[int], tuple[np.ndarray, np.ndarray | None]]
 
 
 class DenseLoss:
-    """Training loss on held-out entries with all tokens in all layers: to watch a run, not to judge routed against dense.
+    """Training loss on held-out entries with all tokens in all layers: to watch a run, not to judge routed
+    against dense.
 
     Every run draws the same noise for the same entries, so that steps and runs can be compared.
 
     Args:
         denoisers: key of the metric -> preconditioned network.
         loss_fn: the training loss.
-        batches: gives this process's held-out batches: (index, latents, labels, loss masks or None), where the index seeds
-            the draws.
+        batches: gives this process's held-out batches: (index, latents, labels, loss masks or None), where
+            the index seeds the draws.
         total: sums a tensor over all processes.
     """
 
@@ -43,8 +46,11 @@ class DenseLoss:
     def run(self, step: int) -> Iterator[tuple[str, float]]:
         """Yield each denoiser's mean loss; it is in eval mode from then on."""
         for key, denoiser in self.denoisers.items():
-            denoiser.eval()  # and left so: a training step sets its network's mode itself, the average has no other
-            sums = torch.zeros(2, dtype=torch.float64, device=next(denoiser.parameters()).device)  # of losses, of entries
+            # and left so: a training step sets its network's mode itself, the average has no other
+            denoiser.eval()
+            sums = torch.zeros(
+                2, dtype=torch.float64, device=next(denoiser.parameters()).device
+            )  # of losses, of entries
             # The blocks are compiled for the shapes of training; here they run as they are written.
             with torch.compiler.set_stance("force_eager"):
                 for index, latents, labels, masks in self.batches():
@@ -57,14 +63,21 @@ class DenseLoss:
 
 
 class SampleGrid:
-    """Write a grid of samples as a PNG, and show the first of them in the terminal where they are small enough.
+    """Write a grid of samples as a PNG, and show the first of them in the terminal where they are small
+    enough.
 
     Args:
         write: on the first process; the others only take part in the sampling.
     """
 
     def __init__(self, source: ImageSource, folder: Path, num_samples: int, columns: int, write: bool):
-        self.source, self.folder, self.num_samples, self.columns, self.write = source, folder, num_samples, columns, write
+        self.source, self.folder, self.num_samples, self.columns, self.write = (
+            source,
+            folder,
+            num_samples,
+            columns,
+            write,
+        )
 
     def run(self, step: int) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the picture (height, width, C) uint8."""
@@ -79,10 +92,11 @@ class SampleGrid:
 
 
 class FittedEvaluator:
-    """Scores by a judge that is fitted on real images: distance in its features, and how many show the class of their label.
+    """Scores by a judge that is fitted on real images: distance in its features, and how many show the class
+    of their label.
 
-    A sibling says which judge: judge(images, labels) is fitted on them, and then gives (features (N, F), classes (N,)) of
-    images; and the name of the distance.
+    A sibling says which judge: judge(images, labels) is fitted on them, and then gives (features (N, F),
+    classes (N,)) of images; and the name of the distance.
 
     Args:
         reference: real training images (N, H, W, C) uint8 and their labels.
@@ -115,23 +129,29 @@ class FittedEvaluator:
         """Return the scores of images (N, H, W, C) uint8 with labels (N,)."""
         features, classes = self._judge(images)
         statistics = self._statistics(features)
-        distance = frechet_distance(statistics.mean, statistics.covariance, self._reference.mean, self._reference.covariance)
+        distance = frechet_distance(
+            statistics.mean, statistics.covariance, self._reference.mean, self._reference.covariance
+        )
         return {self.distance: distance, "label_accuracy": float((classes == labels).mean())}
 
     def compare(
         self, images: np.ndarray, labels: np.ndarray, held_out: tuple[np.ndarray, np.ndarray] | None
     ) -> dict[str, dict[str, float]]:
-        """Return the scores of samples, of the class means, and of real held-out images, each with its count."""
+        """Return the scores of samples, of class means and of real held-out images, each with its count."""
         rows = {"samples": (images, labels), "class means": self.class_means(len(images))}
         if held_out is not None:
             rows["held-out real"] = held_out
         return {name: {"n": len(row[0]), **self.score(*row)} for name, row in rows.items()}
 
     def class_means(self, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean image of each class in turn: what a model that knows the classes and nothing else would draw."""
+        """Return the mean image of each class in turn: what a model that knows the classes and nothing else
+        would draw.
+        """
         images, labels = self._images_of_reference, self._labels_of_reference
         num_classes = labels.max() + 1
-        means = np.stack([images[labels == label].mean(axis=0).round().astype(np.uint8) for label in range(num_classes)])
+        means = np.stack(
+            [images[labels == label].mean(axis=0).round().astype(np.uint8) for label in range(num_classes)]
+        )
         classes = np.arange(num_samples) % num_classes
         return means[classes], classes
 

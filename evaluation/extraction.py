@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
-import torch.distributed as distributed
 from tqdm import tqdm
 
 from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
 from evaluation.statistics import FeatureStatistics, SplitScores
+from runtime.launch import ALONE, Launch
 
 SPLIT_SIZE = 5000  # images over which one inception score is taken
 
@@ -26,35 +25,14 @@ class Images(Protocol):
     count: int
     shape: tuple[int, ...]
 
-    def batches(self, batch_size: int, process_index: int = 0, num_processes: int = 1) -> Batches: ...
-
-
-@dataclass(frozen=True)
-class Processes:
-    """The processes of the launch, which share the work."""
-
-    index: int = 0
-    count: int = 1
-
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all processes."""
-        if self.count > 1:
-            tensor = tensor.clone()
-            distributed.all_reduce(tensor)
-        return tensor
-
-    def gather(self, items: list) -> list:
-        """Put lists from all processes together on the first; the others get nothing."""
-        if self.count == 1:
-            return items
-        lists = [None] * self.count if self.index == 0 else None
-        distributed.gather_object(items, lists)
-        return [item for part in lists or () for item in part]
+    def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches: ...
 
 
 @dataclass
 class ImageSetStatistics:
-    """What the suite needs to know of a set of images; `features` (K, 2048) of those to be kept, on the first process."""
+    """What the suite needs to know of a set of images; `features` (K, 2048) of those to be kept, on the first
+    process.
+    """
 
     pool: FeatureStatistics
     spatial: FeatureStatistics
@@ -63,7 +41,9 @@ class ImageSetStatistics:
 
 
 def evenly_spaced(num_images: int, num_kept: int) -> np.ndarray:
-    """Return the positions of at most `num_kept` images, evenly spaced, so that classes kept in a row all take part."""
+    """Return the positions of at most `num_kept` images, evenly spaced, so that classes kept in a row all
+    take part.
+    """
     num_kept = min(num_images, num_kept)
     return np.arange(num_kept) * num_images // max(1, num_kept)
 
@@ -75,12 +55,13 @@ def extract(
     *,
     batch_size: int,
     keep: np.ndarray | None,
-    processes: Processes,
+    launch: Launch,
     description: str,
 ) -> ImageSetStatistics:
     """Run the images of all processes through the detector.
 
-    Memory grows with the number of images by 8 KiB for each whose features are kept, and not at all for the others.
+    Memory grows with the number of images by 8 KiB for each whose features are kept, and not at all for the
+    others.
 
     Args:
         batch_size: the most images that the detector takes at a time.
@@ -93,7 +74,7 @@ def extract(
         features=None,
     )
     kept = []
-    bar = {"total": num_images, "desc": description, "unit": "image", "disable": processes.index != 0}
+    bar = {"total": num_images, "desc": description, "unit": "image", "disable": not launch.is_main}
     with tqdm(**bar) as progress:
         for start, images in split(batches, batch_size):
             features = detector(images)
@@ -102,13 +83,13 @@ def extract(
             found.split_scores.update(start, features.logits.softmax(dim=1))
             if keep is not None:
                 kept.append((start, select(features.pool.cpu().numpy(), start, keep)))
-            progress.update(min(len(images) * processes.count, num_images - progress.n))
+            progress.update(min(len(images) * launch.world_size, num_images - progress.n))
     for part in (found.pool, found.spatial, found.split_scores):
-        part.merge(processes.total)
+        part.merge(launch.sum)
     if found.pool.count != num_images:
         raise ValueError(f"{found.pool.count} images came instead of {num_images}")
     if keep is not None:
-        parts = in_order(processes.gather(kept))
+        parts = in_order(launch.gather_items(kept))
         found.features = np.concatenate(parts) if parts else None
     return found
 

@@ -3,8 +3,9 @@
     python -m evaluation.fetch                             lists them
     python -m evaluation.fetch inception imagenet256       downloads them into evaluation_files/
 
-A download that was broken off goes on where it stopped. A file is moved to its place when it has the length that the server
-tells, and the published sha256, or the MD5 that the server tells; what could not be checked is said.
+A download that was broken off goes on where it stopped. A file is moved to its place when it has the length
+that the server tells, and the published sha256, or the MD5 that the server tells; what could not be checked
+is said.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
     """Download a file unless it is there already, and check it.
 
     Raises:
-        OSError: the server can not be reached, or the connection broke; what has arrived is kept.
+        OSError: the server cannot be reached, or the connection broke; what has arrived is kept.
         ValueError: the file is another than the published one, or larger; what has arrived is removed.
     """
     file = folder / published.name
@@ -77,7 +78,12 @@ def _download(published: PublishedFile, partial: Path) -> tuple[int | None, byte
         return length, md5
     with _open(url, {"Range": f"bytes={have}-"} if have else {}) as response:
         have = have if response.status == 206 else 0  # otherwise the server sends the whole file again
-        bar = {"desc": partial.name.removesuffix(".partial"), "unit": "B", "unit_scale": True, "unit_divisor": 1024}
+        bar = {
+            "desc": partial.name.removesuffix(".partial"),
+            "unit": "B",
+            "unit_scale": True,
+            "unit_divisor": 1024,
+        }
         with partial.open("ab" if have else "wb") as out, tqdm(**bar, initial=have, total=length) as progress:
             began = time.monotonic()
             while chunk := response.read1(CHUNK):  # not `read`, which waits until it has so much
@@ -98,7 +104,9 @@ def _open(url: str, headers: dict[str, str], method: str = "GET") -> http.client
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
         check_redirect(urlsplit(req.full_url).hostname or "", urlsplit(newurl).hostname or "")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -109,12 +117,16 @@ def _tag_of(partial: Path) -> Path:
 
 def _check_size(published: PublishedFile, num_bytes: int) -> None:
     if num_bytes > published.most_bytes:
-        raise ValueError(f"{published.url} gives {num_bytes} bytes or more, must give at most {published.most_bytes}")
+        raise ValueError(
+            f"{published.url} gives {num_bytes} bytes or more, must give at most {published.most_bytes}"
+        )
 
 
 def _check_sha256(file: Path, published: PublishedFile) -> None:
     if published.sha256 and sha256(file) != published.sha256:
-        raise ValueError(f"{file} has sha256 {sha256(file)}, expected {published.sha256}: not the file that was published")
+        raise ValueError(
+            f"{file} has sha256 {sha256(file)}, expected {published.sha256}: not the file that was published"
+        )
 
 
 def _check_whole(file: Path, length: int | None, md5: bytes | None) -> None:
@@ -151,9 +163,14 @@ def main() -> None:
             at, known = arguments.folder / PUBLISHED[name].name, PUBLISHED[name].sha256
             checked = f" with sha256 {known}" if known else ""
             sys.exit(
-                f"error: {name}: {error}. Without a connection, bring {PUBLISHED[name].url}{checked} to {at} by other means"
+                f"error: {name}: {error}. Without a connection, bring {PUBLISHED[name].url}{checked} to {at} "
+                "by other means"
             )
-        unchecked = "" if PUBLISHED[name].sha256 else "  (none is published: compare it with that of others who use the file)"
+        unchecked = (
+            ""
+            if PUBLISHED[name].sha256
+            else "  (none is published: compare it with that of others who use the file)"
+        )
         print(f"{file}  sha256 {sha256(file)}{unchecked}")
 
 

@@ -39,10 +39,14 @@ PUBLISHED = {
         WEIGHTS_SHA256,
     ),
     "imagenet256": PublishedFile(
-        f"{BATCHES}/imagenet/256/VIRTUAL_imagenet256_labeled.npz", "ADM reference batch of ImageNet 256x256, 1.9 GiB", 2 * GIB
+        f"{BATCHES}/imagenet/256/VIRTUAL_imagenet256_labeled.npz",
+        "ADM reference batch of ImageNet 256x256, 1.9 GiB",
+        2 * GIB,
     ),
     "imagenet512": PublishedFile(
-        f"{BATCHES}/imagenet/512/VIRTUAL_imagenet512.npz", "ADM reference batch of ImageNet 512x512, 7.4 GiB", 8 * GIB
+        f"{BATCHES}/imagenet/512/VIRTUAL_imagenet512.npz",
+        "ADM reference batch of ImageNet 512x512, 7.4 GiB",
+        8 * GIB,
     ),
     "golden256": PublishedFile(
         f"{BATCHES}/imagenet/256/admnet_guided_upsampled_imagenet256.npz",

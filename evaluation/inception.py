@@ -1,7 +1,7 @@
 """The Inception network of the ADM suite, with weights from a local file. [ADM]
 
-The network is torch-fidelity's copy of the TensorFlow graph of 2015-12-05, with the graph's own resizing and pooling. Its
-weights come from a state dict or from the graph itself; nothing in either file is executed.
+The network is torch-fidelity's copy of the TensorFlow graph of 2015-12-05, with the graph's own resizing and
+pooling. Its weights come from a state dict or from the graph itself; nothing in either file is executed.
 
 Shapes: N images.
 """
@@ -27,9 +27,18 @@ GRAPH_NAME = "classify_image_graph_def.pb"
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
 NUM_SPATIAL_CHANNELS = 7
 SMALLEST_FILE, LARGEST_FILE = 10 * 2**20, 2**30
-MOST_NUMBERS = 2**22  # of one constant of the graph; its largest has 2048 x 1008
+MAX_NUMBERS = 2**22  # of one constant of the graph; its largest has 2048 x 1008
 # What damaged bytes make torch.load raise is written down nowhere.
-LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError, AttributeError)
+LOAD_ERRORS = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    OSError,
+    pickle.UnpicklingError,
+    TypeError,
+    LookupError,
+    AttributeError,
+)
 LOAD_ERRORS += (AssertionError, OverflowError, MemoryError, struct.error)
 
 
@@ -53,29 +62,40 @@ class InceptionDetector:
         ValueError: it is another file than expected.
     """
 
-    def __init__(self, weights: str | Path, device: torch.device | str = "cpu", allow_unpublished: bool = False):
+    def __init__(
+        self, weights: str | Path, device: torch.device | str = "cpu", allow_unpublished: bool = False
+    ):
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
         file = Path(weights)
         state, self.record = read_weights(file, allow_unpublished)
         self.record["tensors_sha256"] = _tensors_sha256(state)
-        # torch-fidelity would unpickle any file; what it is given here is our own copy of tensors already read.
+        # torch-fidelity would unpickle any file; what it is given here is our own copy of tensors already
+        # read.
         buffer = io.BytesIO()
         torch.save(state, buffer)
         buffer.seek(0)
         try:
-            network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=buffer)
+            network = FeatureExtractorInceptionV3(
+                "inception", ["2048"], feature_extractor_weights_path=buffer
+            )
         except RuntimeError as error:  # names or shapes that do not fit
-            raise ValueError(f"weights={file} do not fit the network: {_first_lines(error)}. {_where_found()}") from error
+            raise ValueError(
+                f"weights={file} do not fit the network: {_first_lines(error)}. {_where_found()}"
+            ) from error
         self.device = torch.device(device)
         # Measured on a CPU: 1.5 times the images per second (RESULTS.md).
         layout = torch.channels_last if self.device.type == "cpu" else torch.contiguous_format
         self._network = network.to(self.device, memory_format=layout)
         self._class_weights = self._network.fc.weight.double().T  # (2048, 1008)
         self._network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
-        self(np.zeros((1, 8, 8, 3), np.uint8))  # damaged weights show here, not after the first batch of samples
+        self(
+            np.zeros((1, 8, 8, 3), np.uint8)
+        )  # damaged weights show here, not after the first batch of samples
 
-    def _keep_spatial(self, module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    def _keep_spatial(
+        self, module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor
+    ) -> None:
         self._spatial = output  # (N, 192, 17, 17), after normalisation and ReLU
 
     @strict_fp32()
@@ -96,7 +116,9 @@ class InceptionDetector:
         # PARITY: no bias. In fp64, which no setting of the matrix products of fp32 touches.
         logits = (pool.double() @ self._class_weights).float()
         if not (pool.isfinite().all() and logits.isfinite().all()):
-            raise ValueError("the Inception network gives features that are not finite: its weights must be damaged")
+            raise ValueError(
+                "the Inception network gives features that are not finite: its weights must be damaged"
+            )
         return InceptionFeatures(pool, spatial, logits)
 
 
@@ -110,20 +132,28 @@ def check_weights_file(file: Path) -> None:
     if not file.is_file():
         raise FileNotFoundError(f"weights={file} not found. {_where_found()}")
     if not SMALLEST_FILE < file.stat().st_size < LARGEST_FILE:
-        raise ValueError(f"weights={file} has {file.stat().st_size} bytes: a part of a file, or another one. {_where_found()}")
+        raise ValueError(
+            f"weights={file} has {file.stat().st_size} bytes: a part of a file, or another one. "
+            f"{_where_found()}"
+        )
 
 
-def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read_weights(
+    file: Path, allow_unpublished: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the state dict in a file of weights, and a record of the file: path, hash, and what was checked.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: its hash is not the published one, or it can not be read.
+        ValueError: its hash is not the published one, or it cannot be read.
     """
     check_weights_file(file)
     record = {"path": str(file), "sha256": sha256(file)}
     if file.suffix == ".pb":
-        return _from_graph(file), {**record, "checked": "names and shapes"}  # no hash of the graph is published
+        return _from_graph(file), {
+            **record,
+            "checked": "names and shapes",
+        }  # no hash of the graph is published
     if record["sha256"] != WEIGHTS_SHA256 and not allow_unpublished:
         raise ValueError(
             f"weights={file} has sha256 {record['sha256']}, not the published one. {_where_found()}. "
@@ -137,14 +167,25 @@ def read_weights(file: Path, allow_unpublished: bool = False) -> tuple[dict[str,
         state = torch.load(file, map_location="cpu", weights_only=True)
     except LOAD_ERRORS as error:
         # What torch says here is long, and advises to execute the file.
-        raise ValueError(f"weights={file} can not be read as a state dict of plain tensors. {_where_found()}") from error
+        raise ValueError(
+            f"weights={file} cannot be read as a state dict of plain tensors. {_where_found()}"
+        ) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"weights={file} must be a state dict: names and tensors. {_where_found()}")
     for name, tensor in state.items():
-        if type(name) is not str or tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            raise ValueError(f"weights={file} must be a state dict: {name!r} is no plain tensor. {_where_found()}")
+        if (
+            type(name) is not str
+            or tensor.layout != torch.strided
+            or tensor.device.type != "cpu"
+            or tensor.is_quantized
+        ):
+            raise ValueError(
+                f"weights={file} must be a state dict: {name!r} is no plain tensor. {_where_found()}"
+            )
         if tensor.nbytes > file.stat().st_size:
-            raise ValueError(f"weights={file}: {name} declares {tensor.nbytes} bytes, more than the file holds")
+            raise ValueError(
+                f"weights={file}: {name} declares {tensor.nbytes} bytes, more than the file holds"
+            )
     checked = "sha256" if record["sha256"] == WEIGHTS_SHA256 else "names and shapes"
     return dict(state), {**record, "checked": checked}
 
@@ -160,7 +201,8 @@ def _tensors_sha256(state: dict[str, torch.Tensor]) -> str:
 
 def _where_found() -> str:
     return (
-        f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 {WEIGHTS_SHA256}), "
+        f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 "
+        f"{WEIGHTS_SHA256}), "
         f"or {GRAPH_NAME}; `python -m evaluation.fetch inception` downloads the first"
     )
 
@@ -187,12 +229,14 @@ def _from_graph(file: Path) -> dict[str, torch.Tensor]:
             raise ValueError(f"weights={file} has no constant {name}. {_where_found()}")
         tensor = nodes[name].attr["value"].tensor
         shape = [dim.size for dim in tensor.tensor_shape.dim]
-        if min(shape, default=0) < 0 or math.prod(shape) > MOST_NUMBERS:
-            raise ValueError(f"weights={file}: constant {name} is {shape}: must be at most {MOST_NUMBERS} numbers")
+        if min(shape, default=0) < 0 or math.prod(shape) > MAX_NUMBERS:
+            raise ValueError(
+                f"weights={file}: constant {name} is {shape}: must be at most {MAX_NUMBERS} numbers"
+            )
         try:
             return torch.from_numpy(make_ndarray(tensor).astype(np.float32))
         except (TypeError, ValueError, LookupError, OverflowError) as error:
-            raise ValueError(f"weights={file}: constant {name} can not be read: {error}") from error
+            raise ValueError(f"weights={file}: constant {name} cannot be read: {error}") from error
 
     weights = constant("softmax/weights")
     if weights.ndim != 2:
@@ -201,7 +245,9 @@ def _from_graph(file: Path) -> dict[str, torch.Tensor]:
     for module, name in graph_names().items():
         kernel = constant(f"{name}/conv2d_params")
         if kernel.ndim != 4:
-            raise ValueError(f"weights={file}: {name}/conv2d_params is {tuple(kernel.shape)}, must be (H, W, in, out)")
+            raise ValueError(
+                f"weights={file}: {name}/conv2d_params is {tuple(kernel.shape)}, must be (H, W, in, out)"
+            )
         state[f"{module}.conv.weight"] = kernel.permute(3, 2, 0, 1)  # (H, W, in, out) -> (out, in, H, W)
         for ours, theirs in (
             ("weight", "gamma"),
@@ -214,7 +260,9 @@ def _from_graph(file: Path) -> dict[str, torch.Tensor]:
 
 
 def graph_names() -> dict[str, str]:
-    """Return the graph's name for each convolution of the network; a graph counts where the network has names."""
+    """Return the graph's name for each convolution of the network; a graph counts where the network has
+    names.
+    """
 
     def convs(branch: str, tower: str, count: int) -> dict[str, str]:
         return {f"{branch}_{i + 1}": f"{tower}/{_numbered('conv', i)}" for i in range(count)}
@@ -230,10 +278,24 @@ def graph_names() -> dict[str, str]:
     e = ends | convs("branch3x3", "tower", 1) | fork("branch3x3_2", "tower")
     e |= convs("branch3x3dbl", "tower_1", 2) | fork("branch3x3dbl_3", "tower_1")
     stem = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
-    blocks = {"5b": a, "5c": a, "5d": a, "6a": b, "6b": c, "6c": c, "6d": c, "6e": c, "7a": d, "7b": e, "7c": e}
+    blocks = {
+        "5b": a,
+        "5c": a,
+        "5d": a,
+        "6a": b,
+        "6b": c,
+        "6c": c,
+        "6d": c,
+        "6e": c,
+        "7a": d,
+        "7b": e,
+        "7c": e,
+    }
     names = {module: _numbered("conv", i) for i, module in enumerate(stem)}
     for i, (block, branches) in enumerate(blocks.items()):
-        names |= {f"Mixed_{block}.{branch}": f"{_numbered('mixed', i)}/{name}" for branch, name in branches.items()}
+        names |= {
+            f"Mixed_{block}.{branch}": f"{_numbered('mixed', i)}/{name}" for branch, name in branches.items()
+        }
     return names
 
 

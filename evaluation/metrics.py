@@ -1,4 +1,5 @@
-"""Frechet distance, inception score, precision and recall as the ADM suite defines them, and the kernel distance. [ADM]
+"""Frechet distance, inception score, precision and recall as the ADM suite defines them, and the kernel
+distance. [ADM]
 
 Everything takes numpy arrays or tensors and returns floats.
 """
@@ -15,9 +16,10 @@ Array = np.ndarray | torch.Tensor
 def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> float:
     """Return the squared Frechet distance between two Gaussians.
 
-    DEVIATION: the original takes a matrix square root, which fails or turns complex where a covariance is singular. Here
-    sigma1 = F F^T by a Cholesky decomposition with pivots, which stops at the rank, and (sigma1 sigma2)^(1/2) has the trace
-    of (F^T sigma2 F)^(1/2), which is symmetric.
+    DEVIATION: the original takes a matrix square root, which fails or turns complex where a covariance is
+        singular. Here
+    sigma1 = F F^T by a Cholesky decomposition with pivots, which stops at the rank, and (sigma1 sigma2)^(1/2)
+    has the trace of (F^T sigma2 F)^(1/2), which is symmetric.
 
     Args:
         mu1, mu2: means (F,).
@@ -30,7 +32,9 @@ def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> fl
 
     mu1, sigma1, mu2, sigma2 = (torch.as_tensor(a).double().cpu().numpy() for a in (mu1, sigma1, mu2, sigma2))
     if mu1.shape != mu2.shape or sigma1.shape != sigma2.shape or sigma1.shape != (*mu1.shape, *mu1.shape):
-        raise ValueError(f"features of {mu1.shape}, {sigma1.shape} and {mu2.shape}, {sigma2.shape} can not be compared")
+        raise ValueError(
+            f"features of {mu1.shape}, {sigma1.shape} and {mu2.shape}, {sigma2.shape} cannot be compared"
+        )
     if not all(np.isfinite(a).all() for a in (mu1, sigma1, mu2, sigma2)):
         raise ValueError("means and covariances must be finite")
     factor = _factor(sigma1)  # (F, rank)
@@ -61,7 +65,11 @@ def inception_score(probs: Array, split_size: int = 5000) -> float:
 
 
 def kernel_distance(
-    reference_features: Array, sample_features: Array, subset_size: int = 1000, num_subsets: int = 100, seed: int = 0
+    reference_features: Array,
+    sample_features: Array,
+    subset_size: int = 1000,
+    num_subsets: int = 100,
+    seed: int = 0,
 ) -> tuple[float, float]:
     """Return the kernel distance (KID): mean and standard deviation over random subsets. [KID]
 
@@ -76,7 +84,9 @@ def kernel_distance(
     subset_size = min(subset_size, len(reference), len(samples))
     rng = np.random.default_rng(seed)
     values = [
-        _squared_discrepancy(*(f[rng.choice(len(f), subset_size, replace=False)].double() for f in (reference, samples)))
+        _squared_discrepancy(
+            *(f[rng.choice(len(f), subset_size, replace=False)].double() for f in (reference, samples))
+        )
         for _ in range(num_subsets)
     ]
     return float(np.mean(values)), float(np.std(values))
@@ -101,23 +111,29 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Return improved precision and recall.
 
-    Precision is the share of samples within the ball of any reference image, whose radius is the distance to its k-th
-    nearest neighbour among the reference images; recall exchanges the two sets.
+    Precision is the share of samples within the ball of any reference image, whose radius is the distance to
+    its k-th nearest neighbour among the reference images; recall exchanges the two sets.
 
     Args:
         reference_features, sample_features: (N, F) and (M, F).
-        exact: distances in fp32. The default rounds as the original does, in fp16, and takes fp32 for a block in which a
-            distance overflows.
+        exact: distances in fp32. The default rounds as the original does, in fp16, and takes fp32 for a block
+            in which a distance overflows.
         device: where to compute; None: where the features are.
         block_size: rows and columns of distances held at a time.
 
     Raises:
-        ValueError: a set of no more than k members, feature lengths that differ, or features that are not finite.
+        ValueError: a set of no more than k members, feature lengths that differ, or features that are not
+            finite.
     """
     reference, samples = _comparable(reference_features, sample_features, at_least=k + 1, device=device)
-    reference_radii, sample_radii = (_radii(features, k, exact, block_size) for features in (reference, samples))
-    covered_reference, covered_samples = (torch.zeros(len(f), dtype=torch.bool, device=f.device) for f in (reference, samples))
-    # Rows are reference images and columns samples, as in the original: fp16 rounds the two orders differently.
+    reference_radii, sample_radii = (
+        _radii(features, k, exact, block_size) for features in (reference, samples)
+    )
+    covered_reference, covered_samples = (
+        torch.zeros(len(f), dtype=torch.bool, device=f.device) for f in (reference, samples)
+    )
+    # Rows are reference images and columns samples, as in the original: fp16 rounds the two orders
+    # differently.
     for i in range(0, len(reference), block_size):
         rows = slice(i, i + block_size)
         for j in range(0, len(samples), block_size):
@@ -149,7 +165,9 @@ def _radii(features: torch.Tensor, k: int, exact: bool, block_size: int) -> torc
         nearest = torch.empty(len(rows), 0, device=features.device)
         for columns in features.split(block_size):
             nearest = torch.cat([nearest, _squared_distances(rows, columns, exact)], dim=1)
-            nearest = nearest.topk(min(k + 1, nearest.shape[1]), largest=False).values  # (rows, k + 1), ascending
+            nearest = nearest.topk(
+                min(k + 1, nearest.shape[1]), largest=False
+            ).values  # (rows, k + 1), ascending
         radii.append(nearest[:, k])
     return torch.cat(radii)
 
@@ -159,7 +177,8 @@ def _squared_distances(a: torch.Tensor, b: torch.Tensor, exact: bool) -> torch.T
     """Return the squared distances (n, m) fp32 of a (n, F) and b (m, F)."""
     # |a - b|^2 = |a|^2 - 2 a.b + |b|^2
     if not exact:
-        # PARITY: inputs, squares, norms, product and sums are rounded to fp16; sums over features accumulate in fp32.
+        # PARITY: inputs, squares, norms, product and sums are rounded to fp16; sums over features accumulate
+        # in fp32.
         half_a, half_b = a.half(), b.half()
         norms_a, norms_b = (x.square().float().sum(dim=1).half() for x in (half_a, half_b))
         distances = (half_a.float() @ half_b.float().T).half()

@@ -33,18 +33,26 @@ def save_grid(images: np.ndarray, file: Path, columns: int) -> np.ndarray:
 
 
 def in_turn(labels: np.ndarray) -> np.ndarray:
-    """Return the positions of images with labels (N,) in an order in which the classes take turns, while there are images."""
+    """Return the positions of images with labels (N,) in an order in which the classes take turns, while
+    there are images.
+    """
     turns, by_class = np.empty(len(labels), dtype=int), np.argsort(labels, kind="stable")
     _, first, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
-    turns[by_class] = np.arange(len(labels)) - first.repeat(counts)  # how many images of its class are before an image
+    turns[by_class] = np.arange(len(labels)) - first.repeat(
+        counts
+    )  # how many images of its class are before an image
     return np.lexsort((labels, turns))
 
 
 def text_picture(images: np.ndarray) -> str:
-    """Draw a row of small grey images (N, H, W, 1) uint8 with half blocks, for a terminal; empty where they do not fit."""
+    """Draw a row of small grey images (N, H, W, 1) uint8 with half blocks, for a terminal; empty where they
+    do not fit.
+    """
     count = TEXT_COLUMNS // images.shape[2]
     if count == 0 or images.shape[3] != 1:
         return ""
     row = np.concatenate(list(images[:count, :, :, 0] > 127), axis=1)
     pairs = zip(row[::2], row[1::2], strict=False)
-    return "\n".join("".join(" ▄▀█"[2 * above + below] for above, below in zip(*pair, strict=True)) for pair in pairs)
+    return "\n".join(
+        "".join(" ▄▀█"[2 * above + below] for above, below in zip(*pair, strict=True)) for pair in pairs
+    )

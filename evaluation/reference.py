@@ -10,29 +10,40 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.extraction import Images, Processes, evenly_spaced, extract, in_order, select
+from evaluation.extraction import Images, evenly_spaced, extract, in_order, select
 from evaluation.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
 from runtime.arrays import read_header, read_member
 from runtime.files import atomic_write
+from runtime.launch import Launch
 
-NUM_KEPT = 10_000  # images of the data set that a reference carries, for precision and recall: as many as those of [ADM]
-STATISTICS = {"mu": NUM_POOL_FEATURES, "mu_s": NUM_SPATIAL_FEATURES}  # beside each its covariance, sigma and sigma_s
-SHAPES = {mu: (n,) for mu, n in STATISTICS.items()} | {mu.replace("mu", "sigma"): (n, n) for mu, n in STATISTICS.items()}
-MOST_HASH_BYTES = 4 * 128
+# images of the data set that a reference carries, for precision and recall: as many as those of [ADM]
+NUM_KEPT = 10_000
+STATISTICS = {
+    "mu": NUM_POOL_FEATURES,
+    "mu_s": NUM_SPATIAL_FEATURES,
+}  # beside each its covariance, sigma and sigma_s
+SHAPES = {mu: (n,) for mu, n in STATISTICS.items()} | {
+    mu.replace("mu", "sigma"): (n, n) for mu, n in STATISTICS.items()
+}
+MAX_HASH_BYTES = 4 * 128
 # What reading an .npz raises where it is damaged, encrypted or packed in a way that is not known.
 READ_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 READ_ERRORS += (LookupError, OverflowError, lzma.LZMAError, struct.error)
 
 
-def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[dict[str, np.ndarray], Images | None]:
+def open_reference(
+    path: Path, open_images: Callable[[Path], Images]
+) -> tuple[dict[str, np.ndarray], Images | None]:
     """Return the statistics of a reference (mu, sigma; mu_s, sigma_s; or none) and its images, if it has any.
 
     Args:
-        path: an .npz of [ADM] (statistics and images) or of [EDM] (mu and sigma), or images: an .npz, a folder, a zip.
+        path: an .npz of [ADM] (statistics and images) or of [EDM] (mu and sigma), or images: an .npz, a
+            folder, a zip.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, its statistics are not those of this network, or it holds nothing to compare with.
+        ValueError: it is damaged, its statistics are not those of this network, or it holds nothing to
+            compare with.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -41,14 +52,18 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[d
     if path.suffix != ".npz":
         return {}, open_images(path)
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"reference={path} can not be read as an .npz: it is none, or truncated")
+        raise ValueError(f"reference={path} cannot be read as an .npz: it is none, or truncated")
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
-            statistics = {name: _read_numbers(archive, name, shape) for name, shape in SHAPES.items() if name in names}
+            statistics = {
+                name: _read_numbers(archive, name, shape) for name, shape in SHAPES.items() if name in names
+            }
             made_by = _read_hash(archive) if "weights" in names else None
     except READ_ERRORS as error:
-        raise ValueError(f"reference={path} can not be read as an .npz: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"reference={path} cannot be read as an .npz: {' '.join(str(error).split())}"
+        ) from error
     has_images = "arr_0" in names
     _check_statistics(statistics, path)
     if "mu" not in statistics and not has_images:
@@ -61,7 +76,7 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> tuple[d
 
 
 def _read_numbers(archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]) -> np.ndarray:
-    """Read an array of floats of a known shape; what its header declares is looked at before memory is taken."""
+    """Read an array of floats of a known shape; its header is checked before memory is taken."""
     with archive.open(f"{name}.npy") as file:
         shape, _, dtype = read_header(file)
     if shape != expected:
@@ -74,7 +89,7 @@ def _read_numbers(archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]
 def _read_hash(archive: zipfile.ZipFile) -> str:
     with archive.open("weights.npy") as file:
         shape, _, dtype = read_header(file)
-    if shape != () or dtype.kind != "U" or dtype.itemsize > MOST_HASH_BYTES:
+    if shape != () or dtype.kind != "U" or dtype.itemsize > MAX_HASH_BYTES:
         raise ValueError(f"weights is {dtype} {shape}, must be a hash")
     return str(read_member(archive, "weights"))
 
@@ -90,9 +105,10 @@ def _check_statistics(statistics: dict[str, np.ndarray], path: Path) -> None:
 
 
 def make_reference(
-    detector: InceptionDetector, images: Images, file: Path, batch_size: int, processes: Processes
+    detector: InceptionDetector, images: Images, file: Path, batch_size: int, launch: Launch
 ) -> dict[str, Any]:
-    """Write a reference in the layout of [ADM]: mu, sigma, mu_s, sigma_s of all images, and up to 10,000 of them as arr_0.
+    """Write a reference in the layout of [ADM]: mu, sigma, mu_s, sigma_s of all images, and up to 10,000 of
+    them as arr_0.
 
     Beside these, `weights` holds the hash of the network's tensors.
 
@@ -103,14 +119,19 @@ def make_reference(
     kept = []
 
     def passing() -> Iterator[tuple[int, np.ndarray]]:
-        for start, batch in images.batches(batch_size, processes.index, processes.count):
+        for start, batch in images.batches(batch_size, launch):
             kept.append((start, select(batch, start, keep)))
             yield start, batch
 
-    options = {"batch_size": batch_size, "keep": None, "processes": processes, "description": "features of reference"}
+    options = {
+        "batch_size": batch_size,
+        "keep": None,
+        "launch": launch,
+        "description": "features of reference",
+    }
     found = extract(detector, passing(), images.count, **options)
-    parts = in_order(processes.gather(kept))
-    if processes.index != 0:
+    parts = in_order(launch.gather_items(kept))
+    if not launch.is_main:
         return {}
     with atomic_write(file) as partial:
         np.savez(
@@ -122,4 +143,9 @@ def make_reference(
             arr_0=np.concatenate(parts),
             weights=np.array(detector.record["tensors_sha256"]),
         )
-    return {"num_images": images.count, "num_kept": len(keep), "shape": images.shape, "batch_size": batch_size}
+    return {
+        "num_images": images.count,
+        "num_kept": len(keep),
+        "shape": images.shape,
+        "batch_size": batch_size,
+    }

@@ -1,6 +1,7 @@
 """Running statistics of features, in float64, that add up over batches and over processes.
 
-Every class takes batches with `update` and, in the end, `total`: a function that sums a tensor over all processes.
+Every class takes batches with `update` and, in the end, `total`: a function that sums a tensor over all
+processes.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,9 @@ class FeatureStatistics:
         total = self.count + len(features)
         shift = mean - self.mean
         # Sum of (f - mean)(f - mean)^T of two parts: their own sums, and what their means differ by.
-        self._scatter += centred.T @ centred + torch.outer(shift, shift) * (self.count * len(features) / total)
+        self._scatter += centred.T @ centred + torch.outer(shift, shift) * (
+            self.count * len(features) / total
+        )
         self.mean += shift * (len(features) / total)
         self.count = total
         return self
@@ -50,7 +53,9 @@ class FeatureStatistics:
     def covariance(self) -> torch.Tensor:
         """Unbiased covariance (F, F), as numpy.cov gives it."""
         if self.count < 2:
-            raise ValueError(f"the covariance of {self.count} feature(s) is not defined: at least 2 are needed")
+            raise ValueError(
+                f"the covariance of {self.count} feature(s) is not defined: at least 2 are needed"
+            )
         return self._scatter / (self.count - 1)
 
 
@@ -62,7 +67,9 @@ class SplitScores:
         split_size: images of a split; a short last split counts like the others.
     """
 
-    def __init__(self, num_images: int, num_classes: int, split_size: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self, num_images: int, num_classes: int, split_size: int, device: torch.device | str = "cpu"
+    ):
         self.split_size = split_size
         num_splits = -(-num_images // split_size)
         # Of each split: its images, the sum of p log p, and the sum of p of each class.
@@ -74,7 +81,9 @@ class SplitScores:
         splits = torch.arange(start, start + len(probs), device=probs.device) // self.split_size
         # xlogy: 0 log 0 = 0.
         negative_entropies = torch.special.xlogy(probs, probs).sum(dim=1, keepdim=True)
-        self._sums.index_add_(0, splits, torch.cat([torch.ones_like(negative_entropies), negative_entropies, probs], dim=1))
+        self._sums.index_add_(
+            0, splits, torch.cat([torch.ones_like(negative_entropies), negative_entropies, probs], dim=1)
+        )
         return self
 
     def merge(self, total: Total) -> "SplitScores":
@@ -87,5 +96,7 @@ class SplitScores:
         count, negative_entropy, probs = self._sums.split([1, 1, self._sums.shape[1] - 2], dim=1)
         marginals = probs / count
         # E KL(p(y|x) || p(y)) = E sum p(y|x) log p(y|x) - sum p(y) log p(y)
-        divergences = negative_entropy / count - torch.special.xlogy(marginals, marginals).sum(dim=1, keepdim=True)
+        divergences = negative_entropy / count - torch.special.xlogy(marginals, marginals).sum(
+            dim=1, keepdim=True
+        )
         return float(divergences.exp().mean())

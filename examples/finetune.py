@@ -1,11 +1,13 @@
-"""Fine-tune a flow-matching transformer of diffusers on precomputed latents and text embeddings, with tokens routed or not.
+"""Fine-tune a flow-matching transformer of diffusers on precomputed latents and text embeddings, with tokens
+routed or not.
 
     accelerate launch -m examples.finetune transformer=FOLDER inputs=FOLDER output_dir=runs/dense
     accelerate launch -m examples.finetune transformer=FOLDER inputs=FOLDER \\
         routes='[{selection_ratio:0.25,start_layer_idx:2,end_layer_idx:-2}]'
 
-The flow (Esser et al. 2024, arXiv 2403.03206): x_t = (1 - t) x + t n with noise n and t in (0, 1), and the network learns the
-velocity n - x. Every draw is a function of seed, step and process, so that the same command goes on where it was stopped.
+The flow (Esser et al. 2024, arXiv 2403.03206): x_t = (1 - t) x + t n with noise n and t in (0, 1), and the
+network learns the velocity n - x. Every draw is a function of seed, step and process, so that the same
+command goes on where it was stopped.
 
 Shapes: N samples, latents x (N, C, H, W), or (N, C, F, H, W) of F frames, T tokens of an image.
 """
@@ -52,7 +54,9 @@ RoutingKeywords = dict[str, Any]  # those that `routing.attach` adds to a model'
 configuration.register()
 
 
-def flux(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords) -> torch.Tensor:
+def flux(
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+) -> torch.Tensor:
     N, C, H, W = x.shape
     images = [x, *([batch["references"]] if "references" in batch else [])]
     positions = [_positions(image.shape[-2] // 2, image.shape[-1] // 2, i) for i, image in enumerate(images)]
@@ -80,15 +84,21 @@ def _positions(height: int, width: int, image: int) -> torch.Tensor:
     return torch.stack([torch.full_like(rows, image), rows, columns], dim=-1).view(-1, 3)  # (T, 3)
 
 
-def sd3(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords) -> torch.Tensor:
+def sd3(
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+) -> torch.Tensor:
     return model(x, batch["text"], batch["pooled"], 1000 * t, return_dict=False, **routing)[0]
 
 
-def auraflow(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords) -> torch.Tensor:
+def auraflow(
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+) -> torch.Tensor:
     return model(x, batch["text"], t, return_dict=False, **routing)[0]
 
 
-def wan(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords) -> torch.Tensor:
+def wan(
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+) -> torch.Tensor:
     return model(x, 1000 * t, batch["text"], return_dict=False, **routing)[0]
 
 
@@ -125,7 +135,8 @@ def main(cfg: DictConfig) -> None:
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         if request["batch_size"] % num_processes:
             raise ValueError(
-                f"batch_size={request['batch_size']} must be a multiple of the number of processes={num_processes}"
+                f"batch_size={request['batch_size']} must be a multiple of the number of "
+                f"processes={num_processes}"
             )
         settings = check_output(request, num_processes)
         family, arrays = open_inputs(request)
@@ -146,24 +157,42 @@ def check_request(request: dict[str, Any]) -> None:
     if not request["output_dir"].strip():
         raise ValueError(f"output_dir='{request['output_dir']}' must not be empty")
     check_not_negative("seed", request["seed"])
-    for key in ("total_steps", "batch_size", "rank", "lr", "shift", "save_every", "eval_every", "log_every", "num_held_out"):
+    for key in (
+        "total_steps",
+        "batch_size",
+        "rank",
+        "lr",
+        "shift",
+        "save_every",
+        "eval_every",
+        "log_every",
+        "num_held_out",
+    ):
         check_positive(key, request[key])
     check_choice("train", request["train"], ("lora", "lokr", "full"))
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
     if not 0 <= request["mask_area"] < 1:
         raise ValueError(f"mask_area={request['mask_area']} must be in [0, 1)")
     if request["tread_config"] and request["routes"]:
-        raise ValueError(f"tread_config={request['tread_config']} and routes={request['routes']}: only one may be given")
+        raise ValueError(
+            f"tread_config={request['tread_config']} and routes={request['routes']}: only one may be given"
+        )
     if request["importance_weight"] and not (request["routes"] or request["tread_config"]):
         raise ValueError(f"importance_weight={request['importance_weight']} has no meaning without routes")
     if quantize := request["quantize"]:
         check_choice("quantize", quantize, QUANTIZATIONS)
         if quantize == "nf4" and request["train"] != "lora":
-            raise ValueError("quantize=nf4 needs train=lora: peft has no other adapters for weights of bitsandbytes here")
+            raise ValueError(
+                "quantize=nf4 needs train=lora: peft has no other adapters for weights of bitsandbytes here"
+            )
         if request["train"] == "full":
-            raise ValueError(f"quantize={quantize} needs train=lora or train=lokr: weights in few bits are not trained")
+            raise ValueError(
+                f"quantize={quantize} needs train=lora or train=lokr: weights in few bits are not trained"
+            )
         if request["mixed_precision"] == "no":
-            raise ValueError(f"quantize={quantize} needs mixed_precision=bf16, in which such weights are multiplied")
+            raise ValueError(
+                f"quantize={quantize} needs mixed_precision=bf16, in which such weights are multiplied"
+            )
 
 
 def read_routes(request: dict[str, Any]) -> Any:
@@ -177,13 +206,19 @@ def read_routes(request: dict[str, Any]) -> Any:
     try:
         return [vars(route) for route in from_simpletuner(json.loads(Path(file).read_text()))]
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"tread_config={file} cannot be read as a configuration of SimpleTuner: {error}") from error
+        raise ValueError(
+            f"tread_config={file} cannot be read as a configuration of SimpleTuner: {error}"
+        ) from error
 
 
 def check_output(request: dict[str, Any], num_processes: int) -> dict[str, Any]:
-    """Return what a run that goes on must have in common with its beginning; raise ValueError if the folder is not its own."""
+    """Return what a run that goes on must have in common with its beginning; raise ValueError if the folder
+    is not its own.
+    """
     folder = Path(request["output_dir"])
-    settings = {key: value for key, value in request.items() if key not in MAY_CHANGE} | {"num_processes": num_processes}
+    settings = {key: value for key, value in request.items() if key not in MAY_CHANGE} | {
+        "num_processes": num_processes
+    }
     settings |= {key: str(Path(request[key])) for key in ("transformer", "inputs")}
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder} must be a folder")
@@ -193,23 +228,32 @@ def check_output(request: dict[str, Any], num_processes: int) -> dict[str, Any]:
             raise ValueError(f"output_dir={folder} holds something else: choose another")
         return settings
     before = json.loads(file.read_text())
-    changed = [f"{key}: {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value]
+    changed = [
+        f"{key}: {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value
+    ]
     if changed:
         raise ValueError(f"output_dir={folder} holds a run with other settings: {', '.join(changed)}")
     return settings
 
 
 def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]:
-    """Return what class the transformer is of, and the arrays of the inputs, opened; raise ValueError if they do not fit."""
+    """Return what class the transformer is of, and the arrays of the inputs, opened; raise ValueError if they
+    do not fit.
+    """
     import diffusers
 
     file, folder = Path(request["transformer"]) / "config.json", Path(request["inputs"])
     if not file.is_file():
-        raise ValueError(f"transformer={request['transformer']} must be a folder that holds a transformer: {file} not found")
+        raise ValueError(
+            f"transformer={request['transformer']} must be a folder that holds a transformer: {file} not "
+            "found"
+        )
     config = json.loads(file.read_text())
     kind = config.get("_class_name")
     if kind not in FAMILIES:
-        raise ValueError(f"transformer={request['transformer']} is a {kind}, must be one of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"transformer={request['transformer']} is a {kind}, must be one of {', '.join(FAMILIES)}"
+        )
     if not folder.is_dir():
         raise ValueError(f"inputs={folder} must be a folder of arrays: latents.npy, text.npy")
     files = {name: folder / f"{name}.npy" for name in ARRAYS}
@@ -224,9 +268,15 @@ def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]
     if len(set(lengths.values())) > 1:
         raise ValueError(f"inputs={folder} has arrays of different lengths: {lengths}")
     if request["num_held_out"] >= lengths["latents"]:
-        raise ValueError(f"num_held_out={request['num_held_out']} must be less than the {lengths['latents']} rows of {folder}")
+        raise ValueError(
+            f"num_held_out={request['num_held_out']} must be less than the {lengths['latents']} rows of "
+            f"{folder}"
+        )
     if "masks" in arrays and arrays["masks"].shape[1:] != arrays["latents"].shape[2:]:
-        raise ValueError(f"inputs={folder}: masks.npy has shape {arrays['masks'].shape}, latents.npy {arrays['latents'].shape}")
+        raise ValueError(
+            f"inputs={folder}: masks.npy has shape {arrays['masks'].shape}, latents.npy "
+            f"{arrays['latents'].shape}"
+        )
     with torch.device("meta"):  # rules of the transformer and of its routes, and a pass, without its memory
         network = getattr(diffusers, kind).from_config(config)
         _attach(network, request)
@@ -240,9 +290,14 @@ def _open(file: Path) -> np.ndarray:
             read_header(opened)  # numpy would read one of any length
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{file} can not be read as an array of numbers: it is damaged, or of something else") from error
+        raise ValueError(
+            f"{file} cannot be read as an array of numbers: it is damaged, or of something else"
+        ) from error
     if array.ndim < 2 or array.dtype.kind not in "fiub":
-        raise ValueError(f"{file} has shape {array.shape} and type {array.dtype}: it must hold a row of numbers for each image")
+        raise ValueError(
+            f"{file} has shape {array.shape} and type {array.dtype}: it must hold a row of numbers for each "
+            "image"
+        )
     return array
 
 
@@ -254,13 +309,22 @@ def _try(network: nn.Module, family: Family, arrays: dict[str, np.ndarray], fold
         v = velocity(network.eval(), family, batch["latents"], torch.empty(1), batch, {})
     except (RuntimeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"inputs={folder}: a {type(network).__name__} does not take {shapes}: {reason}") from error
+        raise ValueError(
+            f"inputs={folder}: a {type(network).__name__} does not take {shapes}: {reason}"
+        ) from error
     if v.shape != batch["latents"].shape:
-        raise ValueError(f"inputs={folder}: from {shapes} a {type(network).__name__} makes {tuple(v.shape)}, not latents")
+        raise ValueError(
+            f"inputs={folder}: from {shapes} a {type(network).__name__} makes {tuple(v.shape)}, not latents"
+        )
 
 
 def velocity(
-    network: nn.Module, family: Family, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+    network: nn.Module,
+    family: Family,
+    x: torch.Tensor,
+    t: torch.Tensor,
+    batch: Batch,
+    routing: RoutingKeywords,
 ) -> torch.Tensor:
     """Return what a network, or what wraps it, says of latents x at times t (N,), in the shape of x."""
     inner = network.module if isinstance(network, DistributedDataParallel) else network
@@ -270,7 +334,9 @@ def velocity(
 
 
 def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
-    """Return the transformer, all of its weights to train or new adapters in it, and the routes that it has now."""
+    """Return the transformer, all of its weights to train or new adapters in it, and the routes that it has
+    now.
+    """
     import diffusers
 
     # AutoModel looks up the class that the folder names.
@@ -285,7 +351,9 @@ def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
     from peft import LoKrConfig, LoraConfig, get_peft_model
 
     torch.manual_seed(request["seed"])
-    adapters = {"lora": LoraConfig, "lokr": LoKrConfig}[request["train"]](r=request["rank"], target_modules=TARGETS)
+    adapters = {"lora": LoraConfig, "lokr": LoKrConfig}[request["train"]](
+        r=request["rank"], target_modules=TARGETS
+    )
     return get_peft_model(transformer, adapters).train(), routes
 
 
@@ -319,11 +387,15 @@ def _not_in_groups(folder: str) -> list[str]:
 
     with torch.device("meta"):
         layers = diffusers.AutoModel.from_config(folder).named_modules()
-    return [path for path, layer in layers if isinstance(layer, nn.Linear) and layer.in_features % INT4_GROUP_SIZE]
+    return [
+        path for path, layer in layers if isinstance(layer, nn.Linear) and layer.in_features % INT4_GROUP_SIZE
+    ]
 
 
 def _to_nf4(transformer: nn.Module) -> None:
-    """Keep the weights of linear layers in 4 bits of bitsandbytes; diffusers' own way to it refuses machines without a GPU."""
+    """Keep the weights of linear layers in 4 bits of bitsandbytes; diffusers' own way to it refuses machines
+    without a GPU.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     how = {"quant_type": "nf4", "compress_statistics": False}
@@ -332,9 +404,15 @@ def _to_nf4(transformer: nn.Module) -> None:
         layer = transformer.get_submodule(path)
         if layer.weight.dtype == torch.float32:  # diffusers keeps it so
             continue
-        small = Linear4bit(layer.in_features, layer.out_features, compute_dtype=torch.bfloat16, device="meta", **how)
-        small.weight, small.bias = Params4bit(layer.weight.detach(), requires_grad=False, module=small, **how), layer.bias
-        # In eval() mode it would pack the weights for some CPUs, and leave them so: no gradients flow through packed ones.
+        small = Linear4bit(
+            layer.in_features, layer.out_features, compute_dtype=torch.bfloat16, device="meta", **how
+        )
+        small.weight, small.bias = (
+            Params4bit(layer.weight.detach(), requires_grad=False, module=small, **how),
+            layer.bias,
+        )
+        # In eval() mode it would pack the weights for some CPUs, and leave them so: no gradients flow through
+        # packed ones.
         small.support_avx512bf16_for_cpu = False
         transformer.set_submodule(path, small.to(PartialState().device))  # this quantizes them
 
@@ -355,8 +433,11 @@ class Finetuning:
         self.routes, self.accelerator = routes, accelerator
         self.trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(self.trained.values(), lr=request["lr"], weight_decay=0.0)
-        # Weights that are not trained are the same everywhere: nothing to send, and weights in few bits can not be sent.
-        network._ddp_params_and_buffers_to_ignore = [n for n, p in network.named_parameters() if not p.requires_grad]
+        # Weights that are not trained are the same everywhere: nothing to send, and weights in few bits can
+        # not be sent.
+        network._ddp_params_and_buffers_to_ignore = [
+            n for n, p in network.named_parameters() if not p.requires_grad
+        ]
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
         self.folder, self.step = Path(request["output_dir"]), 0
         num_held_out, num_rows = request["num_held_out"], len(arrays["latents"])
@@ -379,15 +460,20 @@ class Finetuning:
         with tqdm(total=request["total_steps"], initial=self.step, unit="step", disable=hidden) as bar:
             while self.step < request["total_steps"]:
                 rows = self.order.batch(self.step)
-                state = np.random.SeedSequence([request["seed"], self.step, process]).generate_state(1, np.uint64)
+                state = np.random.SeedSequence([request["seed"], self.step, process]).generate_state(
+                    1, np.uint64
+                )
                 generator = torch.Generator().manual_seed(int(state[0]))
                 own_rows = rows.reshape(self.accelerator.num_processes, -1)[process]
-                loss = self.loss(self.model, own_rows, generator, self.routing_keywords(rows, own_rows, generator))
+                loss = self.loss(
+                    self.model, own_rows, generator, self.routing_keywords(rows, own_rows, generator)
+                )
                 self.accelerator.backward(loss)
                 norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), MAX_GRAD_NORM)
                 if not norm.isfinite():  # SYNC: such weights must not be saved
                     raise ValueError(
-                        f"inputs={request['inputs']}: loss or gradient of step {self.step + 1} is not finite, of rows "
+                        f"inputs={request['inputs']}: loss or gradient of step {self.step + 1} is not "
+                        "finite, of rows "
                         f"{rows.tolist()}: mend them, or lower lr={request['lr']}; what is saved is of before"
                     )
                 self.optimizer.step()
@@ -396,7 +482,9 @@ class Finetuning:
                 bar.update()
                 last = self.step == request["total_steps"]
                 if self.step % request["log_every"] == 0 or last:
-                    mean = self.accelerator.reduce(loss.detach(), reduction="mean").item()  # SYNC: to be shown
+                    mean = self.accelerator.reduce(
+                        loss.detach(), reduction="mean"
+                    ).item()  # SYNC: to be shown
                     bar.set_postfix(loss=f"{mean:.4f}")
                     self.log({"loss": mean})
                 if self.step % request["eval_every"] == 0 or last:
@@ -404,27 +492,38 @@ class Finetuning:
                 if self.step % request["save_every"] == 0 or last:
                     self.save()
 
-    def routing_keywords(self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator) -> RoutingKeywords:
-        """Return how a step routes: `rows` are those of all processes, which agree on the ratio at which all masks fit."""
+    def routing_keywords(
+        self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator
+    ) -> RoutingKeywords:
+        """Return how a step routes: `rows` are those of all processes, which agree on the ratio at which all
+        masks fit.
+        """
         if not self.routes:
             return {}
         if "masks" not in self.arrays:
             return {"generator": generator}
         masks = self.arrays["masks"]
         tokens, own_tokens = (
-            token_mask(torch.from_numpy(masks[r]), PATCH_SIZE, self.request["mask_area"]) for r in (rows, own_rows)
+            token_mask(torch.from_numpy(masks[r]), PATCH_SIZE, self.request["mask_area"])
+            for r in (rows, own_rows)
         )
         num_forced = int(tokens.sum(dim=1).max())
         return {
             "generator": generator,
-            "selection_ratio": [grow_ratio(route.selection_ratio, tokens.shape[1], num_forced) for route in self.routes],
+            "selection_ratio": [
+                grow_ratio(route.selection_ratio, tokens.shape[1], num_forced) for route in self.routes
+            ],
             "force_keep": own_tokens.to(self.accelerator.device),
         }
 
-    def loss(self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: RoutingKeywords) -> torch.Tensor:
+    def loss(
+        self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: RoutingKeywords
+    ) -> torch.Tensor:
         """Return the mean loss of some rows, a 0-d tensor; positions at which a mask is 0 do not count."""
         device = self.accelerator.device
-        batch = {name: torch.from_numpy(array[rows]).float().to(device) for name, array in self.arrays.items()}
+        batch = {
+            name: torch.from_numpy(array[rows]).float().to(device) for name, array in self.arrays.items()
+        }
         x = batch["latents"]
         n = torch.randn(x.shape, generator=generator).to(device)
         # t = s u / (1 + (s - 1) u),  u = sigmoid(z),  z ~ N(0, 1)
@@ -450,7 +549,9 @@ class Finetuning:
             rows = np.arange(start, min(start + EVALUATED_AT_ONCE, self.request["num_held_out"]))
             total += len(rows) * self.loss(self.network, rows, torch.Generator().manual_seed(start), {})
         self.network.train()
-        return self.accelerator.reduce(total, reduction="sum").item() / self.request["num_held_out"]  # SYNC: to be shown
+        return (
+            self.accelerator.reduce(total, reduction="sum").item() / self.request["num_held_out"]
+        )  # SYNC: to be shown
 
     def log(self, values: dict[str, float]) -> None:
         """Append a line to `metrics.jsonl`."""
@@ -473,7 +574,8 @@ class Finetuning:
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
             if state["step"] > self.request["total_steps"]:
                 raise ValueError(
-                    f"total_steps={self.request['total_steps']} must be at least {state['step']}, where {self.folder} stands"
+                    f"total_steps={self.request['total_steps']} must be at least {state['step']}, where "
+                    f"{self.folder} stands"
                 )
             with torch.no_grad():
                 for name, parameter in self.trained.items():
@@ -485,15 +587,21 @@ class Finetuning:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "finetune.json", settings)
             lines = metrics.read_text().splitlines(keepends=True) if self.step else []
-            whole = [line for line in lines if line.endswith("}\n")]  # a line that a kill has cut is of a later step
+            whole = [
+                line for line in lines if line.endswith("}\n")
+            ]  # a line that a kill has cut is of a later step
             kept = [line for line in whole if json.loads(line)["step"] <= self.step]
             write_text(metrics, "".join(kept))
 
     def save_model(self) -> None:
-        """Save the adapters in the format of peft, or all weights in that of diffusers, as if there had been no routes."""
+        """Save the adapters in the format of peft, or all weights in that of diffusers, as if there had been
+        no routes.
+        """
         if self.accelerator.is_main_process:
             self.network.save_pretrained(self.folder / "model")
-            self.accelerator.print(f"saved {self.folder / 'model'}; the losses are in {self.folder / 'metrics.jsonl'}")
+            self.accelerator.print(
+                f"saved {self.folder / 'model'}; the losses are in {self.folder / 'metrics.jsonl'}"
+            )
 
 
 if __name__ == "__main__":

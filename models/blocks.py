@@ -1,7 +1,7 @@
 """Blocks of the diffusion transformer and its final layer.
 
-Shapes: N samples, L tokens in the sequence (all of them, or those that a route kept), D channels of a token, d channels of
-a head. The conditioning c is (N, 1, D), or (N, L, D) where each token has its own.
+Shapes: N samples, L tokens in the sequence (all of them, or those that a route kept), D channels of a token,
+d channels of a head. The conditioning c is (N, 1, D), or (N, L, D) where each token has its own.
 """
 
 import math
@@ -38,7 +38,9 @@ class DiTBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, c: torch.Tensor, rope: torch.Tensor | None = None) -> torch.Tensor:
         """x (N, L, D), c (N, 1 or L, D), rope (1 or N, L, 2d) -> (N, L, D)."""
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=-1)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(
+            6, dim=-1
+        )
         x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rope)
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
@@ -53,7 +55,9 @@ class DiTBlock(nn.Module):
 
 
 class ModernBlock(DiTBlock):
-    """The same block with RMSNorm, normalised queries and keys, rotary positions in two dimensions, and SwiGLU."""
+    """The same block with RMSNorm, normalised queries and keys, rotary positions in two dimensions, and
+    SwiGLU.
+    """
 
     has_rope = True
 
@@ -64,7 +68,8 @@ class ModernBlock(DiTBlock):
         return Attention(hidden_size, num_heads, attention, qk_norm=True)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
-        # Two thirds of the width, in eights: the gate is a third matrix, and the parameters stay about the same.
+        # Two thirds of the width, in eights: the gate is a third matrix, and the parameters stay about the
+        # same.
         return SwiGLU(hidden_size, 8 * math.ceil(hidden_size * mlp_ratio * 2 / 3 / 8))
 
 

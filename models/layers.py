@@ -19,8 +19,8 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
 def resolve_attention(backend: str, device_type: str, dtype: torch.dtype) -> str:
     """Return the backend that `auto` takes for tensors of this kind: the fused kernel but for bf16 on a CPU.
 
-    There the backward pass of the fused kernel is slow, and plain matrix products are faster at every length that was
-    measured, 64 to 4096 (benchmarks/LOG.md).
+    There the backward pass of the fused kernel is slow, and plain matrix products are faster at every length
+    that was measured, 64 to 4096 (benchmarks/LOG.md).
     """
     if backend != "auto":
         return backend
@@ -38,7 +38,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU in the form that [DiT] uses, with tanh."""
     if x.device.type == "cpu" and torch.compiler.is_compiling():
-        # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): compiled, one exponential is cheaper than tanh.
+        # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): compiled, one exponential is
+        # cheaper than tanh.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return F.gelu(x, approximate="tanh")
 
@@ -47,9 +48,10 @@ class Attention(nn.Module):
     """Multi-head self-attention.
 
     Args:
-        attention: `sdpa` is torch's fused kernel, `explicit` two matrix products with a softmax in fp32 between them; `auto`
-            chooses by device and precision, see `resolve_attention`.
-        qk_norm: normalise queries and keys by their root mean square, with a learned scale for each channel of a head.
+        attention: `sdpa` is torch's fused kernel, `explicit` two matrix products with a softmax in fp32
+            between them; `auto` chooses by device and precision, see `resolve_attention`.
+        qk_norm: normalise queries and keys by their root mean square, with a learned scale for each channel
+            of a head.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, attention: str, qk_norm: bool = False):
@@ -82,7 +84,8 @@ class TimestepEmbedder(nn.Module):
             nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
         )
         half = frequency_embedding_size // 2
-        # omega_i = 10000^(-i / (d/2)), as public [DiT] checkpoints need it; not stored, so that their state dicts load by name.
+        # omega_i = 10000^(-i / (d/2)), as public [DiT] checkpoints need it; not stored, so that their state
+        # dicts load by name.
         frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
@@ -103,14 +106,17 @@ class LabelEmbedder(nn.Module):
         return self.embedding_table(class_labels)  # (N, D)
 
 
-def drop_labels(class_labels: torch.Tensor, null_class: int, prob: float, generator: torch.Generator | None) -> torch.Tensor:
+def drop_labels(
+    class_labels: torch.Tensor, null_class: int, prob: float, generator: torch.Generator | None
+) -> torch.Tensor:
     """Replace each label by the null class with probability `prob`. [CFG]"""
     drop = torch.rand(class_labels.shape, generator=generator, device=class_labels.device) < prob
     return torch.where(drop, null_class, class_labels)
 
 
 def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
-    """Return the fixed position table (grid_size ** 2, hidden_size) of [DiT]: columns in the first half of the channels.
+    """Return the fixed position table (grid_size ** 2, hidden_size) of [DiT]: columns in the first half of
+    the channels.
 
     Raises:
         ValueError: the channels do not divide into sine and cosine of two axes.
@@ -126,20 +132,27 @@ def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
 
 
 def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
-    """Return sines and cosines (num_prefix_tokens + grid_size ** 2, 2 * head_size) of rotary positions; the prefix has none.
+    """Return sines and cosines (num_prefix_tokens + grid_size ** 2, 2 * head_size) of rotary positions; the
+    prefix has none.
 
     Raises:
         ValueError: the channels of a head do not divide into pairs on two axes.
     """
     if head_size % 4:
-        raise ValueError(f"model.hidden_size / model.num_heads={head_size} must be a multiple of 4 for rotary positions")
-    image = RotaryEmbeddingCat(head_size, in_pixels=False, feat_shape=[grid_size, grid_size]).get_embed()  # (T, 2d)
+        raise ValueError(
+            f"model.hidden_size / model.num_heads={head_size} must be a multiple of 4 for rotary positions"
+        )
+    image = RotaryEmbeddingCat(
+        head_size, in_pixels=False, feat_shape=[grid_size, grid_size]
+    ).get_embed()  # (T, 2d)
     sin, cos = torch.zeros(num_prefix_tokens, head_size), torch.ones(num_prefix_tokens, head_size)
     return torch.cat([torch.cat([sin, cos], dim=1).to(image), image])  # (L, 2d)
 
 
 def token_mask(mask: torch.Tensor, patch_size: int, area: float = 0.0) -> torch.Tensor:
-    """Return the tokens (N, T) bool of whose patch a mask (N, H, W) covers more than the fraction `area`; 0: touches it."""
+    """Return the tokens (N, T) bool of whose patch a mask (N, H, W) covers more than the fraction `area`; 0:
+    touches it.
+    """
     N, H, W = mask.shape
     patches = (mask > 0).view(N, H // patch_size, patch_size, W // patch_size, patch_size)
     return (patches.sum(dim=(2, 4)) > area * patch_size**2).flatten(1)  # (N, T)

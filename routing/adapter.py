@@ -1,7 +1,9 @@
-"""What `attach` has to know of a transformer that was written elsewhere: its blocks, and what is indexed by token.
+"""What `attach` has to know of a transformer that was written elsewhere: its blocks, and what is indexed by
+token.
 
-Shapes: N samples, T tokens that may bypass, P prefix tokens before them (text), S suffix tokens after them (reference
-images), K tokens kept by a route, D channels. P and S tokens are never routed and count in no ratio.
+Shapes: N samples, T tokens that may bypass, P prefix tokens before them (text), S suffix tokens after them
+(reference images), K tokens kept by a route, D channels. P and S tokens are never routed and count in no
+ratio.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,9 @@ class Kept:
         return self._gather(x, self.ids, dim, self.num_tokens)
 
     def gather_joint(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Take the prefix and each sample's kept tokens: (N or 1, ..., P + T + S, ...) -> (N, ..., P + K + S, ...)."""
+        """Take the prefix and each sample's kept tokens: (N or 1, ..., P + T + S, ...) -> (N, ..., P + K + S,
+        ...).
+        """
         P = self.num_prefix_tokens
         prefix = torch.arange(P, device=self.ids.device).expand(self.ids.shape[0], -1)
         return self._gather(x, torch.cat([prefix, self.ids + P], dim=1), dim, P + self.num_tokens)
@@ -43,7 +47,8 @@ class Kept:
     def _gather(self, x: torch.Tensor, ids: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         if x.shape[dim] != length or x.shape[0] not in (1, ids.shape[0]):
             raise ValueError(
-                f"a tensor of shape {tuple(x.shape)} can not be gathered by token along dimension {dim}: it must have "
+                f"a tensor of shape {tuple(x.shape)} cannot be gathered by token along dimension {dim}: it "
+                "must have "
                 f"{length} tokens there, and 1 or {ids.shape[0]} samples first"
             )
         return gather_tokens(x, ids, dim)
@@ -58,7 +63,8 @@ class BlockList:
         tokens: the argument that holds the tokens, (N, T + S, D).
         joint: `tokens` holds the prefix too, (N, P + T + S, D).
         output: at which place of a tuple a block returns the tokens; None where it returns a tensor.
-        by_token: for each argument that is indexed by token, how it is gathered: `lambda mask, kept: kept.gather(mask)`.
+        by_token: for each argument that is indexed by token, how it is gathered: `lambda mask, kept:
+            kept.gather(mask)`.
         shared: arguments that do not depend on the token.
     """
 
@@ -80,16 +86,19 @@ def _no_check(model: nn.Module, arguments: Arguments) -> None:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A transformer, as far as routing is concerned. Functions get the model and the arguments of its forward.
+    """A transformer, as far as routing is concerned. Functions get the model and the arguments of its
+    forward.
 
     Args:
         block_lists: in the order in which layers are counted.
-        accepts: arguments of the model's forward that go together with routing. Any other must keep its default.
+        accepts: arguments of the model's forward that go together with routing. Any other must keep its
+            default.
         num_prefix_tokens: returns P.
         num_suffix_tokens: returns S.
-        residuals: arguments that hold a sequence of tensors (N or 1, T + S, D), of which the model adds one to the tokens
-            after each block (ControlNet). That of a window's last block reaches the kept tokens alone, like those before.
-        check: raises ValueError for what can not be routed.
+        residuals: arguments that hold a sequence of tensors (N or 1, T + S, D), of which the model adds one
+            to the tokens after each block (ControlNet). That of a window's last block reaches the kept tokens
+            alone, like those before.
+        check: raises ValueError for what cannot be routed.
     """
 
     block_lists: Sequence[BlockList]

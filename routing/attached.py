@@ -1,8 +1,9 @@
 """Route the tokens of a transformer that is already built: `attach` and `detach` work on a live instance.
 
-Nothing of the model is copied or replaced. While a routed forward pass runs, its lists of blocks hand out stand-ins, which
-gather what is indexed by token, call the block, and put the tokens back. Parameters, their names, the configuration, saving
-and loading stay what they are. An `Adapter` says what is indexed by token; whatever it does not name is refused.
+Nothing of the model is copied or replaced. While a routed forward pass runs, its lists of blocks hand out
+stand-ins, which gather what is indexed by token, call the block, and put the tokens back. Parameters, their
+names, the configuration, saving and loading stay what they are. An `Adapter` says what is indexed by token;
+whatever it does not name is refused.
 
 Shapes: as in routing/adapter.py.
 """
@@ -22,44 +23,64 @@ from routing.diffusers import adapter_of
 from routing.routes import Route, resolve_routes
 from routing.tokens import end_route, sample_ids_keep, token_importance
 
-KEYWORDS = ("selection_ratio", "force_keep", "generator")  # what an attached model takes besides its own arguments
+KEYWORDS = (
+    "selection_ratio",
+    "force_keep",
+    "generator",
+)  # what an attached model takes besides its own arguments
 
 
 def attach(
-    model: nn.Module, routes: Sequence[Route], *, adapter: Adapter | None = None, importance_weight: float = 0.0
+    model: nn.Module,
+    routes: Sequence[Route],
+    *,
+    adapter: Adapter | None = None,
+    importance_weight: float = 0.0,
 ) -> tuple[Route, ...]:
     """Let a part of a model's tokens bypass windows of its blocks while it trains, from now on.
 
-    The model routes in `train()` mode where gradients are recorded, and is dense otherwise. Its forward takes three more
-    keywords: `selection_ratio`, a number for all routes or one for each in the order returned (above 0 it routes in any
-    mode, 0 is dense); `force_keep`, (N, T) bool, tokens that must not bypass; `generator`, from which a seed is drawn for
-    each route.
+    The model routes in `train()` mode where gradients are recorded, and is dense otherwise. Its forward takes
+    three more keywords: `selection_ratio`, a number for all routes or one for each in the order returned
+    (above 0 it
+        routes in any
+    mode, 0 is dense); `force_keep`, (N, T) bool, tokens that must not bypass; `generator`, from which a seed
+    is drawn for each route.
 
     Args:
-        model: the transformer itself, not what wraps it, before anything replaces its forward or its blocks; afterwards wrap
-            it, compile it, and add adapters to it as you like.
+        model: the transformer itself, not what wraps it, before anything replaces its forward or its blocks;
+            afterwards wrap it, compile it, and add adapters to it as you like.
         routes: windows of blocks; layers are counted through all lists of blocks.
         adapter: None takes the one that is known for the class of the model, see `routing/diffusers.py`.
-        importance_weight: 0 draws the kept tokens at random, 1 keeps those of the largest L1 norm where the window starts.
+        importance_weight: 0 draws the kept tokens at random, 1 keeps those of the largest L1 norm where the
+            window starts.
 
     Returns:
         The routes with non-negative indices.
 
     Raises:
-        ValueError: a model that is not known or has routes already; blocks that are not what the adapter says; a route
-            that does not fit. Later, from the model: arguments that do not go together with routing.
+        ValueError: a model that is not known or has routes already; blocks that are not what the adapter
+            says; a route that does not fit. Later, from the model: arguments that do not go together with
+            routing.
     """
     adapter = adapter_of(model) if adapter is None else adapter
     name = type(model).__name__
     if hasattr(model, "_routing"):
         raise ValueError(f"{name} has routes: routing.detach(model) removes them")
     if getattr(model.forward, "__func__", None) is not type(model).forward:
-        raise ValueError(f"forward of {name} was replaced, by hooks or mixed precision of a library: attach routes before that")
+        raise ValueError(
+            f"forward of {name} was replaced, by hooks or mixed precision of a library: attach routes before "
+            "that"
+        )
     for own in set(KEYWORDS) & set(inspect.signature(type(model).forward).parameters):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
-    if not isinstance(routes, Sequence) or not routes or not all(isinstance(route, Route) for route in routes):
+    if (
+        not isinstance(routes, Sequence)
+        or not routes
+        or not all(isinstance(route, Route) for route in routes)
+    ):
         raise ValueError(
-            f"routes={routes} must be a list of Route(selection_ratio, start_layer_idx, end_layer_idx), at least one"
+            f"routes={routes} must be a list of Route(selection_ratio, start_layer_idx, end_layer_idx), at "
+            "least one"
         )
     if not 0 <= importance_weight <= 1:
         raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]")
@@ -72,8 +93,12 @@ def attach(
         blocks.__class__ = HANDING_OUT[type(blocks)]
         blocks.first_idx = offset
         offset += len(blocks)
-    model._routing = _Routing(adapter, tuple(layers), routes, importance_weight, inspect.signature(type(model).forward))
-    model.forward = MethodType(_routed_forward, model)  # not a hook: wrappers of models may call `forward` itself
+    model._routing = _Routing(
+        adapter, tuple(layers), routes, importance_weight, inspect.signature(type(model).forward)
+    )
+    model.forward = MethodType(
+        _routed_forward, model
+    )  # not a hook: wrappers of models may call `forward` itself
     return routes
 
 
@@ -86,12 +111,16 @@ def detach(model: nn.Module) -> None:
     if not hasattr(model, "_routing"):
         raise ValueError(f"{type(model).__name__} has no routes")
     if getattr(model.forward, "__func__", None) is not _routed_forward:
-        raise ValueError(f"forward of {type(model).__name__} was wrapped after routing.attach: unwrap it first")
+        raise ValueError(
+            f"forward of {type(model).__name__} was wrapped after routing.attach: unwrap it first"
+        )
     routing = model._routing
     del model._routing, model.forward
     for spec in routing.adapter.block_lists:
         blocks = model.get_submodule(spec.name)
-        blocks.__class__ = next(plain for plain, handing_out in HANDING_OUT.items() if type(blocks) is handing_out)
+        blocks.__class__ = next(
+            plain for plain, handing_out in HANDING_OUT.items() if type(blocks) is handing_out
+        )
         blocks.__dict__.pop("routed_pass", None)
         del blocks.first_idx
 
@@ -121,7 +150,8 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
         for name in set() if takes_any else named - set(signature.parameters):
             raise ValueError(
-                f"{type(block).__name__} in {spec.name} takes no argument {name}, which the adapter names: it is of another "
+                f"{type(block).__name__} in {spec.name} takes no argument {name}, which the adapter names: "
+                "it is of another "
                 "version, or wrapped (attach before wrapping or compiling blocks)"
             )
         yield _Layer(spec, signature)
@@ -149,7 +179,9 @@ class _Routing:
         return self
 
     def __reduce__(self) -> str:
-        raise ValueError("a model with routes can not be pickled: routing.detach(model) first, or save its state_dict()")
+        raise ValueError(
+            "a model with routes cannot be pickled: routing.detach(model) first, or save its state_dict()"
+        )
 
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward, with routes where they are on."""
@@ -160,14 +192,17 @@ class _Routing:
             return type(model).forward(model, *args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
-                f"{type(model).__name__} as a whole is run again in the backward pass, where tokens would be drawn anew: "
+                f"{type(model).__name__} as a whole is run again in the backward pass, where tokens would be "
+                "drawn anew: "
                 "checkpoint its blocks (model.enable_gradient_checkpointing()) instead"
             )
         arguments = self.signature.bind(model, *args, **kwargs).arguments
         self._check(model, arguments)
         routed_pass = self._begin(model, arguments, ratios, own["force_keep"], own["generator"])
         names = list(self.signature.parameters)[1:]
-        args = tuple(self._with_residuals(name, value, routed_pass) for name, value in zip(names, args, strict=False))
+        args = tuple(
+            self._with_residuals(name, value, routed_pass) for name, value in zip(names, args, strict=False)
+        )
         kwargs = {name: self._with_residuals(name, value, routed_pass) for name, value in kwargs.items()}
         self._hand_out_from(model, routed_pass)
         try:
@@ -203,16 +238,27 @@ class _Routing:
             blocks.routed_pass = routed_pass
 
     def _with_residuals(self, name: str, value: Any, routed_pass: "_RoutedPass") -> Any:
-        return _Residuals(name, value, routed_pass) if name in self.adapter.residuals and value is not None else value
+        return (
+            _Residuals(name, value, routed_pass)
+            if name in self.adapter.residuals and value is not None
+            else value
+        )
 
     def _ratios(self, model: nn.Module, selection_ratio: float | Sequence[float] | None) -> tuple[float, ...]:
         if selection_ratio is None:
             routes_now = model.training and torch.is_grad_enabled()
             return tuple(route.selection_ratio if routes_now else 0.0 for route in self.routes)
-        numbers = list(selection_ratio) if isinstance(selection_ratio, list | tuple) else [selection_ratio] * len(self.routes)
-        if len(numbers) != len(self.routes) or not all(isinstance(r, int | float) and 0 <= r < 1 for r in numbers):
+        numbers = (
+            list(selection_ratio)
+            if isinstance(selection_ratio, list | tuple)
+            else [selection_ratio] * len(self.routes)
+        )
+        if len(numbers) != len(self.routes) or not all(
+            isinstance(r, int | float) and 0 <= r < 1 for r in numbers
+        ):
             raise ValueError(
-                f"selection_ratio={selection_ratio!r} must be a number in [0, 1), or a list of {len(self.routes)} of them"
+                f"selection_ratio={selection_ratio!r} must be a number in [0, 1), or a list of "
+                f"{len(self.routes)} of them"
             )
         return tuple(numbers)
 
@@ -228,8 +274,8 @@ class _Routing:
 
 
 def _draw_seed(generator: torch.Generator | None) -> int:
-    # Tokens are drawn from a generator of their own: gradient checkpointing sets the default one back before it runs a block
-    # again, and dropout must find it where it was.
+    # Tokens are drawn from a generator of their own: gradient checkpointing sets the default one back before
+    # it runs a block again, and dropout must find it where it was.
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
 
@@ -250,7 +296,9 @@ class _Window:
     is_done: bool = False
 
     def start(self, x: torch.Tensor, joint: bool) -> torch.Tensor:
-        """Return the tokens that stay; draw them if that was not done: a block that is run again takes those of before."""
+        """Return the tokens that stay; draw them if that was not done: a block that is run again takes those
+        of before.
+        """
         if self.kept is None:
             self.original = x[:, self.num_prefix_tokens :] if joint else x  # (N, T + S, D)
             self.kept = self._draw()
@@ -270,7 +318,9 @@ class _Window:
             importance_weight=self.importance_weight,
             force_keep=self.force_keep,
         )  # (N, K)
-        suffix = torch.arange(num_tokens, num_tokens + self.num_suffix_tokens, device=device).expand(num_samples, -1)
+        suffix = torch.arange(num_tokens, num_tokens + self.num_suffix_tokens, device=device).expand(
+            num_samples, -1
+        )
         ids = torch.cat([ids_keep, suffix], dim=1)  # (N, K + S)
         return Kept(ids, num_tokens + self.num_suffix_tokens, self.num_prefix_tokens)
 
@@ -279,7 +329,8 @@ class _Window:
         self.is_done = True
         x = output if spec.output is None else output[spec.output]
         P = self.num_prefix_tokens if spec.joint else 0
-        # As wide as a block would have made them: it adds to the tokens, which autocast may have made narrow before it.
+        # As wide as a block would have made them: it adds to the tokens, which autocast may have made narrow
+        # before it.
         original = self.original.to(torch.promote_types(self.original.dtype, x.dtype))
         whole = end_route(x[:, P:], self.kept.ids, original)  # (N, T + S, D)
         whole = torch.cat([x[:, :P].to(whole.dtype), whole], dim=1) if P else whole
@@ -300,7 +351,10 @@ class _RoutedPass:
         if window is None:
             return block
         if window.is_done:
-            raise ValueError(f"layer {idx}, a {type(block).__name__}, is run a second time in one forward pass of the model")
+            raise ValueError(
+                f"layer {idx}, a {type(block).__name__}, is run a second time in one forward pass of the "
+                "model"
+            )
         return _StandIn(block, self.layers[idx], window, idx)
 
     def _window(self) -> _Window | None:
@@ -326,8 +380,10 @@ class _RoutedPass:
         for window in self.windows:
             if not window.is_done:
                 raise ValueError(
-                    f"the route of layers {window.route.start_layer_idx} to {window.route.end_layer_idx} was not taken: "
-                    f"{name} does not run its blocks one after another out of the lists that the adapter names"
+                    f"the route of layers {window.route.start_layer_idx} to {window.route.end_layer_idx} was "
+                    "not taken: "
+                    f"{name} does not run its blocks one after another out of the lists that the adapter "
+                    "names"
                 )
 
 
@@ -357,7 +413,8 @@ def _named(name: str) -> Iterator[None]:
 class _StandIn:
     """What a routed pass calls in place of a block of a window.
 
-    It refers to its own window alone: through all of them, what gradient checkpointing keeps would refer to itself.
+    It refers to its own window alone: through all of them, what gradient checkpointing keeps would refer to
+    itself.
     """
 
     def __init__(self, block: nn.Module, layer: _Layer, window: _Window, idx: int):
@@ -368,19 +425,23 @@ class _StandIn:
         """Run the block on the kept tokens."""
         if self._records_gradients and not torch.is_grad_enabled():
             raise ValueError(
-                "gradient checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
+                "gradient checkpointing with use_reentrant=True would lose the gradients of bypassing "
+                "tokens: "
                 "use_reentrant=False does not"
             )
         spec, window, name = self._layer.spec, self._window, type(self._block).__name__
         values = self._values(args, kwargs)
         for key, value in values.items():
             if key not in (spec.tokens, *spec.by_token, *spec.shared) and value is not None:
-                raise ValueError(f"{key} of {name} does not go together with routing: the adapter does not name it")
+                raise ValueError(
+                    f"{key} of {name} does not go together with routing: the adapter does not name it"
+                )
         if self._idx == window.route.start_layer_idx:
             values[spec.tokens] = window.start(values[spec.tokens], spec.joint)
         elif window.kept is None:
             raise ValueError(
-                f"layer {self._idx}, a {name}, runs before layer {window.route.start_layer_idx}, where its route starts"
+                f"layer {self._idx}, a {name}, runs before layer {window.route.start_layer_idx}, where its "
+                "route starts"
             )
         for key, gather in spec.by_token.items():
             if values.get(key) is not None:

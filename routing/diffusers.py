@@ -1,7 +1,7 @@
 """Adapters for the transformers of diffusers: FLUX (Kontext too), Stable Diffusion 3, PixArt, AuraFlow, Wan.
 
-Written against the signatures of diffusers, which is not imported here. Layers are counted through all lists of a model:
-FLUX's and AuraFlow's double blocks first, then the single ones.
+Written against the signatures of diffusers, which is not imported here. Layers are counted through all lists
+of a model: FLUX's and AuraFlow's double blocks first, then the single ones.
 """
 
 from collections.abc import Callable, Collection
@@ -24,13 +24,16 @@ def adapter_of(model: nn.Module) -> Adapter:
         if known and type(model).forward is kind.forward:  # a class that shards it is derived from it
             return ADAPTERS[kind.__name__]
     raise ValueError(
-        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(ADAPTERS)}, not what wraps it (peft: "
+        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(ADAPTERS)}, not what "
+        "wraps it (peft: "
         "get_base_model()), or write an adapter (attach(model, routes, adapter=...))"
     )
 
 
 class _TablePerSample:
-    """A rotary table (N, L, d) where diffusers indexes one of (L, d), which all samples share, before it multiplies."""
+    """A rotary table (N, L, d) where diffusers indexes one of (L, d), which all samples share, before it
+    multiplies.
+    """
 
     def __init__(self, table: torch.Tensor):
         self.table = table
@@ -47,17 +50,25 @@ def _flux_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple
 
 def _joint_mask(attention_kwargs: dict[str, Any], kept: Kept) -> dict[str, Any]:
     mask = attention_kwargs.get("attention_mask")
-    return attention_kwargs if mask is None else {**attention_kwargs, "attention_mask": _gather_mask(mask, kept.gather_joint)}
+    return (
+        attention_kwargs
+        if mask is None
+        else {**attention_kwargs, "attention_mask": _gather_mask(mask, kept.gather_joint)}
+    )
 
 
 def _gather_mask(mask: torch.Tensor, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    """Gather the keys, and the queries where a mask differs between them: (N or 1, L) or (N or 1, ..., 1 or L, L)."""
+    """Gather the keys, and the queries where a mask differs between them: (N or 1, L) or (N or 1, ..., 1 or
+    L, L).
+    """
     mask = gather(mask, -1)
     return gather(mask, -2) if mask.ndim > 2 and mask.shape[-2] > 1 else mask
 
 
 def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
-    """Count the tokens of Kontext's reference images, which come last: the first coordinate of their positions is not 0."""
+    """Count the tokens of Kontext's reference images, which come last: the first coordinate of their
+    positions is not 0.
+    """
     img_ids = arguments["img_ids"]
     is_reference = (img_ids[0] if img_ids.ndim == 3 else img_ids)[:, 0] != 0  # (T + S,)
     num_reference_tokens = int(is_reference.sum())  # SYNC: shapes depend on it
@@ -68,7 +79,9 @@ def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
     return num_reference_tokens
 
 
-def _check(processors: Collection[str], attention_kwargs: str, accepted: Collection[str]) -> Callable[..., None]:
+def _check(
+    processors: Collection[str], attention_kwargs: str, accepted: Collection[str]
+) -> Callable[..., None]:
     """Return a check of how a model attends.
 
     Args:
@@ -81,7 +94,8 @@ def _check(processors: Collection[str], attention_kwargs: str, accepted: Collect
         name = type(model).__name__
         for key in set(arguments.get(attention_kwargs) or ()) - set(accepted):
             raise ValueError(
-                f"{attention_kwargs}.{key} of {name} does not go together with routing, which accepts {', '.join(accepted)}"
+                f"{attention_kwargs}.{key} of {name} does not go together with routing, which accepts "
+                f"{', '.join(accepted)}"
             )
         for processor in model.attn_processors.values():
             if type(processor).__name__ not in processors:
@@ -94,7 +108,9 @@ def _check(processors: Collection[str], attention_kwargs: str, accepted: Collect
         if getattr(model, "_parallel_config", None) is not None:
             raise ValueError(f"context or tensor parallelism of {name} does not go together with routing")
         if getattr(model.config, "attention_type", "default") != "default":
-            raise ValueError(f"attention_type={model.config.attention_type} of {name} does not go together with routing")
+            raise ValueError(
+                f"attention_type={model.config.attention_type} of {name} does not go together with routing"
+            )
 
     return check
 
@@ -107,7 +123,10 @@ FLUX_BLOCK = {
 
 ADAPTERS = {
     "FluxTransformer2DModel": Adapter(
-        block_lists=(BlockList("transformer_blocks", **FLUX_BLOCK), BlockList("single_transformer_blocks", **FLUX_BLOCK)),
+        block_lists=(
+            BlockList("transformer_blocks", **FLUX_BLOCK),
+            BlockList("single_transformer_blocks", **FLUX_BLOCK),
+        ),
         accepts=[
             "hidden_states",
             "encoder_hidden_states",
@@ -129,7 +148,11 @@ ADAPTERS = {
     ),
     "SD3Transformer2DModel": Adapter(
         block_lists=(
-            BlockList("transformer_blocks", output=1, shared=("encoder_hidden_states", "temb", "joint_attention_kwargs")),
+            BlockList(
+                "transformer_blocks",
+                output=1,
+                shared=("encoder_hidden_states", "temb", "joint_attention_kwargs"),
+            ),
         ),
         accepts=[
             "hidden_states",
@@ -141,14 +164,21 @@ ADAPTERS = {
             "return_dict",
         ],
         residuals=("block_controlnet_hidden_states",),
-        check=_check(("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0"), "joint_attention_kwargs", ("scale",)),
+        check=_check(
+            ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0"), "joint_attention_kwargs", ("scale",)
+        ),
     ),
     "PixArtTransformer2DModel": Adapter(
         block_lists=(
             BlockList(
                 "transformer_blocks",
                 by_token={"attention_mask": lambda mask, kept: _gather_mask(mask, kept.gather)},
-                shared=("encoder_hidden_states", "encoder_attention_mask", "timestep", "cross_attention_kwargs"),
+                shared=(
+                    "encoder_hidden_states",
+                    "encoder_attention_mask",
+                    "timestep",
+                    "cross_attention_kwargs",
+                ),
             ),
         ),
         accepts=[
@@ -161,24 +191,38 @@ ADAPTERS = {
             "encoder_attention_mask",
             "return_dict",
         ],
-        check=_check(("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"), "cross_attention_kwargs", ("scale",)),
+        check=_check(
+            ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"),
+            "cross_attention_kwargs",
+            ("scale",),
+        ),
     ),
     "AuraFlowTransformer2DModel": Adapter(
         block_lists=(
-            BlockList("joint_transformer_blocks", output=1, shared=("encoder_hidden_states", "temb", "attention_kwargs")),
+            BlockList(
+                "joint_transformer_blocks",
+                output=1,
+                shared=("encoder_hidden_states", "temb", "attention_kwargs"),
+            ),
             BlockList("single_transformer_blocks", joint=True, shared=("temb", "attention_kwargs")),
         ),
         accepts=["hidden_states", "encoder_hidden_states", "timestep", "attention_kwargs", "return_dict"],
         # The text comes after register tokens.
-        num_prefix_tokens=lambda model, arguments: model.register_tokens.shape[1] + arguments["encoder_hidden_states"].shape[1],
-        check=_check(("AuraFlowAttnProcessor2_0", "FusedAuraFlowAttnProcessor2_0"), "attention_kwargs", ("scale",)),
+        num_prefix_tokens=lambda model, arguments: (
+            model.register_tokens.shape[1] + arguments["encoder_hidden_states"].shape[1]
+        ),
+        check=_check(
+            ("AuraFlowAttnProcessor2_0", "FusedAuraFlowAttnProcessor2_0"), "attention_kwargs", ("scale",)
+        ),
     ),
     "WanTransformer3DModel": Adapter(
         block_lists=(
             BlockList(
                 "blocks",
                 by_token={
-                    "rotary_emb": lambda tables, kept: tuple(kept.gather(table) for table in tables),  # (1, T, 1, d)
+                    "rotary_emb": lambda tables, kept: tuple(
+                        kept.gather(table) for table in tables
+                    ),  # (1, T, 1, d)
                     # (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
                     "temb": lambda temb, kept: kept.gather(temb) if temb.ndim == 4 else temb,
                 },

@@ -1,7 +1,8 @@
-"""What the routes of a network do at each step of a training: their schedule, and room for tokens that must not bypass.
+"""What the routes of a network do at each step of a training: their schedule, and room for tokens that must
+not bypass.
 
-Everything here is decided on the host, from numbers that are the same on all processes, so that within a step K is one
-number and over a training it takes few values: each is one shape to compile.
+Everything here is decided on the host, from numbers that are the same on all processes, so that within a step
+K is one number and over a training it takes few values: each is one shape to compile.
 """
 
 import math
@@ -27,13 +28,15 @@ class RoutePlan:
         routes: the routes of the network.
         num_tokens: T, tokens that may bypass.
         total_steps: steps of the training.
-        schedule: `constant`, or how a factor on every ratio goes from `start_factor` to `end_factor`: `linear`, `cosine`.
+        schedule: `constant`, or how a factor on every ratio goes from `start_factor` to `end_factor`:
+            `linear`, `cosine`.
         start_factor: None is 1.
         end_factor: must be given for a schedule that is not constant.
         num_levels: how many values the factor takes.
         off_last_steps: so many last steps are dense; the schedule ends before them.
-        force_keep_overflow: where a sample forces more tokens to stay than K: `grow` raises K for this step, up to T;
-            `bypass` lets the least important of them bypass and counts them; `error` refuses the data.
+        force_keep_overflow: where a sample forces more tokens to stay than K: `grow` raises K for this step,
+            up to T; `bypass` lets the least important of them bypass and counts them; `error` refuses the
+            data.
 
     Raises:
         ValueError: with the key, the value and the rule.
@@ -54,7 +57,9 @@ class RoutePlan:
             if getattr(self, key) not in choices:
                 raise ValueError(f"routing.{key}={getattr(self, key)} must be one of {', '.join(choices)}")
         if self.off_last_steps is not None and not 0 < self.off_last_steps <= self.total_steps:
-            raise ValueError(f"routing.off_last_steps={self.off_last_steps} must be in [1, {self.total_steps}]")
+            raise ValueError(
+                f"routing.off_last_steps={self.off_last_steps} must be in [1, {self.total_steps}]"
+            )
         for key in ("start_factor", "end_factor"):
             factor = getattr(self, key)
             if factor is None:
@@ -64,12 +69,14 @@ class RoutePlan:
             for route in self.routes:
                 if not 0 <= round(factor * route.selection_ratio, RATIO_DIGITS) < 1:
                     raise ValueError(
-                        f"routing.{key}={factor} times selection_ratio={route.selection_ratio} of {_name(route)} "
+                        f"routing.{key}={factor} times selection_ratio={route.selection_ratio} of "
+                        f"{_name(route)} "
                         "must be in [0, 1)"
                     )
         if self.schedule != "constant" and self.end_factor is None:
             raise ValueError(
-                f"routing.schedule={self.schedule} needs routing.end_factor, what the ratios are multiplied by last"
+                f"routing.schedule={self.schedule} needs routing.end_factor, what the ratios are multiplied "
+                "by last"
             )
         if self.schedule != "constant" and self.num_levels < 2:
             raise ValueError(f"routing.num_levels={self.num_levels} must be at least 2")
@@ -99,9 +106,14 @@ class RoutePlan:
         """Return what happens to the tokens, a line for each route and one for the schedule."""
         T = self.num_tokens
         lines = [
-            f"{T - num_tokens_kept(T, route.selection_ratio)} of {T} tokens bypass blocks {route.start_layer_idx} to "
+            f"{T - num_tokens_kept(T, route.selection_ratio)} of {T} tokens bypass blocks "
+            f"{route.start_layer_idx} to "
             f"{route.end_layer_idx} while training"
-            + (", fewer where masks hold more" if with_force_keep and self.force_keep_overflow == "grow" else "")
+            + (
+                ", fewer where masks hold more"
+                if with_force_keep and self.force_keep_overflow == "grow"
+                else ""
+            )
             for route in self.routes
         ]
         if self.routes and (self.schedule != "constant" or self.off_last_steps):
@@ -122,14 +134,19 @@ class RoutePlan:
         if self.force_keep_overflow != "error" or not self.routes:
             return
         ratio, route = max(
-            ((ratio, route) for ratios in self._levels() for ratio, route in zip(ratios, self.routes, strict=True)),
+            (
+                (ratio, route)
+                for ratios in self._levels()
+                for ratio, route in zip(ratios, self.routes, strict=True)
+            ),
             key=lambda pair: pair[0],
         )
         num_kept = num_tokens_kept(self.num_tokens, ratio)
         for sample, forced in enumerate(num_forced):
             if forced > num_kept:
                 raise ValueError(
-                    f"sample {sample} forces {forced} of {self.num_tokens} tokens to stay, more than the {num_kept} that "
+                    f"sample {sample} forces {forced} of {self.num_tokens} tokens to stay, more than the "
+                    f"{num_kept} that "
                     f"{_name(route)} keeps: lower its selection_ratio={ratio}, or set "
                     "routing.force_keep_overflow=grow"
                 )
@@ -138,7 +155,9 @@ class RoutePlan:
         """Count, on the device, the forced tokens (N, T) that do not fit into the windows: a 0-d tensor."""
         num_forced = force_keep.sum(dim=1)  # (N,)
         num_kept = [num_tokens_kept(self.num_tokens, ratio) for ratio in ratios]
-        return sum(((num_forced - K).clamp(min=0).sum() for K in num_kept), torch.zeros((), device=force_keep.device))
+        return sum(
+            ((num_forced - K).clamp(min=0).sum() for K in num_kept), torch.zeros((), device=force_keep.device)
+        )
 
     def _level(self, step: int) -> int:
         active_steps = self.total_steps - (self.off_last_steps or 0)
@@ -160,21 +179,26 @@ class RoutePlan:
 
 
 def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> float:
-    """Return the largest ratio, out of a few below `selection_ratio`, at which `num_forced` tokens fit into the window.
+    """Return the largest ratio, out of a few below `selection_ratio`, at which `num_forced` tokens fit into
+    the window.
 
-    For a training loop of your own: count the forced tokens of each sample where the data is loaded, agree on the largest
-    count, and give the network this ratio for the step. 0, the last resort, makes the window dense.
+    For a training loop of your own: count the forced tokens of each sample where the data is loaded, agree on
+    the largest count, and give the network this ratio for the step. 0, the last resort, makes the window
+    dense.
 
     Raises:
         ValueError: more forced tokens than there are.
     """
     if num_forced > num_tokens:
-        raise ValueError(f"num_forced={num_forced} must be at most num_tokens={num_tokens}: count without the prefix")
+        raise ValueError(
+            f"num_forced={num_forced} must be at most num_tokens={num_tokens}: count without the prefix"
+        )
     return next(r for r in _buckets(selection_ratio) if num_tokens_kept(num_tokens, r) >= num_forced)
 
 
 def _name(route: Route) -> str:
-    # By its blocks: a network has its routes in the order of the layers, whatever the order in the configuration.
+    # By its blocks: a network has its routes in the order of the layers, whatever the order in the
+    # configuration.
     return f"the route of blocks {route.start_layer_idx} to {route.end_layer_idx}"
 
 

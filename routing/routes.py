@@ -30,7 +30,8 @@ def resolve_routes(routes: Iterable[Route], depth: int, key: str = "model.routes
         key: what errors call the routes.
 
     Raises:
-        ValueError: a ratio outside [0, 1), an index outside the depth, a start after its end, or two routes that share a layer.
+        ValueError: a ratio outside [0, 1), an index outside the depth, a start after its end, or two routes
+            that share a layer.
     """
     resolved = [(i, _resolve(f"{key}.{i}", route, depth)) for i, route in enumerate(routes)]
     resolved.sort(key=lambda item: item[1].start_layer_idx)
@@ -61,7 +62,8 @@ def _resolve(key: str, route: Route, depth: int) -> Route:
 
 
 def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
-    """Read the routes of a `tread_config` as SimpleTuner writes it in JSON: {"routes": [{"selection_ratio": ...}, ...]}.
+    """Read the routes of a `tread_config` as SimpleTuner writes it in JSON: {"routes": [{"selection_ratio":
+    ...}, ...]}.
 
     The words mean the same there and here; routing/README.md tells what differs.
 
@@ -72,7 +74,11 @@ def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
         ValueError: naming the key that is missing, not known, or no number.
     """
     tread_config = tread_config.get("tread_config", tread_config)
-    if not isinstance(tread_config, dict) or set(tread_config) != {"routes"} or not isinstance(tread_config["routes"], list):
+    if (
+        not isinstance(tread_config, dict)
+        or set(tread_config) != {"routes"}
+        or not isinstance(tread_config["routes"], list)
+    ):
         raise ValueError(f"tread_config={tread_config} must have one key, routes, with a list")
     names = [field.name for field in fields(Route)]
     for i, route in enumerate(tread_config["routes"]):
@@ -80,7 +86,11 @@ def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
             raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(names)}")
         for key in set(names) ^ set(route):
             raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(names)}: {key}")
-        for name, kind in (("selection_ratio", int | float), ("start_layer_idx", int), ("end_layer_idx", int)):
+        for name, kind in (
+            ("selection_ratio", int | float),
+            ("start_layer_idx", int),
+            ("end_layer_idx", int),
+        ):
             if not isinstance(route[name], kind) or isinstance(route[name], bool):
                 raise ValueError(f"tread_config routes.{i}.{name}={route[name]!r} must be a number")
     return tuple(Route(**route) for route in tread_config["routes"])

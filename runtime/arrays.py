@@ -1,4 +1,6 @@
-"""Read .npy arrays from outside: what a header declares is held against the bytes that are there before memory is taken."""
+"""Read .npy arrays from outside: what a header declares is held against the bytes that are there before
+memory is taken.
+"""
 
 import io
 import math
@@ -10,9 +12,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-MOST_INFLATED = 1032  # bytes that deflate can make of one
-MOST_HEADER_BYTES = 10_000  # of an .npy; numpy refuses longer ones, too, but only once it has read them
-ZIP64_END_BYTES = 56 + 20 + 22  # end of a directory of 64 bits, what tells where that lies, end of a directory
+MAX_INFLATED = 1032  # bytes that deflate can make of one
+MAX_HEADER_BYTES = 10_000  # of an .npy; numpy refuses longer ones, too, but only once it has read them
+ZIP64_END_BYTES = (
+    56 + 20 + 22
+)  # end of a directory of 64 bits, what tells where that lies, end of a directory
 ZIP_DAMAGE = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error, LookupError, OverflowError)
 # What numpy's reading of a header raises where it is nonsense.
 HEADER_ERRORS = (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RecursionError, MemoryError)
@@ -23,14 +27,14 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Read the header of an .npy: shape, whether the order is Fortran's, and type.
 
     Raises:
-        ValueError: it is none, or longer than MOST_HEADER_BYTES.
+        ValueError: it is none, or longer than MAX_HEADER_BYTES.
     """
     try:
         first = np.lib.format.read_magic(file) == (1, 0)
         length = file.read(2 if first else 4)
         declared = int.from_bytes(length, "little")
-        if declared > MOST_HEADER_BYTES:
-            raise ValueError(f"it declares a header of {declared} bytes, must be at most {MOST_HEADER_BYTES}")
+        if declared > MAX_HEADER_BYTES:
+            raise ValueError(f"it declares a header of {declared} bytes, must be at most {MAX_HEADER_BYTES}")
         read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
         shape, fortran_order, dtype = read(io.BytesIO(length + file.read(declared)))
     except HEADER_ERRORS as error:
@@ -76,14 +80,17 @@ def member_size(archive: zipfile.ZipFile, name: str) -> int:
 
     Raises:
         KeyError: there is none of that name.
-        ValueError: it declares more than the file can hold, or is packed in a way that tells nothing of its size.
+        ValueError: it declares more than the file can hold, or is packed in a way that tells nothing of its
+            size.
     """
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{name} is packed by method {member.compress_type}, must be stored or deflated")
     packed = min(member.compress_size, Path(archive.filename).stat().st_size)
-    if member.file_size > MOST_INFLATED * packed:
-        raise ValueError(f"{name} declares {member.file_size} bytes, more than the {packed} that are there can be")
+    if member.file_size > MAX_INFLATED * packed:
+        raise ValueError(
+            f"{name} declares {member.file_size} bytes, more than the {packed} that are there can be"
+        )
     return member.file_size
 
 
@@ -100,10 +107,11 @@ def read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def check_stored(file: Path) -> None:
-    """Raise a ValueError for a zip, which torch takes for weights, that is not as torch writes them: nothing in it is packed.
+    """Raise a ValueError for a zip, which torch takes for weights, that is not as torch writes them: nothing
+    in it is packed.
 
-    Other files are of torch's older format, or none. Ends that tell of two directories are refused, too: torch and zipfile
-    could read one each.
+    Other files are of torch's older format, or none. Ends that tell of two directories are refused, too:
+    torch and zipfile could read one each.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:

@@ -1,4 +1,6 @@
-"""Hydra and OmegaConf, whatever is configured: errors in one line, keys and types, and what a `_target_` names."""
+"""Hydra and OmegaConf, whatever is configured: errors in one line, keys and types, and what a `_target_`
+names.
+"""
 
 import inspect
 import os
@@ -27,16 +29,29 @@ from runtime.lock import TRY_AGAIN, Busy
 from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
 
 SCHEMA = "_schema"  # what the names of schemas end in, beside those of the files that they are for
-NOT_FOR_USERS = ("To append to your config", "full_key:", "reference_type=", "object_type=", "See https://", "^")
+NOT_FOR_USERS = (
+    "To append to your config",
+    "full_key:",
+    "reference_type=",
+    "object_type=",
+    "See https://",
+    "^",
+)
 CLEARER = (
     (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", "must be a list, [VALUE,VALUE]"),
     (r"Cannot merge DictConfig with ListConfig", "must be a list, [VALUE,VALUE]"),
-    (r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*", "is a group of keys, which are set one by one"),
+    (
+        r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*",
+        "is a group of keys, which are set one by one",
+    ),
     (r"Cannot assign \w+ to Dict\[.*\]", "is a group of keys, which are set one by one"),
     (r"field '[\w.]+' is not Optional", "must not be null"),
     (r"\w+ \(DictConfig\) does not support deletion", "must not be removed"),
     (r"list index out of range", "the list has no such item"),
-    (r"^invalid literal for int\(\) with base 10: ('.*')$", r"\1 is no item of a list: they have numbers, from 0"),
+    (
+        r"^invalid literal for int\(\) with base 10: ('.*')$",
+        r"\1 is no item of a list: they have numbers, from 0",
+    ),
 )
 INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
 KEY_IN_FILE = re.compile(r"^\s*(\w+):", re.MULTILINE)
@@ -58,12 +73,18 @@ def user_mistakes() -> Iterator[None]:
         yield
     except (ValueError, OSError, OmegaConfBaseException) as error:
         hydra = HydraConfig.get() if HydraConfig.initialized() else None
-        job = f" (in the job {' '.join(hydra.overrides.task)})" if hydra and hydra.mode == RunMode.MULTIRUN else ""
+        job = (
+            f" (in the job {' '.join(hydra.overrides.task)})"
+            if hydra and hydra.mode == RunMode.MULTIRUN
+            else ""
+        )
         raise UserError(f"{error}{job}") from error
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a Hydra application so that a mistake of the user ends in one line; HYDRA_FULL_ERROR=1 shows where it was found."""
+    """Run a Hydra application so that a mistake of the user ends in one line; HYDRA_FULL_ERROR=1 shows where
+    it was found.
+    """
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print in its own way
     try:
@@ -79,21 +100,29 @@ def run_main(main: Callable[[], None]) -> None:
 def explanation(error: BaseException, arguments: Sequence[str]) -> str:
     """Return one line for an error of Hydra, of OmegaConf, or of our own."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override} can not be read: must be KEY=VALUE, items of a list as routes.0.KEY, other signs in quotes"
-    texts = [str(error), *([str(error.__cause__)] if isinstance(error, HydraException) and error.__cause__ else [])]
+        rule = "must be KEY=VALUE, items of a list as routes.0.KEY, other signs in quotes"
+        return f"{error.override} cannot be read: {rule}"
+    texts = [
+        str(error),
+        *([str(error.__cause__)] if isinstance(error, HydraException) and error.__cause__ else []),
+    ]
     return explain(texts, arguments, [f.name for schema in _schemas() for f in _fields_within(schema)])
 
 
 def _is_of_hydra(error: BaseException) -> bool:
-    """Say whether an error comes from composing, in which Hydra and OmegaConf raise bare ValueErrors, too."""
+    """Return whether an error comes from composing, where Hydra raises bare ValueErrors, too."""
     own = isinstance(error, HydraException | OmegaConfBaseException)
-    return own or bool({"hydra", "omegaconf"} & {*Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts})
+    return own or bool(
+        {"hydra", "omegaconf"} & {*Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts}
+    )
 
 
 def _schemas() -> list[type]:
     """Return the schemas that `register_with_hydra` has told Hydra of."""
     stored = ConfigStore.instance().repo
-    return [OmegaConf.get_type(entry.node) for name, entry in stored.items() if name.endswith(f"{SCHEMA}.yaml")]
+    return [
+        OmegaConf.get_type(entry.node) for name, entry in stored.items() if name.endswith(f"{SCHEMA}.yaml")
+    ]
 
 
 def _fields_within(schema: type) -> Iterator[Field]:
@@ -160,16 +189,23 @@ def check_keys(node: Any, key: str = "") -> None:
 
 
 def missing_keys(node: Any, key: str = "") -> list[str]:
-    """Return the mandatory keys without a value; OmegaConf's own search fails where an interpolation needs one."""
+    """Return the mandatory keys without a value; OmegaConf's own search fails where an interpolation needs
+    one.
+    """
     if isinstance(node, dict):
-        return [found for name, child in node.items() for found in missing_keys(child, f"{key}.{name}" if key else name)]
+        return [
+            found
+            for name, child in node.items()
+            for found in missing_keys(child, f"{key}.{name}" if key else name)
+        ]
     if isinstance(node, list):
         return [found for i, child in enumerate(node) for found in missing_keys(child, f"{key}.{i}")]
     return [key] if node == MISSING else []
 
 
 def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:
-    """Return what the `_target_` of the node at a dotted key names, with the node's other entries bound as arguments.
+    """Return what the `_target_` of the node at a dotted key names, with the node's other entries bound as
+    arguments.
 
     Raises:
         ValueError: no file names it for this key.
@@ -194,7 +230,8 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
         The arguments, converted to the types of the signature (`no` is false where a bool is expected).
 
     Raises:
-        ValueError: a name that the target does not take, a value of another type, or a plain argument that is missing.
+        ValueError: a name that the target does not take, a value of another type, or a plain argument that is
+            missing.
     """
     parameters = inspect.signature(target).parameters
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 2**24
-# Every list takes some 80 bytes of memory: text of hardly anything but brackets would become thirty times as much.
+# Every list takes some 80 bytes of memory: text of hardly anything but brackets would become thirty times as
+# much.
 FREE_BRACKETS, BYTES_PER_BRACKET = 1000, 8
 
 
@@ -18,7 +19,8 @@ FREE_BRACKETS, BYTES_PER_BRACKET = 1000, 8
 def atomic_write(file: Path) -> Iterator[Path]:
     """Yield where to write what takes the place of `file` when all of it is on the disk.
 
-    Whatever goes wrong before, `file` is as it was. The place has the suffix of `file`, by which libraries tell formats.
+    Whatever goes wrong before, `file` is as it was. The place has the suffix of `file`, by which libraries
+    tell formats.
     """
     partial = file.with_name(f".{file.stem}.partial{file.suffix}")
     partial.unlink(missing_ok=True)  # what a kill left, or a link that came with a folder from elsewhere
@@ -44,7 +46,9 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def finite(content: Any) -> Any:
-    """Return what is written of JSON: null in place of numbers that are not finite, for which it has no words."""
+    """Return what is written of JSON: null in place of numbers that are not finite, for which it has no
+    words.
+    """
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -86,12 +90,14 @@ def read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Yield the names of all files in a folder and its subfolders, relative to it, also through links to other folders.
+    """Yield the names of all files in a folder and its subfolders, relative to it, also through links to
+    other folders.
 
     Hidden folders are left out. Not Path.rglob, which takes minutes for a million files and follows no links.
 
     Raises:
-        ValueError: a link leads to a folder that is there already: its files would be listed twice, or without end.
+        ValueError: a link leads to a folder that is there already: its files would be listed twice, or
+            without end.
         OSError: a folder cannot be read.
     """
     seen = set()
@@ -99,7 +105,9 @@ def files_in(folder: Path) -> Iterator[str]:
         status, inside = Path(path).stat(), Path(path).relative_to(folder)
         place = status.st_dev, status.st_ino
         if place in seen:
-            raise ValueError(f"{path} is a folder that is listed already, under another name: one of the two must go")
+            raise ValueError(
+                f"{path} is a folder that is listed already, under another name: one of the two must go"
+            )
         seen.add(place)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = "" if inside == Path() else f"{inside.as_posix()}/"

@@ -1,12 +1,14 @@
-"""What the processes of one launch must have in common, and what one of them decides for all."""
+"""The processes of one launch, as one of them sees it: which it is, what they agree on, what they add up."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather, gather_object, wait_for_everyone
 from torch.distributed import DistError
 
 from runtime.output import claimed
@@ -15,64 +17,125 @@ T = TypeVar("T")
 LONGEST_VALUE = 80
 
 
-def check_same(state: PartialState, facts: Mapping[str, Any]) -> None:
-    """Refuse, in all processes together, to start with facts that are not the same in all of them.
+@dataclass(frozen=True)
+class Launch:
+    """This process among those of its launch; `runtime.machine.start_process` gives it.
 
-    Raises:
-        ValueError: naming each fact that differs, with the values and the processes.
+    All ranks must call the same collective methods in the same order.
     """
-    of_processes = gather_object([dict(facts)])
-    keys = sorted({key for of_one in of_processes for key in of_one})
-    differing = [key for key in keys if any(of_one.get(key) != of_processes[0].get(key) for of_one in of_processes)]
-    if not differing:
-        return
-    described = []
-    for key in differing:
-        other = next(i for i, of_one in enumerate(of_processes) if of_one.get(key) != of_processes[0].get(key))
-        values = [str(of_processes[i].get(key))[:LONGEST_VALUE] for i in (0, other)]
-        described.append(f"{key} is {values[0]} in process 0, {values[1]} in process {other}")
-    raise ValueError(f"the processes of this launch must start alike: {'; '.join(described)}")
 
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-def decided_by_first(state: PartialState, decide: Callable[[], T]) -> T:
-    """Return, in all processes, what the first one decides; if it raises, all raise the same.
+    @classmethod
+    def of(cls, state: PartialState) -> "Launch":
+        """Return the launch that accelerate describes."""
+        return cls(state.process_index, state.num_processes, state.device)
 
-    Raises:
-        ValueError, OSError: as the first process did.
-    """
-    answer: tuple[T | None, Exception | None] = (None, None)
-    if state.is_main_process:
-        try:
-            answer = (decide(), None)
-        except (ValueError, OSError) as error:
-            answer = (None, error)
-        except Exception as error:  # no mistake of the user's: but the others must not wait for an answer
-            broadcast_object_list([(None, RuntimeError(f"process 0: {type(error).__name__}: {error}"))])
-            raise
-    ((decided, error),) = broadcast_object_list([answer])
-    if error is not None:
-        raise error
-    return decided
+    @property
+    def is_main(self) -> bool:
+        """True on the first rank, which writes what is written once."""
+        return self.rank == 0
 
+    def print(self, text: str) -> None:
+        """Print on the first rank alone."""
+        if self.is_main:
+            print(text, flush=True)
 
-@contextmanager
-def claimed_by_first(state: PartialState, key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
-    """Let the first process keep the place of a result for all, see `runtime.output.claimed`.
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.world_size > 1:
+            wait_for_everyone()
 
-    Raises:
-        OSError: in all processes, as the first did.
-    """
-    with ExitStack() as held:
-
-        def claim() -> None:
-            held.enter_context(claimed(key, file, beside, overwrite))
-
-        decided_by_first(state, claim)
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the first rank through the block before the others."""
+        if not self.is_main:
+            self.barrier()
         yield
+        if self.is_main:
+            self.barrier()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks."""
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.clone()
+        torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked: (...) -> (world_size, ...)."""
+        # All of one shape and never empty, since not every backend gathers that.
+        return gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor.unsqueeze(0)
+
+    def gather_items(self, items: list[T]) -> list[T]:
+        """Return the items of all ranks in one list."""
+        return gather_object(items) if self.world_size > 1 else items
+
+    def broadcast_from_main(self, decide: Callable[[], T]) -> T:
+        """Return, on all ranks, what the first one decides; if it raises, all raise the same.
+
+        Raises:
+            ValueError, OSError: as the first rank did.
+        """
+        if self.world_size == 1:
+            return decide()
+        answer: tuple[T | None, Exception | None] = (None, None)
+        if self.is_main:
+            try:
+                answer = (decide(), None)
+            except (ValueError, OSError) as error:
+                answer = (None, error)
+            except Exception as error:  # a bug: but the others must not wait for an answer
+                broadcast_object_list([(None, RuntimeError(f"process 0: {type(error).__name__}: {error}"))])
+                raise
+        ((decided, error),) = broadcast_object_list([answer])
+        if error is not None:
+            raise error
+        return decided
+
+    def assert_ranks_agree(self, facts: Mapping[str, Any]) -> None:
+        """Refuse, on all ranks together, to start with facts that are not the same on all of them.
+
+        Raises:
+            ValueError: naming each fact that differs, with the values and the ranks.
+        """
+        of_ranks = self.gather_items([dict(facts)])
+        keys = sorted({key for of_one in of_ranks for key in of_one})
+        described = []
+        for key in keys:
+            others = [i for i, of_one in enumerate(of_ranks) if of_one.get(key) != of_ranks[0].get(key)]
+            if others:
+                values = [str(of_ranks[i].get(key))[:LONGEST_VALUE] for i in (0, others[0])]
+                described.append(f"{key}: {values[0]} in process 0, {values[1]} in process {others[0]}")
+        if described:
+            raise ValueError(f"ranks disagree on {'; '.join(described)}")
+
+    @contextmanager
+    def claimed_by_main(
+        self, key: str, file: Path, beside: Sequence[Path], overwrite: bool
+    ) -> Iterator[None]:
+        """Let the first rank keep the place of a result for all, see `runtime.output.claimed`.
+
+        Raises:
+            OSError: on all ranks, as on the first.
+        """
+        with ExitStack() as held:
+
+            def claim() -> None:
+                held.enter_context(claimed(key, file, beside, overwrite))
+
+            self.broadcast_from_main(claim)
+            yield
 
 
-def lost_another(error: BaseException) -> bool:
-    """Say whether an error is that of waiting for a process that is gone."""
+ALONE = Launch()  # one process, on the CPU
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Return whether an error is that of waiting for a process that is gone."""
     return isinstance(error, DistError) or "gloo/transport" in str(error)  # gloo has no type for it
 
 

@@ -1,4 +1,6 @@
-"""A lock on what one process alone may write, from when it is taken to the end of that process, however it ends."""
+"""A lock on what one process alone may write, from when it is taken to the end of that process, however it
+ends.
+"""
 
 import fcntl
 import os
@@ -23,13 +25,16 @@ class Lock:
     """A lock in a file that tells who holds it; the file goes when the lock is given back.
 
     Args:
-        file: its folder is made where it is not there, and goes again with the lock if nothing was put into it.
+        file: its folder is made where it is not there, and goes again with the lock if nothing was put into
+            it.
         what: is locked, for messages: a key and its value.
         wait_sec: how long to wait for another to end; None for ever, and saying so.
         show: prints a line.
     """
 
-    def __init__(self, file: Path, what: str, wait_sec: float | None = 0.0, show: Callable[[str], None] = print):
+    def __init__(
+        self, file: Path, what: str, wait_sec: float | None = 0.0, show: Callable[[str], None] = print
+    ):
         self.file, self.what, self.wait_sec, self.show = file, what, wait_sec, show
         self._held: int | None = None
         self._certain = True
@@ -69,7 +74,9 @@ class Lock:
         self._close()
 
     def is_in_place(self) -> bool:
-        """Return False if the lock is not held, or its file was moved or removed, so that it keeps nobody out any more."""
+        """Return False if the lock is not held, or its file was moved or removed, so that it keeps nobody out
+        any more.
+        """
         try:
             if not self._certain:
                 return self.file.exists()
@@ -105,13 +112,16 @@ class Lock:
                 return self._go_without(error)
             if self.is_in_place():
                 return True
-            # Its last holder removed the file while it was opened here: by now another may hold a new one of this name.
+            # Its last holder removed the file while it was opened here: by now another may hold a new one of
+            # this name.
             self._close()
         return self._go_without("an open file is not known by its name")
 
     def _go_without(self, reason: str | OSError) -> bool:
         """Go on where a file system cannot lock, as some of clusters."""
-        self.show(f"warning: {self.file} cannot be locked ({reason}): see to it that no other process writes there")
+        self.show(
+            f"warning: {self.file} cannot be locked ({reason}): see to it that no other process writes there"
+        )
         self._held = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW) if self._held is None else self._held
         self._certain = False
         return True
@@ -123,5 +133,7 @@ class Lock:
     def __enter__(self) -> "Lock":
         return self.acquire()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()

@@ -27,7 +27,9 @@ def check_free(key: str, file: Path, beside: Sequence[Path], overwrite: bool) ->
         raise IsADirectoryError(f"{key}={file} is a folder, must be a file")
     there = next((found for found in (file, *beside) if found.exists()), None)
     if there and not overwrite:
-        raise FileExistsError(f"{key}={file}: {there.name} is there already: overwrite=true replaces it, {key}=OTHER leaves it")
+        raise FileExistsError(
+            f"{key}={file}: {there.name} is there already: overwrite=true replaces it, {key}=OTHER leaves it"
+        )
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""What made a result: commit, code, versions, device, processor and command of a program, to be kept beside it."""
+"""What made a result: commit, code, versions, device, processor and command of a program, to be kept beside
+it.
+"""
 
 import hashlib
 import os
@@ -21,7 +23,17 @@ SOURCES = (
     "configs/**/*.yaml",
     *(f"{package}/**/*.py" for package in OWN_PACKAGES),
 )
-PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity", "pillow")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "accelerate",
+    "hydra-core",
+    "numpy",
+    "scipy",
+    "torch-fidelity",
+    "pillow",
+)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -59,12 +71,19 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the values of nested dictionaries by their dotted keys."""
     if not isinstance(config, dict):
         return {prefix: config}
-    return {k: v for key, value in config.items() for k, v in flatten(value, f"{prefix}.{key}" if prefix else key).items()}
+    return {
+        k: v
+        for key, value in config.items()
+        for k, v in flatten(value, f"{prefix}.{key}" if prefix else key).items()
+    }
 
 
 def source_sha256() -> str:
     """Return a hash of all that this project's programs consist of, committed or not."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in SOURCES for file in PROJECT.glob(pattern)}):
-        digest.update(f"{file.relative_to(PROJECT).as_posix()} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        digest.update(
+            f"{file.relative_to(PROJECT).as_posix()} "
+            f"{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
+        )
     return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 SILENCE_SEC = 60.0  # to connect, and between two pieces of a download, which may take as long as it needs
 ANSWER_SEC = 180.0  # until a download begins, with all that a server leads to
-WINDOW_SEC, LEAST_BYTES = 60.0, 2**18  # in so much time that is spent waiting, at least so much arrives
+WINDOW_SEC, MIN_BYTES = 60.0, 2**18  # in so much time that is spent waiting, at least so much arrives
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 T = TypeVar("T")
@@ -26,13 +26,17 @@ class Rate:
         self.waited_sec, self.num_bytes = self.waited_sec + waited_sec, self.num_bytes + num_bytes
         if self.waited_sec < WINDOW_SEC:
             return
-        if self.num_bytes < LEAST_BYTES:
-            raise TimeoutError(f"{self.num_bytes} bytes came in {self.waited_sec:.0f} s, must be at least {LEAST_BYTES}")
+        if self.num_bytes < MIN_BYTES:
+            raise TimeoutError(
+                f"{self.num_bytes} bytes came in {self.waited_sec:.0f} s, must be at least {MIN_BYTES}"
+            )
         self.__init__()
 
 
 def answered(call: Callable[[], T]) -> T:
-    """Return what a call gives; raise a TimeoutError after ANSWER_SEC, and leave it to a thread that ends with the program."""
+    """Return what a call gives; raise a TimeoutError after ANSWER_SEC, and leave it to a thread that ends
+    with the program.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -51,11 +55,14 @@ def answered(call: Callable[[], T]) -> T:
 def check_redirect(asked: str, to: str) -> None:
     """Raise a PermissionError where a host of the internet leads to one of the local network.
 
-    A name is looked up again when it is connected to: one whose address changes between the two is not held by this.
+    A name is looked up again when it is connected to: one whose address changes between the two is not held
+    by this.
     """
     addresses = _addresses(to)
     if any(map(_is_inside, addresses)) and not _is_local(asked):
-        raise PermissionError(f"{asked} leads to {to} ({addresses[0]}), an address of a local network: give it yourself")
+        raise PermissionError(
+            f"{asked} leads to {to} ({addresses[0]}), an address of a local network: give it yourself"
+        )
 
 
 def _is_local(host: str) -> bool:
@@ -64,7 +71,7 @@ def _is_local(host: str) -> bool:
 
 
 def _is_inside(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return True for what is not of the internet, or may stand for it: an IPv4 address within one of IPv6."""
+    """Return True for what is not of the internet, or an IPv4 address within one of IPv6."""
     translated = address.version == 6 and (address.sixtofour is not None or address in NAT64)
     return not address.is_global or address.is_multicast or translated
 

@@ -1,8 +1,10 @@
-"""What a configuration may build: what the YAML files of `configs/` name, or those of a folder that --config-dir adds.
+"""What a configuration may build: what the YAML files of `configs/` name, or those of a folder that
+--config-dir adds.
 
     python -m runtime.targets [--config-dir FOLDER]        lists it
 
-A name is allowed for the key for which a file names it, and for no other: our own functions could be put to a bad use, too.
+A name is allowed for the key for which a file names it, and for no other: our own functions could be put to a
+bad use, too.
 """
 
 import argparse
@@ -18,7 +20,9 @@ import yaml
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _PACKAGE = re.compile(r"(?:#.*\n)*?#\s*@package\s+(\S+)")
 
-Targets = dict[str, dict[str, str]]  # by the key of a node: the names that its _target_ may have, each with a file that says so
+Targets = dict[
+    str, dict[str, str]
+]  # by the key of a node: the names that its _target_ may have, each with a file that says so
 
 
 @lru_cache
@@ -52,19 +56,25 @@ def check_targets(node: Any, allowed: Targets, key: str = "") -> None:
         if not isinstance(name, str) or name not in names:
             rule = f"must be {' or '.join(sorted(names))}" if names else "must not be there"
             raise ValueError(
-                f"{place}._target_={name} {rule}, as YAML files in configs/ say: name other code in one of a folder that you "
+                f"{place}._target_={name} {rule}, as YAML files in configs/ say: name other code in one of a "
+                "folder that you "
                 "give with --config-dir=FOLDER"
             )
 
 
 def check_apart(run: Path, folders: Sequence[Path]) -> None:
-    """Raise a ValueError where a run lies in a folder whose files say what may be built: its own would be among them."""
+    """Raise a ValueError where a run lies in a folder whose files say what may be built: its own would be
+    among them.
+    """
     if any(run.resolve().is_relative_to(folder.resolve()) for folder in folders):
-        raise ValueError(f"run={run} lies in a folder of configurations, which say what may be built: give another one")
+        raise ValueError(
+            f"run={run} lies in a folder of configurations, which say what may be built: give another one"
+        )
 
 
 def load_target(key: str, name: str) -> Callable[..., Any]:
-    """Import what a configuration names; the last part of a name is in a module, be there a module of that name or not.
+    """Import what a configuration names; the last part of a name is in a module, be there a module of that
+    name or not.
 
     Raises:
         ValueError: there is nothing of that name that can be called.
@@ -90,7 +100,9 @@ def _targets_in(node: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _package(text: str, group: Path) -> str:
-    """Return the key that a file's content goes to, as its first lines tell Hydra; its folder's, where they tell nothing."""
+    """Return the key that a file's content goes to, as its first lines tell Hydra; its folder's, where they
+    tell nothing.
+    """
     of_group = ".".join(group.parts)
     told = _PACKAGE.match(text)
     if not told or told[1] == "_group_":
@@ -101,9 +113,13 @@ def _package(text: str, group: Path) -> str:
 def main() -> None:
     """List what may be built."""
     parser = argparse.ArgumentParser(
-        prog="python -m runtime.targets", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m runtime.targets",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config-dir", type=Path, help="a folder beside configs/, as it is given to the programs")
+    parser.add_argument(
+        "--config-dir", type=Path, help="a folder beside configs/, as it is given to the programs"
+    )
     added = parser.parse_args().config_dir
     for key, names in sorted(allowed_targets((CONFIGS, *([added] if added else []))).items()):
         for name, file in sorted(names.items()):

@@ -1,4 +1,6 @@
-"""An Inception network of random weights: the same graph as the published one, in 95 MB that nobody has to download."""
+"""An Inception network of random weights: the same graph as the published one, in 95 MB that nobody has to
+download.
+"""
 
 from typing import ClassVar
 
@@ -16,7 +18,9 @@ from evaluation.inception import (
 
 
 def random_state():
-    """Draw a state dict whose features neither vanish nor explode (torchvision's network has the same names and shapes)."""
+    """Draw a state dict whose features neither vanish nor explode (torchvision's network has the same names
+    and shapes).
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
         network = inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False)
@@ -50,18 +54,23 @@ class Remembering(InceptionDetector):
         keys = [(image.shape, image.tobytes()) for image in images]
         new = {key: image for key, image in zip(keys, images, strict=True) if key not in self._known}
         if new:
-            self._known |= zip(new, zip(*super().__call__(np.stack(list(new.values()))), strict=True), strict=True)
+            self._known |= zip(
+                new, zip(*super().__call__(np.stack(list(new.values()))), strict=True), strict=True
+            )
         return InceptionFeatures(*map(torch.stack, zip(*(self._known[key] for key in keys), strict=True)))
 
 
 class Projections:
-    """In place of the network, where features of any kind will do: projections of the pixels, there at once."""
+    """In place of the network, where any features will do: projections of the pixels."""
 
     device = torch.device("cpu")
     record: ClassVar = {"path": "none", "checked": "names and shapes", "tensors_sha256": "none"}
 
     def __call__(self, images):
-        pixels, generator = torch.from_numpy(images).flatten(1).double() / 255, torch.Generator().manual_seed(0)
+        pixels, generator = (
+            torch.from_numpy(images).flatten(1).double() / 255,
+            torch.Generator().manual_seed(0),
+        )
         sizes = (NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES)
         weights = (torch.randn(pixels.shape[1], size, generator=generator).double() for size in sizes)
         return InceptionFeatures(*((pixels @ weight).float() for weight in weights))

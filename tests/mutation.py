@@ -3,9 +3,9 @@
     python -m tests.mutation                     all of them, half an hour on two cores
     python -m tests.mutation diffusion/ ema.py   those of some files
 
-Each entry of `tests/mutations/*.yaml` names a text of a file, what stands there instead, and the tests that must go red.
-An entry that gives `equivalent`, the reason why no test can, is not run. Changed are copies, never this tree. The libraries of
-`make finetune` must be there.
+Each entry of `tests/mutations/*.yaml` names a text of a file, what stands there instead, and the tests that
+must go red. An entry that gives `equivalent`, the reason why no test can, is not run. Changed are copies,
+never this tree. The libraries of `make finetune` must be there.
 """
 
 import argparse
@@ -61,12 +61,16 @@ class Mutation:
 def read_lists() -> list[Mutation]:
     """Return all entries of the lists."""
     lists = [yaml.safe_load(file.read_text()) for file in sorted(LISTS.glob("*.yaml"))]
-    return [Mutation(file, **entry) for of_room in lists for file, entries in of_room.items() for entry in entries]
+    return [
+        Mutation(file, **entry) for of_room in lists for file, entries in of_room.items() for entry in entries
+    ]
 
 
 def main() -> None:
     """Run the mutations asked for, print what became of each, and end with 1 unless all are red."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", help="parts of the names of files; none: all")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at once")
     asked = parser.parse_args()
@@ -87,7 +91,10 @@ def main() -> None:
         copies = [_copy(Path(folder) / str(job)) for job in range(asked.jobs)]
         _check_that_all_pass(copies, sorted({test for m in mutations for test in m.tests.split()}))
         survived = _survivors(mutations, copies)
-    print(f"{len(mutations)} mutations, {len(mutations) - len(survived)} red; {len(listed) - len(mutations)} named equivalent")
+    print(
+        f"{len(mutations)} mutations, {len(mutations) - len(survived)} red; {len(listed) - len(mutations)} "
+        "named equivalent"
+    )
     if survived:
         sys.exit("\n".join(["error: the tests did not notice:", *map(str, survived)]))
 
@@ -95,7 +102,11 @@ def main() -> None:
 def _check_that_all_pass(copies: Sequence[Path], tests: Sequence[str]) -> None:
     """Run the tests on the code as it is: else their red would say nothing."""
     print(f"{len(tests)} tests, on the code as it is", flush=True)
-    started = {_start(copy, tests[i :: len(copies)]): copy for i, copy in enumerate(copies) if tests[i :: len(copies)]}
+    started = {
+        _start(copy, tests[i :: len(copies)]): copy
+        for i, copy in enumerate(copies)
+        if tests[i :: len(copies)]
+    }
     failed = [started[pid] for pid, status in (os.wait() for _ in range(len(started))) if status]
     if failed:
         sys.exit(f"error: tests fail on the code as it is\n{(failed[0] / OUTPUT).read_text()[-3000:]}")
@@ -133,7 +144,9 @@ def _outcome(status: int) -> str:
 
 def _reason(copy: Path) -> str:
     """Return what pytest said last of a test that failed, so that one sees whether it is the mistake."""
-    said = [line for line in (copy / OUTPUT).read_text().splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    said = [
+        line for line in (copy / OUTPUT).read_text().splitlines() if line.startswith(("FAILED ", "ERROR "))
+    ]
     return f"  [{said[-1].rpartition('::')[2][:160]}]" if said else ""
 
 

@@ -34,7 +34,10 @@ def read_latents(path):
 def read_stream(path):
     read_shard_manifest.cache_clear()  # of another test's folder of this name
     dataset = open_shards(str(path), **SIZES)
-    return [dataset.read_shard(name, int(count)) for name, count in zip(dataset.names, dataset.counts, strict=True)]
+    return [
+        dataset.read_shard(name, int(count))
+        for name, count in zip(dataset.names, dataset.counts, strict=True)
+    ]
 
 
 def read_images(path):
@@ -59,7 +62,9 @@ def read_inception(path):
 
 # Valid files, to be spoilt.
 def latent_folder(path=Path("latents")):
-    manifest = LatentManifest(COUNT, SHAPE, "float16", "samples", 2, "identity", num_held_out=1, conditioning_type="mask")
+    manifest = LatentManifest(
+        COUNT, SHAPE, "float16", "samples", 2, "identity", num_held_out=1, conditioning_type="mask"
+    )
     with LatentWriter(path, manifest) as writer:
         writer.append(np.ones((COUNT, *SHAPE)), np.arange(COUNT) % 2, np.ones((COUNT, 4, 4), np.uint8))
     return path

@@ -1,4 +1,6 @@
-"""Real photographs that ship with scikit-learn, and tiny autoencoders of the class that the public ones are of."""
+"""Real photographs that ship with scikit-learn, and tiny autoencoders of the class that the public ones are
+of.
+"""
 
 from functools import lru_cache
 
@@ -6,7 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-# Unequal shapes on purpose, tall and wide, larger and smaller than twice the resolution that the tests ask for.
+# Unequal shapes on purpose, tall and wide, larger and smaller than twice the resolution that the tests ask
+# for.
 SIZES = ((64, 48), (48, 80), (150, 130), (40, 40), (33, 70), (90, 200), (32, 32))
 
 

@@ -1,7 +1,8 @@
-"""Run programs of the project from a process that has the libraries already: to import them was most of what tests took.
+"""Run programs of the project from a process that has the libraries already: to import them was most of what
+tests took.
 
-Each is a fork of it with its own arguments, directory, environment and output. What needs a process from its beginning
-(signals, kills, launchers) is in `tests/faults`.
+Each is a fork of it with its own arguments, directory, environment and output. What needs a process from its
+beginning (signals, kills, launchers) is in `tests/faults`.
 """
 
 import atexit
@@ -17,7 +18,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = ("accelerate", "diffusers", "hydra", "matplotlib.pyplot", "scipy.linalg", "sklearn.datasets", "timm", "torchvision")
+PRELOADED = (
+    "accelerate",
+    "diffusers",
+    "hydra",
+    "matplotlib.pyplot",
+    "scipy.linalg",
+    "sklearn.datasets",
+    "timm",
+    "torchvision",
+)
 OUTPUTS = ("stdout", "stderr")
 LONGEST_SEC, REST_SEC = 300, 30  # of all processes; of the others, when one has failed
 _context = multiprocessing.get_context("forkserver")
@@ -38,8 +48,14 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
     if num_processes > 1:
         import torch.distributed as dist
 
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a port that nobody else gets
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # a port that nobody else gets
+        environment |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         environment |= {name: str(num_processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     with tempfile.TemporaryDirectory() as said:
         processes = []
@@ -49,7 +65,9 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
             processes.append(_context.Process(target=_run, args=(program, [str(a) for a in arguments], *own)))
             processes[-1].start()
         in_time = _ended(processes)
-        stdout, stderr = ("".join(file.read_text() for file in sorted(Path(said).glob(f"*.{name}"))) for name in OUTPUTS)
+        stdout, stderr = (
+            "".join(file.read_text() for file in sorted(Path(said).glob(f"*.{name}"))) for name in OUTPUTS
+        )
     assert in_time, f"{program} does not end\n{stdout}{stderr}"
     code = next((process.exitcode for process in processes if process.exitcode), 0)
     result = subprocess.CompletedProcess([program, *arguments], code, stdout, stderr)

@@ -14,7 +14,7 @@ import train
 from builders import config as configuration
 from builders.auto import resolve_auto
 from runtime.config import build_node
-from runtime.launch import decided_by_first
+from runtime.launch import Launch
 from tests.programs import ROOT
 from training.run_folder import RunFolder
 
@@ -36,9 +36,12 @@ TINY = (
 
 def composed(*overrides, config_name="config"):
     """Compose a configuration as the command line would, outside Hydra's application."""
-    # To compose takes half as long as a tiny run, and the same is asked for again and again, but for the folder.
+    # To compose takes half as long as a tiny run, and the same is asked for again and again, but for the
+    # folder.
     folders = [override for override in overrides if re.fullmatch(r"output_dir=[\w./-]+", override)]
-    config = deepcopy(_composed(config_name, tuple(override for override in overrides if override not in folders)))
+    config = deepcopy(
+        _composed(config_name, tuple(override for override in overrides if override not in folders))
+    )
     for override in folders:
         config.output_dir = override.partition("=")[2]
     return config
@@ -47,7 +50,10 @@ def composed(*overrides, config_name="config"):
 @cache
 def _composed(config_name, overrides):
     with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):
-        return compose(config_name, overrides=["run_name=test", *overrides] if config_name == "config" else list(overrides))
+        return compose(
+            config_name,
+            overrides=["run_name=test", *overrides] if config_name == "config" else list(overrides),
+        )
 
 
 def validated(*overrides, num_processes=1):
@@ -56,17 +62,17 @@ def validated(*overrides, num_processes=1):
 
 def tiny_trainer(folder, *overrides):
     """Build the trainer of a tiny run in `folder`, as train.py does, in one process or in all of a launch."""
-    state = PartialState(cpu=True)
-    config = validated(*TINY, f"output_dir={folder}", *overrides, num_processes=state.num_processes)
+    launch = Launch.of(PartialState(cpu=True))
+    config = validated(*TINY, f"output_dir={folder}", *overrides, num_processes=launch.world_size)
     run, dataset = RunFolder(folder), build_node(config, "data")()
-    decided_by_first(state, partial(run.hold, print))
+    launch.broadcast_from_main(partial(run.lock, print))
     try:
         run.check(config, dataset.describe())
         saved = run.manifest()["resolved"] if run.has_results() else {}
-        resolved = resolve_auto(config, saved, state.device, state.num_processes)
-        return train.build_trainer(config, resolved, run, dataset), run
+        resolved = resolve_auto(config, saved, launch.device, launch.world_size)
+        return train.build_trainer(config, resolved, run, dataset, launch), run
     except (ValueError, OSError):
-        run.release()
+        run.unlock()
         raise
 
 
@@ -95,4 +101,6 @@ def metrics(folder, clocks=False):
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     if clocks:
         return lines
-    return [{k: v for k, v in line.items() if k not in ("images_per_sec", "train_time_sec")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in ("images_per_sec", "train_time_sec")} for line in lines
+    ]

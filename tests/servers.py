@@ -1,4 +1,6 @@
-"""Servers on this machine that give the files of a folder, by HTTP or as a bucket of S3, and fail as they are told."""
+"""Servers on this machine that give the files of a folder, by HTTP or as a bucket of S3, and fail as they are
+told.
+"""
 
 import os
 import threading
@@ -24,8 +26,8 @@ ENVIRONMENT = {
 class Server(ThreadingHTTPServer):
     """Answer requests for the files of a folder; the next of those whose names end on `of` meet the `faults`.
 
-    A fault is a status, an address that is led to, "mute" (no answer), "cut" or "silent" after half of the file, "slow",
-    "endless" after the file, or "drip": now and then a byte, of the headers for "drip headers".
+    A fault is a status, an address that is led to, "mute" (no answer), "cut" or "silent" after half of the
+    file, "slow", "endless" after the file, or "drip": now and then a byte, of the headers for "drip headers".
     """
 
     def __init__(self, folder, handler):
@@ -84,7 +86,10 @@ class Files(BaseHTTPRequestHandler):
         if file.is_file():
             self.send(200, file.read_bytes(), fault)
         else:
-            self.send(404, b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>")
+            self.send(
+                404,
+                b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>",
+            )
 
     def send(self, status, data, fault=None):
         self.send_response(status)
@@ -110,7 +115,9 @@ class Bucket(Files):
         if bucket == "bucket":
             self.send_file(key, fault)
         else:
-            self.send(404, b"<Error><Code>NoSuchBucket</Code><Message>The bucket does not exist</Message></Error>")
+            self.send(
+                404, b"<Error><Code>NoSuchBucket</Code><Message>The bucket does not exist</Message></Error>"
+            )
 
 
 @contextmanager

@@ -26,7 +26,12 @@ from tests.runs import ROOT, composed, validated
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
 GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "guidance", "evaluation", "tracker"]
-PUBLISHED_SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}  # width, depth, heads
+PUBLISHED_SIZES = {
+    "s": (384, 12, 6),
+    "b": (768, 12, 12),
+    "l": (1024, 24, 16),
+    "xl": (1152, 28, 16),
+}  # width, depth, heads
 # What the paper's code trains and samples with, in numbers; nothing else may have a say.
 RECIPE = {
     "model": {
@@ -58,7 +63,13 @@ RECIPE = {
             "kept_tokens_only": False,
         },
     },
-    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "optimizer": {
+        "_target_": "torch.optim.AdamW",
+        "lr": 1e-4,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    },
     "ema": {"decay": 0.9999, "warmup": False},
     "sampler": {
         "_target_": "diffusion.edm_sampler",
@@ -79,7 +90,13 @@ EXPECTED_FID = {  # unguided, 50,000 samples; with routes, without
     "l_2": ("9.10", "23.33"),
     "xl_2": ("7.38", "19.47"),
 }
-RECIPE_OF_STEPS = {"total_steps": 400_000, "batch_size": 256, "grad_clip": None, "init_from": None, "masked_loss": False}
+RECIPE_OF_STEPS = {
+    "total_steps": 400_000,
+    "batch_size": 256,
+    "grad_clip": None,
+    "init_from": None,
+    "masked_loss": False,
+}
 # Options that are known by a number, which results are told with.
 NUMBERS = {
     ("guidance", "cfg"): {"guidance.guidance_scale": 1.5},
@@ -104,7 +121,11 @@ NUMBERS = {
         "optimizer.lr": 1e-4,
         "ema.decay": 0.9999,
     },
-    ("data", "digits_masked"): {"train.masked_loss": True, "data.foreground_masks": True, "optimizer.lr": 1e-3},
+    ("data", "digits_masked"): {
+        "train.masked_loss": True,
+        "data.foreground_masks": True,
+        "optimizer.lr": 1e-3,
+    },
 }
 OPTIONS = [(group, p.stem) for group in GROUPS for p in sorted((ROOT / "configs" / group).glob("*.yaml"))]
 
@@ -124,7 +145,9 @@ def latents(tmp_path):
     """A tiny latent folder; returns its path."""
     import numpy as np
 
-    with LatentWriter(tmp_path / "latents", LatentManifest(4, (8, 16, 16), "float16", "moments", 7, "identity")) as writer:
+    with LatentWriter(
+        tmp_path / "latents", LatentManifest(4, (8, 16, 16), "float16", "moments", 7, "identity")
+    ) as writer:
         writer.append(np.zeros((4, 8, 16, 16), np.float16), np.arange(4))
     return tmp_path / "latents"
 
@@ -177,14 +200,18 @@ def test_twins_differ_in_their_name_and_routes_alone():
 @pytest.mark.parametrize("size", EXPECTED_FID)
 def test_published_experiments_are_the_recipe_and_differ_from_their_dense_twins_in_the_routes_alone(size):
     path = ("data.path=x",)
-    tread, dit = (validated(f"experiment=imagenet256_{model}_{size}_400k", *path) for model in ("tread", "dit"))
+    tread, dit = (
+        validated(f"experiment=imagenet256_{model}_{size}_400k", *path) for model in ("tread", "dit")
+    )
     assert tread == validated("model=tread", f"model/size={size}", "data=imagenet256", *path)
     assert dit == validated("model=dit", f"model/size={size}", "data=imagenet256", *path)
     routes = tread["model"].pop("routes"), dit["model"].pop("routes")
     assert routes == ([{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}], [])
     assert (tread.pop("method"), dit.pop("method")) == ("tread", "dit")
     assert tread == dit
-    widths = dict(zip(("hidden_size", "depth", "num_heads"), PUBLISHED_SIZES[size.removesuffix("_2")], strict=True))
+    widths = dict(
+        zip(("hidden_size", "depth", "num_heads"), PUBLISHED_SIZES[size.removesuffix("_2")], strict=True)
+    )
     assert {group: dit[group] for group in RECIPE} == {**RECIPE, "model": RECIPE["model"] | widths}
     assert dit["train"].items() >= RECIPE_OF_STEPS.items()
     for model, fid50k in zip(("tread", "dit"), EXPECTED_FID[size], strict=True):
@@ -228,9 +255,19 @@ def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
 def test_a_data_option_brings_its_recipe_and_the_command_line_wins():
     assert validated()["model"]["hidden_size"] == 128
     config = validated("data=imagenet256", "data.path=x")
-    assert (config["model"]["depth"], config["train"]["batch_size"], config["optimizer"]["lr"]) == (28, 256, 1e-4)
-    config = validated("data=imagenet256", "data.path=x", "model/size=b_2", "optimizer.lr=3e-4", "train.total_steps=5")
-    assert (config["model"]["depth"], config["train"]["total_steps"], config["optimizer"]["lr"]) == (12, 5, 3e-4)
+    assert (config["model"]["depth"], config["train"]["batch_size"], config["optimizer"]["lr"]) == (
+        28,
+        256,
+        1e-4,
+    )
+    config = validated(
+        "data=imagenet256", "data.path=x", "model/size=b_2", "optimizer.lr=3e-4", "train.total_steps=5"
+    )
+    assert (config["model"]["depth"], config["train"]["total_steps"], config["optimizer"]["lr"]) == (
+        12,
+        5,
+        3e-4,
+    )
 
 
 def test_a_latent_folder_tells_its_sizes(latents):
@@ -241,7 +278,9 @@ def test_a_latent_folder_tells_its_sizes(latents):
 def test_items_of_the_route_list_are_overridden_by_number():
     assert validated("model.routes.0.selection_ratio=0.7")["model"]["routes"][0]["selection_ratio"] == 0.7
     whole = "model.routes=[{selection_ratio: 0.3, start_layer_idx: 1, end_layer_idx: -2}]"
-    assert validated(whole)["model"]["routes"] == [{"selection_ratio": 0.3, "start_layer_idx": 1, "end_layer_idx": -2}]
+    assert validated(whole)["model"]["routes"] == [
+        {"selection_ratio": 0.3, "start_layer_idx": 1, "end_layer_idx": -2}
+    ]
 
 
 WRONG = [
@@ -260,7 +299,10 @@ WRONG = [
     (["model.routes=[]"], r"model\.routes=\[\]: TREAD training requires you to configure the routes"),
     (["model/routes=off"], "TREAD training requires you to configure the routes"),
     (["model=dit", "model/routes=paper"], r"must be empty for model=dit"),
-    (["model.routes.0.end_layer_idx=8"], r"model\.routes\.0\.end_layer_idx=8 must be in \[-8, 7\] for depth=8"),
+    (
+        ["model.routes.0.end_layer_idx=8"],
+        r"model\.routes\.0\.end_layer_idx=8 must be in \[-8, 7\] for depth=8",
+    ),
     (["model.routes.0.selection_ratio=1.5"], r"model\.routes\.0\.selection_ratio=1\.5 must be in \[0, 1\)"),
     (["model.routes.0.selection_ratio=half"], r"model\.routes\.0\.selection_ratio='half' must be of type"),
     (
@@ -279,9 +321,15 @@ WRONG = [
     (["train.num_workers=-1"], r"train\.num_workers=-1 must not be negative"),
     (["optimizer.betas=[0.9]"], r"optimizer\.betas=\[0\.9\] must be two numbers in \[0, 1\)"),
     (["diffusion.sigma_data=0"], r"diffusion\.sigma_data=0\.0 must be greater than 0"),
-    (["diffusion.precond.sigma_data=0.9"], r"diffusion\.precond\.sigma_data=0\.9 must be diffusion\.sigma_data=0\.5"),
+    (
+        ["diffusion.precond.sigma_data=0.9"],
+        r"diffusion\.precond\.sigma_data=0\.9 must be diffusion\.sigma_data=0\.5",
+    ),
     (["model.num_classes=7"], r"model\.num_classes=7 must be data\.num_classes=10"),
-    (["data=synthetic", "data.num_classes=0", "guidance=cfg"], r"guidance\.guidance_scale=1\.5 must be 1 for an unconditional"),
+    (
+        ["data=synthetic", "data.num_classes=0", "guidance=cfg"],
+        r"guidance\.guidance_scale=1\.5 must be 1 for an unconditional",
+    ),
     (["evaluation=digits", "evaluation.num_samples=0"], r"evaluation\.num_samples=0 must be at least 2"),
     (["evaluation=digits", "data=synthetic"], r"needs data=digits"),
     (["sampler.num_steps=0"], r"sampler\.num_steps=0 must be greater than 0"),
@@ -301,7 +349,10 @@ WRONG = [
     (["routing.schedule=sine"], r"routing\.schedule=sine must be one of constant, linear, cosine"),
     (["routing.end_factor=0.5"], r"routing\.end_factor=0\.5 needs routing\.schedule=linear or cosine"),
     (["routing.off_last_steps=1001"], r"routing\.off_last_steps=1001 must be in \[1, 1000\]"),
-    (["routing.force_keep_overflow=drop"], r"routing\.force_keep_overflow=drop must be one of grow, bypass, error"),
+    (
+        ["routing.force_keep_overflow=drop"],
+        r"routing\.force_keep_overflow=drop must be one of grow, bypass, error",
+    ),
 ]
 
 
@@ -312,7 +363,8 @@ def test_a_wrong_configuration_is_refused_with_key_value_and_rule(overrides, mes
 
 
 @pytest.mark.parametrize(
-    "override", ["train.total_stepz=3", "train.total_steps=abc", "optimizer.lr=fast", "model.hiden_size=3", "modle=dit"]
+    "override",
+    ["train.total_stepz=3", "train.total_steps=abc", "optimizer.lr=fast", "model.hiden_size=3", "modle=dit"],
 )
 def test_a_misspelt_or_mistyped_key_does_not_compose(override):
     with pytest.raises(HydraException):
@@ -324,7 +376,11 @@ def test_a_misspelt_or_mistyped_key_does_not_compose(override):
     [
         ("optimizer/mine.yaml", "lrr: 1.0e-4", "lrr"),
         ("optimizer/mine.yaml", "lr: fast", "lr"),
-        ("data/mine.yaml", "# @package _global_\ndefaults: [synthetic]\ntrain: {total_stepz: 3}", "total_stepz"),
+        (
+            "data/mine.yaml",
+            "# @package _global_\ndefaults: [synthetic]\ntrain: {total_stepz: 3}",
+            "total_stepz",
+        ),
         ("ema/mine.yaml", "decay: 0.9\nwarm_up: true", "warm_up"),
     ],
 )
@@ -349,18 +405,23 @@ def test_compile_means_what_it_says(written, compiled):
 
 def test_no_more_processes_read_ahead_than_there_are_cores():
     cpu, most = torch.device("cpu"), cpu_count()
-    workers = [resolve_auto(validated(f"train.num_workers={n}"), {}, cpu, 1)["num_workers"] for n in (0, most, most + 7)]
+    workers = [
+        resolve_auto(validated(f"train.num_workers={n}"), {}, cpu, 1)["num_workers"]
+        for n in (0, most, most + 7)
+    ]
     assert workers == [0, most, most]
 
 
-def test_micro_batches_that_the_processes_of_a_resumed_run_can_not_share_become_smaller():
+def test_micro_batches_that_the_processes_of_a_resumed_run_cannot_share_become_smaller():
     saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32}
     sizes = [resolve_auto(validated(), saved, torch.device("cpu"), n)["micro_batch_size"] for n in (1, 2, 4)]
     assert sizes == [32, 16, 8]
 
 
 def test_processes_must_divide_the_batch():
-    with pytest.raises(ValueError, match=r"train\.batch_size=32 must be a multiple of .* number of processes=3"):
+    with pytest.raises(
+        ValueError, match=r"train\.batch_size=32 must be a multiple of .* number of processes=3"
+    ):
         validated(num_processes=3)
     validated(num_processes=4)
 
@@ -375,7 +436,9 @@ def test_auto_is_decided_once_and_kept():
 
 def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match=r"train\.mixed_precision=no gives no here, but the launcher asks for fp16"):
+    with pytest.raises(
+        ValueError, match=r"train\.mixed_precision=no gives no here, but the launcher asks for fp16"
+    ):
         resolve_auto(validated("train.mixed_precision=no"), {}, torch.device("cpu"), 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # what the launcher sets where nobody chose
     assert resolve_auto(validated("train.mixed_precision=bf16"), {}, torch.device("cpu"), 1)
@@ -393,7 +456,11 @@ def test_requests_of_the_other_entry_points_are_checked(name):
 def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
     model = "dit" if routes == "off" else "tread"
     config, net = built(f"model={model}", f"model/routes={routes}", "data=synthetic", "model/size=xl_2")
-    assert len(net.routes) == len(config["model"]["routes"]) == {"off": 0, "advanced": 3, "wan": 5}.get(routes, 1)
+    assert (
+        len(net.routes)
+        == len(config["model"]["routes"])
+        == {"off": 0, "advanced": 3, "wan": 5}.get(routes, 1)
+    )
 
 
 @pytest.mark.parametrize("block", ["dit", "modern"])
@@ -433,11 +500,21 @@ def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
     [
         ({}, "tread_tiny_digits_seed3"),
         (
-            {"experiment": "imagenet256_dit_xl_2_400k", "model": "dit", "model/size": "xl_2", "data": "imagenet256"},
+            {
+                "experiment": "imagenet256_dit_xl_2_400k",
+                "model": "dit",
+                "model/size": "xl_2",
+                "data": "imagenet256",
+            },
             "imagenet256_dit_xl_2_400k_seed3",
         ),
         (
-            {"experiment": "imagenet256_dit_xl_2_400k", "model": "dit", "model/size": "l_2", "data": "imagenet256"},
+            {
+                "experiment": "imagenet256_dit_xl_2_400k",
+                "model": "dit",
+                "model/size": "l_2",
+                "data": "imagenet256",
+            },
             "imagenet256_dit_xl_2_400k_l_2_seed3",
         ),
         ({"experiment": "ablation_tread"}, "ablation_tread_tiny_digits_seed3"),

@@ -49,7 +49,7 @@ from tests.outside import (
 )
 
 HUGE = 10**15
-MOST_MEMORY, MOST_SECONDS = 2**26, 5
+MAX_MEMORY, MAX_SECONDS = 2**26, 5
 NESTED = b"[" * 200_000
 ZEROS = npy(np.zeros(1))
 
@@ -74,7 +74,10 @@ def inflated(path, name, data):
 
 def long_header(path, member, version=2):
     """Write a zip whose .npy has a header that is longer than what the memory of a test may be."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open(f"{member}.npy", "w") as file:
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open(f"{member}.npy", "w") as file,
+    ):
         file.write(b"\x93NUMPY" + struct.pack("<BBI", version, 0, 2**27))
         for _ in range(2**7):
             file.write(b" " * 2**20)
@@ -116,13 +119,21 @@ def packed(name, method=zipfile.ZIP_DEFLATED, tail=b""):
 
 
 def two_directories(name):
-    """Save weights as a zip with two directories: zipfile finds the second by its place, others by where its end says it is."""
+    """Save weights as a zip with two directories: zipfile finds the second by its place, others by where its
+    end says it is.
+    """
     data = packed(name).read_bytes()
     start = data.index(b"PK\1\2")
     stored = packed(name, zipfile.ZIP_STORED).read_bytes()
     directory = stored[stored.index(b"PK\1\2") :]
     return written(
-        name, data[:start] + data[start:-22] + directory[:-22] + data[-22:][:16] + struct.pack("<L", start) + b"\0\0"
+        name,
+        data[:start]
+        + data[start:-22]
+        + directory[:-22]
+        + data[-22:][:16]
+        + struct.pack("<L", start)
+        + b"\0\0",
     )
 
 
@@ -133,11 +144,15 @@ def overlapping(name):
     start = data.index(b"PK\1\2")
     directory = data[start : data.index(b"PK\6\6")] * 100
     count, place = 100 * data[start:].count(b"PK\1\2"), struct.pack("<2LH", len(directory), start, 0)
-    return written(name, data[:start] + directory + struct.pack("<4s4H", b"PK\5\6", 0, 0, count, count) + place)
+    return written(
+        name, data[:start] + directory + struct.pack("<4s4H", b"PK\5\6", 0, 0, count, count) + place
+    )
 
 
 def noted(path, kind=tarfile.GNUTYPE_LONGNAME, size=2**28, fill=b""):
-    """Write a tar that begins with a note that is longer than what the memory of a test may be; the file takes no room."""
+    """Write a tar that begins with a note that is longer than what the memory of a test may be; the file
+    takes no room.
+    """
     note = tarfile.TarInfo("note")
     note.type, note.size = kind, size
     file = written(path, note.tobuf() + fill)
@@ -165,7 +180,12 @@ def cut_holes(path):
 def sparse_without_end(path):
     """Write a tar whose list of holes goes on to its end."""
     hole = tarfile.TarInfo("a.latents.npy")
-    hole.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a", "GNU.sparse.realsize": "9"}
+    hole.pax_headers = {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.name": "a",
+        "GNU.sparse.realsize": "9",
+    }
     header = hole.tobuf(tarfile.PAX_FORMAT)
     return written(path, header + f"{10**9}\n".encode() + b"1\n" * 2**25)
 
@@ -227,28 +247,46 @@ LONG_HEADER = b"\x93NUMPY" + struct.pack("<BBI", 2, 0, 2**30) + b" " * 100
 LABELLED = npy(np.zeros((2, 8, 8, 1), np.uint8))
 FILES = {
     "samples": (read_images, lambda: npz(arr_0=declared((HUGE, 8, 8, 3)))),
-    "samples, and their archive": (read_images, lambda: inflated("a.npz", "arr_0.npy", declared((HUGE, 1, 1, 1)))),
+    "samples, and their archive": (
+        read_images,
+        lambda: inflated("a.npz", "arr_0.npy", declared((HUGE, 1, 1, 1))),
+    ),
     "size of a sample": (read_images, lambda: npz(arr_0=declared((1, 10**6, 10**6, 3)))),
     "header of samples": (read_images, lambda: npz(arr_0=b"\x93NUMPY\x01\x00\x10\x27" + b"(" * 10_000)),
     "length of a header of samples": (read_images, lambda: long_header("a.npz", "arr_0")),
     "length of a header of version 3": (read_images, lambda: long_header("a.npz", "arr_0", version=3)),
     "labels of samples": (read_labelled, lambda: npz(arr_0=LABELLED, arr_1=declared((HUGE,)))),
     "reference": (read_reference, lambda: npz(mu=declared((HUGE,), "<f8"), sigma=declared((HUGE,), "<f8"))),
-    "numbers of a reference": (read_reference, lambda: npz(mu=declared((2048,), "|V2000000000"), sigma=ZEROS)),
+    "numbers of a reference": (
+        read_reference,
+        lambda: npz(mu=declared((2048,), "|V2000000000"), sigma=ZEROS),
+    ),
     "hash of a reference": (read_reference, lambda: npz(weights=declared((), "<U500000000"))),
     "length of a header of a reference": (read_reference, lambda: long_header("a.npz", "mu")),
     "length of a header of a hash": (read_reference, lambda: long_header("a.npz", "weights")),
-    "length of a header of a part": (read_part, lambda: long_header(written("parts/0000000.npz", b""), "latents").parent),
-    "length of a header of latents": (read_latents, lambda: spoilt(latent_folder(), "latents.npy", LONG_HEADER)),
+    "length of a header of a part": (
+        read_part,
+        lambda: long_header(written("parts/0000000.npz", b""), "latents").parent,
+    ),
+    "length of a header of latents": (
+        read_latents,
+        lambda: spoilt(latent_folder(), "latents.npy", LONG_HEADER),
+    ),
     "length of a header of inputs": (finetune._open, lambda: written("inputs/latents.npy", LONG_HEADER)),
-    "latents": (read_latents, lambda: spoilt(latent_folder(), "latents.npy", declared((HUGE, 4, 4, 4), "<f2"))),
+    "latents": (
+        read_latents,
+        lambda: spoilt(latent_folder(), "latents.npy", declared((HUGE, 4, 4, 4), "<f2")),
+    ),
     "labels": (read_latents, lambda: spoilt(latent_folder(), "labels.npy", declared((10**30,), "<i8"))),
     "masks": (read_latents, lambda: spoilt(latent_folder(), "masks.npy", declared((HUGE, 4, 4)))),
     "count": (read_latents, lambda: manifest_with(count=HUGE)),
     "scale": (read_latents, lambda: manifest_with(scale=10**400)),
     "classes": (read_latents, lambda: manifest_with(num_classes=HUGE)),
     "shape": (read_latents, lambda: manifest_with(shape=[4, 10**6, 10**6])),
-    "blocks": (lambda path: list(damages(path, read_manifest(path))), lambda: manifest_with(block_bytes=10**30)),
+    "blocks": (
+        lambda path: list(damages(path, read_manifest(path))),
+        lambda: manifest_with(block_bytes=10**30),
+    ),
     "brackets of a manifest": (read_latents, lambda: spoilt(latent_folder(), "manifest.json", BRACKETS)),
     "length of a manifest": (read_latents, lambda: longer(latent_folder(), "manifest.json")),
     "brackets of an origin": (read_latents, lambda: manifest_with(origin={"a": [[]] * 2**18})),
@@ -259,16 +297,31 @@ FILES = {
     "length of shards.json": (read_stream, lambda: longer(shards_folder(), "shards.json")),
     "length of the manifest of shards": (read_stream, lambda: longer(shards_folder(), "manifest.json")),
     "note in a shard": (read_stream, lambda: noted(shards_folder() / "train-000000.tar").parent),
-    "note of pax in a shard": (read_stream, lambda: noted(shards_folder() / "train-000000.tar", tarfile.XHDTYPE).parent),
-    "holes without end in a shard": (read_stream, lambda: sparse_without_end(shards_folder() / "train-000000.tar").parent),
-    "files of a sample in a shard": (read_stream, lambda: crowded(shards_folder() / "train-000000.tar").parent),
-    "notes on notes in a shard": (read_stream, lambda: notes_on_notes(shards_folder() / "train-000000.tar").parent),
+    "note of pax in a shard": (
+        read_stream,
+        lambda: noted(shards_folder() / "train-000000.tar", tarfile.XHDTYPE).parent,
+    ),
+    "holes without end in a shard": (
+        read_stream,
+        lambda: sparse_without_end(shards_folder() / "train-000000.tar").parent,
+    ),
+    "files of a sample in a shard": (
+        read_stream,
+        lambda: crowded(shards_folder() / "train-000000.tar").parent,
+    ),
+    "notes on notes in a shard": (
+        read_stream,
+        lambda: notes_on_notes(shards_folder() / "train-000000.tar").parent,
+    ),
     "depth of shards.json": (read_stream, lambda: spoilt(shards_folder(), "shards.json", NESTED)),
     "latents of a shard": (read_stream, lambda: shard_of(declared((HUGE,)))),
     "hole in a shard": (read_stream, lambda: shard_of(ZEROS, hole)),
     "member of a shard": (read_stream, lambda: shard_of(ZEROS, huge)),
     "part": (read_part, lambda: parts(declared((HUGE,)))),
-    "safetensors": (load_net, lambda: written("w.safetensors", struct.pack("<Q", len(LYING_TENSOR)) + LYING_TENSOR)),
+    "safetensors": (
+        load_net,
+        lambda: written("w.safetensors", struct.pack("<Q", len(LYING_TENSOR)) + LYING_TENSOR),
+    ),
     "header of safetensors": (load_net, lambda: written("w.safetensors", struct.pack("<Q", HUGE) + b"{}")),
     "weights.pt that are packed": (load_net, lambda: packed("w.pt")),
     "weights.pt of two directories": (load_net, lambda: two_directories("w.pt")),
@@ -298,7 +351,10 @@ FILES = {
     "note on all tars": (tread, lambda: noted("a.tar", tarfile.XGLTYPE)),
     "notes on notes in a tar": (tread, lambda: notes_on_notes("a.tar")),
     "holes that are cut off in a tar": (tread, lambda: cut_holes("a.tar")),
-    "packing in a zip": (repa, lambda: packed_labels("a.zip", b'{"labels": [["a.npy", 0]]}', zipfile.ZIP_BZIP2)),
+    "packing in a zip": (
+        repa,
+        lambda: packed_labels("a.zip", b'{"labels": [["a.npy", 0]]}', zipfile.ZIP_BZIP2),
+    ),
     "archive in a zip": (repa, lambda: npy_zip(npz(a=ZEROS).read_bytes())),
 }
 
@@ -366,9 +422,11 @@ RULES = {
 def test_notes_that_lie_on_each_other_are_told_in_one_line(tmp_path, monkeypatch):
     """Where a sample may take much, they end in a recursion."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shards, "MOST_OVERHEAD_BYTES", 2**24)
+    monkeypatch.setattr(shards, "MAX_OVERHEAD_BYTES", 2**24)
     folder = notes_on_notes(shards_folder() / "train-000000.tar").parent
-    with pytest.raises(ValueError, match=r"train-000000\.tar cannot be read, tried 3 times: maximum recursion depth"):
+    with pytest.raises(
+        ValueError, match=r"train-000000\.tar cannot be read, tried 3 times: maximum recursion depth"
+    ):
         read_stream(folder)
 
 
@@ -383,8 +441,8 @@ def test_what_is_only_declared_takes_no_memory(tmp_path, monkeypatch, name):
     try:
         with pytest.raises(ValueError, match=RULES.get(name, ".")) as raised:
             read(file)
-        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+        assert tracemalloc.get_traced_memory()[1] < MAX_MEMORY
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - began < MOST_SECONDS
+    assert time.monotonic() - began < MAX_SECONDS
     assert file.name in str(raised.value)

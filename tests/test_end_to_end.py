@@ -46,25 +46,41 @@ def test_one_and_two_processes_train_sample_and_score_alike(tmp_path):
         start("train.py", "run_name=r", *DIGITS, "evaluation=digits", **where)
         start("sample.py", "run=runs/r", "num_samples=23", "batch_size=4", "output=out/s.npz", **where)
         result = start("fid.py", *DIGIT_SCORES, "samples=out/s.npz", **where)
-        for word in ("held-out real", "class means", "fd_pixel", "label_accuracy", "record out/s.scores.json"):
+        for word in (
+            "held-out real",
+            "class means",
+            "fd_pixel",
+            "label_accuracy",
+            "record out/s.scores.json",
+        ):
             assert word in result.stdout
     one, two = (folder / "runs/r" for folder in folders.values())
     assert json.loads((two / "manifest.json").read_text())["num_processes"] == 2
     for line, other in zip(metrics(one), metrics(two), strict=True):
         assert line.keys() == other.keys()
-        # The EMA and the digits' scores go through a sampler: they differ by summation order times some steps.
+        # The EMA and the digits' scores go through a sampler: they differ by summation order times some
+        # steps.
         for key in line:
-            assert other[key] == pytest.approx(line[key], rel=1e-3 if key == "fd_pixel" else 1e-5, abs=1e-9), key
+            assert other[key] == pytest.approx(
+                line[key], rel=1e-3 if key == "fd_pixel" else 1e-5, abs=1e-9
+            ), key
     weights = [load_file(folder / "checkpoints/step_00000004/ema.safetensors") for folder in (one, two)]
     for name, tensor in weights[0].items():
         np.testing.assert_allclose(tensor, weights[1][name], atol=1e-5)
     samples = [np.load(folder / "out/s.npz") for folder in folders.values()]
     assert samples[0]["arr_0"].shape == (23, 8, 8, 1)
-    assert samples[0]["arr_1"].tolist() == samples[1]["arr_1"].tolist() == random_labels(range(23), 10).tolist()
+    assert (
+        samples[0]["arr_1"].tolist() == samples[1]["arr_1"].tolist() == random_labels(range(23), 10).tolist()
+    )
     assert np.abs(samples[0]["arr_0"].astype(int) - samples[1]["arr_0"]).max() <= 1
     assert (folders["one"] / "out/s.png").exists()
     assert (one / "samples/step_00000004.png").exists()
-    assert sorted(p.name for p in (folders["one"] / "out").iterdir()) == ["s.json", "s.npz", "s.png", "s.scores.json"]
+    assert sorted(p.name for p in (folders["one"] / "out").iterdir()) == [
+        "s.json",
+        "s.npz",
+        "s.png",
+        "s.scores.json",
+    ]
 
 
 @pytest.mark.slow
@@ -74,14 +90,19 @@ def test_accelerate_launch_resumes_and_a_finished_run_says_so(tmp_path):
     def launch(*overrides):
         command = [BIN / "accelerate", "launch", ROOT / "train.py", "run_name=r", *DIGITS, *overrides]
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
         return result.stdout, [line["step"] for line in metrics(tmp_path / "runs/r")]
 
     short = ("train.sample_every=null", "train.eval_every=null")
     launch(*short, "train.total_steps=2")
     resumed, steps = launch(*short)
     assert "resumed at step 2" in resumed
-    assert "runs/r is finished. Sample from it: accelerate launch sample.py run=runs/r num_samples=500" in resumed
+    assert (
+        "runs/r is finished. Sample from it: accelerate launch sample.py run=runs/r num_samples=500"
+        in resumed
+    )
     assert steps == [1, 2, 3, 4]
     again, steps = launch(*short)
     assert "runs/r is finished: raise train.total_steps to go on" in again
@@ -99,7 +120,9 @@ def test_a_sweep_runs_each_job_in_its_own_folder_as_if_alone_and_continues(tmp_p
     (last,) = [folder for folder in folders if folder.name.startswith("tread") and "seed1" in folder.name]
     assert metrics(last) == metrics(tmp_path / "runs/alone")
     configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in folders]
-    assert {(config["method"], config["seed"]) for config in configs} == {(m, s) for m in ("dit", "tread") for s in (0, 1)}
+    assert {(config["method"], config["seed"]) for config in configs} == {
+        (m, s) for m in ("dit", "tread") for s in (0, 1)
+    }
     again = start("train.py", "-m", "model=dit,tread", "seed=0,1", *short, folder=tmp_path)
     assert again.stdout.count("is finished: raise train.total_steps") == 4
     start("train.py", "-m", "optimizer.lr=1e-4,3e-4", *short, folder=tmp_path)
@@ -108,15 +131,23 @@ def test_a_sweep_runs_each_job_in_its_own_folder_as_if_alone_and_continues(tmp_p
 
 ERRORS = [
     (["train.total_stepz=3"], "error: train.total_stepz is not known: did you mean train.total_steps?"),
-    (["train.total_steps=abc"], "train.total_steps=abc: Value 'abc' of type 'str' could not be converted to Integer"),
+    (
+        ["train.total_steps=abc"],
+        "train.total_steps=abc: Value 'abc' of type 'str' could not be converted to Integer",
+    ),
     (["model/size=huge"], "Could not find 'model/size/huge' Available options in 'model/size': b_2"),
     (["model.routes=[]"], "TREAD training requires you to configure the routes"),
     (["data=latents", "data.path=nowhere"], "error: data.path=nowhere must be a latent folder"),
-    (["train.init_from=nothing.pt"], "train.init_from=nothing.pt is not there: it must be a run or a weights file"),
+    (
+        ["train.init_from=nothing.pt"],
+        "train.init_from=nothing.pt is not there: it must be a run or a weights file",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message"), ERRORS, ids=[" ".join(overrides) for overrides, _ in ERRORS])
+@pytest.mark.parametrize(
+    ("overrides", "message"), ERRORS, ids=[" ".join(overrides) for overrides, _ in ERRORS]
+)
 def test_a_mistake_ends_in_one_message_and_no_traceback(tmp_path, overrides, message):
     result = start("train.py", "run_name=r", *DIGITS, *overrides, folder=tmp_path, check=False)
     assert result.returncode != 0
@@ -172,7 +203,7 @@ def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
         ("sample.py", ["run=r", "num_steps=0"], "num_steps=0 must be greater than 0"),
         ("sample.py", ["run=r", "class_label=10"], "class_label=10 must be in [0, 9]"),
         ("fid.py", ["samples=nowhere.npz", "reference=x"], "samples=nowhere.npz not found"),
-        ("fid.py", ["samples=noise.npz", *DIGIT_SCORES], "noise.npz can not be read"),
+        ("fid.py", ["samples=noise.npz", *DIGIT_SCORES], "noise.npz cannot be read"),
         ("fid.py", ["samples=floats.npz", *DIGIT_SCORES], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
     ):
         result = start(program, *overrides, folder=tmp_path, check=False)
@@ -186,7 +217,9 @@ def test_trackers_write_beside_the_run(tmp_path):
     short = ("run_name=r", *DIGITS, "train.sample_every=null", "train.eval_every=null", "train.total_steps=2")
     start("train.py", "tracker=tensorboard", *short, folder=tmp_path)
     assert list((tmp_path / "runs/r/tensorboard").glob("events.*"))
-    start("train.py", "tracker=wandb", *short, "run_name=fresh", folder=tmp_path)  # a folder that is not there yet
+    start(
+        "train.py", "tracker=wandb", *short, "run_name=fresh", folder=tmp_path
+    )  # a folder that is not there yet
     assert list((tmp_path / "runs/fresh/wandb").glob("offline-run-*"))
 
 
@@ -199,7 +232,10 @@ def test_compiled_training_agrees_with_uncompiled_and_resumes_bitwise(tmp_path):
     start("train.py", "run_name=two", *short, num_processes=2, folder=tmp_path)
     start("train.py", "run_name=eager", *short, "train.compile=false", folder=tmp_path)
     whole, parts, eager = (tmp_path / "runs" / name for name in ("whole", "parts", "eager"))
-    resolved = [json.loads((run / "manifest.json").read_text())["resolved"]["compile"] for run in (whole, parts, eager)]
+    resolved = [
+        json.loads((run / "manifest.json").read_text())["resolved"]["compile"]
+        for run in (whole, parts, eager)
+    ]
     assert resolved == [True, True, False]
     assert metrics(whole) == metrics(parts)
     for file in ("net", "ema", "optimizer"):

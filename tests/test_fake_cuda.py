@@ -1,7 +1,8 @@
 """The way of a batch on a CUDA device that is not there: tensors that have a device, a shape and no values.
 
-What was left on another device fails, and so does what asks a value of the device, or copies to the host. What needs a
-driver is left to the tests marked gpu: a backward pass, autocast, generators, FLUX (SYNC in routing/diffusers.py).
+What was left on another device fails, and so does what asks a value of the device, or copies to the host.
+What needs a driver is left to the tests marked gpu: a backward pass, autocast, generators, FLUX (SYNC in
+routing/diffusers.py).
 """
 
 from types import SimpleNamespace
@@ -44,7 +45,11 @@ class NothingComesBack(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if isinstance(output, torch.Tensor) and output.device.type == "cpu" and any(t.device.type == "cuda" for t in tensors):
+        if (
+            isinstance(output, torch.Tensor)
+            and output.device.type == "cpu"
+            and any(t.device.type == "cuda" for t in tensors)
+        ):
             raise AssertionError(f"{func} brings a tensor to the host")
         return output
 
@@ -62,16 +67,27 @@ def net_on_cuda(routes=(PAPER,), num_classes=10, **options):
 
 
 def batch(num_classes=10):
-    return torch.randn(4, 3, 8, 8, device=CUDA), torch.zeros(4, dtype=torch.int64, device=CUDA) if num_classes else None
+    return torch.randn(4, 3, 8, 8, device=CUDA), torch.zeros(
+        4, dtype=torch.int64, device=CUDA
+    ) if num_classes else None
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_training_step(options):
     net = net_on_cuda(ROUTES, **options).train()
-    ema, optimizer = EMA(nn.Linear(1, 1), decay=0.9, warmup=True), torch.optim.AdamW(net.parameters(), fused=True)
-    ema.net, ema.num_updates = net_on_cuda(ROUTES, **options), torch.zeros((), device=CUDA)  # fake tensors are not copied
+    ema, optimizer = (
+        EMA(nn.Linear(1, 1), decay=0.9, warmup=True),
+        torch.optim.AdamW(net.parameters(), fused=True),
+    )
+    ema.net, ema.num_updates = (
+        net_on_cuda(ROUTES, **options),
+        torch.zeros((), device=CUDA),
+    )  # fake tensors are not copied
     x, labels = batch(net.num_classes)
-    masks = {"force_keep": torch.zeros(4, 16, dtype=torch.bool, device=CUDA), "loss_mask": torch.rand(4, 8, 8, device=CUDA)}
+    masks = {
+        "force_keep": torch.zeros(4, 16, dtype=torch.bool, device=CUDA),
+        "loss_mask": torch.rand(4, 8, 8, device=CUDA),
+    }
     losses = EDMLoss()(EDMPrecond(net), x, labels, **masks)
     assert losses.device.type == "cuda"
     for parameter in net.parameters():
@@ -86,7 +102,10 @@ def test_a_training_step(options):
 
 @pytest.mark.parametrize("kept_tokens_only", [False, True])
 def test_a_loss_of_kept_tokens(kept_tokens_only):
-    assert EDMLoss(kept_tokens_only=kept_tokens_only)(EDMPrecond(net_on_cuda().train()), *batch()).device.type == "cuda"
+    assert (
+        EDMLoss(kept_tokens_only=kept_tokens_only)(EDMPrecond(net_on_cuda().train()), *batch()).device.type
+        == "cuda"
+    )
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 1.5])

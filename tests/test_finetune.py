@@ -1,4 +1,4 @@
-"""The example of fine-tuning: it learns, goes on where it was stopped, and gives the routes what they need."""
+"""The example of fine-tuning: it learns, resumes, and gives the routes what they need."""
 
 import inspect
 import json
@@ -52,7 +52,13 @@ def write_inputs(folder, name, count=16):
 
 
 def overrides(folder, *options, output="run"):
-    return [f"transformer={folder}/transformer", f"inputs={folder}", f"output_dir={folder}/{output}", *SHORT, *options]
+    return [
+        f"transformer={folder}/transformer",
+        f"inputs={folder}",
+        f"output_dir={folder}/{output}",
+        *SHORT,
+        *options,
+    ]
 
 
 def run(folder, *options, output="run"):
@@ -67,7 +73,15 @@ def metrics(folder, output="run"):
 @pytest.mark.parametrize("name", CHANNELS)
 def test_every_family_learns_with_routes_and_goes_on_bitwise_where_it_was_stopped(name, tmp_path):
     write_inputs(tmp_path, name)
-    options = (ROUTES, "lr=3e-3", "train=full", "gradient_checkpointing=true", "batch_size=8", "total_steps=12", "eval_every=6")
+    options = (
+        ROUTES,
+        "lr=3e-3",
+        "train=full",
+        "gradient_checkpointing=true",
+        "batch_size=8",
+        "total_steps=12",
+        "eval_every=6",
+    )
     for steps in (6, 12):
         run(tmp_path, *options, f"total_steps={steps}", output="stopped")
     run(tmp_path, *options)
@@ -98,7 +112,12 @@ def test_adapters_alone_are_trained_saved_and_loaded_again(options, tmp_path):
     base = AutoModel.from_pretrained(str(tmp_path / "transformer"))
     before = {name: value.clone() for name, value in base.state_dict().items()}
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "model")
-    assert len([name for name, _ in loaded.named_parameters() if f"{options[0].removeprefix('train=')}_" in name]) > 20
+    assert (
+        len(
+            [name for name, _ in loaded.named_parameters() if f"{options[0].removeprefix('train=')}_" in name]
+        )
+        > 20
+    )
     after = loaded.unload().state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
@@ -106,7 +125,11 @@ def test_adapters_alone_are_trained_saved_and_loaded_again(options, tmp_path):
 # A family for each way: what holds the weights, and the linear layers whose weights stay as they are.
 FEW_BITS = {
     "int8": ("sd3", "Int8Tensor", set()),
-    "int4": ("auraflow", "IntxUnpackedToInt8Tensor", {"pos_embed.proj", "context_embedder"}),  # inputs of 16 and 12
+    "int4": (
+        "auraflow",
+        "IntxUnpackedToInt8Tensor",
+        {"pos_embed.proj", "context_embedder"},
+    ),  # inputs of 16 and 12
     "nf4": ("wan", "Params4bit", {f"condition_embedder.time_embedder.linear_{i}" for i in (1, 2)}),  # in fp32
 }
 
@@ -115,7 +138,14 @@ FEW_BITS = {
 def test_base_weights_in_few_bits_go_on_bitwise_where_they_were_stopped(quantize, tmp_path, monkeypatch):
     name, kind, whole = FEW_BITS[quantize]
     write_inputs(tmp_path, name)
-    options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", "eval_every=1", "total_steps=2")
+    options = (
+        ROUTES,
+        f"quantize={quantize}",
+        "mixed_precision=bf16",
+        "rank=4",
+        "eval_every=1",
+        "total_steps=2",
+    )
     networks, load_model = [], finetune.load_model
 
     def watched(request):
@@ -128,11 +158,21 @@ def test_base_weights_in_few_bits_go_on_bitwise_where_they_were_stopped(quantize
         run(tmp_path, *options, f"total_steps={steps}", output="stopped")
     run(tmp_path, *options)
     assert metrics(tmp_path) == metrics(tmp_path, "stopped")
-    once, twice = (load_file(tmp_path / output / "model" / "adapter_model.safetensors") for output in ("run", "stopped"))
+    once, twice = (
+        load_file(tmp_path / output / "model" / "adapter_model.safetensors") for output in ("run", "stopped")
+    )
     assert all(torch.equal(once[key], twice[key]) for key in once)
     for network in networks:
-        linear = {path: layer for path, layer in network.get_base_model().named_modules() if isinstance(layer, nn.Linear)}
-        assert {path for path, layer in linear.items() if type(layer.weight).__name__ != kind and "lora_" not in path} == whole
+        linear = {
+            path: layer
+            for path, layer in network.get_base_model().named_modules()
+            if isinstance(layer, nn.Linear)
+        }
+        assert {
+            path
+            for path, layer in linear.items()
+            if type(layer.weight).__name__ != kind and "lora_" not in path
+        } == whole
 
 
 @pytest.mark.gpu
@@ -154,9 +194,20 @@ def test_a_gpu_trains_adapters_on_base_weights_in_few_bits(quantize, tmp_path):
 @pytest.mark.parametrize(("quantize", "train"), [("int8", "lokr"), ("nf4", "lora")])
 def test_two_processes_train_adapters_on_base_weights_in_few_bits(quantize, train, tmp_path):
     write_inputs(tmp_path, "sd3")
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "examples.finetune")
+    launch = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "examples.finetune",
+    )
     options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", f"train={train}")
-    result = subprocess.run([*launch, *overrides(tmp_path, *options)], cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    result = subprocess.run(
+        [*launch, *overrides(tmp_path, *options)], cwd=ROOT, env=os.environ, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
     assert len(losses) == 4
@@ -164,7 +215,9 @@ def test_two_processes_train_adapters_on_base_weights_in_few_bits(quantize, trai
     assert last < first
     run(tmp_path, *options, output="one")
     first_of_one = metrics(tmp_path, "one")[0]["val_loss_dense"]
-    assert first == pytest.approx(first_of_one, rel=1e-3)  # the held-out rows of two processes are all of them, once
+    assert first == pytest.approx(
+        first_of_one, rel=1e-3
+    )  # the held-out rows of two processes are all of them, once
 
 
 def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):
@@ -224,8 +277,23 @@ def loop(velocity=zero, routes=(), *, arrays, **request):
     """The loop around a network of one number, without a transformer and its files."""
     network = nn.Linear(1, 1, bias=False)
     network.config = None
-    request = {"lr": 1e-3, "seed": 0, "batch_size": 4, "shift": 1.0, "mask_area": 0.0, "num_held_out": 1, **request}
-    request = {"output_dir": ".", "total_steps": 5, "log_every": 5, "save_every": 5, "eval_every": 5, **request}
+    request = {
+        "lr": 1e-3,
+        "seed": 0,
+        "batch_size": 4,
+        "shift": 1.0,
+        "mask_area": 0.0,
+        "num_held_out": 1,
+        **request,
+    }
+    request = {
+        "output_dir": ".",
+        "total_steps": 5,
+        "log_every": 5,
+        "save_every": 5,
+        "eval_every": 5,
+        **request,
+    }
     return finetune.Finetuning(request, finetune.Family(velocity), arrays, network, routes, Accelerator())
 
 
@@ -261,7 +329,8 @@ def test_rows_held_out_count_alike_and_are_never_trained_on():
     tuned = loop(arrays={"latents": np.random.default_rng(0).standard_normal((20, 4, 8, 8))}, num_held_out=12)
     assert sorted(np.concatenate([tuned.order.batch(step) for step in (0, 1)])) == list(range(12, 20))
     first, last = (
-        tuned.loss(tuned.network, np.arange(*rows), torch.Generator().manual_seed(rows[0]), {}) for rows in ((0, 8), (8, 12))
+        tuned.loss(tuned.network, np.arange(*rows), torch.Generator().manual_seed(rows[0]), {})
+        for rows in ((0, 8), (8, 12))
     )
     assert tuned.evaluate() == pytest.approx((8 * first + 4 * last).item() / 12)
     assert tuned.network.training
@@ -272,9 +341,16 @@ def test_the_seed_decides_the_order_and_gradients_are_clipped(tmp_path):
     arrays = {"latents": np.ones((9, 1, 2, 2), np.float32)}
     orders = [loop(arrays=arrays, seed=seed).order.batch(0).tolist() for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
-    tuned = loop(lambda network, x_t, *_: 1e3 * network.weight + 0 * x_t, arrays=arrays, output_dir=tmp_path, total_steps=1)
+    tuned = loop(
+        lambda network, x_t, *_: 1e3 * network.weight + 0 * x_t,
+        arrays=arrays,
+        output_dir=tmp_path,
+        total_steps=1,
+    )
     norms = []
-    tuned.network.weight.register_post_accumulate_grad_hook(lambda weight: norms.append(weight.grad.norm().item()))
+    tuned.network.weight.register_post_accumulate_grad_hook(
+        lambda weight: norms.append(weight.grad.norm().item())
+    )
     step = tuned.optimizer.step
     tuned.optimizer.step = lambda: (norms.append(tuned.network.weight.grad.norm().item()), step())
     tuned.fit()
@@ -284,14 +360,16 @@ def test_the_seed_decides_the_order_and_gradients_are_clipped(tmp_path):
 
 @pytest.mark.parametrize(("shift", "median"), [(1, 0.5), (3, 3 * 0.5 / (1 + 2 * 0.5))])
 def test_the_velocity_leads_from_the_latents_to_the_noise(shift, median):
-    """x_t = x + t v where v is what the network is to learn: a network that says (x_t - x) / t has no loss."""
+    """x_t = x + t v, and v is to be learnt: a network that says (x_t - x) / t has no loss."""
     times = []
 
     def right(network, x_t, t, batch, routing):
         times.extend(t.tolist())
         return (x_t - batch["latents"]) / t.view(-1, 1, 1, 1)
 
-    tuned = loop(right, arrays={"latents": np.random.default_rng(0).standard_normal((2000, 1, 2, 2))}, shift=shift)
+    tuned = loop(
+        right, arrays={"latents": np.random.default_rng(0).standard_normal((2000, 1, 2, 2))}, shift=shift
+    )
     assert tuned.loss(tuned.network, np.arange(2000), torch.Generator().manual_seed(0), {}) < 1e-6
     assert np.median(times) == pytest.approx(median, abs=0.02)  # of sigmoid(N(0, 1)), shifted
 
@@ -328,7 +406,7 @@ def test_times_are_those_that_the_pipelines_give(name, scale):
 
 
 def test_what_flux_is_given_is_what_its_pipeline_gives():
-    """A token is a patch of 2 x 2 positions at (row, column); what comes back has the shape of the latents."""
+    """A token is a patch of 2 x 2 positions at (row, column); the output has the shape of the latents."""
     x = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).view(2, 3, 4, 6)
     given = {}
 
@@ -336,7 +414,11 @@ def test_what_flux_is_given_is_what_its_pipeline_gives():
         given.update(arguments)
         return (arguments["hidden_states"],)
 
-    batch = {"text": torch.zeros(2, 5, 12), "pooled": torch.zeros(2, 8), "references": torch.zeros(2, 3, 2, 2)}
+    batch = {
+        "text": torch.zeros(2, 5, 12),
+        "pooled": torch.zeros(2, 8),
+        "references": torch.zeros(2, 3, 2, 2),
+    }
     assert torch.equal(finetune.flux(model, x, torch.ones(2), batch, {}), x)
     token = 1 * 3 + 2  # row 1, column 2
     assert torch.equal(given["hidden_states"][1, token], x[1, :, 2:4, 4:6].reshape(-1))
@@ -344,7 +426,7 @@ def test_what_flux_is_given_is_what_its_pipeline_gives():
     assert given["img_ids"][-1].tolist() == [1, 0, 0]  # the reference image
 
 
-def test_a_batch_that_processes_can_not_share_is_refused(tmp_path, monkeypatch):
+def test_a_batch_that_processes_cannot_share_is_refused(tmp_path, monkeypatch):
     write_inputs(tmp_path, "sd3")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="batch_size=3 must be a multiple of the number of processes=2"):

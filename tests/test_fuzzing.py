@@ -1,4 +1,6 @@
-"""Whatever bytes a file holds, its reader returns or raises the documented errors, one line that names the file."""
+"""Whatever bytes a file holds, its reader returns or raises the documented errors, one line that names the
+file.
+"""
 
 import contextlib
 import io
@@ -50,7 +52,11 @@ FUZZED = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 EDITS = st.lists(
-    st.tuples(st.sampled_from(["flip", "cut", "insert", "number"]), st.floats(0, 1, exclude_max=True), st.binary(max_size=4)),
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "number"]),
+        st.floats(0, 1, exclude_max=True),
+        st.binary(max_size=4),
+    ),
     min_size=1,
     max_size=4,
 )
@@ -89,7 +95,10 @@ def reads_or_refuses(file, data, read):
     file.write_bytes(data)
     try:
         read()
-    except (ValueError, FileNotFoundError) as error:  # the second where a list names a shard that is not there
+    except (
+        ValueError,
+        FileNotFoundError,
+    ) as error:  # the second where a list names a shard that is not there
         assert isinstance(error, ValueError) or file.name == "shards.json"
         assert len(str(error).splitlines()) == 1
         assert str(file) in str(error) or str(file.parent) in str(error)
@@ -132,7 +141,11 @@ def graph():
     from tensorboard.compat.proto.graph_pb2 import GraphDef
 
     found = GraphDef()
-    for name, shape in (("softmax/weights", (4, 3)), ("softmax/biases", (3,)), ("conv/conv2d_params", (1, 1, 2, 2))):
+    for name, shape in (
+        ("softmax/weights", (4, 3)),
+        ("softmax/biases", (3,)),
+        ("conv/conv2d_params", (1, 1, 2, 2)),
+    ):
         tensor = found.node.add(name=name, op="Const").attr["value"].tensor
         tensor.dtype = 1
         for size in shape:
@@ -159,9 +172,14 @@ READERS = {
     "shards.json": in_folder(shards_folder, "shards.json", read_stream),
     "shard": in_folder(shards_folder, "train-000000.tar", read_stream),
     "tread_wds": alone(tar_of_latents, lambda file: read_all(FORMATS["tread_wds"].open(file))),
-    "repa": alone(lambda: npy_zip(npy(np.zeros((8, 4, 4), np.float32))), lambda file: read_all(FORMATS["repa"].open(file))),
+    "repa": alone(
+        lambda: npy_zip(npy(np.zeros((8, 4, 4), np.float32))),
+        lambda file: read_all(FORMATS["repa"].open(file)),
+    ),
     "repa folder": in_folder(npy_folder, "a.npy", lambda folder: read_all(FORMATS["repa"].open(folder))),
-    "dataset.json": in_folder(npy_folder, "dataset.json", lambda folder: read_all(FORMATS["repa"].open(folder))),
+    "dataset.json": in_folder(
+        npy_folder, "dataset.json", lambda folder: read_all(FORMATS["repa"].open(folder))
+    ),
     "part": in_folder(lambda: parts(npy(np.zeros((1, 4, 4, 4), np.float16))), "0000000.npz", read_part),
     "safetensors": alone(lambda: weights("w.safetensors"), lambda file: load_weights(NET, file)),
     "pt": alone(lambda: weights("zip.pt"), lambda file: load_weights(NET, file)),
@@ -211,7 +229,9 @@ VALUES = st.recursive(
 )
 
 
-MANIFEST = LatentManifest(6, (4, 4, 4), "float16", "moments", 2, "identity", class_names=("a", "b"), num_held_out=1)
+MANIFEST = LatentManifest(
+    6, (4, 4, 4), "float16", "moments", 2, "identity", class_names=("a", "b"), num_held_out=1
+)
 
 
 @settings(FUZZED, max_examples=1000)

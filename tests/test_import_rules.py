@@ -1,4 +1,5 @@
-"""Imports between the project's own packages go one way; Hydra stays at the edge; heavy libraries wait until they are used.
+"""Imports between the project's own packages go one way; Hydra stays at the edge; heavy libraries wait until
+they are used.
 
 What is imported from elsewhere is declared in pyproject.toml, and pinned.
 """
@@ -35,10 +36,22 @@ MAY_IMPORT = {
 }
 # Stand-ins for the forward of any model or block.
 ANY_CALL = {("routing/attached.py", "_routed_forward"), ("routing/attached.py", "__call__")}
-HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft", "torchao"}
+HEAVY = {
+    "diffusers",
+    "torch_fidelity",
+    "webdataset",
+    "lmdb",
+    "wandb",
+    "matplotlib",
+    "sklearn",
+    "peft",
+    "torchao",
+}
 HEAVY |= {"bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
 
-FILES = sorted(p for p in ROOT.rglob("*.py") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts))
+FILES = sorted(
+    p for p in ROOT.rglob("*.py") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)
+)
 
 
 def imports(tree):
@@ -55,19 +68,29 @@ def violations(file, source):
     top = relative.parts[0].removesuffix(".py")
     tree = ast.parse(source)
     modules = {name.split(".")[0] for name in imports(tree)}
-    yield from (f"{file} imports {name}" for name in modules & OWN - (ROOMS if file in PROGRAMS else MAY_IMPORT[top]))
+    yield from (
+        f"{file} imports {name}" for name in modules & OWN - (ROOMS if file in PROGRAMS else MAY_IMPORT[top])
+    )
     with_hydra = file in PROGRAMS | {"runtime/config.py"} or top in ("builders", "benchmarks", "tests")
     if modules & {"hydra", "omegaconf"} and not with_hydra:
         yield f"{file} imports hydra or omegaconf"
     if top != "tests":
         at_import = {
-            n.split(".")[0] for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for n in imports(node)
+            n.split(".")[0]
+            for node in tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for n in imports(node)
         }
         yield from (f"{file} imports {name} at module level" for name in at_import & HEAVY)
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield f"{file}:{node.lineno} bare except"
-        if isinstance(node, ast.FunctionDef) and node.args.kwarg and top != "tests" and (file, node.name) not in ANY_CALL:
+        if (
+            isinstance(node, ast.FunctionDef)
+            and node.args.kwarg
+            and top != "tests"
+            and (file, node.name) not in ANY_CALL
+        ):
             yield f"{file}:{node.lineno} {node.name} takes **{node.args.kwarg.arg}"
 
 
@@ -106,15 +129,21 @@ def test_the_rules_see_a_violation(file, source):
 
 
 def third_party(files):
-    """Return the modules that files import, anywhere in them, and that are neither Python's nor the project's."""
+    """Return the modules that files import, anywhere in them, and that are neither Python's nor the
+    project's.
+    """
     modules = {module for file in files for module in imports(ast.parse(file.read_text()))}
     return {module for module in modules if module.split(".")[0] not in OWN | sys.stdlib_module_names}
 
 
 def distributions_of(module):
-    """Return the names of the distributions that install a module; several may share its first folder, as in google."""
+    """Return the names of the distributions that install a module; several may share its first folder, as in
+    google.
+    """
     top = module.split(".")[0]
-    names = set(INSTALLED.get(top, [top]))  # one that is not installed has the name of its module, as peft has
+    names = set(
+        INSTALLED.get(top, [top])
+    )  # one that is not installed has the name of its module, as peft has
     if len(names) > 1:
         path = module.replace(".", "/")
         names = {name for name in names if any(str(file).startswith(path) for file in metadata.files(name))}
@@ -123,7 +152,9 @@ def distributions_of(module):
 
 def names_of(requirements):
     """Return the names in requirements, spelt as in the index of packages (PEP 503)."""
-    return {re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower() for requirement in requirements}
+    return {
+        re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower() for requirement in requirements
+    }
 
 
 def missing(modules, names):
@@ -134,7 +165,10 @@ INSTALLED = metadata.packages_distributions()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DECLARED = names_of(sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"]))
 PINNED = names_of(
-    line for file in ROOT.glob("requirements*.txt") for line in file.read_text().splitlines() if re.match(r"[\w.-]+==", line)
+    line
+    for file in ROOT.glob("requirements*.txt")
+    for line in file.read_text().splitlines()
+    if re.match(r"[\w.-]+==", line)
 )
 
 

@@ -1,4 +1,6 @@
-"""From photographs to pictures: encode, train on the moments, sample, score; as a user would, with a small autoencoder."""
+"""From photographs to pictures: encode, train on the moments, sample, score; as a user would, with a small
+autoencoder.
+"""
 
 import json
 import shutil
@@ -16,15 +18,24 @@ import train
 from builders.network import build_net, build_precond
 from data import KLEncoder, centre_crop, encode, open_images, read_manifest
 from diffusion import edm_sampler, random_labels
-from evaluation import AdmSuite, Processes, open_reference
+from evaluation import AdmSuite, open_reference
 from runtime.errors import UserError
 from runtime.files import sha256
+from runtime.launch import Launch
 from tests.inception import Projections, write_random_weights
 from tests.photos import write_autoencoder, write_photographs
 from tests.runs import TINY, composed, metrics, tiny_run
 from training.checkpoint import latest_checkpoint
 
-RUN = ("data=latents", "model/size=tiny", "sampler.num_steps=2", *TINY[1:], "model.depth=4", "model.routes=[]", "model=dit")
+RUN = (
+    "data=latents",
+    "model/size=tiny",
+    "sampler.num_steps=2",
+    *TINY[1:],
+    "model.depth=4",
+    "model.routes=[]",
+    "model=dit",
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +44,18 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latents")
     vae = write_autoencoder(folder / "vae", scaling_factor=0.9)
     write_photographs(folder / "photos")
-    options = (f"source={folder / 'photos'}", f"out={folder / 'latents'}", f"encoder={vae}", "resolution=32", "num_held_out=2")
+    options = (
+        f"source={folder / 'photos'}",
+        f"out={folder / 'latents'}",
+        f"encoder={vae}",
+        "resolution=32",
+        "num_held_out=2",
+    )
     encode.main(composed(*options, config_name="encode"))
-    far = ("optimizer.lr=0.01", "ema.decay=0.5")  # the average is neither what it began with nor the last step
+    far = (
+        "optimizer.lr=0.01",
+        "ema.decay=0.5",
+    )  # the average is neither what it began with nor the last step
     tiny_run(folder / "run", *RUN, f"data.path={folder / 'latents'}", "train.eval_every=6", *far)
     return folder
 
@@ -53,7 +73,10 @@ def test_samples_are_decoded_by_the_autoencoder_of_the_latents(folder):
     images, record = draw(folder)
     assert images.shape == (5, 32, 32, 3)
     assert images.std() > 0
-    assert record["encoder"] == {"name": str(folder / "vae"), "weights_hash": read_manifest(folder / "latents").encoder_hash}
+    assert record["encoder"] == {
+        "name": str(folder / "vae"),
+        "weights_hash": read_manifest(folder / "latents").encoder_hash,
+    }
     others, _ = draw(folder, "batch_size=2")
     assert np.abs(images.astype(int) - others.astype(int)).max() <= 1
     fast, record = draw(folder, "mixed_precision=bf16")
@@ -63,8 +86,8 @@ def test_samples_are_decoded_by_the_autoencoder_of_the_latents(folder):
 
 @pytest.mark.parametrize(("decoding", "asked"), [("rounded", False), ("official", False), ("official", True)])
 def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, decoding, asked):
-    """The whole way by hand: the averaged weights, scale out of the latents, through the decoder, the one rounding rule; or
-    all as public TREAD."""
+    """The whole way by hand: the averaged weights, scale out of the latents, through the decoder, the one
+    rounding rule; or all as public TREAD."""
     if asked:
         images, record = draw(folder, f"decoding={decoding}", "first_seed=3")
     else:
@@ -77,7 +100,9 @@ def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, dec
     trained = build_net(config)
     trained.load_state_dict(load_file(latest_checkpoint(folder / "run") / "ema.safetensors"))
     precond, labels = build_precond(config, trained).eval(), random_labels(range(3, 8), 2)
-    noise = torch.stack([torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3, 8)])
+    noise = torch.stack(
+        [torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3, 8)]
+    )
     with torch.no_grad():
         latents = edm_sampler(lambda x, sigma: precond(x, sigma, labels), noise, num_steps=2).float()
     net, official = KLEncoder(str(folder / "vae"), torch.device("cpu")).net, decoding == "official"
@@ -137,13 +162,35 @@ def test_what_fid_is_asked_reaches_the_scores(folder, tmp_path, monkeypatch):
         assert np.array_equal(arrays["arr_0"], [np.asarray(centre_crop(photo, 32)) for photo in photos])
     images, _ = draw(folder, "first_seed=3")
     choices = {"precision_recall": True, "exact_distances": True, "kid": True}
-    asked = [*(f"{key}={value}" for key, value in choices.items()), "num_samples=5", "num_steps=2", "first_seed=3"]
-    fid.main(composed(f"run={folder / 'run'}", *asked, f"reference={reference}", f"out={out}", *options, config_name="fid"))
-    suite = AdmSuite(Projections(), *open_reference(reference, open_images), processes=Processes(), batch_size=64, **choices)
+    asked = [
+        *(f"{key}={value}" for key, value in choices.items()),
+        "num_samples=5",
+        "num_steps=2",
+        "first_seed=3",
+    ]
+    fid.main(
+        composed(
+            f"run={folder / 'run'}",
+            *asked,
+            f"reference={reference}",
+            f"out={out}",
+            *options,
+            config_name="fid",
+        )
+    )
+    suite = AdmSuite(
+        Projections(),
+        *open_reference(reference, open_images),
+        launch=Launch(),
+        batch_size=64,
+        **choices,
+    )
     record = json.loads(out.read_text())
     assert record["protocol"]["precision_recall"]["distances"] == "fp32"
     assert record["values"] == suite.score([(0, images)], 5, images.shape[1:]).values
-    assert record["samples"]["drawn"]["weights_sha256"] == sha256(latest_checkpoint(folder / "run") / "ema.safetensors")
+    assert record["samples"]["drawn"]["weights_sha256"] == sha256(
+        latest_checkpoint(folder / "run") / "ema.safetensors"
+    )
 
 
 def test_training_draws_grids_and_resumes_bitwise_on_moments_and_mirrors(folder, tmp_path, capsys):
@@ -151,7 +198,9 @@ def test_training_draws_grids_and_resumes_bitwise_on_moments_and_mirrors(folder,
     tiny_run(tmp_path / "whole", *options)
     assert "warning: what the network sees" not in capsys.readouterr().out
     tiny_run(tmp_path / "parts", *options, "train.total_steps=3")
-    tiny_run(tmp_path / "parts", *options, f"data.encoder={shutil.copytree(folder / 'vae', tmp_path / 'moved')}")
+    tiny_run(
+        tmp_path / "parts", *options, f"data.encoder={shutil.copytree(folder / 'vae', tmp_path / 'moved')}"
+    )
     assert metrics(tmp_path / "whole")[-1] == metrics(tmp_path / "parts")[-1]
     for name in ("net.safetensors", "ema.safetensors"):
         files = [latest_checkpoint(tmp_path / run) / name for run in ("whole", "parts")]
@@ -195,9 +244,20 @@ def test_masked_latents_train_with_the_masked_loss(folder, tmp_path):
     from tests.data.test_encode import write_masks
 
     masks = write_masks(tmp_path / "masks", folder / "photos")
-    options = (f"source={folder / 'photos'}", f"out={tmp_path / 'latents'}", f"encoder={folder / 'vae'}", "resolution=32")
+    options = (
+        f"source={folder / 'photos'}",
+        f"out={tmp_path / 'latents'}",
+        f"encoder={folder / 'vae'}",
+        "resolution=32",
+    )
     encode.main(composed(*options, f"masks={masks}", config_name="encode"))
-    run = ("data=latents", *TINY[1:], "model/size=tiny", f"data.path={tmp_path / 'latents'}", "train.masked_loss=true")
+    run = (
+        "data=latents",
+        *TINY[1:],
+        "model/size=tiny",
+        f"data.path={tmp_path / 'latents'}",
+        "train.masked_loss=true",
+    )
     tiny_run(tmp_path / "run", *run)
     assert metrics(tmp_path / "run")[-1]["loss"] > 0
 
@@ -205,11 +265,14 @@ def test_masked_latents_train_with_the_masked_loss(folder, tmp_path):
 def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
     shutil.copytree(folder / "latents", tmp_path / "latents")
     manifest = json.loads((tmp_path / "latents" / "manifest.json").read_text())
-    (tmp_path / "latents" / "manifest.json").write_text(json.dumps({**manifest, "encoder": str(tmp_path / "gone")}))
+    (tmp_path / "latents" / "manifest.json").write_text(
+        json.dumps({**manifest, "encoder": str(tmp_path / "gone")})
+    )
     options = (*RUN, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
     with pytest.raises(
         UserError,
-        match=r"gone is not there \(any more\): say with encoder=FOLDER .*Training goes without: train\.sample_every=null",
+        match=r"gone is not there \(any more\): say with encoder=FOLDER .*Training goes "
+        r"without: train\.sample_every=null",
     ):
         train.main(composed(*options, "train.sample_every=2"))
     assert not (tmp_path / "run").exists()

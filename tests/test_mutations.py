@@ -5,7 +5,12 @@ import pytest
 from tests.mutation import Mutation, read_lists
 from tests.programs import ROOT, start
 
-RIGHT = {"file": "training/ema.py", "text": "1 - skipped\n", "wrong": "1\n", "tests": "tests/training/test_ema.py"}
+RIGHT = {
+    "file": "training/ema.py",
+    "text": "1 - skipped\n",
+    "wrong": "1\n",
+    "tests": "tests/training/test_ema.py",
+}
 
 
 def test_every_text_is_there_once_and_every_test_too():
@@ -20,7 +25,10 @@ def test_every_text_is_there_once_and_every_test_too():
     [
         ({"file": "training/em.py"}, "the text is there 0 times"),
         ({"text": "self"}, "times, must be there once"),
-        ({"tests": "tests/training/test_ema.py::test_nothing"}, "no test tests/training/test_ema.py::test_nothing"),
+        (
+            {"tests": "tests/training/test_ema.py::test_nothing"},
+            "no test tests/training/test_ema.py::test_nothing",
+        ),
         ({"tests": ""}, "must give either tests or equivalent"),
         ({"equivalent": "no"}, "must give either tests or equivalent"),
     ],
@@ -46,7 +54,9 @@ def test_what_is_noticed_is_told_from_what_is_not(tmp_path):
     for folder in (tmp_path / "project", tmp_path / "copy"):
         folder.mkdir()
         (folder / "double.py").write_text("def double(x):\n    return 2 * x\n")
-        (folder / "test_double.py").write_text("from double import double\n\ndef test_it():\n    assert double(1) == 2\n")
+        (folder / "test_double.py").write_text(
+            "from double import double\n\ndef test_it():\n    assert double(1) == 2\n"
+        )
     said = start(f"-c {TRIED}", folder=tmp_path).stdout.splitlines()
     assert said[0].endswith("  [test_it - assert 3 == 2]"), "what failed, and how"
     assert [line.partition("  [")[0] for line in said] == [

@@ -1,4 +1,6 @@
-"""What the documents say can be done as written: commands compose, make targets exist, examples run, links lead somewhere."""
+"""What the documents say can be done as written: commands compose, make targets exist, examples run, links
+lead somewhere.
+"""
 
 import re
 import shlex
@@ -16,7 +18,22 @@ from tests.runs import ROOT, composed
 
 FOLDERS = ("data", "routing", "evaluation", "benchmarks")
 SOURCES = (*FOLDERS, "models", "diffusion", "training", "builders", "runtime", "configs", "examples", "tests")
-PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "REPA", "MaskDiT", "SPRINT", "SWAY", "PRX"}
+PAPERS = {
+    "TREAD",
+    "DiT",
+    "EDM",
+    "EDM2",
+    "ADM",
+    "KID",
+    "CFG",
+    "SiT",
+    "SG",
+    "REPA",
+    "MaskDiT",
+    "SPRINT",
+    "SWAY",
+    "PRX",
+}
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 TEXT = "\n".join(document.read_text() for document in DOCUMENTS)
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
@@ -37,7 +54,11 @@ PROGRAMS = {
     "benchmarks.advise": "advise",
     "examples.finetune": "finetune",
 }
-WITHOUT_CONFIG = {"data.verify": 1, "data.report": 1, "data.make_shards": 2}  # programs and how many paths they take
+WITHOUT_CONFIG = {
+    "data.verify": 1,
+    "data.report": 1,
+    "data.make_shards": 2,
+}  # programs and how many paths they take
 
 
 def overrides_of(command):
@@ -74,7 +95,9 @@ def test_commands_compose_and_validate(command):
         }
         checks.get(program, lambda request: None)(request)
         return
-    if {"data=latents", "data=stream"} & set(overrides):  # its sizes come from the manifest of a folder that is there
+    if {"data=latents", "data=stream"} & set(
+        overrides
+    ):  # its sizes come from the manifest of a folder that is there
         overrides = [*overrides, "data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
     configuration.validate(composed(*overrides))
 
@@ -92,12 +115,16 @@ def test_examples_run(example, tmp_path, monkeypatch):
 
 def test_benchmarks_that_are_named_exist_and_the_other_way_round():
     named = set(re.findall(r"python -m benchmarks\.(\w+)", (ROOT / "benchmarks" / "README.md").read_text()))
-    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in file.read_text()}
+    programs = {
+        file.stem for file in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in file.read_text()
+    }
     assert named == programs
 
 
 def test_records_that_are_named_exist():
-    texts = [document.read_text() for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]]
+    texts = [
+        document.read_text() for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]
+    ]
     named = {name for text in texts for name in re.findall(r"benchmarks/results/([\w.-]+\.csv)", text)}
     assert named <= {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
     assert len(named) >= 7
@@ -111,12 +138,27 @@ def test_make_targets_exist():
 
 
 def test_commands_of_published_results_are_the_recipe_to_the_last_key():
-    """Nothing held out, nothing guided, and no key beside those that choose what is reproduced and where it lies."""
-    free = {"experiment", "parity", "model/size", "data", "data.path", "run", "run_name", "reference", "source", "out"}
+    """Nothing held out, nothing guided, and no key beside those that choose what is reproduced and where it
+    lies.
+    """
+    free = {
+        "experiment",
+        "parity",
+        "model/size",
+        "data",
+        "data.path",
+        "run",
+        "run_name",
+        "reference",
+        "source",
+        "out",
+    }
     base = [command for command in COMMANDS if "run_name=tread_xl_2_160_epochs" in command]
     assert len(base) == 1
     assert "train.total_steps=800000" in base[0], "160 epochs, as 80 are 400,000 steps"
-    published = [command for command in COMMANDS if "imagenet256" in command.lower() and "accelerate launch" in command]
+    published = [
+        command for command in COMMANDS if "imagenet256" in command.lower() and "accelerate launch" in command
+    ]
     programs = set()
     for command in published:
         program, overrides = overrides_of(command)
@@ -135,7 +177,9 @@ def test_commands_of_published_results_are_the_recipe_to_the_last_key():
 
 
 def test_each_line_of_what_is_trusted_names_its_test():
-    section = (ROOT / "data/README.md").read_text().partition("## Files from outside\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "data/README.md").read_text().partition("## Files from outside\n")[2].partition("\n## ")[0]
+    )
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     named = [re.search(r"\| `(test_\w+)` \|$", line)[1] for line in lines]
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
@@ -145,7 +189,12 @@ def test_each_line_of_what_is_trusted_names_its_test():
 
 
 def test_keys_that_are_cited_are_in_the_references():
-    code = [file for folder in SOURCES for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".yaml", ".md")]
+    code = [
+        file
+        for folder in SOURCES
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".yaml", ".md")
+    ]
     text = "\n".join(file.read_text() for file in [*code, *ROOT.glob("*.py"), *ROOT.glob("*.md")])
     references = DOCUMENTS[0].read_text().partition("## References")[2]
     listed = set(re.findall(r"\[([A-Z]\w+)\] [^;]*\[arXiv", references))
@@ -200,7 +249,9 @@ def test_every_train_key_and_group_option_is_in_the_readme():
     encoding = (ROOT / "data" / "README.md").read_text()
     for schema in (EncodeConfig, ConvertConfig):
         assert not [
-            field.name for field in fields(schema) if f"`{field.name}" not in encoding and f"{field.name}=" not in encoding
+            field.name
+            for field in fields(schema)
+            if f"`{field.name}" not in encoding and f"{field.name}=" not in encoding
         ]
     for group in (
         "model",

@@ -138,7 +138,9 @@ def multiplied():
 
 CODE = {
     "a dotted key beside the nested one": (
-        in_turn(changed(diffusion__precond=TIMEIT), added("diffusion.precond._target_: diffusion.EDMPrecond\n")),
+        in_turn(
+            changed(diffusion__precond=TIMEIT), added("diffusion.precond._target_: diffusion.EDMPrecond\n")
+        ),
         r"config\.yaml: diffusion\.precond\._target_: Key 'diffusion\.precond\._target_' not in 'Config'",
     ),
     "another": (
@@ -170,10 +172,22 @@ CODE = {
         changed(model__routes=[{"_target_": "os.system", "command": "touch EXECUTED"}]),
         r"config\.yaml: model\.routes\._target_=os\.system must not be there",
     ),
-    "a value": (changed(sampler__rho=TIMEIT), r"config\.yaml: sampler\.rho\._target_=timeit\.timeit must not be there"),
-    "a group that names nothing": (changed(guidance=TIMEIT), r"config\.yaml: guidance\._target_: Key '_target_' not in 'Guid"),
-    "a folder of configurations": (with_configs, r"config\.yaml: sampler\._target_=timeit\.timeit must be diffusion\.edm_sam"),
-    "an interpolation": (changed(output_dir="${oc.env:HOME}"), r"config\.yaml: it has interpolations, which no run writes"),
+    "a value": (
+        changed(sampler__rho=TIMEIT),
+        r"config\.yaml: sampler\.rho\._target_=timeit\.timeit must not be there",
+    ),
+    "a group that names nothing": (
+        changed(guidance=TIMEIT),
+        r"config\.yaml: guidance\._target_: Key '_target_' not in 'Guid",
+    ),
+    "a folder of configurations": (
+        with_configs,
+        r"config\.yaml: sampler\._target_=timeit\.timeit must be diffusion\.edm_sam",
+    ),
+    "an interpolation": (
+        changed(output_dir="${oc.env:HOME}"),
+        r"config\.yaml: it has interpolations, which no run writes",
+    ),
     "an interpolation in a pair": (
         added("loop: !!pairs [a: '${shard_manifest:http://127.0.0.1:9/${oc.env:HOME},count}']\n"),
         r"config\.yaml is damaged: it has the tag tag:yaml\.org,2002:pairs",
@@ -272,7 +286,9 @@ def test_a_run_that_is_not_spoilt_is_sampled(run):
     assert (run / "samples/step_00000002_n2_seed0_2steps.npz").exists()
 
 
-@pytest.mark.parametrize(("target", "path"), [("data.digits", "../OUTSIDE"), ("data.open_shards", "http://127.0.0.1:9/x")])
+@pytest.mark.parametrize(
+    ("target", "path"), [("data.digits", "../OUTSIDE"), ("data.open_shards", "http://127.0.0.1:9/x")]
+)
 def test_a_run_neither_writes_its_data_somewhere_nor_sends_anybody_to_fetch_them(run, target, path):
     changed(data={"_target_": target, "path": path, **SIZES})(run)
     assert told("advise", ()) == f"run=run: data.path={path} is no folder here: give data_path=PATH"
@@ -293,11 +309,23 @@ def with_sums(checkpoint):
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:1000]), "has no checkpoint whose ema.safetensors is whole"),
-        (lambda file: (file.write_bytes(b"x" * 99), with_sums(file.parent)), "is truncated or no safetensors file"),
-        (lambda file: (file.unlink(), os.mkfifo(file)), "has no checkpoint whose ema.safetensors is whole"),
-        (lambda file: (file.unlink(), file.symlink_to("/dev/zero")), "has no checkpoint whose ema.safetensors is whole"),
-        (lambda file: os.truncate(file.with_name("SHA256SUMS"), 2**30), "has no checkpoint whose ema.safetensors is whole"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:1000]),
+            "has no intact checkpoint to sample from",
+        ),
+        (
+            lambda file: (file.write_bytes(b"x" * 99), with_sums(file.parent)),
+            "is truncated or no safetensors file",
+        ),
+        (lambda file: (file.unlink(), os.mkfifo(file)), "has no intact checkpoint to sample from"),
+        (
+            lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
+            "has no intact checkpoint to sample from",
+        ),
+        (
+            lambda file: os.truncate(file.with_name("SHA256SUMS"), 2**30),
+            "has no intact checkpoint to sample from",
+        ),
     ],
 )
 @pytest.mark.parametrize("asked", [False, True])
@@ -309,12 +337,22 @@ def test_weights_that_are_none_end_in_one_line(run, spoil, expected, asked):
 
 
 LINKS = {
-    "sample": ("samples", "step_00000002_n2_seed0_2steps", (".{}.npz.lock", ".{}.npy", ".{}.partial.npz", ".{}.partial.json")),
-    "advise": ("advice", "advice", (".{}.json.lock", ".{}.partial.json", ".{}.partial.md", ".{}.partial.png")),
+    "sample": (
+        "samples",
+        "step_00000002_n2_seed0_2steps",
+        (".{}.npz.lock", ".{}.npy", ".{}.partial.npz", ".{}.partial.json"),
+    ),
+    "advise": (
+        "advice",
+        "advice",
+        (".{}.json.lock", ".{}.partial.json", ".{}.partial.md", ".{}.partial.png"),
+    ),
 }
 
 
-@pytest.mark.parametrize(("program", "link"), [(program, link) for program, (_, _, links) in LINKS.items() for link in links])
+@pytest.mark.parametrize(
+    ("program", "link"), [(program, link) for program, (_, _, links) in LINKS.items() for link in links]
+)
 def test_no_link_of_a_run_lets_a_file_elsewhere_be_written(run, tmp_path_factory, program, link):
     victim = tmp_path_factory.mktemp("elsewhere") / "victim"
     victim.write_text("mine")
@@ -374,7 +412,9 @@ def test_damaged_files_of_a_run_are_read_or_refused(run, name):
 def test_a_configuration_of_any_values_is_read_or_refused(run):
     config, (weights,) = RunFolder(run).config(), run.glob("checkpoints/*/ema.safetensors")
     request = composed(f"run={run}", config_name="sample")
-    places = [(group,) for group in config] + [(g, key) for g, node in config.items() if isinstance(node, dict) for key in node]
+    places = [(group,) for group in config] + [
+        (g, key) for g, node in config.items() if isinstance(node, dict) for key in node
+    ]
 
     @FEWER
     @given(st.sampled_from(places), VALUES)

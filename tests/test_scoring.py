@@ -34,7 +34,14 @@ def folder(tmp_path_factory):
 
 
 def fid(folder, *overrides, **options):
-    return start("fid.py", "weights=weights.pth", "allow_unpublished_weights=true", *overrides, folder=folder, **options)
+    return start(
+        "fid.py",
+        "weights=weights.pth",
+        "allow_unpublished_weights=true",
+        *overrides,
+        folder=folder,
+        **options,
+    )
 
 
 def values(file):
@@ -55,7 +62,14 @@ def test_any_number_of_processes_gives_the_same_scores(folder):
             f"out={name}.json",
             num_processes=num_processes,
         )
-        for word in ("fid22", "sfid22", "precision22", "kid_std22", "published scores are of 50,000", f"record {name}.json"):
+        for word in (
+            "fid22",
+            "sfid22",
+            "precision22",
+            "kid_std22",
+            "published scores are of 50,000",
+            f"record {name}.json",
+        ):
             assert word in result.stdout
         files[name] = values(folder / f"{name}.json")
     assert files["two"] == pytest.approx(files["one"], rel=1e-6)
@@ -80,16 +94,29 @@ def test_any_number_of_processes_gives_the_same_scores(folder):
 @pytest.mark.slow
 def test_a_run_is_scored_without_files_like_its_samples(folder):
     from_run = fid(
-        folder, "run=run", "num_samples=12", "batch_size=5", "reference=reference.npz", "out=direct.json", num_processes=2
+        folder,
+        "run=run",
+        "num_samples=12",
+        "batch_size=5",
+        "reference=reference.npz",
+        "out=direct.json",
+        num_processes=2,
     )
     assert "fid12" in from_run.stdout
     start("sample.py", "run=run", "num_samples=12", "batch_size=5", "output=drawn.npz", folder=folder)
     fid(folder, "samples=drawn.npz", "reference=reference.npz")
     direct, kept = (json.loads((folder / name).read_text()) for name in ("direct.json", "drawn.scores.json"))
-    assert direct["values"] == pytest.approx(kept["values"], rel=2e-3)  # a byte may round the other way in another batch
+    assert direct["values"] == pytest.approx(
+        kept["values"], rel=2e-3
+    )  # a byte may round the other way in another batch
     for record in (direct, kept):
         drawn = record["samples"]["drawn"]
-        assert (drawn["num_samples"], drawn["first_seed"], drawn["labels"], drawn["guidance_scale"]) == (12, 0, "random", 1.0)
+        assert (drawn["num_samples"], drawn["first_seed"], drawn["labels"], drawn["guidance_scale"]) == (
+            12,
+            0,
+            "random",
+            1.0,
+        )
         assert drawn["sampler"]["num_steps"] == 2
         assert drawn["data"]["manifest"]["encoder"] == "identity"
         assert len(drawn["weights_sha256"]) == 64
@@ -120,7 +147,10 @@ def test_scores_are_not_overwritten_unasked(folder):
     only = ("samples=few.npz", "precision_recall=false", "reference=few.npz")
     (folder / "kept.json").write_text("of others")
     result = fid(folder, *only, "out=kept.json", check=False)
-    assert "out=kept.json: kept.json is there already: overwrite=true replaces it, out=OTHER leaves it" in result.stderr
+    assert (
+        "out=kept.json: kept.json is there already: overwrite=true replaces it, out=OTHER leaves it"
+        in result.stderr
+    )
     assert (folder / "kept.json").read_text() == "of others"
     fid(folder, *only, "out=kept.json", "overwrite=true")
     assert "fid5" in values(folder / "kept.json")
@@ -195,10 +225,19 @@ def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
     assert record["num_samples"] == 6
     assert record["reference"]["path"] == f"{folder}/few.npz"
     assert record["weights"]["checked"] == "names and shapes"
-    scored = fid(folder, f"run={tmp_path}/run", "num_samples=6", "batch_size=64", "reference=few.npz", f"out={tmp_path}/s.json")
+    scored = fid(
+        folder,
+        f"run={tmp_path}/run",
+        "num_samples=6",
+        "batch_size=64",
+        "reference=few.npz",
+        f"out={tmp_path}/s.json",
+    )
     assert "fid6" in scored.stdout
     assert values(tmp_path / "s.json")["fid6"] == pytest.approx(lines[1]["fid6"], rel=2e-3)
-    with pytest.raises(ValueError, match=r"another configuration .evaluation.num_samples: 6 -> 7; sampler.num_steps: 2 -> 3"):
+    with pytest.raises(
+        ValueError, match=r"another configuration .evaluation.num_samples: 6 -> 7; sampler.num_steps: 2 -> 3"
+    ):
         tiny_trainer(tmp_path / "run", *adm(folder), "evaluation.num_samples=7", "sampler.num_steps=3")
     without = [override for override in adm(folder) if not override.startswith(("evaluation", "sampler"))]
     tiny_trainer(tmp_path / "run", *without, "sampler.num_steps=3")
@@ -223,11 +262,13 @@ def test_a_training_scores_samples_of_the_labels_that_it_records(folder, tmp_pat
     evaluators = {type(evaluator): evaluator for _, evaluator in trainer.evaluators}
     expected = {"random": random_labels(range(40), 10), "balanced": torch.arange(40) % 10}
     assert evaluators[AdmEvaluator].source.labels(40).tolist() == expected[labels].tolist()
-    assert evaluators[SampleGrid].source.labels(40).tolist() == expected["balanced"].tolist(), "pictures stay balanced"
+    assert evaluators[SampleGrid].source.labels(40).tolist() == expected["balanced"].tolist(), (
+        "pictures stay balanced"
+    )
     (record,) = run.manifest()["scores"]
     distances = record["precision_recall"]["distances"]
     assert (record["labels"], bool(record["kid"]), distances) == (labels, exact, "fp32" if exact else "fp16")
-    run.release()
+    run.unlock()
 
 
 def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypatch):
@@ -245,7 +286,7 @@ def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypat
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
-def test_what_can_not_be_scored_is_refused_before_training(folder, tmp_path):
+def test_what_cannot_be_scored_is_refused_before_training(folder, tmp_path):
     for override, message in (
         ("train.save_every=3", r"train.eval_every=4 must be a multiple of train.save_every=3"),
         ("evaluation.reference=nowhere.npz", r"reference=nowhere.npz not found"),

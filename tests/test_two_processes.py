@@ -1,4 +1,6 @@
-"""What two processes do together, held against one: in one start of both, since what takes long is that each imports torch."""
+"""What two processes do together, held against one: in one start of both, since what takes long is that each
+imports torch.
+"""
 
 import hashlib
 import json
@@ -19,26 +21,38 @@ from safetensors.torch import load_file
 import sample
 import train
 from data import LatentManifest, LatentWriter, open_images
-from evaluation import AdmSuite, Processes, make_reference
+from evaluation import AdmSuite, make_reference
 from evaluation.extraction import evenly_spaced
 from evaluation.inception import InceptionFeatures
-from runtime.launch import check_same, decided_by_first
+from runtime.launch import Launch
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
 
 NUM_PROCESSES = 2
 SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where no checkpoint, and an evaluation is due
-# Two micro-batches for each process. Zeros of adaLN-Zero would hide most draws; Adam makes much of gradients that are
-# nothing but rounding, unless eps is larger.
-OPTIONS = ("train.micro_batch_size=2", "model.init=xavier", "optimizer.lr=1e-3", "optimizer.eps=1e-3", "ema.decay=0.5")
+# Two micro-batches for each process. Zeros of adaLN-Zero would hide most draws; Adam makes much of gradients
+# that are nothing but rounding, unless eps is larger.
+OPTIONS = (
+    "train.micro_batch_size=2",
+    "model.init=xavier",
+    "optimizer.lr=1e-3",
+    "optimizer.eps=1e-3",
+    "ema.decay=0.5",
+)
 OPTIONS += ("model/size=tiny", "train.num_workers=0")
 RUN = (*OPTIONS, "train.log_every=5", "train.eval_every=3", "train.sample_every=6", "sampler.num_steps=2")
-NUM_IMAGES, NUM_KEPT, SIDE = 23, 9, 4  # of a reference, six batches of four: three for each process, one of them short
+NUM_IMAGES, NUM_KEPT, SIDE = (
+    23,
+    9,
+    4,
+)  # of a reference, six batches of four: three for each process, one of them short
 
 
 class Pixels:
-    """Pixels in the place of what a network sees in them: what is tested is how features of all images come together."""
+    """Pixels in the place of what a network sees in them: what is tested is how features of all images come
+    together.
+    """
 
     device, record = torch.device("cpu"), {"checked": "sha256", "tensors_sha256": "0"}
 
@@ -63,7 +77,9 @@ def write_inputs(folder):
     for entry in range(34):
         for token in range(entry % 17):
             masks[entry, 2 * (token // 4), 2 * (token % 4)] = 200
-    manifest = LatentManifest(34, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=10, conditioning_type="mask")
+    manifest = LatentManifest(
+        34, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=10, conditioning_type="mask"
+    )
     with LatentWriter(folder / "latents", manifest) as writer:
         writer.append(rng.standard_normal((34, 4, 8, 8)), np.arange(34) % 10, masks)
     for name, count in (("reference", NUM_IMAGES), ("samples", NUM_IMAGES + 4)):
@@ -106,18 +122,19 @@ def trained(folder, *overrides, asked=False):
     return reason, digest.hexdigest()
 
 
-def scored(folder, state):
+def scored(folder, launch):
     """Make a reference, and return the scores of samples against one that has its images alone."""
     images, samples = (open_images(folder / f"{name}.npz") for name in ("reference", "samples"))
-    processes = Processes(state.process_index, state.num_processes)
-    make_reference(Pixels(), images, folder / f"made_by_{state.num_processes}.npz", 4, processes)
+    make_reference(Pixels(), images, folder / f"made_by_{launch.world_size}.npz", 4, launch)
     options = {"batch_size": 4, "precision_recall": True, "exact_distances": True, "kid": True}
-    suite = AdmSuite(Pixels(), {}, images, processes=processes, **options)
-    return suite.score(samples.batches(4, processes.index, processes.count), samples.count, samples.shape).values
+    suite = AdmSuite(Pixels(), {}, images, launch=launch, **options)
+    return suite.score(samples.batches(4, launch), samples.count, samples.shape).values
 
 
 def draw(run, output):
-    sample.main(composed(f"run={run}", "num_samples=23", "batch_size=4", f"output={output}", config_name="sample"))
+    sample.main(
+        composed(f"run={run}", "num_samples=23", "batch_size=4", f"output={output}", config_name="sample")
+    )
 
 
 def refusal(ask):
@@ -139,7 +156,7 @@ def process(rank, folder):
     # A process that waits for one that does something else must not wait for ever.
     group = {"rank": rank, "world_size": NUM_PROCESSES, "timeout": timedelta(seconds=60)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", **group)
-    state = PartialState(cpu=True)
+    launch = Launch.of(PartialState(cpu=True))
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
@@ -149,10 +166,10 @@ def process(rank, folder):
         found["handed"] = trained(folder / "handed", *run_options(folder), "train.total_steps=4")
         tiny_run(folder / "grown", *run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1")
         tiny_run(folder / "smaller", "train.total_steps=3")
-        found["scores"] = scored(folder, state)
+        found["scores"] = scored(folder, launch)
     draw(folder / "whole", folder / "drawn_by_2.npz")
-    found["differing"] = refusal(lambda: check_same(state, {"same": 0, "seed": rank}))
-    found["undecided"] = refusal(lambda: decided_by_first(state, fail))
+    found["differing"] = refusal(lambda: launch.assert_ranks_agree({"same": 0, "seed": rank}))
+    found["undecided"] = refusal(lambda: launch.broadcast_from_main(fail))
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -170,8 +187,10 @@ def folder(tmp_path_factory):
         with redirect_stdout((folder / "said.txt").open("w")) as said, said:
             trained(folder / "handed", *run_options(folder))
         trained(folder / "one", *run_options(folder))
-        tiny_run(folder / "grown_by_one", *run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1")
-        torch.save(scored(folder, PartialState(cpu=True)), folder / "scores_of_one.pt")
+        tiny_run(
+            folder / "grown_by_one", *run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1"
+        )
+        torch.save(scored(folder, Launch.of(PartialState(cpu=True))), folder / "scores_of_one.pt")
     return folder
 
 
@@ -186,13 +205,15 @@ def assert_same_numbers(run, other):
     for line, of_other in zip(metrics(run), metrics(other), strict=True):
         assert line.keys() == of_other.keys()
         for key, value in line.items():
-            assert of_other[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), key
+            assert of_other[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), (
+                key
+            )
 
 
 @pytest.mark.parametrize("run", ["whole", "handed"])
 def test_two_processes_log_what_one_logs(folder, run):
-    """Losses, held-out losses, counts of tokens, the step that all skip and whose sample was at fault; `handed` was
-    begun by one process, went on in two, and ended in one."""
+    """Losses, held-out losses, counts of tokens, the step that all skip and whose sample was at fault;
+    `handed` was begun by one process, went on in two, and ended in one."""
     assert_same_numbers(folder / "one", folder / run)
 
 
@@ -201,12 +222,14 @@ def test_two_processes_log_what_one_logs(folder, run):
 def test_two_processes_train_the_weights_of_one(folder, run, file):
     one, two = (load_file(latest_checkpoint(folder / name) / f"{file}.safetensors") for name in ("one", run))
     for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            two[name], tensor, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_the_skipped_step_names_the_sample_at_fault(folder):
     trainer, run = tiny_trainer(folder / "asked", *run_options(folder))
-    run.release()
+    run.unlock()
     (skipped,) = metrics(folder / "whole")[1]["skipped_steps"]
     assert skipped["step"] == SPOILT_STEP + 1
     assert skipped["entries"][0] == trainer.history.entries(SPOILT_STEP)[SPOILT_PLACE]
@@ -232,9 +255,12 @@ def test_a_run_says_what_another_number_of_processes_means(folder):
     assert f"changed    {change}\n" in (folder / "said.txt").read_text()
 
 
-def test_micro_batches_that_new_processes_can_not_share_become_smaller(folder):
+def test_micro_batches_that_new_processes_cannot_share_become_smaller(folder):
     start = json.loads((folder / "smaller/manifest.json").read_text())["starts"][1]
-    assert "micro-batches of 8 -> 4: noise, dropped labels and tokens are other draws from here on" in start["changes"]
+    assert (
+        "micro-batches of 8 -> 4: noise, dropped labels and tokens are other draws from here on"
+        in start["changes"]
+    )
     assert metrics(folder / "smaller")[-1]["step"] == 3
 
 
@@ -254,7 +280,9 @@ def test_two_processes_show_and_draw_the_pictures_of_one(folder):
 
 def test_two_processes_score_as_one_and_the_first_tells(folder, found):
     one = torch.load(folder / "scores_of_one.pt")
-    assert one.keys() == {f"{name}{NUM_IMAGES + 4}" for name in ("fid", "sfid", "is", "precision", "recall", "kid", "kid_std")}
+    assert one.keys() == {
+        f"{name}{NUM_IMAGES + 4}" for name in ("fid", "sfid", "is", "precision", "recall", "kid", "kid_std")
+    }
     assert one[f"is{NUM_IMAGES + 4}"] > 1.5
     assert found[0].scores == pytest.approx(one, rel=1e-6)
     assert found[1].scores == {}
@@ -270,7 +298,7 @@ def test_a_reference_keeps_its_images_in_order_whoever_looked_at_them(folder):
 
 
 def test_processes_that_do_not_start_alike_refuse_together(found):
-    said = "ValueError('the processes of this launch must start alike: seed is 0 in process 0, 1 in process 1')"
+    said = "ValueError('ranks disagree on seed: 0 in process 0, 1 in process 1')"
     assert [of_one.differing for of_one in found] == [said] * NUM_PROCESSES
 
 

@@ -335,8 +335,8 @@ RULES = [
     ("train", "train=5", "train=5: is a group of keys, which are set one by one"),
     ("train", "diffusion.loss=5", "diffusion.loss=5: is a group of keys, which are set one by one"),
     ("train", "train.total_steps=null", "train.total_steps=null: must not be null"),
-    ("train", "train.total_steps", "train.total_steps can not be read: must be KEY=VALUE"),
-    ("train", "model.routes[0].selection_ratio=0.3", "model.routes[0].selection_ratio=0.3 can not be read: must be KEY=VALUE"),
+    ("train", "train.total_steps", "train.total_steps cannot be read: must be KEY=VALUE"),
+    ("train", "model.routes[0].selection_ratio=0.3", "model.routes[0].selection_ratio=0.3 cannot be read: must be KEY=VALUE"),
     ("train", "model.routes.1.selection_ratio=0.3", "model.routes.1.selection_ratio=0.3: the list has no such item"),
     ("train", "model.routes.x=0.3", "'x' is no item of a list: they have numbers, from 0"),
     ("train", "optimizer.lr=fast", f"optimizer.lr=fast: Value 'fast' of type 'str' {NUMBER}"),
@@ -377,7 +377,7 @@ RULES = [
     ("finetune", "transformer=flux inputs=unequal", "inputs=unequal has arrays of different lengths: {'latents': 80, "),
     ("finetune", "transformer=flux inputs=wide", "inputs=wide: a FluxTransformer2DModel does not take latents (1, 1, 8, 8), "),
     ("finetune", "transformer=flux inputs=nowhere", "inputs=nowhere must be a folder of arrays"),
-    ("finetune", "transformer=flux inputs=damaged", "damaged/latents.npy can not be read as an array of numbers"),
+    ("finetune", "transformer=flux inputs=damaged", "damaged/latents.npy cannot be read as an array of numbers"),
     ("finetune", "transformer=flux inputs=flat", "flat/text.npy has shape (80,) and type float32: it must hold a row of"),
     ("finetune", "transformer=sd3 inputs=four", "inputs=four: from latents (1, 4, 8, 8), text (1, 5, 12), "),
     ("finetune", f"{FINETUNE} output_dir=file", "output_dir=file must be a folder"),
@@ -489,7 +489,11 @@ def line_of(program, overrides):
 
 @pytest.mark.parametrize(
     ("program", "overrides", "rule"),
-    [pytest.param(program, *row, id=f"{program} {row[0]}") for program, table in KEYS.items() for row in table],
+    [
+        pytest.param(program, *row, id=f"{program} {row[0]}")
+        for program, table in KEYS.items()
+        for row in table
+    ],
 )
 def test_a_wrong_value_is_told_with_key_value_and_rule(program, overrides, rule):
     key, _, value = overrides.split()[-1].partition("=")
@@ -499,7 +503,9 @@ def test_a_wrong_value_is_told_with_key_value_and_rule(program, overrides, rule)
     assert rule in rest
 
 
-@pytest.mark.parametrize(("program", "overrides", "expected"), RULES, ids=[f"{program} {row}" for program, row, _ in RULES])
+@pytest.mark.parametrize(
+    ("program", "overrides", "expected"), RULES, ids=[f"{program} {row}" for program, row, _ in RULES]
+)
 def test_a_broken_rule_is_told_in_one_line(program, overrides, expected):
     assert line_of(program, overrides).startswith(expected)
 
@@ -508,7 +514,11 @@ def keys_of(program):
     """Return every key of a program, with all options of the groups that bring keys of their own."""
     choices = [()]
     if program == "train":
-        choices = [[f"{g}={f.stem}"] for g in ("data", "evaluation", "tracker") for f in (ROOT / "configs" / g).glob("*.yaml")]
+        choices = [
+            [f"{g}={f.stem}"]
+            for g in ("data", "evaluation", "tracker")
+            for f in (ROOT / "configs" / g).glob("*.yaml")
+        ]
     found = set()
     for overrides in choices:
         name = "config" if program == "train" else program
@@ -530,7 +540,11 @@ def raises_of(source):
     lines, start = inspect.getsourcelines(source)
     for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
         error = node.exc if isinstance(node, ast.Raise) else None
-        if isinstance(error, ast.Call) and error.func.id in ("ValueError", "FileNotFoundError", "FileExistsError"):
+        if isinstance(error, ast.Call) and error.func.id in (
+            "ValueError",
+            "FileNotFoundError",
+            "FileExistsError",
+        ):
             offset = max(start, 1) - 1
             yield inspect.getsourcefile(source), node.lineno + offset, node.end_lineno + offset
 
@@ -546,18 +560,22 @@ def lines_that_raised(error):
 
 
 def test_every_rule_is_broken_by_a_row():
-    rows = [(program, row[0]) for program, table in KEYS.items() for row in table] + [row[:2] for row in RULES]
+    rows = [(program, row[0]) for program, table in KEYS.items() for row in table] + [
+        row[:2] for row in RULES
+    ]
     raised = {step for row in rows for step in lines_that_raised(refusal(*row)[0])}
     known = [place for source in TOLD_BY for place in raises_of(source)]
     assert len(known) > 60
     unbroken = [
-        f"{file}:{first}" for file, first, last in known if not raised & {(file, line) for line in range(first, last + 1)}
+        f"{file}:{first}"
+        for file, first, last in known
+        if not raised & {(file, line) for line in range(first, last + 1)}
     ]
     assert unbroken == []
 
 
 def test_nothing_is_said_beside_the_line(caplog, capsys):
-    """Hydra logs what it can not import, in lines of its own."""
+    """Hydra logs what it cannot import, in lines of its own."""
     _, said = refusal.__wrapped__("train", "sampler._target_=diffusion.nothing")
     assert said.count("\n") == 1
     assert caplog.records == []
@@ -566,7 +584,18 @@ def test_nothing_is_said_beside_the_line(caplog, capsys):
 
 def test_right_values_are_not_refused():
     """A rule that refuses everything would pass all of the above."""
-    validated("sampler.S_max=inf", "sampler.S_churn=40", "optimizer.eps=0", "optimizer.weight_decay=0.1", "ema.decay=0")
+    validated(
+        "sampler.S_max=inf",
+        "sampler.S_churn=40",
+        "optimizer.eps=0",
+        "optimizer.weight_decay=0.1",
+        "ema.decay=0",
+    )
     validated("data=synthetic", "data.num_held_out=0", "data.seed=3", "tracker=wandb", "tracker.mode=online")
-    for request in ({"num_steps": 1}, {"guidance_scale": 0.0}, {"class_label": 9}, {"first_seed": 2**32 - 100}):
+    for request in (
+        {"num_steps": 1},
+        {"guidance_scale": 0.0},
+        {"class_label": 9},
+        {"first_seed": 2**32 - 100},
+    ):
         sampling.check_run({**composed("run=r", config_name="sample"), **request})

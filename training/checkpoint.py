@@ -1,8 +1,8 @@
 """Checkpoints: tensors and plain types only, written beside their place and renamed when they are whole.
 
-A checkpoint is a folder `step_00001000` with `net.safetensors`, `ema.safetensors` (the weights to sample from, usable on
-their own), `optimizer.safetensors`, `state.json`, and `SHA256SUMS` of these four, which are held against it before they are
-used (`sha256sum -c SHA256SUMS` does the same by hand).
+A checkpoint is a folder `step_00001000` with `net.safetensors`, `ema.safetensors` (the weights to sample
+from, usable on their own), `optimizer.safetensors`, `state.json`, and `SHA256SUMS` of these four, which are
+held against it before they are used (`sha256sum -c SHA256SUMS` does the same by hand).
 """
 
 import argparse
@@ -34,7 +34,16 @@ MAX_SUMS_BYTES = 2**12
 # What came into state.json later, and stands for nothing known.
 LATER_STATE = {"metrics_waiting": "", "history": None, "longest_save_sec": None}
 # What damaged bytes make torch.load raise is written down nowhere.
-LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError, AttributeError)
+LOAD_ERRORS = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    OSError,
+    pickle.UnpicklingError,
+    TypeError,
+    LookupError,
+    AttributeError,
+)
 LOAD_ERRORS += (AssertionError, OverflowError, MemoryError, struct.error)
 CONTENT = {"net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"}
 
@@ -51,7 +60,14 @@ class CheckpointFolder:
     def __init__(self, folder: Path, keep_last: int, milestone_every: int | None):
         self.folder, self.keep_last, self.milestone_every = folder, keep_last, milestone_every
 
-    def save(self, step: int, net: nn.Module, ema: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        net: nn.Module,
+        ema: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+    ) -> None:
         """Write a checkpoint of `step`, then remove those that are no longer kept.
 
         Raises:
@@ -59,7 +75,9 @@ class CheckpointFolder:
         """
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".{final.name}.partial"
-        for left_over in self.folder.glob(".step_*"):  # of a process that was killed while it saved or removed
+        for left_over in self.folder.glob(
+            ".step_*"
+        ):  # of a process that was killed while it saved or removed
             _remove(left_over)
         try:
             self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone is not made again
@@ -68,7 +86,9 @@ class CheckpointFolder:
             _save_tensors(partial / "ema.safetensors", ema.state_dict())
             _save_tensors(partial / "optimizer.safetensors", _optimizer_tensors(net, optimizer))
             (partial / "state.json").write_text(json.dumps(finite({"step": step, **state})) + "\n")
-            (partial / SUMS).write_text("".join(f"{sha256(file)}  {file.name}\n" for file in sorted(partial.iterdir())))
+            (partial / SUMS).write_text(
+                "".join(f"{sha256(file)}  {file.name}\n" for file in sorted(partial.iterdir()))
+            )
             for path in (*partial.iterdir(), partial):
                 sync(path)
         except OSError:
@@ -95,15 +115,23 @@ class CheckpointFolder:
             aside = path.with_name(f"{path.name}.damaged")
             _remove(aside)
             path.rename(aside)
-            show(f"warning: {path} is damaged ({damage}), put aside as {aside.name}; the checkpoint before it is used")
+            show(
+                f"warning: {path} is damaged ({damage}), put aside as {aside.name}; the checkpoint before it "
+                "is used"
+            )
         if found or list(self.folder.glob("*.damaged")):
             raise ValueError(
-                f"{self.folder}: no checkpoint is whole, so the run cannot go on: start another with run_name=NAME"
+                f"{self.folder}: no intact checkpoint to resume from: start another with run_name=NAME"
             )
         return None
 
     def load(
-        self, path: Path, net: nn.Module, ema: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+        self,
+        path: Path,
+        net: nn.Module,
+        ema: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
     ) -> dict[str, Any]:
         """Load a checkpoint into its objects and return what was saved as `state`, with the step."""
         _load_into(net, path / "net.safetensors")
@@ -117,7 +145,8 @@ class CheckpointFolder:
         return LATER_STATE | json.loads((path / "state.json").read_text())
 
     def _remove_old(self) -> None:
-        # The newest was just written, and damaged ones that were newer than what the run began from have been put aside.
+        # The newest was just written, and damaged ones that were newer than what the run began from have been
+        # put aside.
         for step, path in steps_in(self.folder)[: -self.keep_last]:
             if not self.milestone_every or step % self.milestone_every:
                 _discard(path)
@@ -162,17 +191,18 @@ def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
     """Load weights into a network, by name.
 
     Args:
-        source: a `.safetensors` file; a `.pt` or `.pth` file, read without executing code from it, of which the first of
-            `ENTRIES` is taken that is there; a checkpoint folder or a run folder, whose averaged weights are taken. Names may
-            carry the prefixes of wrappers (`module.`, `model.`, `net.`) and of compilation.
+        source: a `.safetensors` file; a `.pt` or `.pth` file, read without executing code from it, of which
+            the first of `ENTRIES` is taken that is there; a checkpoint folder or a run folder, whose averaged
+            weights are taken. Names may carry the prefixes of wrappers (`module.`, `model.`, `net.`) and of
+            compilation.
 
     Returns:
         Which file was read, and the entry that was taken (None: its top).
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
-        ValueError: the file can not be read, is not as its checkpoint was written, or its names or shapes are not those of
-            the network.
+        ValueError: the file cannot be read, is not as its checkpoint was written, or its names or shapes are
+            not those of the network.
     """
     file = _weights_file(Path(source))
     if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
@@ -196,18 +226,25 @@ def _load_into(net: nn.Module, file: Path) -> str | None:
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
         raise ValueError(
-            f"{file}: the weights are not of this network (model/size, model/block, model.num_prefix_tokens must be the same): "
+            f"{file}: weights do not match the model (model/size, model/block, model.num_prefix_tokens "
+            "must be the same): "
             f"missing {missing[:3]}, not known {unexpected[:3]}"
         )
     for name, tensor in expected.items():
         if tensors[name].shape != tensor.shape:
-            hint = "; DiT and SiT checkpoints need model.learn_sigma=true" if name.startswith("final_layer.linear") else ""
+            hint = (
+                "; DiT and SiT checkpoints need model.learn_sigma=true"
+                if name.startswith("final_layer.linear")
+                else ""
+            )
             shapes = f"{tuple(tensors[name].shape)}, the network's is {tuple(tensor.shape)}"
             raise ValueError(f"{file}: {name} has shape {shapes}{hint}")
     try:
         net.load_state_dict(tensors)
-    except RuntimeError as error:  # tensors without memory, or of a type that can not be copied
-        raise ValueError(f"{file} holds more than plain tensors: {' '.join(str(error).split())[:200]}") from error
+    except RuntimeError as error:  # tensors without memory, or of a type that cannot be copied
+        raise ValueError(
+            f"{file} holds more than plain tensors: {' '.join(str(error).split())[:200]}"
+        ) from error
     return entry
 
 
@@ -216,7 +253,9 @@ def _weights_file(source: Path) -> Path:
         folder = latest_checkpoint(source) if (source / "checkpoints").is_dir() else source
         source = source / "checkpoints" if folder is None else folder / "ema.safetensors"
     if not source.is_file():
-        raise FileNotFoundError(f"{source} not found: give a weights file, a checkpoint folder or a run folder")
+        raise FileNotFoundError(
+            f"{source} not found: give a weights file, a checkpoint folder or a run folder"
+        )
     return source
 
 
@@ -240,7 +279,9 @@ def _load_tensors(file: Path, device: torch.device) -> tuple[dict[str, torch.Ten
     """Return named tensors, and the entry of the file that they were in (None: at its top)."""
     if file.suffix == ".safetensors":
         try:
-            return load_file(file, device="cpu" if device.type == "cpu" else str(device)), None  # it does not know cpu:0
+            return load_file(
+                file, device="cpu" if device.type == "cpu" else str(device)
+            ), None  # it does not know cpu:0
         except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
     check_stored(file)
@@ -249,7 +290,9 @@ def _load_tensors(file: Path, device: torch.device) -> tuple[dict[str, torch.Ten
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location=device, weights_only=True)
     except LOAD_ERRORS as error:
-        raise ValueError(f"{file} is damaged, or holds more than plain tensors, which is not loaded") from error
+        raise ValueError(
+            f"{file} is damaged, or holds more than plain tensors, which is not loaded"
+        ) from error
     entry = None
     if isinstance(content, dict):
         entry = next((key for key in ENTRIES if isinstance(content.get(key), dict)), None)

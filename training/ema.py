@@ -22,7 +22,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self, net: nn.Module, skipped: torch.Tensor) -> None:
-        """Move the average towards `net`; `skipped` (0-d, 0 or 1, on the device) says that the optimizer did not step."""
+        """Move the average towards `net`; `skipped` (0-d, 0 or 1, on the device) says that the optimizer did
+        not step.
+        """
         decay = torch.full_like(self.num_updates, self.decay)
         if self.warmup:
             # beta_s = min(beta, (1 + s) / (10 + s))

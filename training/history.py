@@ -1,4 +1,5 @@
-"""What single steps gave, kept on the device until the next log point: which had to be skipped, which were spikes, and why.
+"""What single steps gave, kept on the device until the next log point: which had to be skipped, which were
+spikes, and why.
 
 Shapes: P processes, R steps since the last log point, S samples of a process and step.
 """
@@ -9,11 +10,12 @@ from typing import Any
 
 import torch
 
-MOST_NAMED = 4  # samples of a process and step that are named, those of the largest loss
+MAX_NAMED = 4  # samples of a process and step that are named, those of the largest loss
 NOBODY = -1.0
-FIELDS = 2 + 2 * MOST_NAMED  # loss, skipped, the largest losses of samples, their places in the batch
-# A spike is so many standard deviations above the mean of the steps before it, both with weights that fall by this factor.
-SPIKE_DEVIATIONS, MEMORY, LEAST_STEPS = 8.0, 0.99, 100
+FIELDS = 2 + 2 * MAX_NAMED  # loss, skipped, the largest losses of samples, their places in the batch
+# A spike is so many standard deviations above the mean of the steps before it, both with weights that fall by
+# this factor.
+SPIKE_DEVIATIONS, MEMORY, MIN_STEPS = 8.0, 0.99, 100
 
 
 class NotFinite(Exception):
@@ -29,7 +31,8 @@ class LossHistory:
 
     Args:
         places: (S,) where the samples of this process lie in the global batch.
-        entries: gives the entries of the data that the batch after so many steps is made of, in the order of the batch.
+        entries: gives the entries of the data that the batch after so many steps is made of, in the order of
+            the batch.
         max_skipped_steps: so many skipped steps in a row end the run.
     """
 
@@ -41,21 +44,29 @@ class LossHistory:
         max_skipped_steps: int,
         device: torch.device,
     ):
-        self.places, self.entries, self.max_skipped_steps = places.to(device).float(), entries, max_skipped_steps
+        self.places, self.entries, self.max_skipped_steps = (
+            places.to(device).float(),
+            entries,
+            max_skipped_steps,
+        )
         self.rows = torch.zeros(log_every, FIELDS, device=device)
         self.num_rows = 0
         self.num_in_row = 0  # skipped steps in a row, up to the last log point
-        self.mean, self.variance, self.num_landed = 0.0, 0.0, 0  # of the losses of steps that were not skipped
+        self.mean, self.variance, self.num_applied = (
+            0.0,
+            0.0,
+            0,
+        )  # of the losses of steps that were not skipped
 
     def add(self, loss: torch.Tensor, skipped: torch.Tensor, losses: Sequence[torch.Tensor]) -> None:
         """Keep a step: its loss (0-d), 0 or 1 (0-d), and the losses of its samples, (S,) in parts."""
         # A loss that is not a number counts as the largest.
         sample_losses = torch.cat(list(losses)).nan_to_num(math.inf, math.inf, -math.inf)  # (S,)
-        largest, indices = sample_losses.topk(min(MOST_NAMED, len(sample_losses)))
+        largest, indices = sample_losses.topk(min(MAX_NAMED, len(sample_losses)))
         row = self.rows[self.num_rows].fill_(NOBODY)
         row[0], row[1] = loss, skipped
         row[2 : 2 + len(largest)] = largest
-        row[2 + MOST_NAMED : 2 + MOST_NAMED + len(largest)] = self.places[indices]
+        row[2 + MAX_NAMED : 2 + MAX_NAMED + len(largest)] = self.places[indices]
         self.num_rows += 1
 
     def report(self, step: int, rows: list[list[list[float]]]) -> dict[str, list[dict[str, Any]]]:
@@ -81,27 +92,37 @@ class LossHistory:
                 continue
             self.num_in_row = 0
             if self._is_spike(loss):
-                found["loss_spikes"].append({"step": at, "loss": loss, "entries": self._largest(at, of_processes)})
+                found["loss_spikes"].append(
+                    {"step": at, "loss": loss, "entries": self._largest(at, of_processes)}
+                )
         if worst is not None:
             entries = list(self.entries(worst - 1))
             raise NotFinite(
-                f"no finite loss or gradient in {self.max_skipped_steps} or more steps in a row, from step {worst} on "
-                f"(train.max_skipped_steps); its batch was {entries[:16]}{' and more' if len(entries) > 16 else ''}",
+                f"no finite loss or gradient in {self.max_skipped_steps} or more steps in a row, from step "
+                f"{worst} on "
+                "(train.max_skipped_steps); its batch was "
+                f"{entries[:16]}{' and more' if len(entries) > 16 else ''}",
                 {"step": worst, "entries": entries, "skipped_steps": found["skipped_steps"]},
             )
         return {key: steps for key, steps in found.items() if steps}
 
     def state(self, rows: list[list[list[float]]]) -> dict[str, Any]:
         """Return what a checkpoint keeps, with the rows (P, R, FIELDS) of all processes."""
-        kept = {key: getattr(self, key) for key in ("num_in_row", "mean", "variance", "num_landed")}
+        kept = {key: getattr(self, key) for key in ("num_in_row", "mean", "variance", "num_applied")}
         return {"rows": rows, **kept}
 
     def restore(self, state: dict[str, Any], process_index: int, num_processes: int) -> None:
-        """Go on from what a checkpoint kept; on another number of processes, each takes all that there was together."""
-        for key in ("num_in_row", "mean", "variance", "num_landed"):
+        """Go on from what a checkpoint kept; on another number of processes, each takes all that there was
+        together.
+        """
+        for key in ("num_in_row", "mean", "variance", "num_applied"):
             setattr(self, key, state[key])
-        # JSON has null for the losses of a step that was skipped, of which no more is asked than which are the largest.
-        kept = [[[math.inf if value is None else value for value in row] for row in rows] for rows in state["rows"]]
+        # JSON has null for the losses of a step that was skipped, of which no more is asked than which are
+        # the largest.
+        kept = [
+            [[math.inf if value is None else value for value in row] for row in rows]
+            for rows in state["rows"]
+        ]
         if len(kept) == num_processes:
             rows = kept[process_index]
         else:
@@ -112,11 +133,12 @@ class LossHistory:
 
     def _is_spike(self, loss: float) -> bool:
         limit = self.mean + SPIKE_DEVIATIONS * math.sqrt(self.variance)
-        is_spike = self.num_landed >= LEAST_STEPS and loss > limit
-        # A spike counts as no more than the limit: it must not hide the next one, and a new level is learnt in time.
+        is_spike = self.num_applied >= MIN_STEPS and loss > limit
+        # A spike counts as no more than the limit: it must not hide the next one, and a new level is learnt
+        # in time.
         delta = (limit if is_spike else loss) - self.mean
-        self.num_landed += 1
-        weight = max(1 - MEMORY, 1 / self.num_landed)
+        self.num_applied += 1
+        weight = max(1 - MEMORY, 1 / self.num_applied)
         # The weighted mean and variance, one value after another.
         self.mean += weight * delta
         self.variance = (1 - weight) * (self.variance + weight * delta**2)
@@ -126,14 +148,18 @@ class LossHistory:
         """Return the entries whose samples had the largest losses of a step, the largest first."""
         row = _together(of_processes)
         names = self.entries(step - 1)
-        return [names[int(place)] for place in row[2 + MOST_NAMED :] if place != NOBODY]
+        return [names[int(place)] for place in row[2 + MAX_NAMED :] if place != NOBODY]
 
 
 def _together(of_processes: Sequence[Sequence[float]]) -> list[float]:
     """Make one row of those of several processes: the mean loss, and the largest losses of samples of all."""
     loss = sum(row[0] for row in of_processes) / len(of_processes)
-    pairs = [pair for row in of_processes for pair in zip(row[2 : 2 + MOST_NAMED], row[2 + MOST_NAMED :], strict=True)]
+    pairs = [
+        pair
+        for row in of_processes
+        for pair in zip(row[2 : 2 + MAX_NAMED], row[2 + MAX_NAMED :], strict=True)
+    ]
     losses = {place: value for value, place in pairs if place != NOBODY}
-    places = sorted(losses, key=lambda place: (-losses[place], place))[:MOST_NAMED]
-    places += [NOBODY] * (MOST_NAMED - len(places))
+    places = sorted(losses, key=lambda place: (-losses[place], place))[:MAX_NAMED]
+    places += [NOBODY] * (MAX_NAMED - len(places))
     return [loss, of_processes[0][1], *(losses.get(place, NOBODY) for place in places), *places]

@@ -1,4 +1,6 @@
-"""The folder of a run: its configuration, manifest, metrics and checkpoints; who may write to it, and what may resume it."""
+"""The folder of a run: its configuration, manifest, metrics and checkpoints; who may write to it, and what
+may resume it.
+"""
 
 import json
 import os
@@ -14,9 +16,20 @@ from runtime.launch import say_nothing
 from runtime.lock import Busy, Lock
 from runtime.provenance import flatten
 
-GOES_ON_FROM = ("data.fingerprint", "num_processes", "commit", "versions.torch")  # what a resumed start reads of the manifest
+GOES_ON_FROM = (
+    "data.fingerprint",
+    "num_processes",
+    "commit",
+    "versions.torch",
+)  # what a resumed start reads of the manifest
 GOES_ON_FROM += ("resolved.mixed_precision", "resolved.compile", "resolved.micro_batch_size")
-START = ("command", "commit", "source_sha256", "num_processes", "changes")  # what is kept of every start of a run
+START = (
+    "command",
+    "commit",
+    "source_sha256",
+    "num_processes",
+    "changes",
+)  # what is kept of every start of a run
 INHERIT_WITHIN_SEC = 3.0
 HOLD_WITHIN_SEC = 5.0  # for the last processes of an earlier start, which may still be ending
 MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
@@ -49,7 +62,8 @@ FREE_KEYS = (
 # Keys that came later than the first runs, and what those did.
 LATER_KEYS = {"model.attention": "auto"}
 
-# What a resumed run must not change either, where it scores its samples: scores of one name must mean the same.
+# What a resumed run must not change either, where it scores its samples: scores of one name must mean the
+# same.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
 
 
@@ -102,12 +116,12 @@ class RunFolder:
                 raise FileNotFoundError(f"run={self.path} is not a run directory (no {file})")
 
     def has_results(self) -> bool:
-        """Say whether there is anything here that another run must not overwrite."""
+        """Return whether there is anything here that another run must not overwrite."""
         metrics, checkpoints = self.path / "metrics.jsonl", self.path / "checkpoints"
         return (metrics.is_file() and metrics.stat().st_size > 0) or checkpoints.is_dir()
 
     def is_finished(self, total_steps: int) -> bool:
-        """Say whether the run has come to the end that is asked of it."""
+        """Return whether the run has come to the end that is asked of it."""
         manifest = self.manifest()
         return manifest.get("status") == "finished" and manifest.get("step") == total_steps
 
@@ -115,21 +129,23 @@ class RunFolder:
         """Compare configuration and data with what the results in the folder were made from.
 
         Raises:
-            FileNotFoundError, ValueError: they differ in something that changes the result, or what tells that is gone.
+            FileNotFoundError, ValueError: they differ in something that changes the result, or what tells
+                that is gone.
         """
         if not self.has_results():
             return
         self._check_whole()
         old, new = LATER_KEYS | flatten(self.config()), flatten(config)
         free_keys = set(FREE_KEYS)
-        if follows_the_total(config):
+        if depends_on_total_steps(config):
             free_keys.remove("train.total_steps")
         if config["evaluation"] and any(key.startswith("evaluation.") for key in old):
             free_keys.difference_update(SCORING_KEYS)
         changes = [
             f"{key}: {old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not any(key == free or key.startswith(f"{free}.") for free in free_keys)
+            if old.get(key) != new.get(key)
+            and not any(key == free or key.startswith(f"{free}.") for free in free_keys)
         ]
         if changes:
             raise ValueError(
@@ -137,19 +153,25 @@ class RunFolder:
                 "start this one elsewhere with run_name=NAME"
             )
         if self.manifest()["data"]["fingerprint"] != data["fingerprint"]:
-            raise ValueError(f"output_dir={self.path} was begun with other data: start this run elsewhere with run_name=NAME")
+            raise ValueError(
+                f"output_dir={self.path} was begun with other data: start this run elsewhere with "
+                "run_name=NAME"
+            )
 
     def _check_whole(self) -> None:
         elsewhere = "put it back, or start this run elsewhere with run_name=NAME"
         for file in (self.config_file, self.manifest_file):
             if not file.is_file():
-                raise FileNotFoundError(f"output_dir={self.path} holds a run whose {file.name} is gone: {elsewhere}")
+                raise FileNotFoundError(
+                    f"output_dir={self.path} holds a run whose {file.name} is gone: {elsewhere}"
+                )
         missing = [key for key in GOES_ON_FROM if key not in flatten(self.manifest())]
         if missing:
             raise ValueError(f"{self.manifest_file} is damaged, it lacks {', '.join(missing)}: {elsewhere}")
 
-    def hold(self, show: Callable[[str], None]) -> None:
-        """Keep the folder for this process until it ends, however it ends: two that write here would spoil each other's work.
+    def lock(self, show: Callable[[str], None]) -> None:
+        """Keep the folder for this process until it ends, however it ends: two that write here would spoil
+        each other's work.
 
         Raises:
             Busy: another process holds it, and does not end within a few seconds.
@@ -163,7 +185,7 @@ class RunFolder:
             raise OSError(f"output_dir={self.path} cannot be written: {error}") from error
         self.failure_file.unlink(missing_ok=True)
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Let another process have the folder; one that nothing was put into goes away."""
         if not self._lock:
             return
@@ -171,14 +193,16 @@ class RunFolder:
         self._lock = None
 
     def check_place(self) -> None:
-        """Make sure that what this process writes is still written to the folder that it holds, if it holds it.
+        """Make sure that what this process writes is still written to the folder that it holds, if it holds
+        it.
 
         Raises:
             Moved: it was moved or removed, so that another start may be writing there.
         """
         if self._lock and not self._lock.is_in_place():
             raise Moved(
-                f"output_dir={self.path} (or its .lock) was moved or removed while it trained: to go on from its newest "
+                f"output_dir={self.path} (or its .lock) was moved or removed while it trained: to go on from "
+                "its newest "
                 "checkpoint, run the same command with output_dir=FOLDER, where it is now"
             )
 
@@ -186,7 +210,9 @@ class RunFolder:
         return Lock(self.path / ".lock", f"output_dir={self.path}", wait_sec, show)
 
     def fail(self, process_index: int, reason: str, details: dict[str, Any]) -> dict[str, Any]:
-        """Record why the run failed, and return what failed first: often another process, whose end was this one's."""
+        """Record why the run failed, and return what failed first: often another process, whose end was this
+        one's.
+        """
         failure = {"process": process_index, "reason": reason, **details}
         own = self.path / f".failure_{process_index}.partial"
         try:
@@ -205,7 +231,9 @@ class RunFolder:
         return failure
 
     def _inherit(self) -> bool:
-        """Hold the folder if the process that did is gone, or goes within a few seconds; never that of another start."""
+        """Hold the folder if the process that did is gone, or goes within a few seconds; never that of
+        another start.
+        """
         inode, lock = self.failure_file.stat().st_ino, self._locking(INHERIT_WITHIN_SEC, say_nothing)
         with suppress(Busy):
             lock.acquire()
@@ -220,7 +248,10 @@ class RunFolder:
         write_text(self.config_file, yaml.safe_dump(config, sort_keys=False))
         start = {
             "step": step,
-            **{key: details[key] for key in ("command", "commit", "source_sha256", "num_processes", "changes")},
+            **{
+                key: details[key]
+                for key in ("command", "commit", "source_sha256", "num_processes", "changes")
+            },
         }
         starts = [*(self.manifest().get("starts", []) if step else []), start]
         self.update({**details, "status": "running", "reason": None, "failure": None, "starts": starts})
@@ -236,7 +267,9 @@ class RunFolder:
 
 
 def _check_events(events: Iterator[yaml.Event]) -> None:
-    """Refuse what no run writes: aliases, of which a few nested ones fill all memory; tags, which make other types; depth."""
+    """Refuse what no run writes: aliases, of which a few nested ones fill all memory; tags, which make other
+    types; depth.
+    """
     depth = 0
     for event in events:
         if isinstance(event, yaml.AliasEvent):
@@ -248,8 +281,8 @@ def _check_events(events: Iterator[yaml.Event]) -> None:
             raise ValueError(f"it nests more than {MAX_CONFIG_DEPTH} deep")
 
 
-def follows_the_total(config: dict[str, Any]) -> bool:
-    """Say whether what a step does depends on how many there are in all."""
+def depends_on_total_steps(config: dict[str, Any]) -> bool:
+    """Return whether what a step does depends on how many there are in all."""
     return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
 
 
@@ -261,13 +294,23 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """
     said = []
     if old["num_processes"] != new["num_processes"]:
-        order = "each process reads other shards from here on" if "note" in new["data"] else "the order of the data stays"
-        said.append(f"{old['num_processes']} process(es) -> {new['num_processes']}: {order}, sums are rounded differently")
+        order = (
+            "each process reads other shards from here on"
+            if "note" in new["data"]
+            else "the order of the data stays"
+        )
+        said.append(
+            f"{old['num_processes']} process(es) -> {new['num_processes']}: {order}, sums are rounded "
+            "differently"
+        )
     sizes = [manifest["resolved"]["micro_batch_size"] for manifest in (old, new)]
     if sizes[0] != sizes[1]:
-        said.append(f"micro-batches of {sizes[0]} -> {sizes[1]}: noise, dropped labels and tokens are other draws from here on")
+        said.append(
+            f"micro-batches of {sizes[0]} -> {sizes[1]}: noise, dropped labels and tokens are other draws "
+            "from here on"
+        )
     if old.get("source_sha256") != new["source_sha256"]:
-        said.append(f"the code is another (commit {old['commit']} -> {new['commit']})")
+        said.append(f"code changed: {old['commit']} -> {new['commit']}")
     for key, value in {"device": new["device"], "processor": new["processor"], **new["versions"]}.items():
         before = {**old, **old["versions"]}.get(key)
         if before != value:

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from accelerate import Accelerator
 
-LEAST_SHARE = 0.8  # of the predicted speed-up
+MIN_SHARE = 0.8  # of the predicted speed-up
 REPEATS = 7
 NARROW = 512
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # sides of matrices that keep a device busy
@@ -40,11 +40,14 @@ def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
-    """Measure how many times as long as under bf16 autocast a matrix product takes outside of it (on CUDA in TF32); 1 where
-    no block of a network runs outside."""
+    """Measure how many times as long as under bf16 autocast a matrix product takes outside of it (on CUDA in
+    TF32); 1 where no block of a network runs outside."""
     if not (net.fp32_after_route and net.routes and bf16):
         return 1.0
-    size, generator = PRODUCT_SIZES[device.type], torch.Generator(device).manual_seed(0)  # the run's own draws stay as they are
+    size, generator = (
+        PRODUCT_SIZES[device.type],
+        torch.Generator(device).manual_seed(0),
+    )  # the run's own draws stay as they are
     outside = torch.randn(2, size, size, generator=generator, device=device)
     inside = outside.bfloat16()
     products = {"outside": lambda: outside[0] @ outside[1], "inside": lambda: inside[0] @ inside[1]}
@@ -53,9 +56,15 @@ def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
 
 
 def micro_step(
-    accelerator: Accelerator, precond: nn.Module, net: nn.Module, loss_fn: Callable[..., torch.Tensor], num_samples: int
+    accelerator: Accelerator,
+    precond: nn.Module,
+    net: nn.Module,
+    loss_fn: Callable[..., torch.Tensor],
+    num_samples: int,
 ) -> Callable[[tuple[float, ...]], None]:
-    """Return a function that runs forward and backward of a micro-batch at given ratios, and leaves nothing behind."""
+    """Return a function that runs forward and backward of a micro-batch at given ratios, and leaves nothing
+    behind.
+    """
     device = accelerator.device
 
     def step(ratios: tuple[float, ...]) -> None:
@@ -71,7 +80,9 @@ def micro_step(
 
 
 def most_graphs(num_lengths: int) -> int:
-    """Return how many graphs blocks may need: they share their code, each length is one, and another where one runs in fp32."""
+    """Return how many graphs blocks may need: they share their code, each length is one, and another where
+    one runs in fp32.
+    """
     return 2 * num_lengths + 4
 
 
@@ -79,7 +90,8 @@ class SpeedCheck:
     """Compare the measured speed-up of the routes with the predicted one, once, when everything is compiled.
 
     Args:
-        step: runs forward and backward of one micro-batch at given ratios of the routes, and leaves nothing behind.
+        step: runs forward and backward of one micro-batch at given ratios of the routes, and leaves nothing
+            behind.
         predict: the speed-up that the cost model promises at given ratios.
         net: whose routes they are.
         compiled: whether its blocks are compiled.
@@ -117,19 +129,23 @@ class SpeedCheck:
             seconds = interleaved_seconds(steps, self.device, REPEATS)
         except torch.OutOfMemoryError:
             self.net.zero_grad()
-            self.show("the speed-up was not measured: a dense step does not fit into the memory at this train.micro_batch_size")
+            self.show(
+                "the speed-up was not measured: a dense step does not fit into the memory at this "
+                "train.micro_batch_size"
+            )
             return
         measured = speedup(seconds["dense"], seconds["routed"])
         found = {"ratios": list(ratios), "measured_speedup": measured, "predicted_speedup": predicted}
         self.report({"speed_check": found})
         at = ", ".join(f"{ratio:g}" for ratio in ratios)
         self.show(
-            f"a forward and backward pass at ratio {at} is {measured:.2f}x as fast as a dense one ({predicted:.2f}x by FLOPs)"
+            f"a forward and backward pass at ratio {at} is {measured:.2f}x as fast as a dense one "
+            f"({predicted:.2f}x by FLOPs)"
         )
-        if measured < LEAST_SHARE * predicted:
+        if measured < MIN_SHARE * predicted:
             causes = "; ".join(self._likely_causes())
             self.show(
-                f"That is less than {LEAST_SHARE:.0%} of what the FLOPs promise. Likely causes: {causes}. "
+                f"That is less than {MIN_SHARE:.0%} of what the FLOPs promise. Likely causes: {causes}. "
                 "To compare other routes: python -m benchmarks.advise run=..."
             )
 
@@ -141,7 +157,9 @@ class SpeedCheck:
             causes.append(f"a short window ({num_bypassed} of {depth} blocks)")
         if self.fp32_slowdown > 1:
             slowdown = f"{self.fp32_slowdown:.1f}x as long"
-            causes.append(f"a block in fp32 after each route, where products take {slowdown} (model.fp32_after_route)")
+            causes.append(
+                f"a block in fp32 after each route, where products take {slowdown} (model.fp32_after_route)"
+            )
         if self.net.gradient_checkpointing:
             causes.append("gradient checkpointing, whose bookkeeping does not shrink with the tokens")
         if not self.compiled:
@@ -151,7 +169,8 @@ class SpeedCheck:
             causes.append(f"recompilation ({num_graphs} graphs)")
         if hidden_size < NARROW:
             causes.append(
-                f"little work per token (hidden_size={hidden_size}): what does not shrink with the tokens weighs more"
+                f"little work per token (hidden_size={hidden_size}): what does not shrink with the tokens "
+                "weighs more"
             )
         return [*causes, "another program on this machine"]
 

@@ -1,6 +1,7 @@
 """Where metrics go: `metrics.jsonl` beside the run, always, and one tracker of the user's choice.
 
-Neither can stop a training: lines that can not be written wait for room, and a tracker runs in a thread of its own.
+Neither can stop a training: lines that cannot be written wait for room, and a tracker runs in a thread of
+its own.
 """
 
 import hashlib
@@ -24,7 +25,9 @@ Values = dict[str, float | np.ndarray]  # numbers, and pictures (height, width, 
 
 
 class Tracker(Protocol):
-    """What is asked of a tracker. It is made before the training, the rest happens beside it: any error ends its use alone."""
+    """What is asked of a tracker. It is made before the training, the rest happens beside it: any error ends
+    its use alone.
+    """
 
     def open(self) -> None: ...
 
@@ -36,15 +39,17 @@ class Tracker(Protocol):
 class MetricsFile:
     """Append one JSON object per log point to `metrics.jsonl`.
 
-    Lines that a full disk does not take are kept, in memory and in checkpoints, and written as soon as there is room.
+    Lines that a full disk does not take are kept, in memory and in checkpoints, and written as soon as there
+    is room.
 
     Args:
-        size: length in bytes to cut an existing file back to: what lies behind belongs to steps that will be run again.
+        size: length in bytes to cut an existing file back to: what lies behind belongs to steps that will be
+            run again.
         waiting: lines that had no room when `size` was measured.
         show: prints a warning.
 
     Raises:
-        OSError: the file can not be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, size: int = 0, waiting: str = "", show: Callable[[str], None] = print):
@@ -53,7 +58,10 @@ class MetricsFile:
         found = os.fstat(self._descriptor).st_size
         self._size, self._waiting, self._warned = min(found, size), waiting.encode(), False
         if found < size:
-            show(f"warning: {path} has {found} bytes, the checkpoint knows of {size}: lines from before it are missing")
+            show(
+                f"warning: {path} has {found} bytes, the checkpoint knows of {size}: lines from before it "
+                "are missing"
+            )
             self._mend_last_line()
         if found > self._size:
             os.ftruncate(self._descriptor, self._size)
@@ -77,9 +85,13 @@ class MetricsFile:
         try:
             while num_written < len(self._waiting):
                 # At a place, not at the end: what an attempt without room left there is written over.
-                num_written += os.pwrite(self._descriptor, self._waiting[num_written:], self._size + num_written)
+                num_written += os.pwrite(
+                    self._descriptor, self._waiting[num_written:], self._size + num_written
+                )
         except OSError as error:
-            raise OSError(f"{self.path}: {error}; its lines wait, in checkpoints too, until there is room") from error
+            raise OSError(
+                f"{self.path}: {error}; its lines wait, in checkpoints too, until there is room"
+            ) from error
         finally:  # a line that is there in part waits whole
             whole = self._waiting.rfind(b"\n", 0, num_written) + 1
             self._size, self._waiting = self._size + whole, self._waiting[whole:]
@@ -147,21 +159,26 @@ class BackgroundTracker:
             while line := self._lines.get():
                 self._tracker.log(*line)
             self._tracker.close()
-        except Exception as error:  # whatever a service and its library may come to: the training is worth more
+        except (
+            Exception
+        ) as error:  # whatever a service and its library may come to: the training is worth more
             self._switch_off(f"{type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
         if self._failed:  # and was left behind with what it has to say since
             return
         self._failed = True
-        self.show(f"warning: the tracker is switched off ({' '.join(reason.split())}); metrics.jsonl has every line")
+        self.show(
+            f"warning: the tracker is switched off ({' '.join(reason.split())}); metrics.jsonl has every line"
+        )
 
 
 class WandbTracker:
     """Weights & Biases.
 
     Args:
-        folder: where the files of an offline run are kept, and the identity of the run: a resumed run continues its curves.
+        folder: where the files of an offline run are kept, and the identity of the run: a resumed run
+            continues its curves.
         project: name of the project there.
         mode: `offline` writes files for a later `wandb sync`; `online` needs a login.
     """
@@ -172,7 +189,9 @@ class WandbTracker:
         # The same folder is the same run; runs of one name in two folders are two.
         identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
         self._folder, self._picture = Path(folder), wandb.Image
-        self._init = partial(wandb.init, project=project, name=run_name, id=identity, resume="allow", dir=folder, mode=mode)
+        self._init = partial(
+            wandb.init, project=project, name=run_name, id=identity, resume="allow", dir=folder, mode=mode
+        )
 
     def open(self) -> None:
         self._run = self._init()
@@ -180,7 +199,9 @@ class WandbTracker:
     def log(self, values: Values, step: int) -> None:
         if not self._folder.is_dir():
             raise FileNotFoundError(f"{self._folder} is gone")  # pictures would make it again
-        pictures = {key: self._picture(value) for key, value in values.items() if isinstance(value, np.ndarray)}
+        pictures = {
+            key: self._picture(value) for key, value in values.items() if isinstance(value, np.ndarray)
+        }
         self._run.log({**values, **pictures}, step=step)
 
     def close(self) -> None:
@@ -200,7 +221,8 @@ class TensorBoardTracker:
 
     def log(self, values: Values, step: int) -> None:
         self._folder.mkdir(exist_ok=True)  # not its parents, as the writer would: a run folder may be gone
-        # Points that an earlier start of the run drew behind the checkpoint that this one resumed from are taken back.
+        # Points that an earlier start of the run drew behind the checkpoint that this one resumed from are
+        # taken back.
         self._writer = self._writer or self._writer_from(purge_step=step)
         for key, value in values.items():
             if isinstance(value, np.ndarray):

@@ -1,8 +1,9 @@
 """The training loop.
 
-A run of N steps takes N + 1 turns: each turn first saves and evaluates what the steps before it gave, so that the last
-state takes the same path as the others. Every random draw is a function of (seed, step, index of the micro-batch within
-the global batch), so that a resumed run, or one on another number of processes, draws the same.
+A run of N steps takes N + 1 turns: each turn first saves and evaluates what the steps before it gave, so that
+the last state takes the same path as the others. Every random draw is a function of (seed, step, index of the
+micro-batch within the global batch), so that a resumed run, or one on another number of processes, draws the
+same.
 """
 
 import time
@@ -17,7 +18,7 @@ import torch.nn as nn
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from runtime.launch import decided_by_first
+from runtime.launch import Launch
 from training.checkpoint import CheckpointFolder
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
@@ -26,12 +27,15 @@ from training.stopping import StopRequest
 from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, MetricsFile
 
 STEPS_IN_RESERVE = 5  # of the mean time: what may still be under way when a run must end in time
-END_SEC, HURRIED_SEC = 3.0, 5.0  # for the end of the process itself, and for its tracker where it is asked to stop
+END_SEC, HURRIED_SEC = (
+    3.0,
+    5.0,
+)  # for the end of the process itself, and for its tracker where it is asked to stop
 SLOW_DISK = 100e6  # bytes per second, until a first save tells
 LARGEST_NAMED = 5
 
 # Sums since the last log point.
-WINDOW = ("loss", "grad_norm", "landed", "skipped", "selection_ratio", "num_forced_bypassed")
+WINDOW = ("loss", "grad_norm", "applied", "skipped", "selection_ratio", "num_forced_bypassed")
 
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
@@ -57,16 +61,20 @@ class Trainer:
     Args:
         precond: the network in its preconditioning, prepared by accelerate.
         net: the same network, unwrapped.
-        loss_fn: loss_fn(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) -> (N,).
+        loss_fn: loss_fn(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) ->
+            (N,).
         route_plan: tells the ratio of each route at each step.
-        token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay; None where masks are not used.
-        micro_batches: gives this process's micro-batches (stored entries, labels, masks, num_forced) from a step on.
+        token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay; None where masks are
+            not used.
+        micro_batches: gives this process's micro-batches (stored entries, labels, masks, num_forced) from a
+            step on.
         to_latents: turns stored entries into what the network sees, with a generator for what it draws.
         check_std: says what is wrong with the standard deviation of the first batch of a run, if anything.
         evaluators: (every how many steps, evaluator).
-        after_first_window: called with the last step's ratios at the first log point where tokens bypass, when everything
-            is compiled.
-        check_place: raises Moved where the folder of the run is no longer in its place; asked in the first process.
+        after_first_window: called with the last step's ratios at the first log point where tokens bypass,
+            when everything is compiled.
+        check_place: raises Moved where the folder of the run is no longer in its place; asked in the first
+            process.
         stop_request: says when all processes are to save and end.
         history: keeps what single steps gave until the next log point.
         metrics_file: gets every line; None on all processes but the first, like `tracker`.
@@ -78,6 +86,7 @@ class Trainer:
         self,
         *,
         accelerator: Accelerator,
+        launch: Launch,
         precond: nn.Module,
         net: nn.Module,
         ema: EMA,
@@ -105,7 +114,7 @@ class Trainer:
         save_every: int,
         state: dict[str, Any] | None,
     ):
-        self.accelerator, self.device = accelerator, accelerator.device
+        self.accelerator, self.launch, self.device = accelerator, launch, launch.device
         self.precond, self.net, self.ema, self.optimizer, self.loss_fn = precond, net, ema, optimizer, loss_fn
         self.route_plan, self.token_mask = route_plan, token_mask
         self.micro_batches, self.to_latents, self.check_std = micro_batches, to_latents, check_std
@@ -128,11 +137,17 @@ class Trainer:
         Raises:
             NotFinite: too many steps in a row had to be skipped.
             Moved: the folder of the run is no longer in its place.
-            OSError: what is to be saved last can not be written.
+            OSError: what is to be saved last cannot be written.
         """
         micro_batches = iter(self.micro_batches(self.step))
-        bar = {"initial": self.step, "total": self.total_steps, "desc": "train", "unit": "step", "mininterval": 1.0}
-        with tqdm(**bar, disable=not self.accelerator.is_main_process) as self.progress:
+        bar = {
+            "initial": self.step,
+            "total": self.total_steps,
+            "desc": "train",
+            "unit": "step",
+            "mininterval": 1.0,
+        }
+        with tqdm(**bar, disable=not self.launch.is_main) as self.progress:
             self.resume_clock()
             self.fit_start = self.clock_start
             while True:
@@ -150,11 +165,13 @@ class Trainer:
 
     def show(self, text: str) -> None:
         """Print on the first process, above the progress bar."""
-        if self.accelerator.is_main_process:
+        if self.launch.is_main:
             tqdm.write(text)
 
     def close(self, hurried: bool) -> None:
-        """Close what the trainer was given to write to; a run that is to stop waits for its tracker a few seconds only."""
+        """Close what the trainer was given to write to; a run that is to stop waits for its tracker a few
+        seconds only.
+        """
         if self.metrics_file:
             self.metrics_file.close()
         if self.tracker:
@@ -163,21 +180,30 @@ class Trainer:
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Take one optimizer step on this process's next micro-batches; the caller counts `step`."""
         self.net.train()
-        num_processes = self.accelerator.num_processes
-        indices = range(self.accelerator.process_index, self.batch_size // self.micro_batch_size, num_processes)
+        num_processes = self.launch.world_size
+        indices = range(self.launch.rank, self.batch_size // self.micro_batch_size, num_processes)
         loss, sample_losses = torch.zeros((), device=self.device), []
         for index in indices:
             *tensors, num_forced = next(micro_batches)
-            stored, labels, masks = (t if t is None else t.to(self.device, non_blocking=True) for t in tensors)
-            self.ratios = self.route_plan.ratios(self.step, num_forced)  # the same for all micro-batches of a step
+            stored, labels, masks = (
+                t if t is None else t.to(self.device, non_blocking=True) for t in tensors
+            )
+            self.ratios = self.route_plan.ratios(
+                self.step, num_forced
+            )  # the same for all micro-batches of a step
             generator = self._generator(index)
-            routing = {"selection_ratio": self.ratios, "force_keep": None if masks is None else self.token_mask(masks)}
+            routing = {
+                "selection_ratio": self.ratios,
+                "force_keep": None if masks is None else self.token_mask(masks),
+            }
             x = self.to_latents(stored, generator)
             if self.step == 0 and index == 0 and (warning := self.check_std(x.std())):  # SYNC: once in a run
                 self.show(warning)
             last = index == indices[-1]
             with nullcontext() if last else self.accelerator.no_sync(self.precond):
-                losses = self.loss_fn(self.precond, x, labels, generator=generator, **routing, loss_mask=masks)
+                losses = self.loss_fn(
+                    self.precond, x, labels, generator=generator, **routing, loss_mask=masks
+                )
                 micro_loss = losses.mean() / len(indices)
                 # A loss that is not finite makes the gradients so too, on all processes: the step is skipped.
                 self.accelerator.backward(micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan))
@@ -198,15 +224,15 @@ class Trainer:
         grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
         if self.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip, grad_norm)
-        # A step that is not finite is skipped on the device, without asking it. The gradients are the same on all
-        # processes, and so is the decision.
+        # A step that is not finite is skipped on the device, without asking it. The gradients are the same on
+        # all processes, and so is the decision.
         skipped = (~grad_norm.isfinite()).float()
         self.optimizer.found_inf = skipped
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.ema.update(self.net, skipped)
-        landed = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
-        self.window[:3] += landed.nan_to_num(0.0, 0.0, 0.0)  # loss, grad_norm, landed
+        applied = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
+        self.window[:3] += applied.nan_to_num(0.0, 0.0, 0.0)  # loss, grad_norm, applied
         self.window[WINDOW.index("skipped")] += skipped
         return skipped
 
@@ -217,19 +243,19 @@ class Trainer:
     def log_training(self) -> None:
         """Write a line of the steps since the last one."""
         # SYNC: the sums of the window come to the host.
-        sums = self.accelerator.reduce(self.window, "sum").div(self.accelerator.num_processes).tolist()
-        loss, grad_norm, landed, skipped, selection_ratio, num_forced_bypassed = sums
-        num_steps = landed + skipped
+        sums = self.launch.sum(self.window).div(self.launch.world_size).tolist()
+        loss, grad_norm, applied, skipped, selection_ratio, num_forced_bypassed = sums
+        num_steps = applied + skipped
         values = {
-            "loss": loss / landed if landed else None,
-            "grad_norm": grad_norm / landed if landed else None,
+            "loss": loss / applied if applied else None,
+            "grad_norm": grad_norm / applied if applied else None,
             "num_skipped_steps": int(skipped),
             "images_per_sec": num_steps * self.batch_size / (self.train_time_sec - self.window_start_sec),
             "train_time_sec": self.train_time_sec,
         }
         if self.net.routes:
             values["selection_ratio"] = selection_ratio / num_steps
-            values["num_forced_bypassed"] = round(num_forced_bypassed * self.accelerator.num_processes)
+            values["num_forced_bypassed"] = round(num_forced_bypassed * self.launch.world_size)
         try:
             found = self.history.report(self.step, self._rows())
         except NotFinite as error:
@@ -238,16 +264,20 @@ class Trainer:
         self._log({**values, **found})
         for kind, steps in found.items():
             for step in steps:
-                what = "skipped, not finite" if kind == "skipped_steps" else f"loss {step['loss']:.4g}, a spike"
+                what = (
+                    "skipped, not finite" if kind == "skipped_steps" else f"loss {step['loss']:.4g}, a spike"
+                )
                 self.show(f"step {step['step']}: {what}; largest losses in entries {step['entries']}")
-        self.progress.set_postfix(loss=f"{values['loss'] or float('nan'):.4f}", img_per_sec=f"{values['images_per_sec']:.0f}")
+        self.progress.set_postfix(
+            loss=f"{values['loss'] or float('nan'):.4f}", img_per_sec=f"{values['images_per_sec']:.0f}"
+        )
         self.window.zero_()
         self.window_start_sec = self.train_time_sec
 
     def _rows(self) -> list[list[list[float]]]:
         # SYNC: what single steps gave comes to the host, from all processes.
         # All rows, since not every backend gathers none of them.
-        return self.accelerator.gather(self.history.rows.unsqueeze(0))[:, : self.history.num_rows].tolist()
+        return self.launch.gather(self.history.rows)[:, : self.history.num_rows].tolist()
 
     def _largest_norms(self) -> str:
         norms = {name: parameter.norm().item() for name, parameter in self.net.named_parameters()}
@@ -255,12 +285,14 @@ class Trainer:
         return "Largest parameter norms: " + ", ".join(f"{name} {norms[name]:.4g}" for name in largest)
 
     def _log(self, values: dict[str, Any]) -> None:
-        decided_by_first(self.accelerator, self.check_place)  # a tracker would open its file at the old place
+        self.launch.broadcast_from_main(self.check_place)  # a tracker would open its file at the old place
         values = {"num_images": self.step * self.batch_size, **values}
         if self.metrics_file and (told := _without_pictures(values)).keys() != {"num_images"}:
             self.metrics_file.log(told, self.step)
         if self.tracker:
-            shown = {key: value for key, value in values.items() if isinstance(value, int | float | np.ndarray)}
+            shown = {
+                key: value for key, value in values.items() if isinstance(value, int | float | np.ndarray)
+            }
             self.tracker.log(shown, self.step)
 
     def _after_first_window(self) -> None:
@@ -292,7 +324,7 @@ class Trainer:
                 if self.step > self.saved_step:
                     self._save(must=True)
                 return stop
-            decided_by_first(self.accelerator, self.check_place)  # evaluators write to the folder, too
+            self.launch.broadcast_from_main(self.check_place)  # evaluators write to the folder, too
             self.progress.set_description("evaluate")
             values |= evaluator.run(self.step)
             self.longest_evaluation_sec = max(self.longest_evaluation_sec, time.perf_counter() - start)
@@ -300,7 +332,9 @@ class Trainer:
         if values:
             self._log(values)
         if numbers := _without_pictures(values):
-            self.show(f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in numbers.items()))
+            self.show(
+                f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
+            )
         self.resume_clock()
         return stop
 
@@ -314,10 +348,13 @@ class Trainer:
         return self.step > 0 and self.step % every == 0
 
     def _save(self, must: bool) -> None:
-        """Save, or say why not: a disk that is full for now must not cost what is in memory, unless this is the last chance."""
+        """Save, or say why not: a disk that is full for now must not cost what is in memory, unless this is
+        the last chance.
+        """
         start = time.perf_counter()
-        # SYNC: everything comes to the host. Each process keeps its own sums, so that a resumed window adds up bitwise.
-        windows = self.accelerator.gather(self.window.unsqueeze(0)).tolist()
+        # SYNC: everything comes to the host. Each process keeps its own sums, so that a resumed window adds
+        # up bitwise.
+        windows = self.launch.gather(self.window).tolist()
         state = {
             "train_time_sec": self.train_time_sec,
             "window_start_sec": self.window_start_sec,
@@ -327,15 +364,22 @@ class Trainer:
             "longest_save_sec": self.longest_save_sec,
         }
         try:
-            decided_by_first(self.accelerator, partial(self._write, state))  # also waits for the first process
+            self.launch.broadcast_from_main(partial(self._write, state))  # also waits for the first process
             self.saved_step = self.step
         except Moved:
             raise
         except OSError as error:
-            kept = f"the last checkpoint is that of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
+            kept = (
+                f"the last checkpoint is that of step {self.saved_step}"
+                if self.saved_step
+                else "there is no checkpoint yet"
+            )
             if must:
                 raise OSError(f"step {self.step} could not be saved: {error}; {kept}") from error
-            self.show(f"warning: step {self.step} could not be saved: {error}; {kept}. Training goes on and will save again")
+            self.show(
+                f"warning: step {self.step} could not be saved: {error}; {kept}. Training goes on and will "
+                "save again"
+            )
         self.longest_save_sec = max(self.longest_save_sec, time.perf_counter() - start)
 
     def _write(self, state: dict[str, Any]) -> None:
@@ -354,18 +398,20 @@ class Trainer:
         if state:
             self.longest_save_sec = state["longest_save_sec"] or self.longest_save_sec
             if state["history"]:
-                self.history.restore(state["history"], self.accelerator.process_index, self.accelerator.num_processes)
+                self.history.restore(state["history"], self.launch.rank, self.launch.world_size)
             self.ema.num_updates.fill_(state["num_ema_updates"])
             windows = torch.tensor(state["windows"], device=self.device)
-            same = len(windows) == self.accelerator.num_processes
-            # On another number of processes each takes the mean of what there was, and its share of what is counted.
-            self.window += windows[self.accelerator.process_index] if same else windows.mean(dim=0)
-            self.window[WINDOW.index("num_forced_bypassed")] *= len(windows) / self.accelerator.num_processes
+            same = len(windows) == self.launch.world_size
+            # On another number of processes each takes the mean of what there was, and its share of what is
+            # counted.
+            self.window += windows[self.launch.rank] if same else windows.mean(dim=0)
+            self.window[WINDOW.index("num_forced_bypassed")] *= len(windows) / self.launch.world_size
 
     def pause_clock(self) -> None:
         """Stop counting time as that of training."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # SYNC: steps that are still queued belong to training, not to what follows.
+            # SYNC: steps that are still queued belong to training, not to what follows.
+            torch.cuda.synchronize()
         self.train_time_sec += time.perf_counter() - self.clock_start
 
     def resume_clock(self) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.advise import LEAST_SPEEDUP, Candidate, override, recommend, report, similarity
+from benchmarks.advise import MIN_SPEEDUP, Candidate, override, recommend, report, similarity
 from routing import Route
 from tests.programs import start
 from tests.runs import tiny_run, tiny_trainer, validated
@@ -47,7 +47,7 @@ def test_on_a_routed_run_the_advice_says_whom_else_to_ask():
 
 
 def test_where_routes_save_nothing_the_dense_twin_is_recommended():
-    slow = [candidate(2, 8, measured=LEAST_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
+    slow = [candidate(2, 8, measured=MIN_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
     assert recommend(slow, depth=12) is None
     assert "train the dense twin, model=dit" in report(slow, None, 12, 0.0, routed=False)
 
@@ -85,16 +85,25 @@ def test_advice_on_a_run_leaves_table_figures_and_picture(tmp_path):
     figures = json.loads((tmp_path / "run" / "advice" / "advice.json").read_text())
     assert len(figures["candidates"]) == 16
     predicted = {
-        (c["route"]["start_layer_idx"], c["route"]["end_layer_idx"], c["route"]["selection_ratio"]): c["predicted_speedup"]
+        (c["route"]["start_layer_idx"], c["route"]["end_layer_idx"], c["route"]["selection_ratio"]): c[
+            "predicted_speedup"
+        ]
         for c in figures["candidates"]
     }
     for c in figures["candidates"]:  # before the first block of the window, and after the last
-        assert c["similarity"] == figures["similarity"][c["route"]["start_layer_idx"]][c["route"]["end_layer_idx"] + 1]
+        assert (
+            c["similarity"]
+            == figures["similarity"][c["route"]["start_layer_idx"]][c["route"]["end_layer_idx"] + 1]
+        )
     assert predicted[1, 5, 0.5] > predicted[2, 4, 0.5] > predicted[2, 4, 0.25] > 1
     assert (tmp_path / "run" / "advice" / "advice.md").read_text().strip() in result.stdout
     assert (tmp_path / "run" / "advice" / "advice.png").stat().st_size > 10_000
     covered = advise(
-        f"run={tmp_path / 'run'}", "num_samples=8", "repeats=1", "mask_coverage=1", f"output={tmp_path / 'covered'}"
+        f"run={tmp_path / 'run'}",
+        "num_samples=8",
+        "repeats=1",
+        "mask_coverage=1",
+        f"output={tmp_path / 'covered'}",
     )
     assert "| 2 to 4 | 0.5 | 16 | 1.00x |" in covered.stdout
 

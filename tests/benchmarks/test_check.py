@@ -1,4 +1,6 @@
-"""The stage `check` sees a device that computes something else, a step that is not skipped, and a run that ends elsewhere."""
+"""The stage `check` sees a device that computes something else, a step that is not skipped, and a run that
+ends elsewhere.
+"""
 
 import json
 from copy import deepcopy
@@ -62,7 +64,9 @@ def test_samples_of_another_network_are_seen(routed):
 def test_all_devices_draw_the_same():
     generators = [torch.Generator().manual_seed(0) for _ in range(3)]
     with check.DrawnByGenerator():
-        here, there = (torch.randn(3, generator=g, device=d) for g, d in zip(generators, (CPU, "meta"), strict=False))
+        here, there = (
+            torch.randn(3, generator=g, device=d) for g, d in zip(generators, (CPU, "meta"), strict=False)
+        )
     assert torch.equal(here, torch.randn(3, generator=generators[2]))
     assert there.device.type == "meta"
     states = [generator.get_state() for generator in generators]
@@ -116,29 +120,42 @@ def a_run(folder, weight=1.0, average=1.0, loss=0.5):
     checkpoint.mkdir(parents=True)
     for file, value in (("net", weight), ("ema", average)):
         save_file({"a": torch.ones(100), "b": torch.full((1,), value)}, checkpoint / f"{file}.safetensors")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": loss}) + "\n" for s in (2, 4)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s, "loss": loss}) + "\n" for s in (2, 4))
+    )
     return folder
 
 
 @pytest.mark.parametrize(
-    ("changed", "seen"), [({"weight": 1.01}, "weights"), ({"average": 1.01}, "average"), ({"loss": 0.51}, "losses")]
+    ("changed", "seen"),
+    [({"weight": 1.01}, "weights"), ({"average": 1.01}, "average"), ({"loss": 0.51}, "losses")],
 )
 def test_a_run_that_ends_elsewhere_is_seen(tmp_path, changed, seen):
-    first, same, other = a_run(tmp_path / "first"), a_run(tmp_path / "same"), a_run(tmp_path / "other", **changed)
+    first, same, other = (
+        a_run(tmp_path / "first"),
+        a_run(tmp_path / "same"),
+        a_run(tmp_path / "other", **changed),
+    )
     rows = check_runs.compared_runs(first, same, same, CPU)
-    assert [row["what"] for row in rows[3:]] == [f"killed and resumed: {what}, bit for bit" for what in check_runs.RUN_BOUNDS]
+    assert [row["what"] for row in rows[3:]] == [
+        f"killed and resumed: {what}, bit for bit" for what in check_runs.RUN_BOUNDS
+    ]
     assert not failed(rows)
     for device in (CPU, CUDA):
         found = failed(check_runs.compared_runs(first, other, same, device))
         assert found == [f"killed and resumed: {seen}, not bit for bit"]
-    assert failed(check_runs.compared_runs(first, same, other, CPU)) == [f"two runs with one seed: {seen}, not bit for bit"]
+    assert failed(check_runs.compared_runs(first, same, other, CPU)) == [
+        f"two runs with one seed: {seen}, not bit for bit"
+    ]
 
 
 @pytest.mark.parametrize(
     ("again", "resumed", "device", "num_failed"),
     [(1.0, 1 + 1e-6, CPU, 1), (1.0, 1 + 1e-6, CUDA, 0), (1.01, 1.04, CUDA, 0), (1.01, 1.06, CUDA, 1)],
 )
-def test_a_resumed_run_may_be_as_far_as_cuda_parts_two_equal_runs(tmp_path, again, resumed, device, num_failed):
+def test_a_resumed_run_may_be_as_far_as_cuda_parts_two_equal_runs(
+    tmp_path, again, resumed, device, num_failed
+):
     names = {"first": 1.0, "again": again, "resumed": resumed}
     first, again, resumed = (a_run(tmp_path / name, weight=weight) for name, weight in names.items())
     assert len(failed(check_runs.compared_runs(first, resumed, again, device))) == num_failed
@@ -173,11 +190,19 @@ def test_an_error_that_is_not_a_number_fails():
 @pytest.mark.parametrize("setting", ["precision", "skipped step", "no host synchronisation"])
 def test_a_setting_passes_here_and_leaves_nothing_behind(tmp_path, setting):
     start_process()  # as the stage does: it allows TF32
-    before = (torch.get_rng_state(), torch._dynamo.config.recompile_limit, torch.backends.cuda.matmul.allow_tf32)
+    before = (
+        torch.get_rng_state(),
+        torch._dynamo.config.recompile_limit,
+        torch.backends.cuda.matmul.allow_tf32,
+    )
     rows = check.plan(CPU, True, tmp_path)[setting]()
     assert rows
     assert failed(rows) == []
-    after = (torch.get_rng_state(), torch._dynamo.config.recompile_limit, torch.backends.cuda.matmul.allow_tf32)
+    after = (
+        torch.get_rng_state(),
+        torch._dynamo.config.recompile_limit,
+        torch.backends.cuda.matmul.allow_tf32,
+    )
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     assert not list(tmp_path.iterdir())

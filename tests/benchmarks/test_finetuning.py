@@ -9,7 +9,9 @@ from data import digits
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return digits(str(tmp_path_factory.mktemp("latents") / "digits"), input_size=8, in_channels=1, num_classes=10)
+    return digits(
+        str(tmp_path_factory.mktemp("latents") / "digits"), input_size=8, in_channels=1, num_classes=10
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,8 @@ def test_a_routed_fine_tune_starts_from_the_same_network_and_is_evaluated_dense(
 
 
 def test_the_digits_are_turned(dataset):
-    (upright, labels), (turned, same_labels) = (finetuning.Digits(dataset, quarters, 0).batch(0) for quarters in (0, 1))
+    (upright, labels), (turned, same_labels) = (
+        finetuning.Digits(dataset, quarters, 0).batch(0) for quarters in (0, 1)
+    )
     assert torch.equal(turned, upright.rot90(1, (-2, -1)))
     assert torch.equal(labels, same_labels)

@@ -1,4 +1,6 @@
-"""All that only a GPU can tell is rehearsed on a CPU: stages, their records, and the tables that are written from these."""
+"""All that only a GPU can tell is rehearsed on a CPU: stages, their records, and the tables that are written
+from these.
+"""
 
 import json
 import re
@@ -28,7 +30,9 @@ def stage(monkeypatch):
 
     def make(**settings):
         monkeypatch.setitem(
-            gpu.STAGES, "score", gpu.Stage(lambda device, tiny, out: settings, {"setting": "{}", "ms": "{:.1f}"})
+            gpu.STAGES,
+            "score",
+            gpu.Stage(lambda device, tiny, out: settings, {"setting": "{}", "ms": "{:.1f}"}),
         )
 
     return make
@@ -53,11 +57,17 @@ def test_a_stage_records_each_setting_and_goes_on_after_what_failed(tmp_path, st
     stage(first=lambda: [{"ms": 1.0}, {"ms": 2.0}], second=failing, third=lambda: [{"ms": 3.0}])
     assert gpu.run_stage("score", tmp_path, True, 60) == 1
     assert rows_in(tmp_path) == [
-        ("first", "1", ""), ("first", "2", ""), ("second", "", "RuntimeError: out of memory"), ("third", "3", "")
+        ("first", "1", ""), ("first", "2", ""), ("second", "", "RuntimeError: out of "
+                                                               "memory"), ("third", "3", "")
     ]  # fmt: skip
     stage(first=failing, second=lambda: [{"ms": 4.0}], third=failing)
     assert gpu.run_stage("score", tmp_path, True, 60) == 0
-    assert rows_in(tmp_path) == [("first", "1", ""), ("first", "2", ""), ("third", "3", ""), ("second", "4", "")]
+    assert rows_in(tmp_path) == [
+        ("first", "1", ""),
+        ("first", "2", ""),
+        ("third", "3", ""),
+        ("second", "4", ""),
+    ]
 
 
 def test_what_was_cut_off_is_measured_again_after_the_others(tmp_path, stage):
@@ -113,7 +123,13 @@ def test_tables_on_pages_are_what_the_records_give(page):
 def test_targets_are_beside_what_was_measured(tmp_path):
     h200 = HERE | {"device": "NVIDIA H200", "tiny": False}
     rows = [
-        {"setting": "XL/2", "step": "dense", "utilisation": 0.5, "share_outside": 0.04, "peak_memory_gib": 100.0},
+        {
+            "setting": "XL/2",
+            "step": "dense",
+            "utilisation": 0.5,
+            "share_outside": 0.04,
+            "peak_memory_gib": 100.0,
+        },
         {"setting": "XL/2", "step": "routed", "utilisation": 0.45, "share_of_predicted": 0.96},
         {"setting": "XL/2, checkpointing", "step": "dense", "peak_memory_gib": 49.7},
     ]
@@ -122,7 +138,9 @@ def test_targets_are_beside_what_was_measured(tmp_path):
     assert measured == ["-, 96%", "50%, 45%", "4.0%, -", "100 GiB, 50 GiB", ""]
 
 
-@pytest.mark.parametrize(("tiny", "message"), [(False, "is a rehearsal: --tiny must be given"), (True, "must not be given")])
+@pytest.mark.parametrize(
+    ("tiny", "message"), [(False, "is a rehearsal: --tiny must be given"), (True, "must not be given")]
+)
 def test_a_rehearsal_is_not_taken_for_a_measurement(tmp_path, project, tiny, message):
     write_results("gpu_score", [{"setting": "a"}], HERE | {"tiny": not tiny}, tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -136,7 +154,10 @@ def test_a_record_without_a_commit_gets_that_of_the_same_code(tmp_path, project,
     for name, source in (("gpu_score", clean["source_sha256"]), ("gpu_families", "another")):
         write_results(name, [{"setting": "a"}], clean | {"commit": None, "source_sha256": source}, tmp_path)
     collect(tmp_path, COLUMNS, project, tiny=True)
-    commits = {file.name[:9]: read_environment(file)["commit"] for file in (project / "benchmarks" / "results").iterdir()}
+    commits = {
+        file.name[:9]: read_environment(file)["commit"]
+        for file in (project / "benchmarks" / "results").iterdir()
+    }
     assert commits == {"gpu_score": "0123456789", "gpu_famil": "None"}
     text = (project / "RESULTS.md").read_text()
     assert "at commit 0123456 (a rehearsal)" in text
@@ -144,7 +165,10 @@ def test_a_record_without_a_commit_gets_that_of_the_same_code(tmp_path, project,
 
 
 def test_a_record_is_shown_on_both_pages(tmp_path, project):
-    rows = [{"setting": "XL/2", "step": step, "images_per_sec": rate} for step, rate in (("dense", 12.3), ("routed", 45.6))]
+    rows = [
+        {"setting": "XL/2", "step": step, "images_per_sec": rate}
+        for step, rate in (("dense", 12.3), ("routed", 45.6))
+    ]
     write_results("gpu_step", rows, HERE, tmp_path)
     collect(tmp_path, COLUMNS, project, tiny=True)
     shown = {page: re.findall(r"12\.30|45\.60", (project / page).read_text()) for page in PAGES}
@@ -168,8 +192,17 @@ def test_twins_are_compared_after_the_same_seconds(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     scores = twins.scores_of(tmp_path)
-    assert [(found["step"], found["num_images"], found["train_sec"]) for found in scores] == [(1, 4, 10.0), (2, 8, 20.0)]
-    assert [twins.at_second(scores, "fd_classifier", sec) for sec in (9, 10, 15, 20, 21)] == [None, 8.0, 6.0, 4.0, None]
+    assert [(found["step"], found["num_images"], found["train_sec"]) for found in scores] == [
+        (1, 4, 10.0),
+        (2, 8, 20.0),
+    ]
+    assert [twins.at_second(scores, "fd_classifier", sec) for sec in (9, 10, 15, 20, 21)] == [
+        None,
+        8.0,
+        6.0,
+        4.0,
+        None,
+    ]
 
 
 @pytest.mark.slow

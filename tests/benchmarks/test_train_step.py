@@ -1,4 +1,6 @@
-"""The plain step is the same step, its comparison sees a difference, and the record tells where it comes from."""
+"""The plain step is the same step, its comparison sees a difference, and the record tells where it comes
+from.
+"""
 
 import re
 
@@ -103,7 +105,14 @@ def test_utilisation_is_of_the_model_flops_at_the_median_time(trainer_of):
     trainer, row = trainer_of("routed")
     assert row["model_tflop"] == pytest.approx(4 * cost_of(trainer.net).routed_training_flops / 1e12)
     found = train_step.timing([0.2, 0.1, 0.5], row | {"model_tflop": 3.0}, {"no": (60e12, "specified")})
-    wanted = {"ms": 200, "ms_least": 100, "ms_most": 500, "images_per_sec": 20, "utilisation": 0.25, "peak_tflops": 60}
+    wanted = {
+        "ms": 200,
+        "ms_least": 100,
+        "ms_most": 500,
+        "images_per_sec": 20,
+        "utilisation": 0.25,
+        "peak_tflops": 60,
+    }
     assert {key: found[key] for key in wanted} == pytest.approx(wanted)
 
 
@@ -130,7 +139,7 @@ def test_windows_that_grow_for_masks_are_counted(trainer_of):
         (("train.batch_size=0",), r"train\.batch_size=0 must be greater than 0"),
     ],
 )
-def test_a_setting_that_can_not_be_timed_is_refused(overrides, message):
+def test_a_setting_that_cannot_be_timed_is_refused(overrides, message):
     setting = runs.Setting("test", (*SMALL, *FP32, *overrides), 8)
     with pytest.raises(UserError, match=message):
         train_step.measure(setting, 1, {})
@@ -140,7 +149,15 @@ def test_a_setting_that_can_not_be_timed_is_refused(overrides, message):
 def test_standard_settings_are_valid(tmp_path, device):
     settings = train_step.standard_settings(torch.device(device))
     names = [setting.name for setting in settings]
-    assert {"64 tokens", "256 tokens", "1024 tokens", "4096 tokens", "masks, 0%", "masks, 25%", "masks, 50%"} < set(names)
+    assert {
+        "64 tokens",
+        "256 tokens",
+        "1024 tokens",
+        "4096 tokens",
+        "masks, 0%",
+        "masks, 25%",
+        "masks, 50%",
+    } < set(names)
     assert ("XL/2" in names) == (device == "cuda")
     for setting in settings:
         folder = tmp_path / re.sub(r"\W", "", setting.name)
@@ -198,4 +215,10 @@ def test_one_setting_is_measured_and_nothing_is_recorded():
 def test_the_time_to_the_first_step_is_that_of_whole_programs(tmp_path):
     from benchmarks.start import start
 
-    assert 1 < start(("model=dit", "train.compile=false", "train.batch_size=8"), tmp_path / "run", tmp_path / "cache") < 600
+    assert (
+        1
+        < start(
+            ("model=dit", "train.compile=false", "train.batch_size=8"), tmp_path / "run", tmp_path / "cache"
+        )
+        < 600
+    )

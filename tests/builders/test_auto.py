@@ -1,4 +1,6 @@
-"""What a run makes of the machine, as far as the memory goes; tests/test_configs.py has precision, compilation and batches."""
+"""What a run makes of the machine, as far as the memory goes; tests/test_configs.py has precision,
+compilation and batches.
+"""
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ def test_freed_memory_is_kept_on_a_cpu_unless_told_otherwise(monkeypatch):
     assert resolved("train.keep_freed_memory=true") is True
 
 
-def test_another_c_library_can_not_be_told(monkeypatch):
+def test_another_c_library_cannot_be_told(monkeypatch):
     monkeypatch.setattr("runtime.machine.platform.libc_ver", lambda: ("", ""))
     assert resolved() is False
     with pytest.raises(ValueError, match=r"train\.keep_freed_memory=true needs the C library glibc"):

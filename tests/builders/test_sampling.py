@@ -15,6 +15,7 @@ from builders.sampling import find_checkpoint, open_run
 from diffusion import random_labels
 from runtime.errors import UserError
 from runtime.files import sha256
+from runtime.launch import Launch
 from tests.runs import composed, tiny_run
 
 
@@ -29,7 +30,7 @@ def run(tmp_path_factory):
 
 def opened(run, *overrides):
     request = configuration.resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"))
-    return open_run(request, PartialState(cpu=True))
+    return open_run(request, Launch.of(PartialState(cpu=True)))
 
 
 def drawn(run, output, *overrides):
@@ -65,7 +66,10 @@ def test_what_a_run_says_holds_unless_told_otherwise(run, tmp_path):
     for asked, num_steps in (((), 2), (("num_steps=3",), 3)):
         assert opened(run, *asked).sampler.keywords["num_steps"] == num_steps
     options = ("num_steps=1", "first_seed=5")
-    plain, again = (drawn(run, tmp_path / f"{i}.npz", *options, f"guidance_scale={scale}") for i, scale in enumerate((1, 4)))
+    plain, again = (
+        drawn(run, tmp_path / f"{i}.npz", *options, f"guidance_scale={scale}")
+        for i, scale in enumerate((1, 4))
+    )
     assert not np.array_equal(plain, again)
     assert opened(run, *options).drawing["first_seed"] == 5
 
@@ -78,7 +82,11 @@ def test_bf16_is_of_the_network_and_of_the_decoder(run):
 
 @pytest.mark.parametrize(
     ("options", "kind", "suffix"),
-    [((), "random", ""), (("labels=balanced",), "balanced", "_balanced"), (("class_label=3",), None, "_class3")],
+    [
+        ((), "random", ""),
+        (("labels=balanced",), "balanced", "_balanced"),
+        (("class_label=3",), None, "_class3"),
+    ],
 )
 def test_labels_are_drawn_from_the_seeds_unless_told_otherwise_and_recorded(run, options, kind, suffix):
     sample.main(composed(f"run={run}", "num_samples=40", "first_seed=7", *options, config_name="sample"))
@@ -100,7 +108,9 @@ def test_labels_are_drawn_from_the_seeds_unless_told_otherwise_and_recorded(run,
             assert np.array_equal(shown, images[labels.tolist().index(label)])
 
 
-@pytest.mark.parametrize("option", ["num_steps=3", "guidance_scale=3", "mixed_precision=bf16", "checkpoint=4"])
+@pytest.mark.parametrize(
+    "option", ["num_steps=3", "guidance_scale=3", "mixed_precision=bf16", "checkpoint=4"]
+)
 def test_what_is_asked_changes_the_samples(run, tmp_path, option):
     images = []
     for name, options in (("plain", ()), ("other", (option,))):
@@ -112,12 +122,19 @@ def test_what_is_asked_changes_the_samples(run, tmp_path, option):
 
 
 def test_other_samples_have_another_name(run):
-    options = ["num_samples=7", "first_seed=1", "class_label=1", "labels=balanced", "guidance_scale=2", "num_steps=3"]
+    options = [
+        "num_samples=7",
+        "first_seed=1",
+        "class_label=1",
+        "labels=balanced",
+        "guidance_scale=2",
+        "num_steps=3",
+    ]
     options += ["mixed_precision=bf16", "decoding=official", "checkpoint=4"]
     names = set()
     for asked in ((), *((option,) for option in options)):
         request = configuration.resolve(composed(f"run={run}", *asked, config_name="sample"))
-        names.add(open_run(request, PartialState(cpu=True)).name)
+        names.add(open_run(request, Launch.of(PartialState(cpu=True))).name)
     assert len(names) == 1 + len(options)
 
 
@@ -128,7 +145,10 @@ def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside
     first, record = output.read_bytes(), output.with_suffix(".json").read_text()
     (tmp_path / "a.scores.json").write_text("{}")
     others = ("first_seed=9", "class_label=1")
-    with pytest.raises(UserError, match=r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it"):
+    with pytest.raises(
+        UserError,
+        match=r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it",
+    ):
         sample.main(composed(*asked, *others, config_name="sample"))
     assert (output.read_bytes(), output.with_suffix(".json").read_text()) == (first, record)
     sample.main(composed(*asked, *others, "overwrite=true", config_name="sample"))
@@ -163,16 +183,30 @@ def test_a_disk_that_is_full_leaves_what_was_there_and_nothing_half(run, tmp_pat
     with pytest.raises(UserError, match="No space left on device"):
         sample.main(composed(*asked, config_name="sample"))
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"_make_array": {"a.json", "a.npz", "a.png"}, "save_grid": {"a.npz"}, "write_json": {"a.npz", "a.png"}}[part]
+    assert (
+        left
+        == {
+            "_make_array": {"a.json", "a.npz", "a.png"},
+            "save_grid": {"a.npz"},
+            "write_json": {"a.npz", "a.png"},
+        }[part]
+    )
     assert output.read_bytes() == before, "the same samples"
 
 
 def test_the_pictures_of_a_training_are_decoded_as_its_samples_are(tmp_path):
     pictures = {}
     for decoding in ("rounded", "official"):
-        options = (f"decoding={decoding}", "data.in_channels=1", "train.sample_every=6", "sampler.num_steps=2")
+        options = (
+            f"decoding={decoding}",
+            "data.in_channels=1",
+            "train.sample_every=6",
+            "sampler.num_steps=2",
+        )
         tiny_run(tmp_path / decoding, *options)
-        pictures[decoding] = np.asarray(Image.open(tmp_path / decoding / "samples" / "step_00000006.png")).astype(int)
+        pictures[decoding] = np.asarray(
+            Image.open(tmp_path / decoding / "samples" / "step_00000006.png")
+        ).astype(int)
     darker = pictures["rounded"] - pictures["official"]
     assert set(np.unique(darker)) == {0, 1}
 

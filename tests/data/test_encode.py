@@ -79,15 +79,24 @@ def by_hand(vae, folder, name):
 def test_photographs_become_moments_of_both_mirror_images(tmp_path, photos, vae, small_parts):
     dataset = run(photos, tmp_path / "out", vae, "num_held_out=2")
     manifest, names = dataset.manifest, sorted(str(f.relative_to(photos)) for f in photos.rglob("*.*"))
-    assert (manifest.count, manifest.shape, manifest.kind, manifest.dtype) == (10, (8, 16, 16), "moments", "float16")
+    assert (manifest.count, manifest.shape, manifest.kind, manifest.dtype) == (
+        10,
+        (8, 16, 16),
+        "moments",
+        "float16",
+    )
     assert (manifest.mirrors, manifest.resolution, manifest.num_held_out) == (True, 32, 2)
     assert (manifest.scale, manifest.shift, manifest.std) == (1.1, 0.0, 1.0)
     assert (manifest.encoder, manifest.encoder_hash) == (vae, KLEncoder(vae, CPU).weights_hash)
     assert manifest.class_names == ("china", "flower")
     assert dataset.labels.tolist() == [0] * 5 + [1] * 5
     expected = torch.stack([by_hand(vae, photos, name) for name in names])  # (10, 2, 8, 16, 16)
-    torch.testing.assert_close(torch.from_numpy(np.array(dataset.stored)).float(), expected, rtol=2e-3, atol=2e-3)
-    assert not torch.allclose(expected[:, 0].flip(-1), expected[:, 1], atol=0.05), "a latent can not be flipped"
+    torch.testing.assert_close(
+        torch.from_numpy(np.array(dataset.stored)).float(), expected, rtol=2e-3, atol=2e-3
+    )
+    assert not torch.allclose(expected[:, 0].flip(-1), expected[:, 1], atol=0.05), (
+        "a latent cannot be flipped"
+    )
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
     assert manifest.origin["left_out"] == []
     assert manifest.origin["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
@@ -123,7 +132,9 @@ def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
     digits = load_digits()
     for i, (image, label) in enumerate(zip(digits.images[:30], digits.target, strict=False)):
         (tmp_path / "digits" / str(label)).mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * 15.9).astype(np.uint8)).save(tmp_path / "digits" / str(label) / f"{i:02}.png")
+        Image.fromarray((image * 15.9).astype(np.uint8)).save(
+            tmp_path / "digits" / str(label) / f"{i:02}.png"
+        )
     options = (f"source={tmp_path / 'digits'}", f"out={tmp_path / 'out'}", "encoder=identity", "resolution=8")
     encode.main(composed(*options, config_name="encode"))
     dataset = opened(tmp_path / "out")
@@ -139,7 +150,9 @@ def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2])
-def test_what_was_stopped_goes_on_and_ends_the_same(tmp_path, photos, vae, small_parts, monkeypatch, stop_after):
+def test_what_was_stopped_goes_on_and_ends_the_same(
+    tmp_path, photos, vae, small_parts, monkeypatch, stop_after
+):
     run(photos, tmp_path / "whole", vae)
     write, written = parts.PartFolder.write, []
 
@@ -155,7 +168,9 @@ def test_what_was_stopped_goes_on_and_ends_the_same(tmp_path, photos, vae, small
     assert not (tmp_path / "out").exists()
     written_before, again = list(written), []
     monkeypatch.setattr(
-        parts.PartFolder, "write", lambda folder, number, part: (again.append(number), write(folder, number, part))
+        parts.PartFolder,
+        "write",
+        lambda folder, number, part: (again.append(number), write(folder, number, part)),
     )
     run(photos, tmp_path / "out", vae)
     assert sorted(written_before + again) == [0, 1, 2], "what was done is not done again"
@@ -167,7 +182,10 @@ def test_who_stops_it_is_told_how_it_goes_on(tmp_path, photos, vae, small_parts,
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(encode, "encode_batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         run(photos, tmp_path / "out", vae)
-    assert f"stopped: {tmp_path / 'out.partial'} keeps what is done, and the same command goes on" in capsys.readouterr().out
+    assert (
+        f"stopped: {tmp_path / 'out.partial'} keeps what is done, and the same command goes on"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_scale_that_does_not_fit_is_told_with_one_that_does(tmp_path, photos, capsys):
@@ -200,10 +218,13 @@ def test_a_part_that_was_half_written_is_no_part(tmp_path, photos, vae, small_pa
         ("encoder=identity", "encoder: .* -> identity"),
     ],
 )
-def test_a_job_is_not_continued_with_something_else(tmp_path, photos, vae, small_parts, monkeypatch, override, message):
+def test_a_job_is_not_continued_with_something_else(
+    tmp_path, photos, vae, small_parts, monkeypatch, override, message
+):
     stopped(tmp_path, photos, vae, monkeypatch)
     with pytest.raises(
-        UserError, match=rf"out.partial was begun with something else \(.*{message}.*\): go on with that, or remove"
+        UserError,
+        match=rf"out.partial was begun with something else \(.*{message}.*\): go on with that, or remove",
     ):
         run(photos, tmp_path / "out", vae, override)
     assert run(photos, tmp_path / "out", vae).manifest.count == 10
@@ -243,7 +264,9 @@ def test_corrupt_images_are_listed_and_may_be_left_out_or_mended(tmp_path, vae, 
     write_photographs(folder)
     perfect = run(folder, tmp_path / "perfect", vae)
     spoil(folder)
-    with pytest.raises(UserError, match=r"2 images are corrupt, and nothing was put together.*skip_corrupt=true"):
+    with pytest.raises(
+        UserError, match=r"2 images are corrupt, and nothing was put together.*skip_corrupt=true"
+    ):
         run(folder, tmp_path / "out", vae)
     printed = capsys.readouterr().out
     assert "2 of 10 images are corrupt" in printed
@@ -270,7 +293,9 @@ def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts,
     Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
     again, write = [], parts.PartFolder.write
     monkeypatch.setattr(
-        parts.PartFolder, "write", lambda folder, number, part: (again.append(number), write(folder, number, part))
+        parts.PartFolder,
+        "write",
+        lambda folder, number, part: (again.append(number), write(folder, number, part)),
     )
     assert run(folder, tmp_path / "out", vae).manifest.count == 10
     assert again == [0, 1], "the part without corrupt images is kept"
@@ -279,7 +304,9 @@ def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts,
 def test_a_part_of_nothing_but_corrupt_images_and_a_source_of_nothing_else(tmp_path, vae, small_parts):
     folder = tmp_path / "photos"
     names = write_photographs(folder)
-    for name in names[:5]:  # and of the next part the only image of its class: the labels that follow stay with their images
+    for name in names[
+        :5
+    ]:  # and of the next part the only image of its class: the labels that follow stay with their images
         (folder / name).write_bytes(b"")
     assert run(folder, tmp_path / "out", vae, "skip_corrupt=true").labels.tolist() == [1] * 5
     for name in names:
@@ -341,7 +368,13 @@ def test_a_segmentation_counts_by_its_numbers_and_not_by_the_colours_of_a_palett
     palette = Image.fromarray(classes)
     palette.putpalette([0, 0, 0] * 256)  # every class is black
     palette.save(tmp_path / "masks" / "0.png")
-    dataset = run(tmp_path / "photos", tmp_path / "out", vae, f"masks={tmp_path / 'masks'}", "conditioning_type=segmentation")
+    dataset = run(
+        tmp_path / "photos",
+        tmp_path / "out",
+        vae,
+        f"masks={tmp_path / 'masks'}",
+        "conditioning_type=segmentation",
+    )
     assert np.argwhere(dataset.masks[0]).tolist() == [[2, 4]]
 
 
@@ -350,7 +383,10 @@ def test_a_mask_of_another_size_is_told_with_its_image(tmp_path, photos, vae):
     Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "china" / "000.png")
     with pytest.raises(UserError, match="1 images are corrupt"):
         run(photos, tmp_path / "out", vae, f"masks={masks}")
-    assert "china/000.png: its mask: it is (9, 7), the image is" in (tmp_path / "out.partial" / "corrupt.txt").read_text()
+    assert (
+        "china/000.png: its mask: it is (9, 7), the image is"
+        in (tmp_path / "out.partial" / "corrupt.txt").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -388,7 +424,9 @@ def test_too_little_room_is_told_before_any_work(tmp_path, photos, vae, monkeypa
 
 
 def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path, photos, vae):
-    """A limit on the size of files stands for the full disk: 10 images are one part of 82 kB, and so is what is made of it."""
+    """A limit on the size of files stands for the full disk: 10 images are one part of 82 kB, and so is what
+    is made of it.
+    """
     result = start(photos, tmp_path / "out", vae, file_bytes=60_000)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith(
@@ -412,11 +450,16 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
     assert files(tmp_path / "two") == files(tmp_path / "one")
     partial = tmp_path / "out.partial"
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    process = psutil.Popen(command(TWO, photos, tmp_path / "out", vae), env=environment, stderr=subprocess.DEVNULL)
+    process = psutil.Popen(
+        command(TWO, photos, tmp_path / "out", vae), env=environment, stderr=subprocess.DEVNULL
+    )
     while not list(partial.glob("*.npz")):
         assert process.poll() is None, "it finished before it could be killed"
         time.sleep(0.01)
-    everyone = [process, *process.children(recursive=True)]  # the launcher's end does not end its processes at once
+    everyone = [
+        process,
+        *process.children(recursive=True),
+    ]  # the launcher's end does not end its processes at once
     for each in everyone:
         each.kill()
     psutil.wait_procs(everyone)
@@ -426,15 +469,24 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
 
 
 def test_a_public_autoencoder_is_taken_from_the_cache_without_network(tmp_path, photos):
-    """The cache of the hub, as a download would leave it, holding a small autoencoder under the public name."""
+    """The cache of the hub after a download: a small autoencoder under the public name."""
     repository = tmp_path / "cache" / "models--stabilityai--sd-vae-ft-ema"
     write_autoencoder(repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
     arguments = [f"source={photos}", f"out={tmp_path / 'out'}", "resolution=32"]
     result = subprocess.run(
-        [sys.executable, "-m", "data.encode", *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "data.encode", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert "python -m data.report" in result.stdout
@@ -452,7 +504,9 @@ def test_a_source_that_is_gone_is_no_set_of_corrupt_images(tmp_path, vae, small_
         if (tmp_path / "photos").exists():
             (tmp_path / "photos").rename(tmp_path / "elsewhere")
 
-    message = r"No such file or directory; mend this and run the same command again to go on: '(china|flower)/\d+"
+    message = (
+        r"No such file or directory; mend this and run the same command again to go on: '(china|flower)/\d+"
+    )
     with monkeypatch.context() as patch, pytest.raises(UserError, match=message):
         patch.setattr(parts.PartFolder, "write", unmount)
         run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true")
@@ -460,7 +514,9 @@ def test_a_source_that_is_gone_is_no_set_of_corrupt_images(tmp_path, vae, small_
     assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10
 
 
-def test_a_kill_while_the_parts_are_put_together_costs_nothing(tmp_path, photos, vae, small_parts, monkeypatch):
+def test_a_kill_while_the_parts_are_put_together_costs_nothing(
+    tmp_path, photos, vae, small_parts, monkeypatch
+):
     from data import LatentWriter
 
     run(photos, tmp_path / "whole", vae)
@@ -498,7 +554,9 @@ def test_one_that_comes_when_another_has_just_ended_does_not_begin_anew(tmp_path
         return acquire(lock)
 
     monkeypatch.setattr(encode.Lock, "acquire", late)
-    with pytest.raises(UserError, match=r"out exists: move it away to write it anew, or choose another name$"):
+    with pytest.raises(
+        UserError, match=r"out exists: move it away to write it anew, or choose another name$"
+    ):
         run(photos, tmp_path / "out", vae)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
@@ -509,7 +567,12 @@ def test_of_processes_that_encode_at_once_one_does_it(tmp_path, photos, vae, lau
     assert start(photos, tmp_path / "whole", vae).returncode == 0
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     several = [
-        subprocess.Popen(command(launcher, photos, tmp_path / "out", vae), env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command(launcher, photos, tmp_path / "out", vae),
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(3)
     ]
     ends = [(process.communicate()[1], process.returncode) for process in several]
@@ -520,7 +583,7 @@ def test_of_processes_that_encode_at_once_one_does_it(tmp_path, photos, vae, lau
 
 
 def test_a_part_whose_errors_were_written_and_nothing_else_is_made_again(tmp_path):
-    """Killed between the errors and the part, or between a part without errors and the end of the old ones."""
+    """Killed between the errors and the part, or between a part and the end of the old errors."""
     folder = parts.PartFolder(tmp_path / "p", {"a": 1}, 3)
     assert folder.begin() == [0, 1, 2]
     part = parts.Part(np.zeros((2, 1, 4, 4), np.float16), None, np.array([0, 1]), {})
@@ -543,7 +606,9 @@ def test_a_damaged_part_is_removed_and_made_again(tmp_path, photos, vae, small_p
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
-    with pytest.raises(UserError, match=r"0000001.npz was damaged .* and is removed: run the same command again"):
+    with pytest.raises(
+        UserError, match=r"0000001.npz was damaged .* and is removed: run the same command again"
+    ):
         run(photos, tmp_path / "out", vae)
     assert run(photos, tmp_path / "out", vae).manifest.count == 10
 
@@ -553,7 +618,9 @@ def test_one_place_has_one_name(tmp_path, photos, vae, small_parts, monkeypatch)
     monkeypatch.chdir(photos.parent)
     assert run(f"{photos.name}/", tmp_path / "out", vae).manifest.encoder == vae
     monkeypatch.chdir(Path(vae).parent)
-    assert run(photos, tmp_path / "again", "vae").manifest.encoder == vae, "a name that holds wherever one stands"
+    assert run(photos, tmp_path / "again", "vae").manifest.encoder == vae, (
+        "a name that holds wherever one stands"
+    )
 
 
 def test_alpha_is_no_class_of_a_segmentation(tmp_path, vae):
@@ -564,7 +631,13 @@ def test_alpha_is_no_class_of_a_segmentation(tmp_path, vae):
     mask[..., 3] = 255
     mask[4:6, 8:10, 1] = 9
     Image.fromarray(mask).save(tmp_path / "masks" / "0.png")
-    dataset = run(tmp_path / "photos", tmp_path / "out", vae, f"masks={tmp_path / 'masks'}", "conditioning_type=segmentation")
+    dataset = run(
+        tmp_path / "photos",
+        tmp_path / "out",
+        vae,
+        f"masks={tmp_path / 'masks'}",
+        "conditioning_type=segmentation",
+    )
     assert np.argwhere(dataset.masks[0]).tolist() == [[2, 4]]
 
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data import IdentityEncoder, KLEncoder, LatentManifest, encoder_for, encoder_record, image_decoder, load_encoder, to_uint8
+from data import (
+    IdentityEncoder,
+    KLEncoder,
+    LatentManifest,
+    encoder_for,
+    encoder_record,
+    image_decoder,
+    load_encoder,
+    to_uint8,
+)
 from data import encoders as module
 from tests.photos import photographs, write_autoencoder
 
@@ -46,7 +55,13 @@ def test_moments_are_those_that_diffusers_gives(folder):
     with torch.no_grad():
         posterior = own(folder).encode(IMAGES.float() / 127.5 - 1).latent_dist
     torch.testing.assert_close(encoder.encode(IMAGES), torch.cat([posterior.mean, posterior.logvar], dim=1))
-    assert (encoder.kind, encoder.scale, encoder.shift, encoder.std, encoder.factor) == ("moments", 1.1, 0.0, 1.0, 2)
+    assert (encoder.kind, encoder.scale, encoder.shift, encoder.std, encoder.factor) == (
+        "moments",
+        1.1,
+        0.0,
+        1.0,
+        2,
+    )
     assert next(encoder.net.parameters()).dtype == torch.float32
     assert not encoder.net.training
 
@@ -59,7 +74,9 @@ def test_what_is_encoded_is_decoded_as_diffusers_does_and_rounded_by_the_one_rul
     with torch.no_grad():
         expected = to_uint8(own(folder).decode(stored[:, :4]).sample).permute(0, 2, 3, 1)
     assert images.shape == (6, 32, 32, 3)
-    assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1  # scale and shift cost the last bits
+    assert (
+        np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1
+    )  # scale and shift cost the last bits
 
 
 def test_scale_and_shift_are_those_of_the_autoencoders_own_configuration(tmp_path):
@@ -87,7 +104,11 @@ def test_the_hash_is_that_of_the_weights_and_not_of_their_file(folder, tmp_path)
     weights_hash = KLEncoder(folder, CPU).weights_hash
     shutil.copytree(folder, tmp_path / "copy")
     tensors = load_file(tmp_path / "copy" / WEIGHTS)
-    save_file(dict(reversed(tensors.items())), tmp_path / "copy" / WEIGHTS, metadata={"format": "pt", "more": "words"})
+    save_file(
+        dict(reversed(tensors.items())),
+        tmp_path / "copy" / WEIGHTS,
+        metadata={"format": "pt", "more": "words"},
+    )
     assert KLEncoder(str(tmp_path / "copy"), CPU).weights_hash == weights_hash
     tensors["decoder.conv_out.bias"][0] += 1e-6
     save_file(tensors, tmp_path / "copy" / WEIGHTS, metadata={"format": "pt"})
@@ -99,7 +120,9 @@ def damage(file, change):
 
 
 def configured(folder, **changes):
-    """Let an autoencoder declare what it does not have, for which memory would be taken before its weights are looked at."""
+    """Let an autoencoder declare what it does not have, for which memory would be taken before its weights
+    are looked at.
+    """
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -107,16 +130,31 @@ def configured(folder, **changes):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: damage(folder / WEIGHTS, lambda data: data[:1000]), "can not be read as an AutoencoderKL"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "can not be read as an AutoencoderKL: .*no file named"),
-        (lambda folder: (folder / "config.json").write_text("{"), "can not be read as an AutoencoderKL: .*it is no JSON"),
+        (
+            lambda folder: damage(folder / WEIGHTS, lambda data: data[:1000]),
+            "cannot be read as an AutoencoderKL",
+        ),
+        (lambda folder: (folder / WEIGHTS).unlink(), "cannot be read as an AutoencoderKL: .*no file named"),
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            "cannot be read as an AutoencoderKL: .*it is no JSON",
+        ),
         (
             lambda folder: configured(folder, layers_per_block=10**7),
             "layers_per_block of its config.json asks for 10000000",
         ),
-        (lambda folder: configured(folder, block_out_channels=[8] * 10**4), "asks for 10000 blocks, must be at most 32"),
-        (lambda folder: (folder / "config.json").unlink(), "can not be read as an AutoencoderKL: .*config.json"),
-        (lambda folder: drop(folder / WEIGHTS, "decoder.conv_in.weight"), "lacks 1 tensors, such as decoder.conv_in.weight"),
+        (
+            lambda folder: configured(folder, block_out_channels=[8] * 10**4),
+            "asks for 10000 blocks, must be at most 32",
+        ),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            "cannot be read as an AutoencoderKL: .*config.json",
+        ),
+        (
+            lambda folder: drop(folder / WEIGHTS, "decoder.conv_in.weight"),
+            "lacks 1 tensors, such as decoder.conv_in.weight",
+        ),
     ],
 )
 def test_a_damaged_autoencoder_is_one_clear_error(folder, tmp_path, spoil, message):
@@ -134,7 +172,9 @@ def drop(file, name):
 
 @pytest.mark.parametrize("name", ["sd-vae-ft-emma", "vae/with/three", "../nowhere"])
 def test_an_unknown_name_is_answered_with_the_known_ones(name):
-    with pytest.raises(ValueError, match="must be one of identity, sd-vae-ft-ema, sd-vae-ft-mse, sdxl, a folder"):
+    with pytest.raises(
+        ValueError, match="must be one of identity, sd-vae-ft-ema, sd-vae-ft-mse, sdxl, a folder"
+    ):
         load_encoder(name, CPU)
 
 
@@ -144,7 +184,8 @@ def test_an_autoencoder_that_is_not_here_says_how_to_bring_it(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         ValueError,
-        match=r"encoder=sdxl is neither .* \(HF_HUB_OFFLINE is set\): .*`hf download stabilityai/sdxl-vae --local-dir",
+        match=r"encoder=sdxl is neither .* \(HF_HUB_OFFLINE is set\): .*`hf download "
+        r"stabilityai/sdxl-vae --local-dir",
     ):
         load_encoder("sdxl", CPU)
 
@@ -158,7 +199,9 @@ def test_without_a_network_the_reason_is_the_network(monkeypatch):
 
 
 def test_a_folder_that_is_gone_is_named():
-    with pytest.raises(ValueError, match=r"encoder=/nowhere/vae is not there \(any more\): say with encoder=FOLDER where"):
+    with pytest.raises(
+        ValueError, match=r"encoder=/nowhere/vae is not there \(any more\): say with encoder=FOLDER where"
+    ):
         load_encoder("/nowhere/vae", CPU)
 
 
@@ -170,7 +213,9 @@ def test_another_autoencoder_than_the_manifests_is_refused_unless_forced(folder,
     shutil.copytree(folder, tmp_path / "moved")
     assert encoder_for(about, CPU, str(tmp_path / "moved")).weights_hash == encoder.weights_hash
     for name in (other, "identity"):
-        with pytest.raises(ValueError, match=r"encoder=.* has weights .* must be the same .*allow_other_encoder=true"):
+        with pytest.raises(
+            ValueError, match=r"encoder=.* has weights .* must be the same .*allow_other_encoder=true"
+        ):
             encoder_for(about, CPU, name)
         assert encoder_for(about, CPU, name, allow_other=True).weights_hash != encoder.weights_hash
     pixels = LatentManifest(3, (3, 8, 8), "float16", "samples", 0, "identity")
@@ -207,7 +252,9 @@ def test_pixels_in_another_range_are_brought_back(folder):
     torch.testing.assert_close(about.to_means(torch.cat([raw, raw], dim=1)), seen)
     torch.testing.assert_close(about.to_encoder(seen), raw)
     with torch.no_grad():
-        expected = (own(folder).decode(raw).sample * 255 + 0.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+        expected = (
+            (own(folder).decode(raw).sample * 255 + 0.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+        )
     images = image_decoder(about, encoder)(seen)
     assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1
 
@@ -219,7 +266,9 @@ def test_the_decoding_of_the_official_code_is_coarser_and_half_a_level_darker(fo
     z = torch.randn(2, 4, 16, 16)
     assert 0 < (official.decode(z) - exact.decode(z)).abs().max() < 0.1
     levels = torch.linspace(-1, 1, 10_001)
-    assert (to_uint8(levels).float() - to_uint8(levels, official=True).float()).mean() == pytest.approx(0.5, abs=0.01)
+    assert (to_uint8(levels).float() - to_uint8(levels, official=True).float()).mean() == pytest.approx(
+        0.5, abs=0.01
+    )
     assert to_uint8(torch.tensor([-1.0, 0.99, 1.0]), official=True).tolist() == [0, 253, 255]
 
 

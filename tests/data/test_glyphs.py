@@ -29,7 +29,9 @@ def test_an_image_is_a_function_of_seed_and_index():
 
 
 def test_a_larger_set_begins_with_a_smaller_one_and_means_the_same(tmp_path):
-    small, large = (glyphs(str(tmp_path / str(count)), **SIZES, num_images=count, seed=0) for count in (320, 2048))
+    small, large = (
+        glyphs(str(tmp_path / str(count)), **SIZES, num_images=count, seed=0) for count in (320, 2048)
+    )
     assert np.array_equal(large.stored[:320], small.stored)
     assert np.array_equal(large.labels[:320], small.labels)
     assert (small.manifest.shift, small.manifest.scale) == (large.manifest.shift, large.manifest.scale)
@@ -103,10 +105,14 @@ def test_moves_are_what_they_are_named():
         large, small = (np.ptp(moved(which, by)[axis]) for by in (-1, 1))
         assert large >= np.ptp(((top, bottom), (left, right))[axis]) >= small
         assert large - small >= 2
-        assert [np.ptp(moved(which, by)[1 - axis]) for by in (-1, 1)] == [np.ptp(((top, bottom), (left, right))[1 - axis])] * 2
+        assert [np.ptp(moved(which, by)[1 - axis]) for by in (-1, 1)] == [
+            np.ptp(((top, bottom), (left, right))[1 - axis])
+        ] * 2
     for which in (0, 1):  # the upper corner of its stem goes one way, the lower one the other
         images = [_ink(0, label, NO_MOVES + by * np.eye(6)[which]) for by in (-1, 1)]
-        upper, lower = ([rows_and_columns(image[rows])[1][0] for image in images] for rows in (slice(16), slice(16, 32)))
+        upper, lower = (
+            [rows_and_columns(image[rows])[1][0] for image in images] for rows in (slice(16), slice(16, 32))
+        )
         assert upper != lower
         assert np.sign(upper[1] - upper[0]) == -np.sign(lower[1] - lower[0])
 

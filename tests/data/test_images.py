@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data import centre_crop, open_images
+from runtime.launch import Launch
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (11, 6, 5, 3), dtype=np.uint8)
@@ -53,7 +54,7 @@ def test_processes_share_images_without_gaps_or_doubles(tmp_path_factory, count,
     for path in (folder / "x.npz", folder / "x"):
         seen = {}
         for process in range(num_processes):
-            for start, batch in open_images(path).batches(batch_size, process, num_processes):
+            for start, batch in open_images(path).batches(batch_size, Launch(process, num_processes)):
                 for i, image in enumerate(batch):
                     assert start + i not in seen
                     seen[start + i] = image
@@ -66,7 +67,7 @@ def test_an_array_is_never_held_as_a_whole(tmp_path):
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "large.npz", np.zeros((size // (64 * 64 * 3), 64, 64, 3), np.uint8))
         tracemalloc.start()
-        for _ in open_images(tmp_path / "large.npz").batches(16, process_index=1, num_processes=2):
+        for _ in open_images(tmp_path / "large.npz").batches(16, Launch(1, 2)):
             pass
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -99,7 +100,7 @@ def test_damaged_arrays_are_refused(tmp_path):
     (tmp_path / "text.npz").write_text("hello")
     np.savez(tmp_path / "other.npz", images=images)
     for name in ("cut", "text", "other"):
-        with pytest.raises(ValueError, match=rf"{name}.npz can not be read as an .npz with arr_0"):
+        with pytest.raises(ValueError, match=rf"{name}.npz cannot be read as an .npz with arr_0"):
             open_images(tmp_path / f"{name}.npz")
     middle = len(whole) // 2
     (tmp_path / "flipped.npz").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
@@ -113,7 +114,10 @@ def test_damaged_arrays_are_refused(tmp_path):
     (tmp_path / "start.npz").write_bytes(packed[:60] + bytes(8) + packed[68:])
     with pytest.raises(ValueError, match=r"start.npz"):
         read(open_images(tmp_path / "start.npz"))
-    with zipfile.ZipFile(tmp_path / "short.npz", "w") as archive, zipfile.ZipFile(tmp_path / "x.npz") as source:
+    with (
+        zipfile.ZipFile(tmp_path / "short.npz", "w") as archive,
+        zipfile.ZipFile(tmp_path / "x.npz") as source,
+    ):
         archive.writestr("arr_0.npy", source.read("arr_0.npy")[:-100])
     with pytest.raises(ValueError, match=r"arr_0 holds 38300 bytes, its shape \(50, 16, 16, 3\) needs 38400"):
         open_images(tmp_path / "short.npz")
@@ -126,7 +130,7 @@ def test_encrypted_archives_are_refused(tmp_path):
     folder = write_folder(tmp_path / "folder")
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.write(folder / NAMES[0], "0.png")
-    for name, message in (("x.npz", "can not be read as an .npz"), ("x.zip", "0.png can not be used")):
+    for name, message in (("x.npz", "cannot be read as an .npz"), ("x.zip", "0.png cannot be used")):
         data = bytearray((tmp_path / name).read_bytes())
         data[6] |= 1  # the flag of encryption, before the file and in the directory at the end
         data[data.index(b"PK\x01\x02") + 8] |= 1
@@ -147,20 +151,20 @@ def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
     refused(tmp_path / "lossy", "z.JPG is of a lossy format")
     for mode in ("L", "RGBA", "I;16"):
         folder = write_folder(tmp_path / mode)
-        Image.fromarray(IMAGES[0, :, :, 0].astype(np.uint16) if mode == "I;16" else IMAGES[0]).convert(mode).save(
-            folder / "a/03.png"
-        )
-        refused(folder, f"a/03.png can not be used: its mode is {mode}")
+        Image.fromarray(IMAGES[0, :, :, 0].astype(np.uint16) if mode == "I;16" else IMAGES[0]).convert(
+            mode
+        ).save(folder / "a/03.png")
+        refused(folder, f"a/03.png cannot be used: its mode is {mode}")
     deep = np.concatenate([np.zeros((6, 1), np.uint8), np.zeros((6, 30), np.uint8)], axis=1).tobytes()
     chunks = (b"IHDR" + struct.pack(">IIBBBBB", 5, 6, 16, 2, 0, 0, 0), b"IDAT" + zlib.compress(deep), b"IEND")
     packed = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
     (write_folder(tmp_path / "deep") / "a/03.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
-    refused(tmp_path / "deep", "a/03.png can not be used: its mode is RGB, must be RGB with 8 bits")
+    refused(tmp_path / "deep", "a/03.png cannot be used: its mode is RGB, must be RGB with 8 bits")
     Image.fromarray(IMAGES[0, :3]).save(write_folder(tmp_path / "sizes") / "b/05.png")
     refused(tmp_path / "sizes", "b/05.png is (3, 5, 3), a/00.png is (6, 5, 3)")
     broken = write_folder(tmp_path / "broken") / "b/07.png"
     broken.write_bytes(broken.read_bytes()[:60])
-    refused(tmp_path / "broken", "b/07.png can not be used")
+    refused(tmp_path / "broken", "b/07.png cannot be used")
     (tmp_path / "x.zip").write_text("hello")
     refused(tmp_path / "x.zip", "cannot be read as a folder, a zip or an .npz")
 

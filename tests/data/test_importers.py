@@ -114,7 +114,9 @@ def mean_std(mean=MEAN, logvar=LOGVAR):
 
 
 def run(source, out, name, *overrides):
-    convert.main(composed(f"format={name}", f"source={source}", f"out={out}", *overrides, config_name="convert"))
+    convert.main(
+        composed(f"format={name}", f"source={source}", f"out={out}", *overrides, config_name="convert")
+    )
     manifest = read_manifest(out)
     return open_latents(str(out), manifest.input_size, manifest.in_channels, manifest.num_classes)
 
@@ -127,7 +129,12 @@ def test_tread(tmp_path):
     dataset = run(write_tread(tmp_path / "tread"), tmp_path / "out", "tread_wds")
     manifest = dataset.manifest
     close(dataset.stored, MEAN)  # the scale is taken out, to be applied once
-    assert (manifest.kind, manifest.scale, manifest.mirrors, manifest.num_classes) == ("samples", 0.18215, False, 5)
+    assert (manifest.kind, manifest.scale, manifest.mirrors, manifest.num_classes) == (
+        "samples",
+        0.18215,
+        False,
+        5,
+    )
     assert np.array_equal(dataset.labels, LABELS)
     seen = manifest.to_latents(dataset.read(np.arange(COUNT))[0])
     close(seen.numpy(), MEAN * 0.18215)
@@ -144,7 +151,9 @@ def test_one_tar_is_enough(tmp_path):
 def test_moments_in_the_format_of_tread_are_refused_and_then_understood(tmp_path):
     """What users met who fed MaskDiT's shards to the official code."""
     moments = write_tread(tmp_path / "moments", np.concatenate([MEAN, LOGVAR], axis=1))
-    with pytest.raises(UserError, match=r"24 entries contradict .* nearly all .* negative: stored_as=mean_logvar"):
+    with pytest.raises(
+        UserError, match=r"24 entries contradict .* nearly all .* negative: stored_as=mean_logvar"
+    ):
         run(moments, tmp_path / "out", "tread_wds")
     spread = write_tread(tmp_path / "spread", mean_std())
     with pytest.raises(UserError, match=r"never negative: stored_as=mean_std"):
@@ -168,10 +177,16 @@ def test_scaled_moments_are_brought_back(tmp_path):
 def test_scale_and_shift_of_each_channel_are_taken_out(stored_as):
     chosen = replace(FORMATS["edm2"], stored_as=stored_as, scaled=True)
     scale, shift = (np.reshape(value, (4, 1, 1)).astype(np.float32) for value in (chosen.scale, chosen.shift))
-    spread = {"samples": None, "mean_logvar": LOGVAR + 2 * np.log(scale), "mean_std": np.exp(0.5 * LOGVAR) * scale}[stored_as]
+    spread = {
+        "samples": None,
+        "mean_logvar": LOGVAR + 2 * np.log(scale),
+        "mean_std": np.exp(0.5 * LOGVAR) * scale,
+    }[stored_as]
     seen = (MEAN - shift) * scale
     stored = chosen.to_stored(seen if spread is None else np.concatenate([seen, spread], axis=1))
-    np.testing.assert_allclose(stored, MEAN if spread is None else np.concatenate([MEAN, LOGVAR], axis=1), atol=1e-4)
+    np.testing.assert_allclose(
+        stored, MEAN if spread is None else np.concatenate([MEAN, LOGVAR], axis=1), atol=1e-4
+    )
 
 
 def test_variances_are_clamped_as_diffusers_does():
@@ -183,7 +198,12 @@ def test_maskdit_lmdb(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "ENTRIES_AT_ONCE", 7)
     dataset = run(write_lmdb(tmp_path / "lmdb" / "train"), tmp_path / "out", "maskdit_lmdb", "num_held_out=3")
     manifest, moments = dataset.manifest, np.concatenate([MEAN, LOGVAR], axis=1)
-    assert (manifest.count, manifest.mirrors, manifest.kind, manifest.num_held_out) == (COUNT, True, "moments", 3)
+    assert (manifest.count, manifest.mirrors, manifest.kind, manifest.num_held_out) == (
+        COUNT,
+        True,
+        "moments",
+        3,
+    )
     close(dataset.stored[:, 0], moments)
     close(dataset.stored[:, 1], moments[..., ::-1])
     assert np.array_equal(dataset.labels, LABELS)
@@ -198,7 +218,9 @@ def test_an_lmdb_without_flips(tmp_path):
     with pytest.raises(UserError, match="the second half is not that of mirror images"):
         run(write_lmdb(tmp_path / "twice", second=moments), tmp_path / "no", "maskdit_lmdb")
     shuffled = np.concatenate([LABELS, LABELS[::-1]])
-    with pytest.raises(UserError, match="the classes of the second half are not those of the first: mirrored=false"):
+    with pytest.raises(
+        UserError, match="the classes of the second half are not those of the first: mirrored=false"
+    ):
         run(write_lmdb(tmp_path / "shuffled", labels=shuffled), tmp_path / "no", "maskdit_lmdb")
 
 
@@ -213,7 +235,7 @@ def test_an_lmdb_that_is_cut_off_does_not_kill_the_process(tmp_path):
     ("key", "value", "message"),
     [
         (b"length", b"-3", r"length is b'-3', must be a number"),
-        (b"length", b"1", "1 entries can not be images and as many mirror images"),
+        (b"length", b"1", "1 entries cannot be images and as many mirror images"),
         (b"length", b"0", "holds no entries"),
         (b"y-3", b"9" * 30, r"y-3 is b'9+', must be less than 1000000"),
         (b"z-3", b"12345678", "z-3 has 2 numbers, must be 8 channels of a square"),
@@ -303,17 +325,32 @@ def test_repa_and_edm2_are_told_apart_by_their_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "write", "overrides", "message"),
     [
-        ("tread_wds", lambda p: write_tread(p, MEAN), (), r"standard deviation of 4\.\d+, not 1: scaled=false"),
+        (
+            "tread_wds",
+            lambda p: write_tread(p, MEAN),
+            (),
+            r"standard deviation of 4\.\d+, not 1: scaled=false",
+        ),
         ("tread_wds", write_tread, ("scaled=false",), r"standard deviation of 0\.15\d?, not 1: scaled=true"),
         ("tread_wds", write_tread, ("scale=0.5", "scaled=false"), r"standard deviation of 0\.41\d, not 1"),
-        ("maskdit_wds", write_maskdit_wds, ("stored_as=mean_std",), "no standard deviation: stored_as=mean_logvar"),
+        (
+            "maskdit_wds",
+            write_maskdit_wds,
+            ("stored_as=mean_std",),
+            "no standard deviation: stored_as=mean_logvar",
+        ),
         (
             "repa",
             lambda p: write_npy_folder(p, mean_std()),
             ("stored_as=mean_logvar",),
             "hardly a log-variance: stored_as=mean_std",
         ),
-        ("repa", lambda p: write_npy_folder(p, MEAN[:, :3]), (), "3 channels are no two halves: stored_as=samples"),
+        (
+            "repa",
+            lambda p: write_npy_folder(p, MEAN[:, :3]),
+            (),
+            "3 channels are no two halves: stored_as=samples",
+        ),
         ("repa", lambda p: write_npy_folder(p, MEAN * np.nan), (), "there are values that are not finite"),
     ],
 )
@@ -341,7 +378,10 @@ def rename_member(folder):
 
 def break_order(folder):
     a, b = npy(MEAN[0]), npy(MEAN[1])
-    write_tar(folder / "imagenet-0001.tar", [("7.cls", b"0"), ("8.latent.npy", a), ("7.latent.npy", b), ("8.cls", b"1")])
+    write_tar(
+        folder / "imagenet-0001.tar",
+        [("7.cls", b"0"), ("8.latent.npy", a), ("7.latent.npy", b), ("8.cls", b"1")],
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,7 +395,7 @@ def break_order(folder):
         ("maskdit_wds", write_tread, None, (), r"0000000 must hold both .cls and .latent|must hold both"),
         ("maskdit_wds", lambda p: write_maskdit_wds(p, arrays=[{"no": "array"}] * COUNT), None, (), "not a pickled array"),
         ("repa", lambda p: write_npy_folder(p, mean_std()), lambda p: (p / "dataset.json").unlink(), (), "has no dataset.json"),
-        ("repa", lambda p: write_npy_folder(p, mean_std()), spoil_npy, (), "00000003.npy can not be read"),
+        ("repa", lambda p: write_npy_folder(p, mean_std()), spoil_npy, (), "00000003.npy cannot be read"),
         ("repa", lambda p: p.mkdir(), None, (), r"holds no .npy files"),
         ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are no numbers, but <U1"),
         ("tread_wds", lambda p: write_tread(p, labels=[10**30] * COUNT), None, (), "cls is .*, must be less than 1000000"),
@@ -375,13 +415,19 @@ def test_damaged_sources_are_one_clear_error(tmp_path, name, write, spoil, overr
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("format=lightning",), "format=lightning must be one of tread_wds, maskdit_lmdb, maskdit_wds, repa, edm2"),
+        (
+            ("format=lightning",),
+            "format=lightning must be one of tread_wds, maskdit_lmdb, maskdit_wds, repa, edm2",
+        ),
         (("source=nowhere",), "source=nowhere not found"),
         (("stored_as=std",), "stored_as=std must be one of samples, mean_logvar, mean_std"),
         (("scale=0",), "scale=0.0 must be greater than 0"),
         (("num_classes=0",), "num_classes=0 must be greater than 0"),
         (("mirrored=true",), "mirrored=true needs a format whose entries can be read in any order"),
-        (("encoder=sdxl",), "encoder=stabilityai/sdxl-vae may have another scale than the assumed one: give scale=NUMBER"),
+        (
+            ("encoder=sdxl",),
+            "encoder=stabilityai/sdxl-vae may have another scale than the assumed one: give scale=NUMBER",
+        ),
         (("num_held_out=24",), r"num_held_out=24 must be in \[0, 23\]"),
     ],
 )
@@ -394,7 +440,13 @@ def test_wrong_requests_are_one_line(tmp_path, overrides, message):
 def test_assumptions_are_printed(tmp_path, capsys):
     run(write_tread(tmp_path / "tread"), tmp_path / "out", "tread_wds")
     printed = capsys.readouterr().out
-    for words in ("stored_as=samples", "scaled=true", "mirrored=false", "encoder=stabilityai/sd-vae-ft-ema", "scale=0.18215"):
+    for words in (
+        "stored_as=samples",
+        "scaled=true",
+        "mirrored=false",
+        "encoder=stabilityai/sd-vae-ft-ema",
+        "scale=0.18215",
+    ):
         assert words in printed
 
 
@@ -464,14 +516,22 @@ def test_arrays_of_numbers_survive_pickling(dtype, order):
     array = np.asarray(np.arange(24).reshape(2, 3, 4).astype(dtype), order=order)
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         data = pickle.dumps(array, protocol=protocol)
-        for old in (data, data.replace(b"numpy._core.", b"numpy.core.") if protocol < 4 else data):  # before numpy 2
+        for old in (
+            data,
+            data.replace(b"numpy._core.", b"numpy.core.") if protocol < 4 else data,
+        ):  # before numpy 2
             found = unpickle_array(old)
             assert np.array_equal(found, array)
             assert found.dtype == array.dtype
 
 
 @settings(max_examples=300, deadline=None)
-@given(position=st.integers(0, 10_000), value=st.integers(0, 255), protocol=st.integers(0, 5), length=st.floats(0, 1))
+@given(
+    position=st.integers(0, 10_000),
+    value=st.integers(0, 255),
+    protocol=st.integers(0, 5),
+    length=st.floats(0, 1),
+)
 def test_damaged_pickles_raise_nothing_but_the_documented_error(position, value, protocol, length):
     data = bytearray(pickle.dumps(np.arange(6, dtype=np.float32).reshape(2, 3), protocol=protocol))
     data[position % len(data)] = value

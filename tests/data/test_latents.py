@@ -34,7 +34,14 @@ def write(path, kind="samples", count=20, **changes):
     shape = (8 if kind == "moments" else 4, 8, 8)
     stored = rng.standard_normal((count, *shape)).astype(np.float16)
     labels = rng.integers(0, 5, count)
-    fields = {"count": count, "shape": shape, "dtype": "float16", "kind": kind, "num_classes": 5, "encoder": "identity"}
+    fields = {
+        "count": count,
+        "shape": shape,
+        "dtype": "float16",
+        "kind": kind,
+        "num_classes": 5,
+        "encoder": "identity",
+    }
     with LatentWriter(path, LatentManifest(**{**fields, **changes})) as writer:
         writer.append(stored[:13], labels[:13])
         writer.append(stored[13:], labels[13:])
@@ -85,7 +92,9 @@ def test_every_number_of_every_entry_has_a_draw_of_its_own():
 
 
 def test_unconditional_folders_have_no_labels(tmp_path):
-    with LatentWriter(tmp_path / "a", LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "identity")) as writer:
+    with LatentWriter(
+        tmp_path / "a", LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "identity")
+    ) as writer:
         writer.append(np.zeros((3, 1, 4, 4), np.float32), None)
     dataset = open_latents(str(tmp_path / "a"), 4, 1, 0)
     assert dataset.read(np.array([1]))[1] is None
@@ -96,7 +105,9 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         (20, np.zeros(13, int), "13 entries written, the manifest promises 20"),
         (3, np.array([0, 4, 5]), r"label 5 at position 2 must be in \[0, 4\]"),
     ):
-        writer = LatentWriter(tmp_path / "a", LatentManifest(count, (4, 8, 8), "float16", "samples", 5, "identity"))
+        writer = LatentWriter(
+            tmp_path / "a", LatentManifest(count, (4, 8, 8), "float16", "samples", 5, "identity")
+        )
         with pytest.raises(ValueError, match=message), writer:
             writer.append(np.zeros((len(labels), 4, 8, 8), np.float16), labels)
     assert not list(tmp_path.iterdir())
@@ -170,7 +181,11 @@ def remove(name):
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (remove("manifest.json"), FileNotFoundError, r"data\.path=.* must be a latent folder.*data/README\.md"),
+        (
+            remove("manifest.json"),
+            FileNotFoundError,
+            r"data\.path=.* must be a latent folder.*data/README\.md",
+        ),
         (remove("latents.npy"), FileNotFoundError, r"latents\.npy is missing"),
         (remove("labels.npy"), FileNotFoundError, r"labels\.npy is missing"),
         (truncate, ValueError, r"latents\.npy is truncated"),
@@ -179,7 +194,11 @@ def remove(name):
         (fewer_labels, ValueError, r"labels\.npy holds int64 \(19,\), the manifest promises int64 \(20,\)"),
         (pickled_labels, ValueError, r"labels\.npy is truncated or no \.npy file"),
         (broken_manifest, ValueError, r"manifest\.json is not a latent manifest"),
-        (change_manifest(count=21), ValueError, r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest promises"),
+        (
+            change_manifest(count=21),
+            ValueError,
+            r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest promises",
+        ),
         (change_manifest(dtype="float32"), ValueError, r"the manifest promises float32"),
         (change_manifest(kind="mean"), ValueError, "kind=mean must be one of samples, moments"),
         (change_manifest(num_classes=4), ValueError, r"data\.num_classes=5 must be 4, as in"),
@@ -200,7 +219,9 @@ def test_a_damaged_folder_is_one_clear_error(tmp_path, damage, error, message):
 
 
 def test_a_missing_folder_says_how_one_is_made(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data\.path=.*nowhere must be a latent folder.*data\.encode"):
+    with pytest.raises(
+        FileNotFoundError, match=r"data\.path=.*nowhere must be a latent folder.*data\.encode"
+    ):
         open_latents(str(tmp_path / "nowhere"), **SIZES)
 
 
@@ -246,7 +267,12 @@ def test_images_are_encoded_batch_by_batch(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (6, 3, 4, 4), dtype=np.uint8)
     labels = np.arange(6) % 2
     manifest = LatentManifest(6, (3, 4, 4), "float16", "samples", 2, "identity")
-    encode_images(tmp_path / "a", [(images[:4], labels[:4], None), (images[4:], labels[4:], None)], IdentityEncoder(), manifest)
+    encode_images(
+        tmp_path / "a",
+        [(images[:4], labels[:4], None), (images[4:], labels[4:], None)],
+        IdentityEncoder(),
+        manifest,
+    )
     got, got_labels = real_images(open_latents(str(tmp_path / "a"), 4, 3, 2), np.arange(6), IdentityEncoder())
     assert np.array_equal(got, images.transpose(0, 2, 3, 1))
     assert np.array_equal(got_labels, labels)
@@ -254,7 +280,9 @@ def test_images_are_encoded_batch_by_batch(tmp_path):
 
 def write_masked(path, conditioning_type="mask", masks=None):
     """Write six entries with masks and return the masks."""
-    manifest = LatentManifest(6, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type=conditioning_type)
+    manifest = LatentManifest(
+        6, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type=conditioning_type
+    )
     if masks is None:
         masks = np.random.default_rng(0).integers(0, 256, (6, 8, 8), dtype=np.uint8)
     with LatentWriter(path, manifest) as writer:
@@ -279,7 +307,9 @@ def test_masks_are_weights_and_segmentations_are_all_or_nothing(tmp_path, condit
 def test_masks_are_part_of_the_fingerprint(tmp_path):
     masks = write_masked(tmp_path / "a")
     write_masked(tmp_path / "b", masks=255 - masks)
-    fingerprints = {open_latents(str(tmp_path / name), 8, 4, 0).describe()["fingerprint"] for name in ("a", "b", "a")}
+    fingerprints = {
+        open_latents(str(tmp_path / name), 8, 4, 0).describe()["fingerprint"] for name in ("a", "b", "a")
+    }
     assert len(fingerprints) == 2
 
 
@@ -293,7 +323,9 @@ def test_masks_are_part_of_the_fingerprint(tmp_path):
     ],
 )
 def test_masks_that_do_not_fit_are_refused(tmp_path, conditioning_type, masks, message):
-    manifest = LatentManifest(3, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type=conditioning_type)
+    manifest = LatentManifest(
+        3, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type=conditioning_type
+    )
     with pytest.raises(ValueError, match=message), LatentWriter(tmp_path / "a", manifest) as writer:
         writer.append(np.zeros((3, 4, 8, 8)), None, masks)
     assert not list(tmp_path.iterdir())
@@ -336,7 +368,9 @@ def test_mirror_images_are_read_where_they_are_asked_for(tmp_path):
     stored, labels = dataset.read(ids, np.array([1, 0, 0, 1]))
     assert stored[:, 0, 0, 0].tolist() == [107, 0, 7, 103]
     assert labels.tolist() == [1, 0, 1, 0]
-    assert dataset.read(ids)[0][:, 0, 0, 0].tolist() == [7, 0, 7, 3], "the image itself unless asked otherwise"
+    assert dataset.read(ids)[0][:, 0, 0, 0].tolist() == [7, 0, 7, 3], (
+        "the image itself unless asked otherwise"
+    )
     assert stored.shape == (4, 4, 8, 8)
     # An image and its mirror image are one entry: no mirror image of a held-out image is trained on.
     assert set(dataset.held_out_ids).isdisjoint(dataset.train_ids)
@@ -368,7 +402,9 @@ def test_a_channel_may_have_a_scale_and_a_shift_of_its_own(tmp_path):
     torch.testing.assert_close(manifest.to_encoder(seen), stored)
 
 
-@pytest.mark.parametrize(("std", "warned"), [(1.0, False), (0.6, False), (1.7, False), (0.18, True), (5.5, True), (0.5, True)])
+@pytest.mark.parametrize(
+    ("std", "warned"), [(1.0, False), (0.6, False), (1.7, False), (0.18, True), (5.5, True), (0.5, True)]
+)
 def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
     manifest = LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity", scale=0.18215, std=1.0)
     warning = manifest.std_warning(torch.tensor(std))
@@ -376,13 +412,19 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
     if warned:
         assert f"standard deviation of {std:.3g}, the manifest promises 1." in warning
         assert f"scale {0.18215 / std:.4g} in manifest.json keeps the promise" in warning
-    assert LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity").std_warning(torch.tensor(9.0)) is None
+    assert (
+        LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity").std_warning(torch.tensor(9.0))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scale": (1.0, 2.0)}, r"scale=\(1.0, 2.0\) must be a number, other than 0, or one for each of 4 channels"),
+        (
+            {"scale": (1.0, 2.0)},
+            r"scale=\(1.0, 2.0\) must be a number, other than 0, or one for each of 4 channels",
+        ),
         ({"scale": (1.0, 2.0, 0.0, 1.0)}, "must be a number, other than 0"),
         ({"shift": float("nan")}, "shift=nan must be a number, or one for each"),
         ({"scale": True}, "scale=True must be a number"),
@@ -401,14 +443,28 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(changes, message):
-    fields = {"count": 20, "shape": (4, 8, 8), "dtype": "float16", "kind": "samples", "num_classes": 5, "encoder": "identity"}
+    fields = {
+        "count": 20,
+        "shape": (4, 8, 8),
+        "dtype": "float16",
+        "kind": "samples",
+        "num_classes": 5,
+        "encoder": "identity",
+    }
     with pytest.raises(ValueError, match=message):
         LatentManifest(**{**fields, **changes})
 
 
 def test_a_manifest_survives_its_file(tmp_path):
     names = ("a", "b", "c", "d", "e")
-    write(tmp_path / "a", class_names=names, origin={"by": ["hand", 1]}, std=1.0, resolution=64, pixel_range=(0.0, 1.0))
+    write(
+        tmp_path / "a",
+        class_names=names,
+        origin={"by": ["hand", 1]},
+        std=1.0,
+        resolution=64,
+        pixel_range=(0.0, 1.0),
+    )
     manifest = open_latents(str(tmp_path / "a"), **SIZES).manifest
     assert (manifest.class_names, manifest.origin, manifest.std) == (names, {"by": ["hand", 1]}, 1.0)
     assert (manifest.resolution, manifest.pixel_range) == (64, (0.0, 1.0))
@@ -439,7 +495,9 @@ def test_one_changed_number_anywhere_changes_the_fingerprint(tmp_path):
     for value in (0.0, 1.0):
         stored = np.zeros((500, 1, 4, 4))
         stored[1] = value  # of 500 entries 64 are read, the second not among them
-        with LatentWriter(tmp_path / str(value), LatentManifest(500, (1, 4, 4), "float32", "samples", 0, "identity")) as writer:
+        with LatentWriter(
+            tmp_path / str(value), LatentManifest(500, (1, 4, 4), "float32", "samples", 0, "identity")
+        ) as writer:
             writer.append(stored, None)
         prints.add(open_latents(str(tmp_path / str(value)), 4, 1, 0).describe()["fingerprint"])
     assert len(prints) == 2
@@ -463,7 +521,9 @@ def test_a_folder_appears_by_one_renaming(tmp_path, monkeypatch):
 def test_two_writers_do_not_write_over_each_other(tmp_path):
     manifest = LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "identity")
     with LatentWriter(tmp_path / "a", manifest) as writer:
-        with pytest.raises(Busy, match=r"a is in use by process \d+ on .*: end it, or try again when it has ended"):
+        with pytest.raises(
+            Busy, match=r"a is in use by process \d+ on .*: end it, or try again when it has ended"
+        ):
             LatentWriter(tmp_path / "a", manifest).__enter__()
         writer.append(np.zeros((3, 1, 4, 4)), None)
     assert open_latents(str(tmp_path / "a"), 4, 1, 0).manifest.count == 3
@@ -473,7 +533,9 @@ def test_two_writers_do_not_write_over_each_other(tmp_path):
 def test_the_position_of_a_wrong_label_is_that_of_its_entry(tmp_path):
     with (
         pytest.raises(ValueError, match=r"label 7 at position 4 must be in \[0, 4\]"),
-        LatentWriter(tmp_path / "a", LatentManifest(6, (1, 4, 4), "float32", "samples", 5, "identity")) as writer,
+        LatentWriter(
+            tmp_path / "a", LatentManifest(6, (1, 4, 4), "float32", "samples", 5, "identity")
+        ) as writer,
     ):
         writer.append(np.zeros((3, 1, 4, 4)), np.zeros(3, int))
         writer.append(np.zeros((3, 1, 4, 4)), np.array([0, 7, 0]))
@@ -485,7 +547,8 @@ import numpy as np
 from data import LatentManifest, LatentWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 try:
-    with LatentWriter({path!r}, LatentManifest(100, (4, 8, 8), "float16", "samples", 0, "identity")) as writer:
+    manifest = LatentManifest(100, (4, 8, 8), "float16", "samples", 0, "identity")
+with LatentWriter({path!r}, manifest) as writer:
         for _ in range(10):
             writer.append(np.zeros((10, 4, 8, 8)), None)
 except OSError as error:

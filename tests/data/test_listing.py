@@ -46,7 +46,11 @@ def test_class_folders_are_classes_in_a_folder_and_in_a_zip(tmp_path):
 
 def test_folders_around_all_images_do_not_count(tmp_path):
     write(tmp_path / "x" / "ILSVRC" / "train", ["n01/0.png", "n02/0.png"])
-    for path in (tmp_path / "x", pack(tmp_path / "x", tmp_path / "x.zip"), tmp_path / "x" / "ILSVRC" / "train"):
+    for path in (
+        tmp_path / "x",
+        pack(tmp_path / "x", tmp_path / "x.zip"),
+        tmp_path / "x" / "ILSVRC" / "train",
+    ):
         assert list_images(path).class_names == ("n01", "n02")
     write(tmp_path / "deep", ["cat/day/0.png", "dog/day/0.png"])
     assert list_images(tmp_path / "deep").class_names == ("cat", "dog")
@@ -76,7 +80,9 @@ def test_a_folder_that_links_lead_to_twice_is_refused(tmp_path, links):
     for name, to in links.items():
         (tmp_path / "images" / name).symlink_to(to)
     for read in (list_images, open_images, fingerprint):
-        with pytest.raises(ValueError, match=r"images/.* is a folder that is listed already, under another name") as raised:
+        with pytest.raises(
+            ValueError, match=r"images/.* is a folder that is listed already, under another name"
+        ) as raised:
             read(tmp_path / "images")
         assert len(str(raised.value).splitlines()) == 1
 
@@ -131,9 +137,18 @@ def test_dataset_json_tells_the_classes(tmp_path):
         ("{", "dataset.json is not of the form"),
         ("[]", "dataset.json is not of the form"),
         ('{"labels": [["00000/img0.png"]]}', "dataset.json is not of the form"),
-        ('{"labels": [["00000/img0.png", 3]]}', r"has no label 0, 1, \.\.\. for 00000/img1.png \(1 of 2 files"),
-        ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", -1]]}', "has no label 0, 1, .* for 00000/img1.png"),
-        ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", "cat"]]}', "has no label 0, 1, .* for 00000/img1.png"),
+        (
+            '{"labels": [["00000/img0.png", 3]]}',
+            r"has no label 0, 1, \.\.\. for 00000/img1.png \(1 of 2 files",
+        ),
+        (
+            '{"labels": [["00000/img0.png", 3], ["00000/img1.png", -1]]}',
+            "has no label 0, 1, .* for 00000/img1.png",
+        ),
+        (
+            '{"labels": [["00000/img0.png", 3], ["00000/img1.png", "cat"]]}',
+            "has no label 0, 1, .* for 00000/img1.png",
+        ),
     ],
 )
 def test_a_wrong_dataset_json_is_one_clear_error(tmp_path, text, message):
@@ -143,7 +158,7 @@ def test_a_wrong_dataset_json_is_one_clear_error(tmp_path, text, message):
         list_images(folder)
 
 
-def test_what_can_not_be_listed_is_refused_with_the_reason(tmp_path):
+def test_what_cannot_be_listed_is_refused_with_the_reason(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"source=.*nowhere not found"):
         list_images(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
@@ -175,15 +190,21 @@ def test_no_class_vanishes_without_a_word(tmp_path):
     assert list_images(folder).class_names == ("a", "b", "c")
     assert list_images(folder).ignored == ("b/0.gif",)
     (tmp_path / "x" / "devkit" / "data").mkdir(parents=True)
-    (tmp_path / "x" / "devkit" / "data" / "readme.txt").write_text("beside the folder of the classes, not among them")
+    (tmp_path / "x" / "devkit" / "data" / "readme.txt").write_text(
+        "beside the folder of the classes, not among them"
+    )
     assert list_images(tmp_path / "x").class_names == ("a", "b", "c")
 
 
 def test_labels_that_lie_too_deep_are_not_overlooked(tmp_path):
     folder = write(tmp_path / "edm" / "inner", ["00000/img0.png", "00001/img1.png"])
-    (folder / "dataset.json").write_text(json.dumps({"labels": [["00000/img0.png", 1], ["00001/img1.png", 0]]}))
+    (folder / "dataset.json").write_text(
+        json.dumps({"labels": [["00000/img0.png", 1], ["00001/img1.png", 0]]})
+    )
     for path in (tmp_path / "edm", pack(tmp_path / "edm", tmp_path / "edm.zip")):
-        with pytest.raises(ValueError, match=r"inner/dataset.json tells the labels only where it lies at the top"):
+        with pytest.raises(
+            ValueError, match=r"inner/dataset.json tells the labels only where it lies at the top"
+        ):
             list_images(path)
     assert list_images(folder).labels.tolist() == [1, 0]
 
@@ -209,7 +230,9 @@ def test_masks_are_found_by_name_whatever_their_format(tmp_path):
     with masks.open("a/deep/er/0.png") as file:
         assert np.asarray(Image.open(file))[0, 0, 0] == 1
     (tmp_path / "masks" / "b" / "2.png").unlink()
-    with pytest.raises(ValueError, match=r"has no mask for b/2.png: b/2.png must be there, or the like \(1 of 4 images"):
+    with pytest.raises(
+        ValueError, match=r"has no mask for b/2.png: b/2.png must be there, or the like \(1 of 4 images"
+    ):
         MaskFiles(tmp_path / "masks", NAMES)
     with pytest.raises(FileNotFoundError, match=r"masks=.*nowhere not found"):
         MaskFiles(tmp_path / "nowhere", NAMES)

@@ -191,7 +191,9 @@ def test_a_server_without_end_is_left(tmp_path, monkeypatch, name):
         server.faults, server.of = ["endless"] * 3, name
         tracemalloc.start()
         try:
-            with pytest.raises((OSError, ValueError), match=rf"/{name} cannot be read, tried 3 times: ") as raised:
+            with pytest.raises(
+                (OSError, ValueError), match=rf"/{name} cannot be read, tried 3 times: "
+            ) as raised:
                 open_shards(path, **SIZES)
             assert tracemalloc.get_traced_memory()[1] < 2**26
         finally:
@@ -207,9 +209,12 @@ def test_the_internet_does_not_lead_into_the_local_network(tmp_path, monkeypatch
         server.faults = [inside]
         assert read(asked) == DATA, "a local server may lead to another"
         known = servers._addresses
-        monkeypatch.setattr(servers, "_addresses", lambda host: known("8.8.8.8" if host == "localhost" else host))
+        monkeypatch.setattr(
+            servers, "_addresses", lambda host: known("8.8.8.8" if host == "localhost" else host)
+        )
         server.asked, server.faults = [], [inside] * 3
-        told = f"PermissionError: {asked}/a cannot be read: localhost leads to 127.0.0.1 (127.0.0.1), an address of a local"
+        leads = "localhost leads to 127.0.0.1 (127.0.0.1), an address of a local"
+        told = f"PermissionError: {asked}/a cannot be read: {leads}"
         assert refused(asked).startswith(told)
         assert server.asked == ["/a"], "it is not asked again"
         server.faults = [f"{asked}/b/a"]
@@ -223,7 +228,11 @@ def test_a_file_that_is_left_early_keeps_no_connection(served, recwarn, caplog):
     for _ in range(12):  # a pool of S3 has ten
         assert read_file(path, "a", lambda stream: stream.read(10)) == DATA[:10]
     assert read(path) == DATA
-    assert not [warning for warning in recwarn if "nclosed" in str(warning.message) or "never awaited" in str(warning.message)]
+    assert not [
+        warning
+        for warning in recwarn
+        if "nclosed" in str(warning.message) or "never awaited" in str(warning.message)
+    ]
     assert not caplog.records
 
 
@@ -239,10 +248,14 @@ def test_credentials_are_asked_for_or_left_out(tmp_path, monkeypatch):
     with serving("s3", tmp_path, monkeypatch) as (_, path):
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         told = refused(path)
-        assert told.startswith("PermissionError: s3://bucket/a cannot be read: Unable to locate credentials (")
+        assert told.startswith(
+            "PermissionError: s3://bucket/a cannot be read: Unable to locate credentials ("
+        )
         assert "FSSPEC_S3_ANON=true" in told
         monkeypatch.setattr(fsspec.config, "conf", {})
-        fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_S3_ANON": "true"})  # as fsspec does when it is imported
+        fsspec.config.set_conf_env(
+            fsspec.config.conf, {"FSSPEC_S3_ANON": "true"}
+        )  # as fsspec does when it is imported
         S3FileSystem.clear_instance_cache()
         assert read(path) == DATA
 
@@ -284,7 +297,10 @@ def test_s3_without_its_library_says_what_to_install(monkeypatch):
 def test_other_addresses_are_refused_before_anything_is_opened(path, monkeypatch):
     monkeypatch.setattr(remote, "_open", lambda *_: pytest.fail("it was opened"))
     told = refused(path)
-    assert told == f"ValueError: data.path={path} must be a folder, or an address http://, https:// or s3:// of plain signs"
+    assert (
+        told == f"ValueError: data.path={path} must be a folder, or an address http://, "
+        f"https:// or s3:// of plain signs"
+    )
 
 
 def test_names_of_folders_may_hold_a_colon_after_a_slash(tmp_path, monkeypatch):

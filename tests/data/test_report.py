@@ -25,7 +25,12 @@ def write(path, vae, scale=1.0, **changes):
     stored = np.concatenate([mean, np.full_like(mean, -20)], axis=2)
     labels = np.arange(600) % 6
     labels = np.array([0, 0, 0, 1, 1, 3])[labels]
-    fields = {"encoder_hash": KLEncoder(vae, torch.device("cpu")).weights_hash, "scale": scale, "std": 1.0, "mirrors": True}
+    fields = {
+        "encoder_hash": KLEncoder(vae, torch.device("cpu")).weights_hash,
+        "scale": scale,
+        "std": 1.0,
+        "mirrors": True,
+    }
     manifest = LatentManifest(600, (8, 16, 16), "float16", "moments", 4, vae, **{**fields, **changes})
     with LatentWriter(path, manifest) as writer:
         writer.append(stored, labels)
@@ -86,7 +91,13 @@ def test_masks_are_shown(tmp_path, vae, monkeypatch, capsys):
             masks = np.zeros((4, 16, 16), np.uint8)
             masks[1:, :, :8] = 255
         manifest = LatentManifest(
-            4, (4, 16, 16), "float16", "samples", 0, vae, conditioning_type="mask" if name == "masked" else None
+            4,
+            (4, 16, 16),
+            "float16",
+            "samples",
+            0,
+            vae,
+            conditioning_type="mask" if name == "masked" else None,
         )
         with LatentWriter(tmp_path / name, manifest) as writer:
             writer.append(np.random.default_rng(0).standard_normal((4, 4, 16, 16)), None, masks)
@@ -102,9 +113,12 @@ def test_masks_are_shown(tmp_path, vae, monkeypatch, capsys):
 def test_a_scale_that_does_not_keep_its_promise_is_told(tmp_path, vae):
     dataset = write(tmp_path / "a", vae, scale=0.18215 * 0.5)
     assert any(
-        line.startswith("warning: what the network sees has a standard deviation of 0.18") for line in report.measure(dataset)
+        line.startswith("warning: what the network sees has a standard deviation of 0.18")
+        for line in report.measure(dataset)
     )
-    assert not any("warning" in line for line in report.measure(write(tmp_path / "b", vae, scale=0.18, std=None)))
+    assert not any(
+        "warning" in line for line in report.measure(write(tmp_path / "b", vae, scale=0.18, std=None))
+    )
 
 
 def test_many_classes_are_shown_by_their_ends(tmp_path):
@@ -126,7 +140,9 @@ def test_another_autoencoder_draws_no_picture_but_the_numbers_come_first(tmp_pat
 
 
 def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
-    with LatentWriter(tmp_path / "a", LatentManifest(3, (1, 8, 8), "float32", "samples", 0, "identity")) as writer:
+    with LatentWriter(
+        tmp_path / "a", LatentManifest(3, (1, 8, 8), "float32", "samples", 0, "identity")
+    ) as writer:
         writer.append(np.random.default_rng(0).uniform(-1, 1, (3, 1, 8, 8)), None)
     call(monkeypatch, tmp_path / "a", "--out", tmp_path / "new" / "sheet.png")
     assert (tmp_path / "new" / "sheet.png").stat().st_size > 2000

@@ -16,7 +16,9 @@ from data import (
 )
 
 
-def order(ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, process_index=0, num_processes=1, seed=0):
+def order(
+    ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, process_index=0, num_processes=1, seed=0
+):
     return StreamOrder(
         np.arange(10) if ids is None else ids,
         seed=seed,
@@ -64,7 +66,14 @@ def test_a_batch_may_be_larger_than_the_data():
 
 def test_whether_a_place_is_mirrored_is_a_function_of_the_seed_and_the_step():
     def mirrored(count, **changes):
-        options = {"seed": 0, "batch_size": 6, "micro_batch_size": 2, "start_step": 0, "process_index": 0, "num_processes": 1}
+        options = {
+            "seed": 0,
+            "batch_size": 6,
+            "micro_batch_size": 2,
+            "start_step": 0,
+            "process_index": 0,
+            "num_processes": 1,
+        }
         order = StreamOrder(np.arange(10), mirrors=True, **{**options, **changes})
         return [draw.mirrored.tolist() for draw in itertools.islice(order, count)]
 
@@ -127,7 +136,9 @@ def test_held_out_batches_are_the_same_on_any_number_of_processes():
     for num_processes in (1, 2, 5):
         parts = {}
         for rank in range(num_processes):
-            for index, *tensors in held_out_batches(dataset, 2, torch.device("cpu"), rank, num_processes, with_masks=True):
+            for index, *tensors in held_out_batches(
+                dataset, 2, torch.device("cpu"), rank, num_processes, with_masks=True
+            ):
                 parts[index] = tensors
         found.append([torch.cat(tensors) for tensors in zip(*(parts[i] for i in sorted(parts)), strict=True)])
     for latents, labels, weights in found:
@@ -165,7 +176,9 @@ def test_all_processes_and_micro_batches_of_a_step_know_the_largest_mask():
     masks = np.zeros((20, 4, 4), np.uint8)
     for entry in range(20):
         masks[entry].flat[: entry % 17] = 1
-    dataset = LatentDataset(dataset.stored, dataset.labels, replace(dataset.manifest, conditioning_type="segmentation"), masks)
+    dataset = LatentDataset(
+        dataset.stored, dataset.labels, replace(dataset.manifest, conditioning_type="segmentation"), masks
+    )
     arguments = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "num_workers": 0, "pin_memory": False}
     steps = order(dataset.train_ids, batch_size=8, micro_batch_size=8)
     expected = [max(entry % 17 for entry in batch) for batch in first(steps, 5)]

@@ -78,7 +78,7 @@ def test_what_is_missing_cut_or_too_long_is_found(folder):
     assert any("bytes more than were written" in damage for damage in found(folder))
     (folder / "latents.npy").write_bytes(whole)
     (folder / "labels.npy").unlink()
-    assert found(folder) == [f"{folder / 'labels.npy'}: block 0 can not be read: No such file or directory"]
+    assert found(folder) == [f"{folder / 'labels.npy'}: block 0 cannot be read: No such file or directory"]
 
 
 def call(path, monkeypatch):
@@ -104,7 +104,9 @@ def test_folders_without_checksums_and_other_folders_are_told_apart(folder, monk
     with pytest.raises(SystemExit, match=r"labels.npy has no checksums in the manifest"):
         call(folder, monkeypatch)
     (folder / "manifest.json").write_text(head + '"checksums": null, "format_version": 1}')
-    with pytest.raises(SystemExit, match=r"error: .* was written without checksums: there is nothing to check"):
+    with pytest.raises(
+        SystemExit, match=r"error: .* was written without checksums: there is nothing to check"
+    ):
         call(folder, monkeypatch)
     with pytest.raises(SystemExit, match=r"error: data.path=.*must be a latent folder"):
         call(tmp_path, monkeypatch)
@@ -114,7 +116,9 @@ def test_shards_are_checked_as_well(folder, monkeypatch, tmp_path, capsys):
     dataset = open_latents(str(folder), 8, 2, 5)
     with pytest.raises(ValueError, match="conditioning_type=mask: shards hold no masks"):
         write_shards(dataset, tmp_path / "shards", 4)
-    with LatentWriter(tmp_path / "b", LatentManifest(6, (1, 8, 8), "float32", "samples", 0, "identity")) as writer:
+    with LatentWriter(
+        tmp_path / "b", LatentManifest(6, (1, 8, 8), "float32", "samples", 0, "identity")
+    ) as writer:
         writer.append(np.zeros((6, 1, 8, 8)), None)
     write_shards(open_latents(str(tmp_path / "b"), 8, 1, 0), tmp_path / "shards", 4)
     call(tmp_path / "shards", monkeypatch)

@@ -43,7 +43,12 @@ def finish(process):
 def program(request, tmp_path):
     """The module and the arguments of a program that writes `out`."""
     if request.param == "convert":
-        return ["data.convert", "format=tread_wds", f"source={write_tread(tmp_path / 'in')}", f"out={tmp_path / 'out'}"]
+        return [
+            "data.convert",
+            "format=tread_wds",
+            f"source={write_tread(tmp_path / 'in')}",
+            f"out={tmp_path / 'out'}",
+        ]
     manifest = LatentManifest(20, (1, 4, 4), "float32", "samples", 0, "identity")
     with LatentWriter(tmp_path / "in", manifest) as writer:
         writer.append(np.zeros((20, 1, 4, 4)), None)

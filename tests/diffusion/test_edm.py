@@ -72,7 +72,9 @@ def test_a_generator_fixes_the_loss_and_precision_is_fp32():
     precond = EDMPrecond(small_dit().train())
     x, _, labels = small_batch()
     with torch.autocast("cpu", torch.bfloat16):
-        losses = [EDMLoss()(precond, x, labels, generator=torch.Generator().manual_seed(s)) for s in (5, 5, 6)]
+        losses = [
+            EDMLoss()(precond, x, labels, generator=torch.Generator().manual_seed(s)) for s in (5, 5, 6)
+        ]
     assert losses[0].dtype == torch.float32
     assert torch.equal(losses[0], losses[1])
     assert not torch.equal(losses[0], losses[2])
@@ -120,13 +122,17 @@ def test_masks_and_routes_reach_the_network():
         return noisy
 
     force_keep = torch.ones(2, 16, dtype=torch.bool)
-    EDMLoss()(EDMPrecond(denoiser), torch.randn(2, 3, 8, 8), None, selection_ratio=(0.25,), force_keep=force_keep)
+    EDMLoss()(
+        EDMPrecond(denoiser), torch.randn(2, 3, 8, 8), None, selection_ratio=(0.25,), force_keep=force_keep
+    )
     assert seen["selection_ratio"] == (0.25,)
     assert seen["force_keep"] is force_keep
 
 
 def test_loss_of_kept_tokens_leaves_the_others_out():
-    """The mean over kept pixels alone, and no gradient to the output at the others; dense evaluation keeps all."""
+    """The mean over kept pixels alone, and no gradient to the output at the others; dense evaluation keeps
+    all.
+    """
     net = small_dit([PAPER]).train()
     batch, kept_pixels, outputs = small_batch(), [], []
     forward = net.forward
@@ -149,11 +155,18 @@ def test_loss_of_kept_tokens_leaves_the_others_out():
     assert F_x.grad[~bypassed].all()
     net.forward = forward
     masked = EDMLoss()(
-        EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0), loss_mask=kept[:, 0].float()
+        EDMPrecond(net),
+        batch[0],
+        batch[2],
+        generator=torch.Generator().manual_seed(0),
+        loss_mask=kept[:, 0].float(),
     )
     torch.testing.assert_close(losses, 2 * masked)
     net.eval()
-    dense = [fn(EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0)) for fn in (loss_fn, EDMLoss())]
+    dense = [
+        fn(EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0))
+        for fn in (loss_fn, EDMLoss())
+    ]
     torch.testing.assert_close(*dense)
 
 
@@ -162,6 +175,8 @@ def test_a_sample_that_no_two_routes_keep_a_token_of_has_no_loss():
     routes = [Route(0.8, 1, 2), Route(0.8, 3, 4)]
     net = small_dit(routes).train()
     x, _, labels = small_batch(64)
-    losses = EDMLoss(kept_tokens_only=True)(EDMPrecond(net), x, labels, generator=torch.Generator().manual_seed(0))
+    losses = EDMLoss(kept_tokens_only=True)(
+        EDMPrecond(net), x, labels, generator=torch.Generator().manual_seed(0)
+    )
     assert losses.isfinite().all()
     assert 0 < (losses == 0).sum() < 64

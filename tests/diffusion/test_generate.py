@@ -1,11 +1,19 @@
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from diffusion import EDMPrecond, ImageSource, balanced_labels, edm_sampler, generate, guided_denoiser, random_labels
+from diffusion import (
+    EDMPrecond,
+    ImageSource,
+    balanced_labels,
+    edm_sampler,
+    generate,
+    guided_denoiser,
+    random_labels,
+)
+from runtime.launch import Launch
 from tests.networks import PAPER, small_batch, small_dit
 
 PRECOND = EDMPrecond(small_dit([PAPER])).eval()
@@ -13,16 +21,16 @@ CPU = torch.device("cpu")
 TWO_STEPS = partial(edm_sampler, num_steps=2)
 
 
-def process(index, count):
-    return SimpleNamespace(device=CPU, process_index=index, num_processes=count)
-
-
-def latents(num_samples, batch_size, process_index=0, num_processes=1, **sampler):
+def latents(num_samples, batch_size, rank=0, world_size=1, **sampler):
     labels = balanced_labels(num_samples, 10)
-    share = {"process_index": process_index, "num_processes": num_processes}
     sampler = partial(edm_sampler, num_steps=4, **sampler)
     batches = generate(
-        PRECOND, sampler, seeds=range(7, 7 + num_samples), class_labels=labels, batch_size=batch_size, device=CPU, **share
+        PRECOND,
+        sampler,
+        seeds=range(7, 7 + num_samples),
+        class_labels=labels,
+        batch_size=batch_size,
+        launch=Launch(rank, world_size),
     )
     return dict(batches)
 
@@ -50,7 +58,9 @@ def test_initial_noise_is_bitwise_the_same_for_any_batch_size():
         return noise
 
     for batch_size in (10, 3):
-        list(generate(PRECOND, sampler, seeds=range(10), class_labels=None, batch_size=batch_size, device=CPU))
+        list(
+            generate(PRECOND, sampler, seeds=range(10), class_labels=None, batch_size=batch_size, device=CPU)
+        )
     assert torch.equal(seen[0], torch.cat(seen[1:]))
 
 
@@ -65,12 +75,16 @@ def test_guidance_is_one_forward_and_scale_one_is_the_condition_alone():
     assert batches == [4, 8]
     unconditional = PRECOND(x, sigma, torch.full_like(labels, 10))
     assert torch.equal(conditional, PRECOND(x, sigma, labels))
-    torch.testing.assert_close(guided, unconditional + 3.0 * (conditional - unconditional), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        guided, unconditional + 3.0 * (conditional - unconditional), atol=1e-4, rtol=1e-4
+    )
     assert (conditional - unconditional).abs().max() > 0.01
 
 
 def test_guidance_needs_classes():
-    with pytest.raises(ValueError, match=r"guidance.guidance_scale=2.0 must be 1 for an unconditional network"):
+    with pytest.raises(
+        ValueError, match=r"guidance.guidance_scale=2.0 must be 1 for an unconditional network"
+    ):
         guided_denoiser(PRECOND, None, 0, 2.0)
 
 
@@ -85,22 +99,23 @@ def test_image_source_puts_processes_together_in_order():
 
     arguments = {"batch_size": 2, "guidance_scale": 1.0}
     sampler = partial(edm_sampler, num_steps=2)
-    alone, labels = ImageSource(PRECOND, sampler, decode, **arguments, state=process(0, 1), gather=lambda parts: parts)(7)
+    alone, labels = ImageSource(PRECOND, sampler, decode, **arguments, launch=Launch())(7)
     parts = []
-    for rank in (1, 0):
 
-        def gather(mine):
-            parts.extend(mine)
+    class OneAfterAnother(Launch):
+        def gather_items(self, items):
+            parts.extend(items)
             return parts
 
-        together, _ = ImageSource(PRECOND, sampler, decode, **arguments, state=process(rank, 2), gather=gather)(7)
+    for rank in (1, 0):
+        together, _ = ImageSource(PRECOND, sampler, decode, **arguments, launch=OneAfterAnother(rank, 2))(7)
     assert labels.tolist() == list(range(7))
     assert (together == alone).all()
 
 
 def source(sampler=TWO_STEPS, **options):
-    arguments = {"batch_size": 3, "guidance_scale": 1.0, "state": process(0, 1), **options}
-    return ImageSource(PRECOND, sampler, lambda x: x.permute(0, 2, 3, 1).numpy(), gather=lambda parts: parts, **arguments)
+    arguments = {"batch_size": 3, "guidance_scale": 1.0, "launch": Launch(), **options}
+    return ImageSource(PRECOND, sampler, lambda x: x.permute(0, 2, 3, 1).numpy(), **arguments)
 
 
 def test_a_source_neither_routes_nor_drops_labels():
@@ -115,9 +130,13 @@ def test_a_source_guides_the_noise_of_each_seed_away_from_the_null_class():
         return denoise(noise, torch.tensor(0.5))
 
     images, labels = source(look_once, guidance_scale=3.0, first_seed=5)(2)
-    noise = torch.stack([torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)])
+    noise = torch.stack(
+        [torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
+    )
     with torch.no_grad():
-        conditional, unconditional = (PRECOND(noise, torch.tensor(0.5), torch.tensor(y)) for y in (labels, [10, 10]))
+        conditional, unconditional = (
+            PRECOND(noise, torch.tensor(0.5), torch.tensor(y)) for y in (labels, [10, 10])
+        )
     expected = unconditional + 3 * (conditional - unconditional)
     np.testing.assert_allclose(images, expected.permute(0, 2, 3, 1), rtol=1e-3, atol=1e-4)
 

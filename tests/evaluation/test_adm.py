@@ -10,14 +10,28 @@ from PIL import Image
 from scipy.linalg import sqrtm
 
 from data import open_images
-from evaluation import AdmSuite, InceptionDetector, Processes, kernel_distance, make_reference, open_reference, precision_recall
+from evaluation import (
+    AdmSuite,
+    InceptionDetector,
+    kernel_distance,
+    make_reference,
+    open_reference,
+    precision_recall,
+)
 from evaluation.adm import with_count
 from evaluation.extraction import extract, split
+from runtime.launch import Launch
 from runtime.machine import start_process
 from tests.evaluation.test_metrics import plain_precision_recall
 from tests.inception import Remembering, random_state, write_random_weights
 
-OPTIONS = {"processes": Processes(), "batch_size": 8, "precision_recall": True, "exact_distances": False, "kid": True}
+OPTIONS = {
+    "launch": Launch(),
+    "batch_size": 8,
+    "precision_recall": True,
+    "exact_distances": False,
+    "kid": True,
+}
 
 
 def pictures(count, seed):
@@ -25,7 +39,7 @@ def pictures(count, seed):
     return (rng.random((count, 24, 24, 1)) * 100 + rng.integers(0, 150, (count, 1, 1, 3))).astype(np.uint8)
 
 
-EXTRACTION = {"batch_size": 4, "processes": Processes(), "description": "features"}
+EXTRACTION = {"batch_size": 4, "launch": Launch(), "description": "features"}
 SAMPLES, REFERENCE = pictures(22, 1), pictures(17, 2)
 
 
@@ -101,7 +115,9 @@ def test_what_a_reference_does_not_hold_is_left_out_with_the_reason(detector, fe
     assert found.values.keys() == {"fid22", "is22"}
     assert found.left_out == {
         "sfid22": "the reference has no mu_s and sigma_s",
-        **dict.fromkeys(("precision22", "recall22", "kid22", "kid_std22"), "the reference has no images (arr_0)"),
+        **dict.fromkeys(
+            ("precision22", "recall22", "kid22", "kid_std22"), "the reference has no images (arr_0)"
+        ),
     }
     whole = scores(detector, folder, "images.npz", precision_recall=False, kid=False)
     assert whole.values["fid22"] == pytest.approx(found.values["fid22"], rel=1e-6)
@@ -110,7 +126,7 @@ def test_what_a_reference_does_not_hold_is_left_out_with_the_reason(detector, fe
 
 def test_a_reference_that_is_made_scores_like_its_images(detector, folder):
     images = open_images(folder / "images.npz")
-    record = make_reference(detector, images, folder / "all.npz", 8, Processes())
+    record = make_reference(detector, images, folder / "all.npz", 8, Launch())
     assert record == {"num_images": 17, "num_kept": 17, "shape": (24, 24, 3), "batch_size": 8}
     with np.load(folder / "all.npz") as made:
         assert {name: made[name].shape for name in made} == {
@@ -126,7 +142,7 @@ def test_a_reference_that_is_made_scores_like_its_images(detector, folder):
 
 
 def test_a_reference_is_of_no_use_to_other_weights(detector, folder, tmp_path):
-    make_reference(detector, open_images(folder / "images.npz"), folder / "made.npz", 8, Processes())
+    make_reference(detector, open_images(folder / "images.npz"), folder / "made.npz", 8, Launch())
     state = random_state()
     state["Mixed_7c.branch_pool.conv.weight"] *= 1.01
     torch.save(state, tmp_path / "other.pth")
@@ -173,11 +189,14 @@ def test_lost_images_are_noticed(detector, folder):
     ("arrays", "message"),
     [
         ({"mu": np.zeros(2048)}, "must hold both of mu and sigma, or neither"),
-        ({"mu": np.zeros(64), "sigma": np.zeros((64, 64))}, "mu is (64,), must be (2048,): of another network"),
+        (
+            {"mu": np.zeros(64), "sigma": np.zeros((64, 64))},
+            "mu is (64,), must be (2048,): of another network",
+        ),
         ({"mu": np.zeros(2048), "sigma": np.full((2048, 2048), np.nan)}, "sigma must be finite"),
         ({"images": np.zeros(3)}, "must hold mu and sigma, or images (arr_0)"),
         ({"mu_s": np.zeros(2048), "sigma_s": np.zeros((2048, 2048))}, "mu_s is (2048,), must be (2023,)"),
-        ({"mu": np.array([{}], dtype=object), "sigma": np.zeros(1)}, "can not be read as an .npz"),
+        ({"mu": np.array([{}], dtype=object), "sigma": np.zeros(1)}, "cannot be read as an .npz"),
         ({"arr_0": np.zeros((5, 8, 8, 3))}, "arr_0 is float64"),
     ],
 )
@@ -192,9 +211,11 @@ def test_references_that_are_none_are_refused(tmp_path, arrays, message):
 def test_damaged_and_missing_references_are_refused(tmp_path):
     np.savez(tmp_path / "whole.npz", mu=np.zeros(2048), sigma=np.zeros((2048, 2048)))
     (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:100_000])
-    with pytest.raises(ValueError, match=r"cut.npz can not be read as an .npz"):
+    with pytest.raises(ValueError, match=r"cut.npz cannot be read as an .npz"):
         open_reference(tmp_path / "cut.npz", open_images)
-    with pytest.raises(FileNotFoundError, match=r"reference=.*nowhere.npz not found; `python -m evaluation.fetch"):
+    with pytest.raises(
+        FileNotFoundError, match=r"reference=.*nowhere.npz not found; `python -m evaluation.fetch"
+    ):
         open_reference(tmp_path / "nowhere.npz", open_images)
 
 
@@ -202,11 +223,16 @@ def test_damaged_and_missing_references_are_refused(tmp_path):
     ("num_images", "shape", "options", "message"),
     [
         (1, (8, 8, 3), {"precision_recall": False}, r"1 image\(s\) are too few: at least 2 are needed"),
-        (3, (8, 8, 3), {}, r"3 image\(s\) are too few: at least 4 are needed; precision_recall=false needs 2"),
+        (
+            3,
+            (8, 8, 3),
+            {},
+            r"3 image\(s\) are too few: at least 4 are needed; precision_recall=false needs 2",
+        ),
         (9, (8, 8, 1), {}, r"images are \(8, 8, 1\), must be \(H, W, 3\)"),
     ],
 )
-def test_images_that_can_not_be_scored_are_refused(detector, num_images, shape, options, message):
+def test_images_that_cannot_be_scored_are_refused(detector, num_images, shape, options, message):
     suite = AdmSuite(detector, {"mu": np.zeros(2048), "sigma": np.eye(2048)}, None, **{**OPTIONS, **options})
     with pytest.raises(ValueError, match=message):
         suite.check(num_images, shape, "samples")
@@ -218,7 +244,9 @@ def test_half_precision_is_the_default_and_can_be_turned_off(detector, folder):
     images = (pictures(1, 0) // 2 + rng.integers(0, 4, (24, 24, 24, 3))).astype(np.uint8)
     np.savez(folder / "samples.npz", images[:12])
     np.savez(folder / "images.npz", images[12:])
-    half, exact = (scores(detector, folder, "images.npz", exact_distances=e, kid=False).values for e in (False, True))
+    half, exact = (
+        scores(detector, folder, "images.npz", exact_distances=e, kid=False).values for e in (False, True)
+    )
     half, exact = ((values["precision12"], values["recall12"]) for values in (half, exact))
     assert half != exact
     assert exact == precision_recall(detector(images[12:]).pool, detector(images[:12]).pool, exact=True)
@@ -234,7 +262,9 @@ def test_precision_and_recall_look_at_all_images_of_a_reference(detector, count)
 
 
 def test_scores_are_strict_fp32_whatever_else_is_allowed(detector, monkeypatch):
-    """Every product and convolution of a score runs without TF32; what was allowed before is allowed again afterwards."""
+    """Every product and convolution of a score runs without TF32; what was allowed before is allowed again
+    afterwards.
+    """
     found = []
 
     def look(*_):
@@ -257,7 +287,7 @@ def test_scores_are_strict_fp32_whatever_else_is_allowed(detector, monkeypatch):
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
 
 
-def test_a_reference_that_can_not_be_used_shows_before_samples_are_drawn(detector, tmp_path):
+def test_a_reference_that_cannot_be_used_shows_before_samples_are_drawn(detector, tmp_path):
     (tmp_path / "images").mkdir()
     for i, mode in enumerate(("RGB", "RGB", "RGB", "RGB", "L")):
         Image.fromarray(REFERENCE[i]).convert(mode).save(tmp_path / "images" / f"{i}.png")
@@ -267,18 +297,27 @@ def test_a_reference_that_can_not_be_used_shows_before_samples_are_drawn(detecto
         raise AssertionError("a sample was drawn")
         yield
 
-    with pytest.raises(ValueError, match=r"4.png can not be used: its mode is L"):
+    with pytest.raises(ValueError, match=r"4.png cannot be used: its mode is L"):
         suite.score(drawn(), 10, (24, 24, 3))
 
 
 def test_few_samples_and_unpublished_weights_are_said(detector, folder):
     warnings = " ".join(scores(detector, folder, "images.npz", precision_recall=False, kid=False).warnings)
-    for part in ("published scores are of 50,000 samples", "the covariance is singular", "checked by names and shapes alone"):
+    for part in (
+        "published scores are of 50,000 samples",
+        "the covariance is singular",
+        "checked by names and shapes alone",
+    ):
         assert part in warnings
 
 
 def test_names_carry_the_count():
-    assert [with_count("fid", n) for n in (50_000, 5000, 512, 1500)] == ["fid50k", "fid5k", "fid512", "fid1500"]
+    assert [with_count("fid", n) for n in (50_000, 5000, 512, 1500)] == [
+        "fid50k",
+        "fid5k",
+        "fid512",
+        "fid1500",
+    ]
 
 
 GOLDEN = ("ADM_WEIGHTS", "ADM_REFERENCE", "ADM_SAMPLES")
@@ -287,7 +326,8 @@ GOLDEN = ("ADM_WEIGHTS", "ADM_REFERENCE", "ADM_SAMPLES")
 @pytest.mark.slow
 @pytest.mark.skipif(
     not all(os.environ.get(name) for name in GOLDEN),
-    reason=f"needs {', '.join(GOLDEN)}: paths of `python -m evaluation.fetch inception imagenet256 golden256`",
+    reason=f"needs {', '.join(GOLDEN)}: paths of `python -m evaluation.fetch "
+    f"inception imagenet256 golden256`",
 )
 def test_published_scores_of_adm(tmp_path):
     """Scores that the original gives for the samples of ADM-G and ADM-U, ImageNet 256x256. [ADM]"""
@@ -297,7 +337,12 @@ def test_published_scores_of_adm(tmp_path):
     options = {**OPTIONS, "batch_size": 64, "kid": False}
     suite = AdmSuite(InceptionDetector(weights, device), *open_reference(reference, open_images), **options)
     values = suite.score(images.batches(64), images.count, images.shape).values
-    expected = {"is": (215.837, 0.3), "fid": (3.94256, 0.005), "sfid": (6.14043, 0.02), "precision": (0.8265, 0.005)}
+    expected = {
+        "is": (215.837, 0.3),
+        "fid": (3.94256, 0.005),
+        "sfid": (6.14043, 0.02),
+        "precision": (0.8265, 0.005),
+    }
     expected["recall"] = (0.5309, 0.005)
     for metric, (value, tolerance) in expected.items():
         assert values[f"{metric}50k"] == pytest.approx(value, abs=tolerance), metric

@@ -14,7 +14,9 @@ from tests.runs import TINY, composed, tiny_trainer
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return digits(str(tmp_path_factory.mktemp("data") / "digits"), input_size=8, in_channels=1, num_classes=10)
+    return digits(
+        str(tmp_path_factory.mktemp("data") / "digits"), input_size=8, in_channels=1, num_classes=10
+    )
 
 
 def test_scores_tell_good_from_bad(dataset):
@@ -31,21 +33,31 @@ def test_scores_tell_good_from_bad(dataset):
 
 def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
     """In fid.py and in a training: digits that are held out are for comparison."""
-    reference, held_out = (real_images(dataset, ids, IdentityEncoder()) for ids in (dataset.train_ids, dataset.held_out_ids))
+    reference, held_out = (
+        real_images(dataset, ids, IdentityEncoder()) for ids in (dataset.train_ids, dataset.held_out_ids)
+    )
     images, labels = reference[0][:40], reference[1][:40]
     np.savez(tmp_path / "s.npz", images, labels)
     folder = Path(dataset.stored.filename).parent
-    fid.main(composed("suite=digits", f"samples={tmp_path / 's.npz'}", f"reference={folder}", config_name="fid"))
+    fid.main(
+        composed("suite=digits", f"samples={tmp_path / 's.npz'}", f"reference={folder}", config_name="fid")
+    )
     found = json.loads((tmp_path / "s.scores.json").read_text())["scores"]
     evaluator = DigitsEvaluator(reference)
-    means = np.stack([reference[0][reference[1] == i % 10].mean(axis=0).round() for i in range(40)]).astype(np.uint8)
-    rows = {"samples": (images, labels), "class means": (means, np.arange(40) % 10), "held-out real": held_out}
+    means = np.stack([reference[0][reference[1] == i % 10].mean(axis=0).round() for i in range(40)]).astype(
+        np.uint8
+    )
+    rows = {
+        "samples": (images, labels),
+        "class means": (means, np.arange(40) % 10),
+        "held-out real": held_out,
+    }
     assert found == {name: {"n": len(row[0]), **evaluator.score(*row)} for name, row in rows.items()}
     options = ("data=digits", *TINY[1:], f"data.path={folder}", "evaluation=digits", "train.eval_every=2")
     trainer, run = tiny_trainer(tmp_path / "run", *options)
     (of_run,) = (evaluator for _, evaluator in trainer.evaluators if isinstance(evaluator, DigitsEvaluator))
     assert of_run.score(*held_out) == evaluator.score(*held_out)
-    run.release()
+    run.unlock()
 
 
 class Source:

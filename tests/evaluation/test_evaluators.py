@@ -18,11 +18,15 @@ def test_a_held_out_loss_is_the_mean_over_all_entries_of_all_processes():
     seen = []
 
     def loss_fn(denoiser, latents, labels, generator, loss_mask):
-        seen.append((generator.initial_seed(), labels.tolist(), loss_mask, denoiser.training, torch.is_grad_enabled()))
+        seen.append(
+            (generator.initial_seed(), labels.tolist(), loss_mask, denoiser.training, torch.is_grad_enabled())
+        )
         return latents * denoiser.factor
 
     denoisers = {"plain": Scaled(1.0), "average": Scaled(2.0).eval()}
-    loss = DenseLoss(denoisers, loss_fn, lambda: iter(BATCHES), total=lambda sums: sums + torch.tensor([33, 3]))
+    loss = DenseLoss(
+        denoisers, loss_fn, lambda: iter(BATCHES), total=lambda sums: sums + torch.tensor([33, 3])
+    )
     assert dict(loss.run(0)) == pytest.approx({"plain": (3 + 5 + 33) / 7, "average": (6 + 10 + 33) / 7})
     assert seen == 2 * [(0, [0, 0, 0], None, False, False), (4, [1], MASKS, False, False)]
     assert not any(denoiser.training for denoiser in denoisers.values()), "who trains sets the mode for it"

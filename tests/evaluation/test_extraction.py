@@ -4,8 +4,16 @@ import numpy as np
 import pytest
 
 from data import NpzImages, open_images
-from evaluation import AdmSuite, Processes, inception_score, kernel_distance, make_reference, open_reference, precision_recall
+from evaluation import (
+    AdmSuite,
+    inception_score,
+    kernel_distance,
+    make_reference,
+    open_reference,
+    precision_recall,
+)
 from evaluation.extraction import evenly_spaced, extract
+from runtime.launch import Launch
 from tests.evaluation.test_adm import OPTIONS
 from tests.inception import Projections
 
@@ -40,17 +48,19 @@ def scores(folder, reference, **options):
 def test_features_are_kept_and_split_by_the_positions_of_their_images(folder, monkeypatch):
     monkeypatch.setattr("evaluation.extraction.SPLIT_SIZE", 9)
     batches, keep = InAnyOrder(folder / "samples.npz").batches(5), np.array([1, 4, 5, 9, 20, 21])
-    found = extract(DETECTOR, batches, 22, batch_size=3, keep=keep, processes=Processes(), description="features")
+    found = extract(DETECTOR, batches, 22, batch_size=3, keep=keep, launch=Launch(), description="features")
     features = DETECTOR(SAMPLES)
     np.testing.assert_allclose(found.features, features.pool[keep], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found.spatial.mean, features.spatial.double().mean(dim=0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        found.spatial.mean, features.spatial.double().mean(dim=0), rtol=1e-5, atol=1e-5
+    )
     expected = inception_score(features.logits.softmax(dim=1), split_size=9)
     assert found.split_scores.score() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_reference_keeps_images_evenly_spaced_and_the_statistics_of_all(folder, monkeypatch):
     monkeypatch.setattr("evaluation.reference.NUM_KEPT", 6)
-    make_reference(DETECTOR, InAnyOrder(folder / "images.npz"), folder / "made.npz", 3, Processes())
+    make_reference(DETECTOR, InAnyOrder(folder / "images.npz"), folder / "made.npz", 3, Launch())
     with np.load(folder / "made.npz") as made:
         assert (made["arr_0"] == REFERENCE[[0, 2, 5, 8, 11, 14]]).all()
     assert evenly_spaced(3, 6).tolist() == [0, 1, 2]
@@ -65,7 +75,9 @@ def test_precision_recall_and_kernel_distance_are_asked_as_the_protocol_says(fol
     reference, samples = (DETECTOR(images).pool for images in (REFERENCE, SAMPLES))
     for exact in (False, True):
         found = scores(folder, "images.npz", exact_distances=exact)
-        assert (found["precision22"], found["recall22"]) == precision_recall(reference, samples, k=3, exact=exact)
+        assert (found["precision22"], found["recall22"]) == precision_recall(
+            reference, samples, k=3, exact=exact
+        )
         assert (found["kid22"], found["kid_std22"]) == pytest.approx(
             kernel_distance(reference, samples, subset_size=8, num_subsets=100, seed=0), rel=1e-4
         )

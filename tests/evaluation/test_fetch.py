@@ -16,7 +16,7 @@ from evaluation.files import PUBLISHED, PublishedFile
 from runtime import servers
 from tests.programs import start
 
-MOST_BYTES = 2**22
+MAX_BYTES = 2**22
 CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
 
 
@@ -47,7 +47,11 @@ class Handler(BaseHTTPRequestHandler):
         if server.to:
             self.lead()
             return
-        start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if "Range" in self.headers else 0
+        start = (
+            int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            if "Range" in self.headers
+            else 0
+        )
         server.starts.append(start)
         start = start if server.ranges else 0
         self.send_response(206 if start else 200)
@@ -91,7 +95,9 @@ def server():
 
 def published(server, content=CONTENT):
     sha256 = None if content is None else hashlib.sha256(content).hexdigest()
-    return PublishedFile(f"http://127.0.0.1:{server.server_address[1]}/folder/weights.pth", "a file", MOST_BYTES, sha256)
+    return PublishedFile(
+        f"http://127.0.0.1:{server.server_address[1]}/folder/weights.pth", "a file", MAX_BYTES, sha256
+    )
 
 
 def test_a_file_is_downloaded_once(server, tmp_path):
@@ -161,12 +167,14 @@ def test_where_no_hash_is_published_the_servers_is_checked(server, tmp_path):
 
 
 def test_more_than_the_file_can_have_is_refused(server, tmp_path):
-    server.length = str(MOST_BYTES + 1)
-    with pytest.raises(ValueError, match=f"/weights.pth gives {MOST_BYTES + 1} bytes or more, must give at most {MOST_BYTES}"):
+    server.length = str(MAX_BYTES + 1)
+    with pytest.raises(
+        ValueError, match=f"/weights.pth gives {MAX_BYTES + 1} bytes or more, must give at most {MAX_BYTES}"
+    ):
         fetch(published(server, None), tmp_path)
     assert not server.starts
     server.length, server.endless = None, True
-    with pytest.raises(ValueError, match=f"bytes or more, must give at most {MOST_BYTES}"):
+    with pytest.raises(ValueError, match=f"bytes or more, must give at most {MAX_BYTES}"):
         fetch(published(server, None), tmp_path)
     assert not list(tmp_path.glob("*.pth*l"))
 
@@ -176,7 +184,9 @@ def test_what_has_no_length_is_taken_where_it_is_the_file(server, tmp_path):
     assert fetch(published(server), tmp_path).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize(("drip", "told"), [("body", r"bytes came in 0 s, must be at least"), ("headers", "no answer in 1 s")])
+@pytest.mark.parametrize(
+    ("drip", "told"), [("body", r"bytes came in 0 s, must be at least"), ("headers", "no answer in 1 s")]
+)
 def test_a_server_that_gives_a_byte_now_and_then_is_given_up(server, tmp_path, monkeypatch, drip, told):
     monkeypatch.setattr(servers, "WINDOW_SEC", 0.3)
     monkeypatch.setattr(servers, "ANSWER_SEC", 1)
@@ -192,7 +202,9 @@ def test_the_internet_does_not_lead_into_the_local_network(server, tmp_path, mon
     server.to, known = file.url, servers._addresses
     monkeypatch.setattr(servers, "_addresses", lambda host: known("8.8.8.8" if host == "localhost" else host))
     asked = replace(file, url=file.url.replace("127.0.0.1", "localhost"))
-    with pytest.raises(PermissionError, match=r"localhost leads to 127\.0\.0\.1 \(127\.0\.0\.1\), an address of a local"):
+    with pytest.raises(
+        PermissionError, match=r"localhost leads to 127\.0\.0\.1 \(127\.0\.0\.1\), an address of a local"
+    ):
         fetch(asked, tmp_path)
     assert not server.starts
 
@@ -208,7 +220,11 @@ def test_without_a_connection_the_way_by_hand_is_told(tmp_path):
     result = start("-m evaluation.fetch", "inception", "--folder", tmp_path, check=False, variables=nobody)
     assert result.returncode == 1
     assert result.stderr.startswith("error: inception: ")
-    for part in (PUBLISHED["inception"].url, PUBLISHED["inception"].sha256, f"{tmp_path}/{PUBLISHED['inception'].name}"):
+    for part in (
+        PUBLISHED["inception"].url,
+        PUBLISHED["inception"].sha256,
+        f"{tmp_path}/{PUBLISHED['inception'].name}",
+    ):
         assert part in result.stderr
 
 

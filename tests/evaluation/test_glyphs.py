@@ -72,20 +72,31 @@ def test_a_judge_is_the_same_every_time_and_leaves_the_draws_of_others_alone(ref
 def test_training_and_fid_score_alike_against_the_training_images(tmp_path):
     folder = tmp_path / "glyphs"
     dataset = glyphs(str(folder), **SIZES, num_images=640, seed=0)
-    reference, held_out = (real_images(dataset, ids, IdentityEncoder()) for ids in (dataset.train_ids, dataset.held_out_ids))
+    reference, held_out = (
+        real_images(dataset, ids, IdentityEncoder()) for ids in (dataset.train_ids, dataset.held_out_ids)
+    )
     expected = GlyphsEvaluator(reference)
     np.savez(tmp_path / "s.npz", *held_out)
-    fid.main(composed("suite=glyphs", f"samples={tmp_path / 's.npz'}", f"reference={folder}", config_name="fid"))
+    fid.main(
+        composed("suite=glyphs", f"samples={tmp_path / 's.npz'}", f"reference={folder}", config_name="fid")
+    )
     found = json.loads((tmp_path / "s.scores.json").read_text())["scores"]
     assert found == expected.compare(*held_out, held_out)
     assert list(found) == ["samples", "class means", "held-out real"]
-    options = ("data=glyphs", "model/size=tiny", *TINY[1:], "model.patch_size=8", f"data.path={folder}", "data.num_images=640")
+    options = (
+        "data=glyphs",
+        "model/size=tiny",
+        *TINY[1:],
+        "model.patch_size=8",
+        f"data.path={folder}",
+        "data.num_images=640",
+    )
     options += ("evaluation=glyphs", "evaluation.num_samples=8", "train.total_steps=2", "train.eval_every=2")
     trainer, run = tiny_trainer(tmp_path / "run", *options, "train.sample_every=null", "sampler.num_steps=2")
     (of_run,) = (each for _, each in trainer.evaluators if isinstance(each, GlyphsEvaluator))
     assert of_run.score(*held_out) == expected.score(*held_out)
     trainer.fit()
-    run.release()
+    run.unlock()
     (scored,) = (line for line in metrics(Path(run.path)) if "fd_classifier" in line)
     assert 0 <= scored["label_accuracy"] <= 1
     assert np.isfinite(scored["fd_classifier"])

@@ -47,7 +47,9 @@ def test_spatial_features_are_the_first_seven_channels_row_by_row(detector):
 
 
 def tf1_resize(image, size):
-    """TensorFlow 1's bilinear rule in plain numpy: source = target * (old / new), no half-pixel centres, no antialiasing."""
+    """TensorFlow 1's bilinear rule in plain numpy: source = target * (old / new), no half-pixel centres, no
+    antialiasing.
+    """
 
     def weights(old):
         position = np.arange(size) * np.float32(old / size)
@@ -64,7 +66,9 @@ def tf1_resize(image, size):
 def test_images_are_resized_by_the_rule_of_the_graph(detector, size):
     images = RNG.integers(0, 256, (1, *size, 3), dtype=np.uint8)
     seen = []
-    hook = detector._network.Conv2d_1a_3x3.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    hook = detector._network.Conv2d_1a_3x3.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0])
+    )
     detector(images)
     hook.remove()
     expected = (tf1_resize(images[0].astype(np.float32), 299) - 128) / 128
@@ -95,7 +99,12 @@ def test_features_are_fp32_inside_autocast(detector):
 
 @pytest.mark.parametrize(
     "images",
-    [np.zeros((2, 8, 8, 3)), np.zeros((2, 8, 8, 1), np.uint8), np.zeros((2, 3, 8, 8), np.uint8), np.zeros((8, 8, 3), np.uint8)],
+    [
+        np.zeros((2, 8, 8, 3)),
+        np.zeros((2, 8, 8, 1), np.uint8),
+        np.zeros((2, 3, 8, 8), np.uint8),
+        np.zeros((8, 8, 3), np.uint8),
+    ],
 )
 def test_images_of_another_kind_are_refused(detector, images):
     with pytest.raises(ValueError, match=r"must be uint8 \(N, H, W, 3\)"):
@@ -149,7 +158,9 @@ def test_the_original_graph_gives_the_same_features(detector, tmp_path):
 
 def test_graph_names_cover_the_network():
     names = graph_names()
-    convolutions = {name.removesuffix(".conv.weight") for name in random_state() if name.endswith("conv.weight")}
+    convolutions = {
+        name.removesuffix(".conv.weight") for name in random_state() if name.endswith("conv.weight")
+    }
     assert names.keys() == convolutions
     assert len(set(names.values())) == len(names) == 94
     # Some that are known, of each kind of block.
@@ -185,7 +196,7 @@ def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     cut.write_bytes(weights.read_bytes()[: 20 * 2**20])
     refused(cut, "is damaged: it does not end as files that torch.save writes", allow_unpublished=True)
     cut.write_bytes(weights.read_bytes()[100 : 20 * 2**20])
-    refused(cut, "can not be read as a state dict", allow_unpublished=True)
+    refused(cut, "cannot be read as a state dict", allow_unpublished=True)
     short = tmp_path / "short.pth"
     short.write_bytes(b"x" * 1000)
     refused(short, "1000 bytes", allow_unpublished=True)
@@ -198,7 +209,8 @@ def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     noise.write_bytes(np.random.default_rng(0).bytes(11 * 2**20))
     refused(noise, "no TensorFlow graph")
     refused(
-        write_graph(tmp_path / "part.pb", random_state(), leave_out="mixed_6/conv/conv2d_params"), "mixed_6/conv/conv2d_params"
+        write_graph(tmp_path / "part.pb", random_state(), leave_out="mixed_6/conv/conv2d_params"),
+        "mixed_6/conv/conv2d_params",
     )
     swapped = random_state()
     swapped["fc.weight"] = swapped["fc.weight"][:1000]
@@ -212,7 +224,7 @@ class Trap:
 
 def test_nothing_in_a_file_is_executed(tmp_path, capsys):
     torch.save({"trap": Trap(), "big": torch.zeros(4 * 2**20)}, tmp_path / "trap.pth")
-    with pytest.raises(ValueError, match="can not be read as a state dict"):
+    with pytest.raises(ValueError, match="cannot be read as a state dict"):
         read_weights(tmp_path / "trap.pth", allow_unpublished=True)
     assert "ran" not in capsys.readouterr().out
 

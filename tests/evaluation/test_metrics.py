@@ -40,13 +40,15 @@ def test_frechet_distance_agrees_with_the_matrix_square_root():
 def test_frechet_distance_of_singular_covariances():
     singular = random_covariance(20, rank=5)
     assert frechet_distance(np.zeros(20), singular, np.zeros(20), singular) == pytest.approx(0, abs=1e-5)
-    assert frechet_distance(np.zeros(20), np.zeros((20, 20)), np.ones(20), singular) == pytest.approx(20 + np.trace(singular))
+    assert frechet_distance(np.zeros(20), np.zeros((20, 20)), np.ones(20), singular) == pytest.approx(
+        20 + np.trace(singular)
+    )
 
 
-def test_frechet_distance_takes_tensors_and_refuses_what_it_can_not_compare():
+def test_frechet_distance_takes_tensors_and_refuses_what_it_cannot_compare():
     identity = torch.eye(3)
     assert frechet_distance(torch.zeros(3), identity, torch.ones(3), identity) == pytest.approx(3)
-    with pytest.raises(ValueError, match="can not be compared"):
+    with pytest.raises(ValueError, match="cannot be compared"):
         frechet_distance(torch.zeros(3), identity, torch.zeros(4), torch.eye(4))
     with pytest.raises(ValueError, match="must be finite"):
         frechet_distance(torch.zeros(3) / 0, identity, torch.zeros(3), identity)
@@ -56,7 +58,8 @@ def test_inception_score_closed_forms():
     certain = np.eye(10)[np.arange(1000) % 10]
     assert inception_score(certain) == pytest.approx(10)
     assert inception_score(np.full((1000, 10), 0.1)) == pytest.approx(1)
-    # Splits are contiguous and in order: sorted classes score 1 in each split of one class; a short split counts.
+    # Splits are contiguous and in order: sorted classes score 1 in each split of one class; a short split
+    # counts.
     assert inception_score(np.eye(10)[np.repeat(np.arange(10), 100)], split_size=100) == pytest.approx(1)
     assert inception_score(np.eye(2)[[0, 1, 0, 1, 0]], split_size=4) == pytest.approx((2 + 1) / 2)
 
@@ -78,7 +81,9 @@ def test_precision_and_recall_agree_with_brute_force(block_size):
     samples = RNG.integers(-3, 8, (45, 4)).astype(np.float32)
     expected = brute_force_precision_recall(reference, samples, k=3)
     for exact in (False, True):
-        assert precision_recall(reference, samples, exact=exact, block_size=block_size) == pytest.approx(expected)
+        assert precision_recall(reference, samples, exact=exact, block_size=block_size) == pytest.approx(
+            expected
+        )
 
 
 def test_precision_and_recall_of_extremes():
@@ -98,11 +103,13 @@ def test_precision_and_recall_refuse_small_sets():
 
 
 def plain_distances(a, b):
-    """|u|^2 - 2 u.v + |v|^2 of arrays that are fp16 from the first to the last step, which numpy keeps so; in fp32 where one
-    overflows."""
+    """|u|^2 - 2 u.v + |v|^2 of arrays that are fp16 from the first to the last step, which numpy keeps so; in
+    fp32 where one overflows."""
     with np.errstate(over="ignore", invalid="ignore"):
         u, v = a.astype(np.float16), b.astype(np.float16)
-        norm_u, norm_v = (np.square(x).sum(axis=1)[:, None] for x in (u, v))  # numpy adds up fp16 numbers in fp32
+        norm_u, norm_v = (
+            np.square(x).sum(axis=1)[:, None] for x in (u, v)
+        )  # numpy adds up fp16 numbers in fp32
         product = np.einsum("if,jf->ij", u, v, dtype=np.float32).astype(np.float16)
         d = np.maximum(norm_u - 2 * product + norm_v.T, 0)
         assert d.dtype == np.float16
@@ -119,13 +126,19 @@ def plain_precision_recall(reference, samples, k, block_size):
 
     def radii(x):
         rows = [
-            np.hstack([plain_distances(x[i : i + block_size], x[j : j + block_size]) for j in blocks(x)]) for i in blocks(x)
+            np.hstack([plain_distances(x[i : i + block_size], x[j : j + block_size]) for j in blocks(x)])
+            for i in blocks(x)
         ]
         return np.sort(np.vstack(rows), axis=1)[:, k]
 
     reference_radii, sample_radii = radii(reference), radii(samples)
     pairs = [
-        np.hstack([plain_distances(reference[i : i + block_size], samples[j : j + block_size]) for j in blocks(samples)])
+        np.hstack(
+            [
+                plain_distances(reference[i : i + block_size], samples[j : j + block_size])
+                for j in blocks(samples)
+            ]
+        )
         for i in blocks(reference)
     ]
     d = np.vstack(pairs)
@@ -134,11 +147,14 @@ def plain_precision_recall(reference, samples, k, block_size):
 
 def test_half_precision_distances_round_at_every_step_in_the_order_of_the_original():
     rng = np.random.default_rng(5)
-    # Eighths: sums are exact in fp32, in whatever order. Of these the squares are rounded down, by about as much as fp16 can.
+    # Eighths: sums are exact in fp32, in whatever order. Of these the squares are rounded down, by about as
+    # much as fp16 can.
     values = np.arange(300, dtype=np.float32) / 8
     values = values[np.square(values).astype(np.float16) < (1 - 3e-4) * np.square(values)]
     a, b = (rng.choice(values[values < most], (40, 120)) for most in (12, 30))
-    assert (np.square(a).sum(axis=1).astype(np.float16) != np.square(a.astype(np.float16)).sum(axis=1)).mean() > 0.3
+    assert (
+        np.square(a).sum(axis=1).astype(np.float16) != np.square(a.astype(np.float16)).sum(axis=1)
+    ).mean() > 0.3
     got = _squared_distances(torch.from_numpy(a), torch.from_numpy(b), exact=False).numpy()
     np.testing.assert_array_equal(got, plain_distances(a, b))
     # Both orders occur: rows are reference images, columns samples.
@@ -148,7 +164,9 @@ def test_half_precision_distances_round_at_every_step_in_the_order_of_the_origin
 @pytest.mark.parametrize("block_size", [64, 1000])
 @pytest.mark.parametrize("scale", [1, 12, 14])
 def test_half_precision_distances_agree_with_numpy(block_size, scale):
-    """Whole numbers: sums are exact in fp32. At 1 there are many ties; at 12 fp16 rounds; at 14 blocks overflow."""
+    """Whole numbers: sums are exact in fp32. At 1 there are many ties; at 12 fp16 rounds; at 14 blocks
+    overflow.
+    """
     rng = np.random.default_rng(1)
     reference = np.rint(np.abs(rng.standard_normal((200, 160)) * scale)).astype(np.float32)
     samples = np.rint(np.abs(rng.standard_normal((300, 160)) * scale * 1.05)).astype(np.float32)
@@ -190,7 +208,10 @@ def test_kernel_distance_agrees_with_the_library():
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     rng = np.random.default_rng(2)
-    reference, samples = torch.from_numpy(rng.random((300, 64))), torch.from_numpy(rng.random((200, 64)) + 0.1)
+    reference, samples = (
+        torch.from_numpy(rng.random((300, 64))),
+        torch.from_numpy(rng.random((200, 64)) + 0.1),
+    )
     options = {"kid_subsets": 400, "kid_subset_size": 100, "verbose": False, "rng_seed": 0}
     theirs = kid_features_to_metric(reference, samples, **options)
     mean, std = kernel_distance(reference, samples, subset_size=100, num_subsets=400)
@@ -201,7 +222,9 @@ def test_kernel_distance_agrees_with_the_library():
     k = [[((a @ b) / 64 + 1) ** 3 for b in np.vstack([x, y])] for a in np.vstack([x, y])]
     within = sum(k[i][j] + k[6 + i][6 + j] for i in range(6) for j in range(6) if i != j) / 30
     across = sum(k[i][6 + j] for i in range(6) for j in range(6)) / 36
-    assert kernel_distance(x, y, subset_size=6, num_subsets=3) == pytest.approx((within - 2 * across, 0), abs=1e-12)
+    assert kernel_distance(x, y, subset_size=6, num_subsets=3) == pytest.approx(
+        (within - 2 * across, 0), abs=1e-12
+    )
 
 
 def test_kernel_distance_of_one_distribution_is_about_zero():
@@ -235,10 +258,13 @@ def test_frechet_distance_of_covariances_of_any_rank():
 
     for ranks in ((30, 30), (30, 4), (4, 30), (4, 4), (1, 30)):
         s1, s2 = (random_covariance(30, rank) for rank in ranks)
-        # A little of the identity makes the matrix square root defined; its part of the trace is known to be small.
+        # A little of the identity makes the matrix square root defined; its part of the trace is known to be
+        # small.
         ridge = 1e-10 * np.eye(30)
         expected = np.trace(s1 + s2 - 2 * sqrtm((s1 + ridge) @ (s2 + ridge)).real)
-        assert frechet_distance(np.zeros(30), s1, np.zeros(30), s2) == pytest.approx(expected, abs=2e-3), ranks
+        assert frechet_distance(np.zeros(30), s1, np.zeros(30), s2) == pytest.approx(expected, abs=2e-3), (
+            ranks
+        )
         assert frechet_distance(np.zeros(30), s2, np.zeros(30), s1) == pytest.approx(
             frechet_distance(np.zeros(30), s1, np.zeros(30), s2), abs=1e-5
         )
@@ -295,13 +321,19 @@ def test_statistics_need_two_features():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_statistics_and_scores_on_a_gpu_are_those_on_the_cpu():
     rng = np.random.default_rng(6)
-    reference, samples = (np.rint(np.abs(rng.standard_normal((n, 160)) * 12)).astype(np.float32) for n in (200, 300))
+    reference, samples = (
+        np.rint(np.abs(rng.standard_normal((n, 160)) * 12)).astype(np.float32) for n in (200, 300)
+    )
     assert precision_recall(reference, samples, device="cuda") == precision_recall(reference, samples)
     torch.backends.cuda.matmul.allow_tf32 = True  # as training and sampling have it
     a, b = (torch.from_numpy(rng.standard_normal((40, 160)).astype(np.float32)) for _ in range(2))
     exact = _squared_distances(a.cuda(), b.cuda(), exact=True).cpu()
     torch.testing.assert_close(exact, _squared_distances(a, b, exact=True), rtol=1e-5, atol=1e-5)
-    on_gpu, on_cpu = (FeatureStatistics(160, device).update(torch.from_numpy(samples)) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (
+        FeatureStatistics(160, device).update(torch.from_numpy(samples)) for device in ("cuda", "cpu")
+    )
     torch.testing.assert_close(on_gpu.covariance.cpu(), on_cpu.covariance)
     probs = torch.from_numpy(rng.dirichlet(np.ones(6), 37))
-    assert inception_score(probs.cuda(), split_size=10) == pytest.approx(inception_score(probs, split_size=10))
+    assert inception_score(probs.cuda(), split_size=10) == pytest.approx(
+        inception_score(probs, split_size=10)
+    )

@@ -1,4 +1,6 @@
-"""Kill trainings with SIGKILL at random moments, start them again, and compare what comes out with one that was not killed."""
+"""Kill trainings with SIGKILL at random moments, start them again, and compare what comes out with one that
+was not killed.
+"""
 
 import json
 import os
@@ -84,14 +86,21 @@ class Killed:
         command = [*self.variant.launcher, str(ROOT / "train.py"), *OPTIONS, *self.variant.overrides]
         with (self.folder / "output").open("a") as output:
             return subprocess.Popen(
-                command, cwd=self.folder, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True
+                command,
+                cwd=self.folder,
+                env=ENVIRONMENT,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     def finish(self) -> None:
         """Run to the end, undisturbed."""
         process = self.start()
         if process.wait(STARTED_WITHIN_SEC * 5) != 0:
-            raise AssertionError(f"{self.folder} did not finish:\n{(self.folder / 'output').read_text()[-3000:]}")
+            raise AssertionError(
+                f"{self.folder} did not finish:\n{(self.folder / 'output').read_text()[-3000:]}"
+            )
 
     def is_finished(self) -> bool:
         file = self.run / "manifest.json"
@@ -121,7 +130,11 @@ class Killed:
 
     def wrong(self) -> list[str]:
         """Return what is not as it must be at any moment."""
-        found = [f"{path}: {damage}" for _, path in steps_in(self.run / "checkpoints") if (damage := damage_of(path))]
+        found = [
+            f"{path}: {damage}"
+            for _, path in steps_in(self.run / "checkpoints")
+            if (damage := damage_of(path))
+        ]
         if self._last_begin() and "status" not in json.loads((self.run / "manifest.json").read_text()):
             found.append("manifest.json is not whole")
         return found
@@ -150,7 +163,7 @@ class Killed:
         self._wait_for_all(process, whole)
 
     def _kill(self, process: subprocess.Popen, rng: random.Random) -> None:
-        """Kill all at once, as when a machine fails; of several processes also one alone, worker or launcher."""
+        """Kill all at once, as when a machine fails; or one of several alone, worker or launcher."""
         whole = [psutil.Process(process.pid)] if process.poll() is None else []
         whole += [child for parent in whole for child in parent.children(recursive=True)]
         one_alone = len(whole) > 2 and rng.random() < 0.5
@@ -166,7 +179,9 @@ class Killed:
         _, alive = psutil.wait_procs(whole, timeout=ALL_ENDED_WITHIN_SEC)
         if alive:
             os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(f"{len(alive)} process(es) still run {ALL_ENDED_WITHIN_SEC} s after another ended")
+            raise AssertionError(
+                f"{len(alive)} process(es) still run {ALL_ENDED_WITHIN_SEC} s after another ended"
+            )
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -185,7 +200,9 @@ def differences(one: Path, other: Path) -> list[str]:
 def kill_often(
     folder: Path, variant: Variant, num_kills: int, seed: int, progress: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """Kill runs of a variant so many times in all, bring each to its end, and compare it with one that was left alone."""
+    """Kill runs of a variant so many times in all, bring each to its end, and compare it with one that was
+    left alone.
+    """
     rng, outcome = random.Random(seed), Outcome()
     whole = Killed(folder / "whole", variant)
     whole.finish()

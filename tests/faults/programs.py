@@ -1,4 +1,4 @@
-"""Start train.py in processes from their beginning, sound or with a fault, and wait for what becomes of it."""
+"""Start train.py in processes of its own, sound or with a fault, and wait for the end."""
 
 import subprocess
 from pathlib import Path
@@ -17,7 +17,13 @@ def program(launcher, *overrides, folder, limit=None, **variables):
     """
     command = [*launcher, str(ROOT / "train.py"), *TINY, "run_name=r", *overrides]
     return subprocess.run(
-        command, cwd=folder, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, preexec_fn=limit, timeout=300
+        command,
+        cwd=folder,
+        env={**ENVIRONMENT, **variables},
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        timeout=300,
     )
 
 

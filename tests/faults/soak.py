@@ -25,14 +25,24 @@ def main() -> None:
     """Run all variants, two at a time, and print a table; a loss is an error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="of each variant")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of the moments")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of the moments"
+    )
     arguments = parser.parse_args()
     folder, start = Path(tempfile.mkdtemp(prefix="soak_")), time.time()
     print(f"seed {arguments.seed}, runs and their output in {folder}", flush=True)
-    with tqdm(total=arguments.kills * len(VARIANTS), desc="kill", unit="kill") as bar, ThreadPoolExecutor(2) as pool:
+    with (
+        tqdm(total=arguments.kills * len(VARIANTS), desc="kill", unit="kill") as bar,
+        ThreadPoolExecutor(2) as pool,
+    ):
         running = {
             name: pool.submit(
-                kill_often, folder / name.replace(" ", "_"), variant, arguments.kills, arguments.seed + i, bar.update
+                kill_often,
+                folder / name.replace(" ", "_"),
+                variant,
+                arguments.kills,
+                arguments.seed + i,
+                bar.update,
             )
             for i, (name, variant) in enumerate(VARIANTS.items())
         }
@@ -56,7 +66,9 @@ def table(outcomes: dict[str, Outcome]) -> str:
         faults = sum(outcome.kills.values())
         by_moment = " | ".join(str(outcome.kills[moment]) for moment in MOMENTS)
         survived = faults - len(outcome.lost)
-        lines.append(f"| {name} | {by_moment} | {faults} | {survived} | {len(outcome.lost)} | {outcome.compared} |")
+        lines.append(
+            f"| {name} | {by_moment} | {faults} | {survived} | {len(outcome.lost)} | {outcome.compared} |"
+        )
     return "\n".join(lines)
 
 
@@ -65,7 +77,8 @@ def environment_line(seed: int, seconds: float) -> str:
     found = environment(torch.device("cpu"))
     changed = " with uncommitted changes" if found["uncommitted_changes"] else ""
     return (
-        f"{time.strftime('%Y-%m-%d')}, commit {found['commit'][:7]}{changed}, seed {seed}, {seconds / 60:.0f} minutes, "
+        f"{time.strftime('%Y-%m-%d')}, commit {found['commit'][:7]}{changed}, seed {seed}, "
+        f"{seconds / 60:.0f} minutes, "
         f"{found['processor']}, torch {found['versions']['torch']}"
     )
 

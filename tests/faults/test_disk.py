@@ -45,7 +45,9 @@ FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.j
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(tmp_path, whole, damage, name, capsys):
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(
+    tmp_path, whole, damage, name, capsys
+):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     DAMAGES[damage](newest / name)
@@ -73,7 +75,9 @@ def test_a_run_of_which_no_checkpoint_is_whole_does_not_begin_anew(tmp_path, who
     for _, path in steps_in(tmp_path / "run/checkpoints"):
         flip(path / "net.safetensors")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"no checkpoint is whole, so the run cannot go on: start another with run_name="):
+        with pytest.raises(
+            ValueError, match=r"no intact checkpoint to resume from: start another with run_name="
+        ):
             tiny_trainer(tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(whole)
 
@@ -107,7 +111,10 @@ def test_what_is_no_checkpoint_is_put_aside_over_whatever_lies_there(tmp_path, w
     assert capsys.readouterr().out == told
     assert os.path.lexists(newest), "who samples moves nothing"
     tiny_run(tmp_path / "run")
-    assert f"warning: {newest} is damaged ({reason}), put aside as {newest.name}.damaged" in capsys.readouterr().out
+    assert (
+        f"warning: {newest} is damaged ({reason}), put aside as {newest.name}.damaged"
+        in capsys.readouterr().out
+    )
     assert_same_run(whole, tmp_path / "run")
 
 
@@ -131,7 +138,7 @@ def test_sampling_passes_over_a_checkpoint_whose_average_is_damaged_alone(tmp_pa
     assert capsys.readouterr().out == ""
     for _, path in steps_in(tmp_path / "run/checkpoints"):
         cut(path / "ema.safetensors")
-    with pytest.raises(ValueError, match=r"has no checkpoint whose ema.safetensors is whole"):
+    with pytest.raises(ValueError, match=r"has no intact checkpoint to sample from"):
         find_checkpoint(tmp_path / "run", None)
     assert find_checkpoint(tmp_path / "run", "6") == newest, "who asks for one is told when it is loaded"
 
@@ -172,7 +179,9 @@ def test_what_a_kill_left_of_saving_or_removing_is_never_used_and_goes_away(tmp_
 def test_saving_does_not_make_a_run_folder_again_that_is_gone(tmp_path):
     net = torch.nn.Linear(1, 1)
     with pytest.raises(FileNotFoundError):
-        CheckpointFolder(tmp_path / "run/checkpoints", 2, None).save(5, net, net, torch.optim.AdamW(net.parameters()), {})
+        CheckpointFolder(tmp_path / "run/checkpoints", 2, None).save(
+            5, net, net, torch.optim.AdamW(net.parameters()), {}
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -267,7 +276,7 @@ def test_metrics_are_written_once_where_room_comes_back_on_the_way(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["/sys/run", "/dev/null/run"])
-def test_a_folder_that_can_not_be_written_to_is_one_clear_error(tmp_path, folder):
+def test_a_folder_that_cannot_be_written_to_is_one_clear_error(tmp_path, folder):
     with pytest.raises(OSError, match=folder):
         tiny_trainer(folder)
 
@@ -276,7 +285,9 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("training.run_folder.HOLD_WITHIN_SEC", 1.0)
     trainer, run = tiny_trainer(tmp_path)
     before = (tmp_path / "manifest.json").read_text()
-    with pytest.raises(Busy, match=rf"^output_dir={tmp_path} is in use by process {os.getpid()} on .*: end it, or try again"):
+    with pytest.raises(
+        Busy, match=rf"^output_dir={tmp_path} is in use by process {os.getpid()} on .*: end it, or try again"
+    ):
         tiny_trainer(tmp_path)
     assert (tmp_path / "manifest.json").read_text() == before
     assert "in use" not in capsys.readouterr().out, "one line, and that is the error"
@@ -287,7 +298,12 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
 
 def test_a_damaged_manifest_or_configuration_of_a_run_is_named(tmp_path):
     tiny_run(tmp_path, "train.total_steps=2")
-    for name, content in (("config.yaml", "a: [1"), ("config.yaml", "5"), ("manifest.json", "{"), ("manifest.json", "[]")):
+    for name, content in (
+        ("config.yaml", "a: [1"),
+        ("config.yaml", "5"),
+        ("manifest.json", "{"),
+        ("manifest.json", "[]"),
+    ):
         before = (tmp_path / name).read_text()
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=rf"{name} is damaged"):

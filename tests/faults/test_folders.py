@@ -18,7 +18,7 @@ from tests.runs import ROOT, metrics, tiny_run, tiny_trainer
 from training import run_folder
 from training.run_folder import RunFolder
 
-HOLDER = "import sys, time; from training.run_folder import RunFolder; RunFolder(sys.argv[1]).hold(print)\n"
+HOLDER = "import sys, time; from training.run_folder import RunFolder; RunFolder(sys.argv[1]).lock(print)\n"
 HOLDER += "print('held', flush=True); time.sleep(float(sys.argv[2]))"
 
 
@@ -35,38 +35,38 @@ def test_a_lock_that_is_given_back_while_another_waits_is_not_held_twice(tmp_pat
     """The one that waits has the file open that the holder removes; a third then makes a new one."""
     monkeypatch.setattr(run_folder, "HOLD_WITHIN_SEC", 0.0)
     first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
-    first.hold(print)
+    first.lock(print)
     flock, turns = fcntl.flock, []
 
     def slowly(descriptor, how):
         if not turns:
             turns.append("once")
-            first.release()
-            third.hold(print)
+            first.unlock()
+            third.lock(print)
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", slowly)
     with pytest.raises(Busy):
-        second.hold(print)
+        second.lock(print)
     third.check_place()
 
 
 def test_a_folder_that_is_given_back_while_another_start_takes_it_is_made_again(tmp_path, monkeypatch):
     first, second = RunFolder(tmp_path / "runs/run"), RunFolder(tmp_path / "runs/run")
-    first.hold(print)
+    first.lock(print)
     acquire, turns = run_folder.Lock.acquire, []
 
     def slowly(lock):
         if not turns:
             turns.append("once")
-            first.release()
+            first.unlock()
             assert not (tmp_path / "runs").exists()
         return acquire(lock)
 
     monkeypatch.setattr(run_folder.Lock, "acquire", slowly)
-    second.hold(print)
+    second.lock(print)
     second.check_place()
-    second.release()
+    second.unlock()
     assert not (tmp_path / "runs").exists()
 
 
@@ -77,7 +77,9 @@ def test_a_second_start_says_who_holds_the_folder_and_ends(tmp_path, launcher):
         start = time.monotonic()
         result = program(launcher, folder=tmp_path)
         process.kill()
-    assert result.returncode == (TRY_AGAIN if launcher == ONE else 1)  # launchers have an exit status of their own
+    assert result.returncode == (
+        TRY_AGAIN if launcher == ONE else 1
+    )  # launchers have an exit status of their own
     assert time.monotonic() - start < 60
     said = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
     (line,) = said
@@ -120,7 +122,8 @@ def test_a_manifest_that_lacks_what_is_read_says_what(tmp_path, whole, key, spoi
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps({**manifest, key: spoilt}))
     with pytest.raises(
-        ValueError, match=rf"^{file} is damaged, it lacks {key}\.\w+.*: put it back, or start this run elsewhere"
+        ValueError,
+        match=rf"^{file} is damaged, it lacks {key}\.\w+.*: put it back, or start this run elsewhere",
     ):
         tiny_trainer(tmp_path / "run")
 
@@ -140,7 +143,7 @@ def test_each_key_of_a_manifest_that_is_read_is_looked_for(tmp_path, whole):
         else:
             _, run = tiny_trainer(folder)
             run.is_finished(6)
-            run.release()
+            run.unlock()
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +188,12 @@ def drawing(tmp_path_factory):
         ("taken", "tensorboard", 5),
     ],
 )
-def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(tmp_path, drawing, what, tracker, step):
-    """After step 2 a grid of samples would be next, after step 5 the last save; a tracker opens its file at its first line."""
+def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(
+    tmp_path, drawing, what, tracker, step
+):
+    """After step 2 a grid of samples would be next, after step 5 the last save; a tracker opens its file at
+    its first line.
+    """
     folder, elsewhere = tmp_path / "runs/run", tmp_path / "moved"
     options = (f"tracker={tracker}", *DRAWING)
     trainer, run = tiny_trainer(folder, *options)
@@ -203,7 +210,9 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(tmp
     moved_at(step, trainer, move)
     with pytest.raises(UserError) as error:
         train.run_training(trainer, run)
-    assert str(error.value).startswith(f"output_dir={folder} (or its .lock) was moved or removed while it trained: to go on")
+    assert str(error.value).startswith(
+        f"output_dir={folder} (or its .lock) was moved or removed while it trained: to go on"
+    )
     if what == "taken":
         assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == others[1]
         train.run_training(*others[0])
@@ -245,7 +254,10 @@ def test_a_moved_run_goes_on_where_it_is(tmp_path, launcher):
     killed.run.rename(killed.folder / "elsewhere")
     assert process.wait(120) == 1
     output = (killed.folder / "output").read_text()
-    assert "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to go on from its newest" in output
+    assert (
+        "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to go on from its "
+        "newest" in output
+    )
     assert ("Traceback" in output) == (launcher == TWO), "torchrun has one of its own"
     assert not killed.run.exists()
     assert json.loads((killed.folder / "elsewhere/manifest.json").read_text())["status"] == "running"

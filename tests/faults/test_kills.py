@@ -1,4 +1,6 @@
-"""A run that was killed again and again ends like one that was not: 20 kills over the variants; `make soak` does more."""
+"""A run that was killed again and again ends like one that was not: 20 kills over the variants; `make soak`
+does more.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Losses, gradients and batches that are not finite are skipped by all processes together, named, and end a run in time."""
+"""Losses, gradients and batches that are not finite are skipped by all processes together, named, and end a
+run in time.
+"""
 
 import json
 import math
@@ -14,11 +16,13 @@ from tests.faults.programs import inject
 from tests.runs import interrupted, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
-from training.history import MOST_NAMED
+from training.history import MAX_NAMED
 
 
 def poison(trainer, what, steps):
-    """Have a trainer meet what is not finite at some steps, in the third of eight samples where it is one sample's fault."""
+    """Have a trainer meet what is not finite at some steps, in the third of eight samples where it is one
+    sample's fault.
+    """
     step, loss_fn, to_latents = trainer.train_step, trainer.loss_fn, trainer.to_latents
     value = {"nan": torch.nan, "inf": torch.inf}[what.split()[0]]
 
@@ -32,7 +36,9 @@ def poison(trainer, what, steps):
         bad = trainer.step in steps
         trainer.loss_fn = spoil_loss if bad and "loss" in what else loss_fn
         trainer.to_latents = spoil_batch if bad and "batch" in what else to_latents
-        hook = trainer.parameters[0].register_hook(lambda g: g * value) if bad and "gradient" in what else None
+        hook = (
+            trainer.parameters[0].register_hook(lambda g: g * value) if bad and "gradient" in what else None
+        )
         step(micro_batches)
         if hook:
             hook.remove()
@@ -40,7 +46,9 @@ def poison(trainer, what, steps):
     trainer.train_step = train_step
 
 
-@pytest.mark.parametrize("what", ["nan loss", "inf loss", "nan gradient", "inf gradient", "nan batch", "inf batch"])
+@pytest.mark.parametrize(
+    "what", ["nan loss", "inf loss", "nan gradient", "inf gradient", "nan batch", "inf batch"]
+)
 def test_a_step_that_is_not_finite_changes_nothing_and_is_named(tmp_path, what, capsys):
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=3")
     poison(trainer, what, {4})
@@ -65,20 +73,30 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_named(tmp_path, what, 
     assert set(skipped["entries"]) <= set(batch)
     if "gradient" not in what:  # the sample at fault comes first
         assert skipped["entries"][0] == batch[2]
-    assert f"step 5: skipped, not finite; largest losses in entries {skipped['entries']}" in capsys.readouterr().out
+    assert (
+        f"step 5: skipped, not finite; largest losses in entries {skipped['entries']}"
+        in capsys.readouterr().out
+    )
     assert all(0 < line["loss"] < 10 for line in (first, second))
 
 
 def test_too_many_steps_in_a_row_end_the_run_at_the_next_log_point_and_say_where(tmp_path):
-    trainer, run = tiny_trainer(tmp_path, "train.log_every=4", "train.total_steps=12", "train.max_skipped_steps=3")
+    trainer, run = tiny_trainer(
+        tmp_path, "train.log_every=4", "train.total_steps=12", "train.max_skipped_steps=3"
+    )
     poison(trainer, "nan batch", {5, 6, 7, 8})
     with pytest.raises(UserError) as caught:
         train.run_training(trainer, run)
     message = str(caught.value)
     batch = trainer.history.entries(5)
-    assert "no finite loss or gradient in 3 or more steps in a row, from step 6 on (train.max_skipped_steps)" in message
+    assert (
+        "no finite loss or gradient in 3 or more steps in a row, from step 6 on (train.max_skipped_steps)"
+        in message
+    )
     assert f"its batch was {batch}" in message
-    name, norm = max(((n, p.norm().item()) for n, p in trainer.net.named_parameters()), key=lambda pair: pair[1])
+    name, norm = max(
+        ((n, p.norm().item()) for n, p in trainer.net.named_parameters()), key=lambda pair: pair[1]
+    )
     assert f"Largest parameter norms: {name} {norm:.4g}" in message
     assert trainer.step == 8
     lines = metrics(tmp_path)
@@ -123,23 +141,32 @@ def test_a_held_out_loss_that_is_not_finite_is_null_and_told_of(tmp_path, capsys
     trainer, run = tiny_trainer(tmp_path, "train.eval_every=3", "train.total_steps=3")
     ((_, dense),) = trainer.evaluators
     evaluate = dense.run
-    dense.run = lambda step: ((name, math.nan if name == "val_loss_dense" else value) for name, value in evaluate(step))
+    dense.run = lambda step: (
+        (name, math.nan if name == "val_loss_dense" else value) for name, value in evaluate(step)
+    )
     train.run_training(trainer, run)
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[-1]["val_loss_dense"] is None
     assert lines[-1]["val_loss_dense_ema"] > 0
     assert "warning: val_loss_dense=nan of step 3 is not finite: null in" in capsys.readouterr().out
 
 
 def test_steps_that_are_not_in_a_row_do_not_end_a_run(tmp_path):
-    trainer, run = tiny_trainer(tmp_path, "train.log_every=2", "train.total_steps=8", "train.max_skipped_steps=2")
+    trainer, run = tiny_trainer(
+        tmp_path, "train.log_every=2", "train.total_steps=8", "train.max_skipped_steps=2"
+    )
     poison(trainer, "nan loss", {1, 3, 5, 7})
     train.run_training(trainer, run)
     assert [line["num_skipped_steps"] for line in metrics(tmp_path)] == [1, 1, 1, 1]
 
 
-def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survives_a_resume(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("training.history.LEAST_STEPS", 20)
+def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survives_a_resume(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("training.history.MIN_STEPS", 20)
     options = ("train.log_every=7", "train.total_steps=42", "train.save_every=5", "train.batch_size=8")
 
     def spoil(trainer):
@@ -163,13 +190,15 @@ def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survive
     assert spike["step"] == 31
     assert spike["loss"] > 20
     assert set(spike["entries"][:2]) == {batch[1], batch[6]}
-    assert len(spike["entries"]) == MOST_NAMED
+    assert len(spike["entries"]) == MAX_NAMED
     assert "step 31: loss" in capsys.readouterr().out
 
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     spoil(trainer)
     interrupted(trainer, run, 33)
-    assert not any("loss_spikes" in line for line in metrics(tmp_path / "parts"))  # that log point is still to come
+    assert not any(
+        "loss_spikes" in line for line in metrics(tmp_path / "parts")
+    )  # that log point is still to come
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     assert trainer.first_step == 30
     spoil(trainer)

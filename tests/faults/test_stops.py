@@ -1,4 +1,6 @@
-"""Signals, limits of time, launchers that die: the step is finished and saved, and the run goes on as if nothing had been."""
+"""Signals, limits of time, launchers that die: the step is finished and saved, and the run goes on as if
+nothing had been.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 1), (signal.SIGTERM, 3), (signal.SIGUSR1, 4)])
-def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(tmp_path, whole, number, at, capsys):
+def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(
+    tmp_path, whole, number, at, capsys
+):
     """Also where nothing was to be saved, and within a window of the log."""
     options = ("train.eval_every=4",)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
@@ -48,7 +52,10 @@ def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(tmp_pa
     assert trainer.step == trainer.saved_step == at + 1
     manifest = run.manifest()
     assert (manifest["status"], manifest["reason"], manifest["step"]) == ("stopped", number.name, at + 1)
-    assert f"stopped at step {at + 1}, which is saved ({number.name}): run the same command again" in capsys.readouterr().out
+    assert (
+        f"stopped at step {at + 1}, which is saved ({number.name}): run the same command again"
+        in capsys.readouterr().out
+    )
     tiny_run(tmp_path / "run", *options)
     manifest = run.manifest()
     assert (manifest["status"], manifest["reason"]) == ("finished", "")
@@ -170,7 +177,11 @@ def test_a_limit_of_time_is_kept(tmp_path):
     start = time.monotonic()
     limit = 20.0
     result = program(
-        ONE, "train.total_steps=1000000", "train.save_every=1000000", f"train.max_time_sec={limit}", folder=tmp_path
+        ONE,
+        "train.total_steps=1000000",
+        "train.save_every=1000000",
+        f"train.max_time_sec={limit}",
+        folder=tmp_path,
     )
     assert result.returncode == TRY_AGAIN
     assert time.monotonic() - start < limit
@@ -183,6 +194,12 @@ def test_a_run_without_a_launcher_outlives_its_parent(tmp_path):
     """Only a launcher's end is a reason: nohup and & leave a run to itself."""
     code = "import os; from training.stopping import StopRequest; print(StopRequest(None)._launcher)"
     for name, expected in (("TORCHELASTIC_RUN_ID", str(os.getpid())), ("OTHER", "None")):
-        environment = {key: value for key, value in ENVIRONMENT.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC"))}
-        result = subprocess.run([*ONE, "-c", code], env={**environment, name: "1"}, capture_output=True, text=True, check=True)
+        environment = {
+            key: value
+            for key, value in ENVIRONMENT.items()
+            if not key.startswith(("ACCELERATE_", "TORCHELASTIC"))
+        }
+        result = subprocess.run(
+            [*ONE, "-c", code], env={**environment, name: "1"}, capture_output=True, text=True, check=True
+        )
         assert result.stdout.strip() == expected

@@ -46,7 +46,8 @@ def test_flops_are_those_that_torch_counts(variant, routes):
 
 
 @pytest.mark.parametrize(
-    ("size", "dense", "routed"), [("s", 6.05, 4.20), ("b", 23.0, 16.1), ("l", 80.7, 48.2), ("xl", 118.6, 69.1)]
+    ("size", "dense", "routed"),
+    [("s", 6.05, 4.20), ("b", 23.0, 16.1), ("l", 80.7, 48.2), ("xl", 118.6, 69.1)],
 )
 def test_known_costs_at_256_tokens(size, dense, routed):
     hidden_size, depth, num_heads = SIZES[size]
@@ -66,7 +67,8 @@ def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp3
     hidden_size, depth, num_heads = SIZES[size]
     with torch.device("meta"):
         plain, parity = (
-            DiT(32, 2, 4, hidden_size, depth, num_heads, routes=[PAPER], fp32_after_route=on) for on in (False, True)
+            DiT(32, 2, 4, hidden_size, depth, num_heads, routes=[PAPER], fp32_after_route=on)
+            for on in (False, True)
         )
     for slowdown, expected in ((1.0, none), (989 / 495, tf32), (989 / 67, fp32)):
         cost = cost_of(parity, fp32_slowdown=slowdown)
@@ -108,6 +110,10 @@ def test_masks_and_short_windows_lower_what_a_route_can_give():
     assert 1 < masked.predicted_speedup < long.predicted_speedup
     assert masked.predicted_speedup < masked.ceiling < long.ceiling
     assert masked.ceiling == cost_of(nets[8], mask_coverage=154 / 256).ceiling  # 153.6 tokens
-    assert cost_of(nets[8], mask_coverage=1.0).predicted_speedup == cost_of(nets[8], mask_coverage=1.0).ceiling == 1
+    assert (
+        cost_of(nets[8], mask_coverage=1.0).predicted_speedup
+        == cost_of(nets[8], mask_coverage=1.0).ceiling
+        == 1
+    )
     assert cost_of(nets[8], ratios=[0.0]).predicted_speedup == 1
     assert cost_of(nets[8], ratios=[0.75]).predicted_speedup > long.predicted_speedup

@@ -14,7 +14,10 @@ SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152
 def lengths_seen(net, **arguments):
     """Run the network and return the number of tokens that each block was given."""
     seen = []
-    hooks = [block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1])) for block in net.blocks]
+    hooks = [
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+        for block in net.blocks
+    ]
     net(*small_batch(num_classes=net.num_classes), **arguments)
     for hook in hooks:
         hook.remove()
@@ -61,7 +64,8 @@ def test_names_and_shapes_are_those_of_public_checkpoints():
 
 
 def test_position_table_is_the_public_one():
-    # One entry worked out by hand: row 1, column 2 of a 4x4 grid, 8 channels: columns first, sines before cosines.
+    # One entry worked out by hand: row 1, column 2 of a 4x4 grid, 8 channels: columns first, sines before
+    # cosines.
     table = sincos_position_table(8, 4)
     angles = torch.tensor([1.0, 0.01])
     expected = torch.cat([(2 * angles).sin(), (2 * angles).cos(), angles.sin(), angles.cos()])
@@ -101,15 +105,26 @@ def test_weights_start_as_published(init):
         fans |= {f"blocks.{i}.attn.qkv": (D, 3 * D), f"blocks.{i}.attn.proj": (D, D)}
         fans |= {f"blocks.{i}.mlp.fc1": (D, 4 * D), f"blocks.{i}.mlp.fc2": (4 * D, D)}
         fans |= {f"blocks.{i}.adaLN_modulation.1": (D, 6 * D)} if init == "xavier" else {}
-    fans |= {"final_layer.adaLN_modulation.1": (D, 2 * D), "final_layer.linear": (D, 12)} if init == "xavier" else {}
+    fans |= (
+        {"final_layer.adaLN_modulation.1": (D, 2 * D), "final_layer.linear": (D, 12)}
+        if init == "xavier"
+        else {}
+    )
     expected = {f"{name}.weight": (2 / sum(fan)) ** 0.5 for name, fan in fans.items()}
-    embeddings = ("t_embedder.mlp.0.weight", "t_embedder.mlp.2.weight", "y_embedder.embedding_table.weight", "prefix")
+    embeddings = (
+        "t_embedder.mlp.0.weight",
+        "t_embedder.mlp.2.weight",
+        "y_embedder.embedding_table.weight",
+        "prefix",
+    )
     net = DiT(8, 2, 3, D, 2, 4, num_classes=100, num_prefix_tokens=9, init=init)
     found = {name: parameter.std().item() for name, parameter in net.named_parameters() if parameter.any()}
     assert found == pytest.approx(expected | dict.fromkeys(embeddings, 0.02), rel=0.1)
 
 
-@pytest.mark.parametrize(("training", "prob", "share"), [(True, 0.3, 0.3), (True, 0.7, 0.7), (False, 0.7, 0.0)])
+@pytest.mark.parametrize(
+    ("training", "prob", "share"), [(True, 0.3, 0.3), (True, 0.7, 0.7), (False, 0.7, 0.0)]
+)
 def test_labels_are_dropped_in_training_alone_and_as_often_as_asked(training, prob, share):
     net, seen = small_dit(class_dropout_prob=prob).train(training), []
     net.y_embedder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -134,7 +149,10 @@ def test_xavier_initialisation_loses_the_zeros_as_the_public_code_does():
 
 def test_twins_differ_in_nothing_but_the_routes():
     dense, routed = small_dit(), small_dit([PAPER])
-    assert all(torch.equal(a, b) for a, b in zip(dense.state_dict().values(), routed.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(dense.state_dict().values(), routed.state_dict().values(), strict=True)
+    )
     assert torch.equal(dense.eval()(*small_batch()), routed.eval()(*small_batch()))
 
 
@@ -213,7 +231,9 @@ def test_generator_draws_class_dropout_before_the_routes():
     """Dense and routed twins drop the same labels, so that their comparison is one of routes alone."""
     seen = {}
     for name, net in (("dense", small_dit().train()), ("routed", small_dit([PAPER]).train())):
-        net.y_embedder.register_forward_pre_hook(lambda _, inputs, name=name: seen.setdefault(name, inputs[0]))
+        net.y_embedder.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.setdefault(name, inputs[0])
+        )
         net(*small_batch(64), generator=torch.Generator().manual_seed(1))
     assert torch.equal(seen["dense"], seen["routed"])
     assert 0 < (seen["dense"] == 10).sum() < 20
@@ -231,7 +251,9 @@ def test_learn_sigma_adds_outputs_that_are_not_used():
     net = small_dit(learn_sigma=True)
     assert net.final_layer.linear.out_features == 2 * 3 * 4
     with torch.no_grad():
-        net.final_layer.linear.bias.view(4, 6)[:, 3:] = torch.nan  # channels are innermost; the second half is the variance
+        net.final_layer.linear.bias.view(4, 6)[:, 3:] = (
+            torch.nan
+        )  # channels are innermost; the second half is the variance
     assert net(*small_batch()).isfinite().all()
     assert net(*small_batch()).shape == (4, 3, 8, 8)
 
@@ -241,13 +263,17 @@ def test_block_after_a_route_runs_in_fp32_only_where_it_is_asked():
         net = small_dit([PAPER], fp32_after_route=fp32_after_route).train()
         dtypes = []
         for block in net.blocks:
-            block.mlp.fc1.register_forward_hook(lambda _, __, output, dtypes=dtypes: dtypes.append(output.dtype))
+            block.mlp.fc1.register_forward_hook(
+                lambda _, __, output, dtypes=dtypes: dtypes.append(output.dtype)
+            )
         with torch.autocast("cpu", torch.bfloat16):
             net(*small_batch())
         assert dtypes == [torch.bfloat16] * 5 + [expected] + [torch.bfloat16] * 2
 
 
-@pytest.mark.parametrize(("backend", "dtype"), list(product(("auto", "sdpa", "explicit"), (torch.float32, torch.bfloat16))))
+@pytest.mark.parametrize(
+    ("backend", "dtype"), list(product(("auto", "sdpa", "explicit"), (torch.float32, torch.bfloat16)))
+)
 def test_attention_backends_agree(backend, dtype):
     """Values and gradients, with the definition in fp64."""
     qkv = torch.randn(3, 2, 4, 16, 8, dtype=torch.float64, requires_grad=True)
@@ -264,16 +290,23 @@ def test_attention_backends_agree(backend, dtype):
 
 def test_attention_is_explicit_on_a_cpu_in_bf16_unless_told_otherwise():
     bf16, fp32 = torch.bfloat16, torch.float32
-    chosen = [resolve_attention("auto", device, dtype) for device in ("cpu", "cuda") for dtype in (bf16, fp32)]
+    chosen = [
+        resolve_attention("auto", device, dtype) for device in ("cpu", "cuda") for dtype in (bf16, fp32)
+    ]
     assert chosen == ["explicit", "sdpa", "sdpa", "sdpa"]
-    assert [resolve_attention(backend, "cpu", bf16) for backend in ("sdpa", "explicit")] == ["sdpa", "explicit"]
+    assert [resolve_attention(backend, "cpu", bf16) for backend in ("sdpa", "explicit")] == [
+        "sdpa",
+        "explicit",
+    ]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "explicit"])
 def test_every_block_takes_the_backend_of_the_network(backend, monkeypatch):
     calls = []
     fused = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr("models.layers.F.scaled_dot_product_attention", lambda *qkv: calls.append(1) or fused(*qkv))
+    monkeypatch.setattr(
+        "models.layers.F.scaled_dot_product_attention", lambda *qkv: calls.append(1) or fused(*qkv)
+    )
     small_dit(attention=backend)(*small_batch())
     assert len(calls) == (8 if backend == "sdpa" else 0)
 
@@ -282,9 +315,13 @@ def test_the_compiled_gelu_is_the_same_function():
     x = torch.linspace(-12, 12, 1001, requires_grad=True)
     reference, compiled = gelu(x.double()), torch.compile(gelu, dynamic=False)(x)
     torch.testing.assert_close(compiled.double(), reference, rtol=1e-5, atol=1e-6)
-    far = (x > -6.5) & (x < -5)  # where 1 + tanh has cancelled all digits in fp32: only the compiled form is exact
+    far = (x > -6.5) & (
+        x < -5
+    )  # where 1 + tanh has cancelled all digits in fp32: only the compiled form is exact
     torch.testing.assert_close(compiled[far].double(), reference[far], rtol=1e-3, atol=0)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (compiled, reference)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.sum(), x)[0] for y in (compiled, reference)), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,6 +357,13 @@ def test_bad_forward_arguments_are_refused():
     ],
 )
 def test_bad_sizes_are_refused(arguments, message):
-    sizes = {"input_size": 8, "patch_size": 2, "in_channels": 3, "hidden_size": 32, "depth": 4, "num_heads": 4}
+    sizes = {
+        "input_size": 8,
+        "patch_size": 2,
+        "in_channels": 3,
+        "hidden_size": 32,
+        "depth": 4,
+        "num_heads": 4,
+    }
     with pytest.raises(ValueError, match=message):
         DiT(**{**sizes, **arguments})

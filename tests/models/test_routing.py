@@ -1,4 +1,6 @@
-"""Routes in the network, for every kind of block: what travels, what does not, and that nothing asks the device."""
+"""Routes in the network, for every kind of block: what travels, what does not, and that nothing asks the
+device.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ BLOCKS = ("dit", "modern")
 VARIANTS = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
 TWO_ROUTES = (Route(0.5, 1, 3), Route(0.3, 4, -2))
 # Up to 0.85: a single kept token attends to itself alone, and queries and keys rightly get no gradient.
-WINDOWS = st.lists(st.tuples(st.decimals("0.07", "0.85", places=2), st.integers(0, 7)), min_size=1, max_size=4)
+WINDOWS = st.lists(
+    st.tuples(st.decimals("0.07", "0.85", places=2), st.integers(0, 7)), min_size=1, max_size=4
+)
 
 
 def masks_of(x, share=0.3, seed=0):
@@ -28,12 +32,14 @@ def routes_from(windows):
     """Non-overlapping routes from arbitrary ratios and layers of a network of 8."""
     layers = sorted({layer for _, layer in windows})
     bounds = zip(layers, [*(layer - 1 for layer in layers[1:]), 7], strict=True)
-    return [Route(float(ratio), start, end) for (ratio, _), (start, end) in zip(windows, bounds, strict=False)]
+    return [
+        Route(float(ratio), start, end) for (ratio, _), (start, end) in zip(windows, bounds, strict=False)
+    ]
 
 
 def window_of(net, batch, **arguments):
-    """Run the network; return its output, and of its first window ids_keep, the sequence before it, and the inputs of its
-    blocks and of the block after it.
+    """Run the network; return its output, and of its first window ids_keep, the sequence before it, and the
+    inputs of its blocks and of the block after it.
     """
     route, inputs, before = net.routes[0], [], []
     hooks = [
@@ -52,7 +58,9 @@ def window_of(net, batch, **arguments):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_routed_attention_is_dense_attention_restricted_to_the_kept_tokens(variant):
-    """For each sample its own tokens, at their own positions: the bypassing ones masked out as keys, and not asked for."""
+    """For each sample its own tokens, at their own positions: the bypassing ones masked out as keys, and not
+    asked for.
+    """
     net = small_dit([PAPER], **variant).train()
     _, ids_keep, x, (window, *_) = window_of(net, small_batch())
     routed_x, _, routed_rope = window
@@ -65,21 +73,26 @@ def test_routed_attention_is_dense_attention_restricted_to_the_kept_tokens(varia
     routed = block.attn(routed_x, routed_rope)
     original = torch.nn.functional.scaled_dot_product_attention
     try:
-        torch.nn.functional.scaled_dot_product_attention = lambda q, k, v: original(q, k, v, attn_mask=kept[:, None, None])
+        torch.nn.functional.scaled_dot_product_attention = lambda q, k, v: original(
+            q, k, v, attn_mask=kept[:, None, None]
+        )
         dense = block.attn(x, net.rope)
     finally:
         torch.nn.functional.scaled_dot_product_attention = original
         handle.remove()
     restricted = dense.gather(1, ids_keep.unsqueeze(-1).expand_as(routed))
     torch.testing.assert_close(routed, restricted, atol=1e-5, rtol=1e-5)
-    # The oracle sees a wrong position: the first sample's positions for everyone, as a public integration had them.
+    # The oracle sees a wrong position: the first sample's positions for everyone, as a public integration had
+    # them.
     if net.rope is not None:
         wrong = block.attn(routed_x, routed_rope[:1].expand_as(routed_rope))
         assert not torch.allclose(wrong, restricted, atol=1e-3)
 
 
 def test_rotary_attention_depends_on_the_difference_of_positions_alone():
-    """Rotary positions in two dimensions: shifting all tokens by a row or a column leaves the attention as it is."""
+    """Rotary positions in two dimensions: shifting all tokens by a row or a column leaves the attention as it
+    is.
+    """
     net = small_dit(block="modern")
     rope = net.rope[0].view(4, 4, -1)
     q, k, v = torch.randn(3, 1, 4, 4, 8).unbind(0)
@@ -94,7 +107,9 @@ def test_rotary_attention_depends_on_the_difference_of_positions_alone():
 
 
 def test_modern_block_is_what_its_name_says():
-    """RMSNorm, QK-norm, rotation of pairs of channels as complex numbers, softmax, SwiGLU: worked out by hand."""
+    """RMSNorm, QK-norm, rotation of pairs of channels as complex numbers, softmax, SwiGLU: worked out by
+    hand.
+    """
     net = small_dit(block="modern")
     block, x, c = net.blocks[0], torch.randn(2, 16, 32), torch.randn(2, 1, 32)
     torch.nn.init.uniform_(block.attn.q_norm.weight, 0.5, 2.0)
@@ -105,9 +120,13 @@ def test_modern_block_is_what_its_name_says():
     def rotated(z):
         sin, cos = net.rope.chunk(2, dim=-1)
         turns = torch.complex(cos[..., ::2], sin[..., ::2])  # each pair of channels turns by one angle
-        return torch.view_as_real(torch.view_as_complex(z.unflatten(-1, (-1, 2)).contiguous()) * turns.unsqueeze(1)).flatten(-2)
+        return torch.view_as_real(
+            torch.view_as_complex(z.unflatten(-1, (-1, 2)).contiguous()) * turns.unsqueeze(1)
+        ).flatten(-2)
 
-    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaLN_modulation(c).chunk(6, dim=-1)
+    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaLN_modulation(c).chunk(
+        6, dim=-1
+    )
     qkv = block.attn.qkv(rms(x) * (1 + scale_msa) + shift_msa).view(2, 16, 3, 4, 8)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     q, k = rotated(rms(q) * block.attn.q_norm.weight), rotated(rms(k) * block.attn.k_norm.weight)
@@ -115,14 +134,18 @@ def test_modern_block_is_what_its_name_says():
     h = x + gate_msa * block.attn.proj(attended.transpose(1, 2).flatten(2))
     inner = rms(h) * (1 + scale_mlp) + shift_mlp
     gated = torch.nn.functional.silu(block.mlp.fc1_g(inner)) * block.mlp.fc1_x(inner)
-    torch.testing.assert_close(block(x, c, net.rope), h + gate_mlp * block.mlp.fc2(gated), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        block(x, c, net.rope), h + gate_mlp * block.mlp.fc2(gated), atol=1e-5, rtol=1e-5
+    )
     assert block.mlp.fc2.in_features % 8 == 0
 
 
 def test_queries_and_keys_are_normalised_and_turned_in_fp32():
     net, dtypes, turn = small_dit(block="modern"), [], apply_rot_embed_cat
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr("models.layers.apply_rot_embed_cat", lambda z, rope: dtypes.append(z.dtype) or turn(z, rope))
+        patch.setattr(
+            "models.layers.apply_rot_embed_cat", lambda z, rope: dtypes.append(z.dtype) or turn(z, rope)
+        )
         net.blocks[0].attn.q_norm.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
         net.blocks[0](torch.randn(2, 16, 32), torch.randn(2, 1, 32), net.rope)
     assert dtypes == [torch.float32] * 3
@@ -150,7 +173,9 @@ def test_prefix_tokens_stay_in_front_and_never_bypass(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_conditioning_of_each_token_travels_with_it(variant):
-    """One noise level for each token: the same level everywhere is the plain network, and each token meets its own."""
+    """One noise level for each token: the same level everywhere is the plain network, and each token meets
+    its own.
+    """
     net = small_dit([PAPER], class_dropout_prob=0.0, **variant).train()
     x, c_noise, labels = small_batch()
     L = net.num_prefix_tokens + 16
@@ -198,7 +223,9 @@ def test_ratio_zero_is_bitwise_dense_for_any_routes(variant, windows):
 @settings(max_examples=25, deadline=None)
 @given(windows=WINDOWS, seed=st.integers(0, 2**32), importance_weight=st.sampled_from([0.0, 0.5, 1.0]))
 def test_gradient_reaches_every_token_and_parameter(variant, removal, windows, seed, importance_weight):
-    net = small_dit(routes_from(windows), removal=removal, importance_weight=importance_weight, **variant).train()
+    net = small_dit(
+        routes_from(windows), removal=removal, importance_weight=importance_weight, **variant
+    ).train()
     x, c_noise, labels = small_batch()
     x.requires_grad_()
     force_keep = masks_of(x, seed=seed)
@@ -266,13 +293,19 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision):
     gradients = []
     for gradient_checkpointing in (False, True):
         net = small_dit(
-            TWO_ROUTES, importance_weight=0.5, fp32_after_route=True, gradient_checkpointing=gradient_checkpointing, **variant
+            TWO_ROUTES,
+            importance_weight=0.5,
+            fp32_after_route=True,
+            gradient_checkpointing=gradient_checkpointing,
+            **variant,
         ).train()
         calls = []
         net.blocks[2].register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[0].shape[1]))
         x, c_noise, labels = small_batch()
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-            output = net(x, c_noise, labels, force_keep=masks_of(x), generator=torch.Generator().manual_seed(0))
+            output = net(
+                x, c_noise, labels, force_keep=masks_of(x), generator=torch.Generator().manual_seed(0)
+            )
         output.square().sum().backward()
         assert len(calls) == 1 + gradient_checkpointing
         gradients.append([parameter.grad for parameter in net.parameters()])
@@ -290,7 +323,13 @@ def test_no_tensor_reaches_the_host(variant, options):
         x, labels = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
         for kept_only in (False, True):
             loss_fn = EDMLoss(kept_tokens_only=kept_only)
-            losses = loss_fn(EDMPrecond(net), x, labels, force_keep=torch.zeros(4, 16).bool(), loss_mask=torch.rand(4, 8, 8))
+            losses = loss_fn(
+                EDMPrecond(net),
+                x,
+                labels,
+                force_keep=torch.zeros(4, 16).bool(),
+                loss_mask=torch.rand(4, 8, 8),
+            )
             losses.mean().backward()
         assert all(parameter.grad is not None for parameter in net.parameters())
 
@@ -309,7 +348,10 @@ def test_the_host_is_seen_where_it_is_asked():
 def test_nothing_waits_for_the_gpu(variant, options):
     net = small_dit(TWO_ROUTES, **variant, **options).cuda().train()
     x, labels = torch.randn(4, 3, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
-    arguments = {"force_keep": torch.rand(4, 16, device="cuda") < 0.3, "loss_mask": torch.rand(4, 8, 8, device="cuda")}
+    arguments = {
+        "force_keep": torch.rand(4, 16, device="cuda") < 0.3,
+        "loss_mask": torch.rand(4, 8, 8, device="cuda"),
+    }
     generator = torch.Generator("cuda").manual_seed(0)
     loss_fn = EDMLoss(kept_tokens_only=True)
     loss_fn(EDMPrecond(net), x, labels, generator=generator, **arguments).mean().backward()  # warm up
@@ -360,7 +402,10 @@ def test_a_token_is_held_where_a_mask_covers_more_than_the_area(area, held):
     [
         ({"block": "old"}, r"model\.block=old must be one of dit, modern"),
         ({"num_prefix_tokens": -1}, r"model\.num_prefix_tokens=-1 must not be negative"),
-        ({"routes": [Route(0.05, 2, 4)]}, r"selection_ratio=0\.05 of the route of blocks 2 to 4 lets none of 16 tokens bypass"),
+        (
+            {"routes": [Route(0.05, 2, 4)]},
+            r"selection_ratio=0\.05 of the route of blocks 2 to 4 lets none of 16 tokens bypass",
+        ),
         ({"importance_weight": 2.0}, r"model\.importance_weight=2\.0 must be in \[0, 1\]"),
         (
             {"hidden_size": 24, "num_heads": 4, "block": "modern"},
@@ -369,6 +414,13 @@ def test_a_token_is_held_where_a_mask_covers_more_than_the_area(area, held):
     ],
 )
 def test_wrong_options_are_refused(arguments, message):
-    sizes = {"input_size": 8, "patch_size": 2, "in_channels": 3, "hidden_size": 32, "depth": 8, "num_heads": 4}
+    sizes = {
+        "input_size": 8,
+        "patch_size": 2,
+        "in_channels": 3,
+        "hidden_size": 32,
+        "depth": 8,
+        "num_heads": 4,
+    }
     with pytest.raises(ValueError, match=message):
         DiT(**{**sizes, **arguments})

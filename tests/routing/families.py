@@ -1,7 +1,8 @@
 """Tiny models of the real classes of diffusers with random weights, inputs for them, and an oracle for each.
 
-An oracle runs the model's own parts one after another on one sample at a time, and takes the tokens that stay as given: it
-shares nothing with `routing`. Within a window it cuts the sequence, the positions, and whatever else is indexed by token.
+An oracle runs the model's own parts one after another on one sample at a time, and takes the tokens that stay
+as given: it shares nothing with `routing`. Within a window it cuts the sequence, the positions, and whatever
+else is indexed by token.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,9 @@ def seeded(seed=0):
 
 
 def drawn(routes, num_samples=NUM_SAMPLES, num_reference_tokens=0, generator=None):
-    """The tokens that each route keeps, (N, K), as documented: a seed for each route, and the tokens from that seed."""
+    """The tokens that each route keeps, (N, K), as documented: a seed for each route, and the tokens from
+    that seed.
+    """
     generator, ids = generator or seeded(), []
     reference = torch.arange(NUM_TOKENS, NUM_TOKENS + num_reference_tokens).expand(num_samples, -1)
     for route in routes:
@@ -63,7 +66,9 @@ def one(arguments, n):
 
 
 class Trunk:
-    """The tokens of one sample on their way through the layers; windows: {first layer: (last layer, positions that stay)}."""
+    """The tokens of one sample on their way through the layers; windows: {first layer: (last layer, positions
+    that stay)}.
+    """
 
     def __init__(self, x, windows):
         self.x, self.windows, self.end, self.ids, self.whole = x, windows, None, None, None
@@ -91,7 +96,9 @@ def filled(build):
     def filled_build():
         torch.manual_seed(0)
         model = build()
-        with torch.no_grad():  # nothing of the initialisation may hide a mistake: biases and tables that start at 0
+        with (
+            torch.no_grad()
+        ):  # nothing of the initialisation may hide a mistake: biases and tables that start at 0
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         return model.train()
@@ -103,7 +110,8 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# FLUX -------------------------------------------------------------------------------------------------------------------
+# FLUX
+# -----------------------------------------------------------------------------------------------------------
 
 
 @filled
@@ -140,7 +148,9 @@ def flux_arguments(num_reference_tokens=0, controlnet=False, mask=False):
     }
     if controlnet:
         arguments["controlnet_block_samples"] = [randn(N, T + S, HIDDEN_SIZE, seed=4 + i) for i in range(2)]
-        arguments["controlnet_single_block_samples"] = [randn(N, T + S, HIDDEN_SIZE, seed=6 + i) for i in range(4)]
+        arguments["controlnet_single_block_samples"] = [
+            randn(N, T + S, HIDDEN_SIZE, seed=6 + i) for i in range(4)
+        ]
     if mask:
         L = P + T + S
         seen = randn(N, 1, L, L, seed=10) > -0.5
@@ -157,7 +167,9 @@ def flux_oracle(model, arguments, windows):
     mask = (a.get("joint_attention_kwargs") or {}).get("attention_mask")
     residuals = a.get("controlnet_block_samples") or [], a.get("controlnet_single_block_samples") or []
     trunk, P, layer = Trunk(x, windows), text.shape[1], 0
-    for blocks, added in zip((model.transformer_blocks, model.single_transformer_blocks), residuals, strict=True):
+    for blocks, added in zip(
+        (model.transformer_blocks, model.single_transformer_blocks), residuals, strict=True
+    ):
         for i, block in enumerate(blocks):
             trunk.enter(layer)
             kwargs = {}
@@ -172,7 +184,8 @@ def flux_oracle(model, arguments, windows):
     return model.proj_out(model.norm_out(trunk.x, temb))
 
 
-# Stable Diffusion 3 -----------------------------------------------------------------------------------------------------
+# Stable Diffusion 3
+# -----------------------------------------------------------------------------------------------------
 
 
 @filled
@@ -202,7 +215,9 @@ def sd3_arguments(controlnet=False):
         "timestep": torch.tensor([200.0, 500.0, 900.0]),
     }
     if controlnet:
-        arguments["block_controlnet_hidden_states"] = [randn(N, NUM_TOKENS, HIDDEN_SIZE, seed=4 + i) for i in range(2)]
+        arguments["block_controlnet_hidden_states"] = [
+            randn(N, NUM_TOKENS, HIDDEN_SIZE, seed=4 + i) for i in range(2)
+        ]
     return arguments
 
 
@@ -225,7 +240,8 @@ def unpatchify(x, channels):
     return x.reshape(1, 4, 4, 2, 2, channels).permute(0, 5, 1, 3, 2, 4).reshape(1, channels, 8, 8)
 
 
-# PixArt -----------------------------------------------------------------------------------------------------------------
+# PixArt
+# -----------------------------------------------------------------------------------------------------------
 
 
 @filled
@@ -258,7 +274,9 @@ def pixart_arguments(mask=False):
 
 def pixart_oracle(model, arguments, windows):
     a = arguments
-    temb, embedded = model.adaln_single(a["timestep"], a["added_cond_kwargs"], batch_size=1, hidden_dtype=torch.float32)
+    temb, embedded = model.adaln_single(
+        a["timestep"], a["added_cond_kwargs"], batch_size=1, hidden_dtype=torch.float32
+    )
     text = model.caption_projection(a["encoder_hidden_states"])
     text_mask = -10000.0 * (1 - a["encoder_attention_mask"].float()).unsqueeze(1)
     mask = a.get("attention_mask")
@@ -272,7 +290,8 @@ def pixart_oracle(model, arguments, windows):
     return unpatchify(model.proj_out(model.norm_out(trunk.x) * (1 + scale) + shift), 8)
 
 
-# AuraFlow ---------------------------------------------------------------------------------------------------------------
+# AuraFlow
+# -----------------------------------------------------------------------------------------------------------
 
 
 @filled
@@ -313,7 +332,8 @@ def auraflow_oracle(model, arguments, windows):
     return unpatchify(model.proj_out(model.norm_out(trunk.x, temb)), 4)
 
 
-# Wan --------------------------------------------------------------------------------------------------------------------
+# Wan
+# -----------------------------------------------------------------------------------------------------------
 
 
 @filled
@@ -336,7 +356,9 @@ def wan_arguments(timestep_per_token=False):
     timestep = torch.tensor([200, 500, 900])
     return {
         "hidden_states": randn(N, 4, 4, 4, 4, seed=1),  # 4 frames of 2 * 2 tokens
-        "timestep": (100 * torch.arange(N)[:, None] + torch.arange(NUM_TOKENS)) if timestep_per_token else timestep,
+        "timestep": (100 * torch.arange(N)[:, None] + torch.arange(NUM_TOKENS))
+        if timestep_per_token
+        else timestep,
         "encoder_hidden_states": randn(N, NUM_TEXT, 12, seed=2),
     }
 
@@ -360,17 +382,24 @@ def wan_oracle(model, arguments, windows):
         trunk.x = block(trunk.x, text, modulation, tuple(trunk.cut(table, dim=1) for table in rope))
         trunk.leave(layer)
     table = model.scale_shift_table  # (1, 2, D)
-    shift, scale = (table[None] + temb[:, :, None]).unbind(2) if per_token else (table + temb[:, None]).chunk(2, dim=1)
+    shift, scale = (
+        (table[None] + temb[:, :, None]).unbind(2) if per_token else (table + temb[:, None]).chunk(2, dim=1)
+    )
     x = model.proj_out(model.norm_out(trunk.x) * (1 + scale) + shift)  # (1, T, 2 * 2 * 4)
     return x.reshape(1, 4, 2, 2, 2, 2, 4).permute(0, 6, 1, 2, 4, 3, 5).reshape(1, 4, 4, 4, 4)
 
 
 FAMILIES = {
-    "flux": Family(flux, flux_arguments, flux_oracle, ("transformer_blocks", "single_transformer_blocks"), output=1),
+    "flux": Family(
+        flux, flux_arguments, flux_oracle, ("transformer_blocks", "single_transformer_blocks"), output=1
+    ),
     "sd3": Family(sd3, sd3_arguments, sd3_oracle, ("transformer_blocks",), output=1),
     "pixart": Family(pixart, pixart_arguments, pixart_oracle, ("transformer_blocks",)),
     "auraflow": Family(
-        auraflow, auraflow_arguments, auraflow_oracle, ("joint_transformer_blocks", "single_transformer_blocks")
+        auraflow,
+        auraflow_arguments,
+        auraflow_oracle,
+        ("joint_transformer_blocks", "single_transformer_blocks"),
     ),
     "wan": Family(wan, wan_arguments, wan_oracle, ("blocks",)),
 }

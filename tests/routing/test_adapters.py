@@ -33,7 +33,9 @@ def test_a_vit_of_timm_routes_its_patches_and_keeps_its_class_token():
     assert torch.equal(model(x, selection_ratio=0), plain(x))
     output, ids = model(x, generator=seeded()), drawn(routes)[0]
     for n in range(3):
-        tokens = plain.norm_pre(plain.patch_drop(plain._pos_embed(plain.patch_embed(x[n : n + 1]))))  # (1, 1 + 16, D)
+        tokens = plain.norm_pre(
+            plain.patch_drop(plain._pos_embed(plain.patch_embed(x[n : n + 1])))
+        )  # (1, 1 + 16, D)
         tokens, keep = plain.blocks[0](tokens), torch.cat([torch.zeros(1, dtype=torch.long), 1 + ids[n]])
         routed = tokens[:, keep]
         for block in plain.blocks[1:4]:
@@ -50,7 +52,10 @@ def test_a_model_that_does_not_take_its_blocks_out_of_its_list_is_refused_instea
     model = vit()
     attach(model, [WINDOW], adapter=VIT)
     model.set_grad_checkpointing(True)  # timm then runs over the list's children
-    with pytest.raises(ValueError, match="the route of layers 1 to 3 was not taken: VisionTransformer does not run its blocks"):
+    with pytest.raises(
+        ValueError,
+        match="the route of layers 1 to 3 was not taken: VisionTransformer does not run its blocks",
+    ):
         model(torch.randn(1, 3, 32, 32))
 
 
@@ -66,7 +71,7 @@ def test_an_argument_that_no_adapter_names_is_refused():
 
 
 class DecoderLayer(nn.Module):
-    """As in a language model: causal attention with rotary positions and a mask of what each token may see."""
+    """As in a language model: causal attention, rotary positions, a mask of what each token may see."""
 
     def __init__(self, dim, num_heads):
         super().__init__()
@@ -87,12 +92,17 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, depth=5):
         super().__init__()
-        self.embed, self.layers = nn.Embedding(11, 32), nn.ModuleList(DecoderLayer(32, 2) for _ in range(depth))
+        self.embed, self.layers = (
+            nn.Embedding(11, 32),
+            nn.ModuleList(DecoderLayer(32, 2) for _ in range(depth)),
+        )
 
     def forward(self, input_ids, attention_mask):
         x, T = self.embed(input_ids), input_ids.shape[1]
         angles = torch.arange(T)[None, :, None] / 10 ** torch.linspace(0, 2, 16)  # (1, T, d)
-        causal = torch.ones(T, T, dtype=torch.bool).tril() & attention_mask[:, None, None].bool()  # (N, 1, T, T)
+        causal = (
+            torch.ones(T, T, dtype=torch.bool).tril() & attention_mask[:, None, None].bool()
+        )  # (N, 1, T, T)
         causal = causal | torch.eye(T, dtype=torch.bool)
         for layer in self.layers[:5]:  # by a slice, as such models do
             x = layer(x, attention_mask=causal, position_embeddings=(angles.cos(), angles.sin()))
@@ -134,7 +144,10 @@ def test_a_language_model_keeps_positions_and_masks_with_the_tokens():
         x[:, keep] = routed
         expected = plain.layers[4](x, mask, (angles.cos(), angles.sin()))
         torch.testing.assert_close(output[n : n + 1], expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"a tensor of shape \(3, 1, 17, 17\) can not be gathered by token along dimension -1"):
+    with pytest.raises(
+        ValueError,
+        match=r"a tensor of shape \(3, 1, 17, 17\) cannot be gathered by token along dimension -1",
+    ):
         kept_mask = torch.ones(3, 1, 17, 17, dtype=torch.bool)
         attach(layer_model := Masked(kept_mask), [Route(0.5, 0, 0)], adapter=DECODER)
         layer_model.train()(input_ids, seen)

@@ -10,7 +10,8 @@ from routing import Route, attach, detach
 from tests.routing.families import FAMILIES, drawn, one, seeded
 
 bitsandbytes, peft, torchao = (
-    pytest.importorskip(name, reason="`make finetune` installs it") for name in ("bitsandbytes", "peft", "torchao.quantization")
+    pytest.importorskip(name, reason="`make finetune` installs it")
+    for name in ("bitsandbytes", "peft", "torchao.quantization")
 )
 
 TARGETS = ["to_q", "to_k", "to_v"]
@@ -22,12 +23,18 @@ def run(model, arguments, **ours):
 
 
 def to_nf4(blocks):
-    """Keep the weight of each linear layer in 4 bits of bitsandbytes (diffusers' own way to it asks for a GPU)."""
+    """Keep the weight of each linear layer in 4 bits of bitsandbytes (diffusers' own way to it asks for a
+    GPU).
+    """
     for module in [module for block in blocks for module in block.modules()]:
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear):
                 small = bitsandbytes.nn.Linear4bit(
-                    layer.in_features, layer.out_features, layer.bias is not None, torch.float32, quant_type="nf4"
+                    layer.in_features,
+                    layer.out_features,
+                    layer.bias is not None,
+                    torch.float32,
+                    quant_type="nf4",
                 )
                 small.load_state_dict(layer.state_dict())
                 setattr(module, name, small.to("cpu"))
@@ -35,13 +42,17 @@ def to_nf4(blocks):
 
 QUANTIZATIONS = {
     "int8 of torchao": lambda blocks: torchao.quantize_(blocks, torchao.Int8WeightOnlyConfig()),
-    "int4 of torchao": lambda blocks: torchao.quantize_(blocks, torchao.IntxWeightOnlyConfig(torch.int4, torchao.PerGroup(4))),
+    "int4 of torchao": lambda blocks: torchao.quantize_(
+        blocks, torchao.IntxWeightOnlyConfig(torch.int4, torchao.PerGroup(4))
+    ),
     "nf4 of bitsandbytes": to_nf4,
 }
 
 
 @every_family
-@pytest.mark.parametrize("config", [peft.LoraConfig(r=4, target_modules=TARGETS), peft.LoKrConfig(r=4, target_modules=TARGETS)])
+@pytest.mark.parametrize(
+    "config", [peft.LoraConfig(r=4, target_modules=TARGETS), peft.LoKrConfig(r=4, target_modules=TARGETS)]
+)
 @pytest.mark.parametrize("way", ["add_adapter", "get_peft_model"])
 def test_adapters_alone_get_gradients_and_routes_are_taken(name, config, way):
     family, arguments = FAMILIES[name], FAMILIES[name].arguments()
@@ -102,7 +113,10 @@ def test_base_weights_may_be_in_few_bits(name, quantization):
     assert torch.equal(run(model, arguments, selection_ratio=0), dense)
     output = run(model, arguments)
     output.square().sum().backward()
-    assert {key.split(".")[-3] for key, p in model.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
+    assert {key.split(".")[-3] for key, p in model.named_parameters() if p.grad is not None} == {
+        "lora_A",
+        "lora_B",
+    }
     ids = drawn(routes)[0][1]
     expected = family.oracle(plain, one(arguments, 1), {1: (routes[0].end_layer_idx, ids)})
     torch.testing.assert_close(output[1:2], expected, rtol=1e-3, atol=1e-4)

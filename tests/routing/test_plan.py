@@ -46,22 +46,36 @@ def test_a_schedule_may_rise_and_all_routes_follow_it():
     schedule=st.sampled_from(["linear", "cosine"]),
     end=st.floats(0, 1),
 )
-def test_levels_bound_the_number_of_lengths_and_the_last_steps_are_dense(levels, total_steps, off, schedule, end):
+def test_levels_bound_the_number_of_lengths_and_the_last_steps_are_dense(
+    levels, total_steps, off, schedule, end
+):
     off = min(off, total_steps) or None
-    scheduled = plan(total_steps=total_steps, schedule=schedule, num_levels=levels, end_factor=end, off_last_steps=off)
+    scheduled = plan(
+        total_steps=total_steps, schedule=schedule, num_levels=levels, end_factor=end, off_last_steps=off
+    )
     ratios = [scheduled.ratios(step) for step in range(total_steps)]
     assert len({r for r, _ in ratios[: total_steps - (off or 0)]}) <= levels
     assert all(r == (0.0, 0.0) for r in ratios[total_steps - (off or 0) :])
     assert [r for r, _ in ratios] == sorted([r for r, _ in ratios], reverse=True)
-    assert {num_tokens_kept(64, r) for pair in ratios for r in pair} <= scheduled.lengths(with_force_keep=False)
+    assert {num_tokens_kept(64, r) for pair in ratios for r in pair} <= scheduled.lengths(
+        with_force_keep=False
+    )
 
 
 def test_lengths_are_those_that_steps_have_and_no_more():
-    """Each is a graph to compile: 0.5 and 0.2 keep 32 and 52 of 64 tokens; by quarters less, 40, 48, 56 and 55, 58, 61."""
+    """Each is a graph to compile: 0.5 and 0.2 keep 32 and 52 of 64 tokens; by quarters less, 40, 48, 56 and
+    55, 58, 61.
+    """
     assert plan().lengths(with_force_keep=False) == {32, 52, 64}
     assert plan().lengths(with_force_keep=True) == {32, 40, 48, 56, 52, 55, 58, 61, 64}
     assert plan(force_keep_overflow="bypass").lengths(with_force_keep=True) == {32, 52, 64}
-    assert plan(schedule="linear", end_factor=0.5, num_levels=2).lengths(with_force_keep=False) == {32, 48, 52, 58, 64}
+    assert plan(schedule="linear", end_factor=0.5, num_levels=2).lengths(with_force_keep=False) == {
+        32,
+        48,
+        52,
+        58,
+        64,
+    }
 
 
 @given(num_tokens=st.integers(1, 300), ratio=RATIOS, forced=st.integers(0, 300))
@@ -87,7 +101,9 @@ def test_under_grow_no_forced_token_ever_bypasses(seed, ratio, num_tokens):
 
 
 def test_more_forced_tokens_than_there_are_is_an_error():
-    with pytest.raises(ValueError, match=r"num_forced=17 must be at most num_tokens=16: count without the prefix"):
+    with pytest.raises(
+        ValueError, match=r"num_forced=17 must be at most num_tokens=16: count without the prefix"
+    ):
         grow_ratio(0.5, 16, 17)
 
 
@@ -114,7 +130,8 @@ def test_under_bypass_nothing_grows_and_what_does_not_fit_is_counted():
 def test_under_error_the_sample_is_named():
     plan(force_keep_overflow="error").check_force_keep([3, 32, 0])
     with pytest.raises(
-        ValueError, match=r"sample 2 forces 33 of 64 tokens to stay, more than the 32 that the route of blocks 2 to 4"
+        ValueError,
+        match=r"sample 2 forces 33 of 64 tokens to stay, more than the 32 that the route of blocks 2 to 4",
     ):
         plan(force_keep_overflow="error").check_force_keep([3, 32, 33, 64])
     plan(force_keep_overflow="grow").check_force_keep([64])
@@ -122,14 +139,19 @@ def test_under_error_the_sample_is_named():
     with pytest.raises(ValueError, match=r"more than the 13 that the route of blocks 5 to 6 keeps"):
         plan((Route(0.5, 2, 4), Route(0.8, 5, 6)), force_keep_overflow="error").check_force_keep([14])
     with pytest.raises(ValueError, match=r"more than the 32 .*selection_ratio=0\.5"):
-        plan(schedule="linear", start_factor=0, end_factor=1, force_keep_overflow="error").check_force_keep([33])
+        plan(schedule="linear", start_factor=0, end_factor=1, force_keep_overflow="error").check_force_keep(
+            [33]
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"schedule": "sine"}, r"routing\.schedule=sine must be one of constant, linear, cosine"),
-        ({"force_keep_overflow": "drop"}, r"routing\.force_keep_overflow=drop must be one of grow, bypass, error"),
+        (
+            {"force_keep_overflow": "drop"},
+            r"routing\.force_keep_overflow=drop must be one of grow, bypass, error",
+        ),
         ({"end_factor": 0.5}, r"routing\.end_factor=0\.5 needs routing\.schedule=linear or cosine"),
         (
             {"schedule": "linear", "end_factor": 2},
@@ -137,7 +159,10 @@ def test_under_error_the_sample_is_named():
         ),
         ({"schedule": "linear", "start_factor": -1}, r"routing\.start_factor=-1 times"),
         ({"schedule": "linear", "start_factor": 0.2}, r"routing\.schedule=linear needs routing\.end_factor"),
-        ({"schedule": "linear", "end_factor": 0, "num_levels": 1}, r"routing\.num_levels=1 must be at least 2"),
+        (
+            {"schedule": "linear", "end_factor": 0, "num_levels": 1},
+            r"routing\.num_levels=1 must be at least 2",
+        ),
         ({"off_last_steps": 101}, r"routing\.off_last_steps=101 must be in \[1, 100\]"),
         ({"off_last_steps": 0}, r"routing\.off_last_steps=0 must be in \[1, 100\]"),
     ],

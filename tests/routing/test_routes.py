@@ -14,7 +14,10 @@ def test_negative_indices_count_from_the_end():
 
 
 def test_routes_come_back_in_the_order_of_the_layers_and_may_touch():
-    assert resolve_routes([Route(0.3, 4, 7), Route(0.5, 0, 3)], depth=8) == (Route(0.5, 0, 3), Route(0.3, 4, 7))
+    assert resolve_routes([Route(0.3, 4, 7), Route(0.5, 0, 3)], depth=8) == (
+        Route(0.5, 0, 3),
+        Route(0.3, 4, 7),
+    )
 
 
 @pytest.mark.parametrize(
@@ -25,7 +28,11 @@ def test_routes_come_back_in_the_order_of_the_layers_and_may_touch():
         ([Route(float("nan"), 2, 4)], 8, r"model\.routes\.0\.selection_ratio=nan"),
         ([Route(0.5, 2, 4), Route(0.5, 5, 8)], 8, r"model\.routes\.1\.end_layer_idx=8 must be in \[-8, 7\]"),
         ([Route(0.5, -9, 4)], 8, r"model\.routes\.0\.start_layer_idx=-9"),
-        ([Route(0.5, 5, 4)], 8, r"model\.routes\.0\.start_layer_idx=5 .* must not come after end_layer_idx=4"),
+        (
+            [Route(0.5, 5, 4)],
+            8,
+            r"model\.routes\.0\.start_layer_idx=5 .* must not come after end_layer_idx=4",
+        ),
         ([Route(0.5, 2, -4)], 4, r"model\.routes\.0\.start_layer_idx=2 .* end_layer_idx=-4 \(layer 0\)"),
         ([Route(0.5, 4, 6), Route(0.5, 2, 4)], 8, r"model\.routes\.1 .* and model\.routes\.0 .* overlap"),
         ([Route(0.5, 1, 6), Route(0.5, 3, -4)], 8, r"model\.routes\.0 .* and model\.routes\.1 .* overlap"),
@@ -63,8 +70,18 @@ VALID = {
         "high_res": [(2, 9)],
         "lora": [(3, 8)],
     },
-    24: {"advanced": [(1, 3), (4, 8), (20, 23)], "basic": [(2, 5)], "lora": [(3, 20)], "max_speed": [(1, 23)]},
-    28: {"advanced": [(1, 3), (4, 8), (24, 27)], "paper": [(2, 24)], "masked": [(2, 26)], "high_res": [(2, 25)]},
+    24: {
+        "advanced": [(1, 3), (4, 8), (20, 23)],
+        "basic": [(2, 5)],
+        "lora": [(3, 20)],
+        "max_speed": [(1, 23)],
+    },
+    28: {
+        "advanced": [(1, 3), (4, 8), (24, 27)],
+        "paper": [(2, 24)],
+        "masked": [(2, 26)],
+        "high_res": [(2, 25)],
+    },
 }
 
 
@@ -88,7 +105,11 @@ def test_known_settings_give_these_windows(depth):
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_settings_are_valid_but_where_the_three_windows_do_not_fit(name, depth):
     if name == "advanced" and depth < 24:
-        message = r"model\.routes\.\d .* and model\.routes\.\d .* overlap" if depth == 12 else "end_layer_idx=8 must be in"
+        message = (
+            r"model\.routes\.\d .* and model\.routes\.\d .* overlap"
+            if depth == 12
+            else "end_layer_idx=8 must be in"
+        )
         with pytest.raises(ValueError, match=message):
             resolve_routes(known_routes(name), depth)
     else:
@@ -97,15 +118,25 @@ def test_known_settings_are_valid_but_where_the_three_windows_do_not_fit(name, d
 
 def test_the_five_windows_of_wan_follow_each_other_in_thirty_blocks():
     resolved = resolve_routes(known_routes("wan"), depth=30)
-    assert [(r.start_layer_idx, r.end_layer_idx) for r in resolved] == [(2, 8), (9, 11), (12, 15), (16, 23), (24, 28)]
+    assert [(r.start_layer_idx, r.end_layer_idx) for r in resolved] == [
+        (2, 8),
+        (9, 11),
+        (12, 15),
+        (16, 23),
+        (24, 28),
+    ]
     assert [r.selection_ratio for r in resolved] == [0.1, 0.25, 0.35, 0.25, 0.1]
 
 
 def test_the_configuration_of_simpletuner_is_read():
     text = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
     assert from_simpletuner(json.loads(text)) == (Route(0.5, 2, -2),)
-    assert from_simpletuner({"model_family": "flux", "tread_config": json.loads(text)}) == (Route(0.5, 2, -2),)
-    assert list(from_simpletuner({"routes": [vars(route) for route in known_routes("advanced")]})) == known_routes("advanced")
+    assert from_simpletuner({"model_family": "flux", "tread_config": json.loads(text)}) == (
+        Route(0.5, 2, -2),
+    )
+    assert list(
+        from_simpletuner({"routes": [vars(route) for route in known_routes("advanced")]})
+    ) == known_routes("advanced")
 
 
 @pytest.mark.parametrize(

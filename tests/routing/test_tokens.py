@@ -15,7 +15,9 @@ WEIGHTS = st.sampled_from([0.0, 0.3, 1.0])
 def random_scores(num_samples, num_tokens, seed):
     """Scores with ties, zeros and large values among them."""
     generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(num_samples, num_tokens, generator=generator) * 10 ** torch.randint(-3, 4, (), generator=generator)
+    scores = torch.rand(num_samples, num_tokens, generator=generator) * 10 ** torch.randint(
+        -3, 4, (), generator=generator
+    )
     return torch.where(torch.rand(scores.shape, generator=generator) < 0.2, scores.round(), scores)
 
 
@@ -28,16 +30,31 @@ def random_mask(num_samples, num_tokens, seed):
 
 @pytest.mark.parametrize(
     ("num_tokens", "ratio", "kept"),
-    [(256, 0.3, 180), (256, 0.5, 128), (256, 0.7, 77), (1024, 0.9, 103), (100, 0.29, 71), (64, 0.0, 64), (1, 0.99, 1)],
+    [
+        (256, 0.3, 180),
+        (256, 0.5, 128),
+        (256, 0.7, 77),
+        (1024, 0.9, 103),
+        (100, 0.29, 71),
+        (64, 0.0, 64),
+        (1, 0.99, 1),
+    ],
 )
 def test_rounding_follows_the_public_rule(num_tokens, ratio, kept):
     assert num_tokens_kept(num_tokens, ratio) == kept
 
 
 @given(
-    **SHAPES, ratio=RATIOS, weight=st.sampled_from([0.0, 0.3, 1.0]), prefix=st.integers(0, 3), seed=SEEDS, force=st.booleans()
+    **SHAPES,
+    ratio=RATIOS,
+    weight=st.sampled_from([0.0, 0.3, 1.0]),
+    prefix=st.integers(0, 3),
+    seed=SEEDS,
+    force=st.booleans(),
 )
-def test_kept_tokens_are_unique_ascending_and_in_range(num_samples, num_tokens, ratio, weight, prefix, seed, force):
+def test_kept_tokens_are_unique_ascending_and_in_range(
+    num_samples, num_tokens, ratio, weight, prefix, seed, force
+):
     ids = sample_ids_keep(
         num_samples,
         num_tokens,
@@ -65,12 +82,16 @@ def test_importance_one_keeps_exactly_the_most_important(num_samples, num_tokens
 
 
 def test_importance_weight_goes_from_chance_to_the_most_important():
-    """Of 100 tokens of importance 0..99, half stay: the mean importance of those that do rises from 49.5 to 74.5."""
+    """Of 100 tokens of importance 0..99, half stay: the mean importance of those that do rises from 49.5 to
+    74.5.
+    """
     importance = torch.arange(100.0).expand(2000, -1)
 
     def mean_kept(weight):
         generator = torch.Generator().manual_seed(0)
-        ids = sample_ids_keep(2000, 100, 0.5, generator=generator, importance=importance, importance_weight=weight)
+        ids = sample_ids_keep(
+            2000, 100, 0.5, generator=generator, importance=importance, importance_weight=weight
+        )
         return importance.gather(1, ids).mean().item()
 
     means = [mean_kept(weight) for weight in (0.0, 0.25, 0.5, 0.75, 1.0)]
@@ -83,7 +104,9 @@ def test_importance_weight_goes_from_chance_to_the_most_important():
 
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_importance_is_scaled_for_each_sample(weight):
-    """A sample whose tokens are a thousand times as large is drawn like the others; a constant one is drawn at random."""
+    """A sample whose tokens are a thousand times as large is drawn like the others; a constant one is drawn
+    at random.
+    """
     importance = torch.rand(1, 50).expand(3, -1).clone()
     importance[1] = importance[1] * 1000 + 7
     noise = torch.rand(1, 50).expand(3, -1)
@@ -103,8 +126,13 @@ def test_importance_is_the_l1_norm_in_fp32_without_a_gradient():
 
 @given(**SHAPES, ratio=RATIOS, seed=SEEDS, weight=WEIGHTS)
 def test_forced_tokens_stay_wherever_they_fit(num_samples, num_tokens, ratio, seed, weight):
-    force_keep, scores = random_mask(num_samples, num_tokens, seed), random_scores(num_samples, num_tokens, seed)
-    ids = sample_ids_keep(num_samples, num_tokens, ratio, importance=scores, importance_weight=weight, force_keep=force_keep)
+    force_keep, scores = (
+        random_mask(num_samples, num_tokens, seed),
+        random_scores(num_samples, num_tokens, seed),
+    )
+    ids = sample_ids_keep(
+        num_samples, num_tokens, ratio, importance=scores, importance_weight=weight, force_keep=force_keep
+    )
     kept = torch.zeros_like(force_keep).scatter(1, ids, True)
     for sample in range(num_samples):
         forced = force_keep[sample]
@@ -118,15 +146,23 @@ def test_forced_tokens_stay_wherever_they_fit(num_samples, num_tokens, ratio, se
 
 
 @given(**SHAPES, ratio=RATIOS, seed=SEEDS)
-def test_the_other_tokens_of_a_masked_sample_are_drawn_as_without_a_mask(num_samples, num_tokens, ratio, seed):
+def test_the_other_tokens_of_a_masked_sample_are_drawn_as_without_a_mask(
+    num_samples, num_tokens, ratio, seed
+):
     """An empty mask changes nothing, and one full sample leaves the draws of the others alone."""
     draw = {"generator": None, "importance": random_scores(num_samples, num_tokens, seed)}
-    plain = sample_ids_keep(num_samples, num_tokens, ratio, **{**draw, "generator": torch.Generator().manual_seed(seed)})
+    plain = sample_ids_keep(
+        num_samples, num_tokens, ratio, **{**draw, "generator": torch.Generator().manual_seed(seed)}
+    )
     mask = torch.zeros(num_samples, num_tokens, dtype=torch.bool)
     for fill in (False, True):
         mask[0] = fill
         masked = sample_ids_keep(
-            num_samples, num_tokens, ratio, **{**draw, "generator": torch.Generator().manual_seed(seed)}, force_keep=mask
+            num_samples,
+            num_tokens,
+            ratio,
+            **{**draw, "generator": torch.Generator().manual_seed(seed)},
+            force_keep=mask,
         )
         assert torch.equal(masked[1:], plain[1:])
         assert fill or torch.equal(masked[0], plain[0])
@@ -177,7 +213,9 @@ def test_wrong_selection_is_refused(arguments, message):
 
 
 def test_noise_is_fp32_whatever_the_autocast():
-    """In bf16 at most 256 values lie above one half: of 4,096 tokens most would tie, and low positions would win."""
+    """In bf16 at most 256 values lie above one half: of 4,096 tokens most would tie, and low positions would
+    win.
+    """
     with torch.autocast("cpu", torch.bfloat16):
         ids = sample_ids_keep(64, 4096, 0.5, generator=torch.Generator().manual_seed(0))
     plain = sample_ids_keep(64, 4096, 0.5, generator=torch.Generator().manual_seed(0))

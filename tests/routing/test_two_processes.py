@@ -1,4 +1,6 @@
-"""Models with routes in two processes, distributed and sharded: together they take the step that one takes with all samples."""
+"""Models with routes in two processes, distributed and sharded: together they take the step that one takes
+with all samples.
+"""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -60,7 +62,9 @@ def process(rank, folder):
     """Run every family in every way in one of the processes, and save what came out."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    timeout = timedelta(seconds=60)  # a process that waits for one that does something else must not wait for ever
+    timeout = timedelta(
+        seconds=60
+    )  # a process that waits for one that does something else must not wait for ever
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES, timeout=timeout)
     results = {(name, way): outcome(FAMILIES[name], WAYS[way], rank) for name in FAMILIES for way in WAYS}
     torch.save(results, folder / f"{rank}.pt")
@@ -68,7 +72,9 @@ def process(rank, folder):
 
 
 def outcome(family, build, rank):
-    """Return the outputs of the passes of one process, the gradients of all, and how much of each parameter is here."""
+    """Return the outputs of the passes of one process, the gradients of all, and how much of each parameter
+    is here.
+    """
     model, generator = build(family), seeded(rank)
     outputs = []
     for ratio in RATIOS[rank]:  # gradients add up
@@ -78,7 +84,10 @@ def outcome(family, build, rank):
     return {
         "outputs": torch.stack(outputs).detach(),
         "gradients": {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None},
-        "sizes": {name: p.to_local().numel() if isinstance(p, DTensor) else p.numel() for name, p in parameters.items()},
+        "sizes": {
+            name: p.to_local().numel() if isinstance(p, DTensor) else p.numel()
+            for name, p in parameters.items()
+        },
     }
 
 
@@ -91,7 +100,10 @@ def expected_outputs(family, model, rank):
     arguments, generator = arguments_of(family, rank), seeded(rank)
     outputs = []
     for ratio in RATIOS[rank]:
-        ids, end = drawn([replace(WINDOW, selection_ratio=ratio)], generator=generator)[0], len(family.layers(model)) - 2
+        ids, end = (
+            drawn([replace(WINDOW, selection_ratio=ratio)], generator=generator)[0],
+            len(family.layers(model)) - 2,
+        )
         samples = [family.oracle(model, one(arguments, n), {1: (end, ids[n])}) for n in range(NUM_SAMPLES)]
         outputs.append(torch.cat(samples))
     return torch.stack(outputs)
@@ -108,15 +120,21 @@ def test_two_processes_take_the_step_of_one(tmp_path, subtests):
         (sum(loss_of(output) for of_one in outputs for output in of_one) / NUM_PROCESSES).backward()
         for way in WAYS:
             with subtests.test(name=name, way=way):
-                check(model, outputs, [result[name, way] for result in results], is_sharded=way != "distributed")
+                check(
+                    model, outputs, [result[name, way] for result in results], is_sharded=way != "distributed"
+                )
 
 
 def check(model, outputs, results, is_sharded):
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     for output, result in zip(outputs, results, strict=True):
         torch.testing.assert_close(result["outputs"], output.detach(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(result["gradients"], gradients, rtol=1e-4, atol=1e-5)
     for name, parameter in model.named_parameters():
         sizes = [result["sizes"][name] for result in results]
         assert sum(sizes) == parameter.numel() * (1 if is_sharded else NUM_PROCESSES)
-        assert max(sizes) < parameter.numel() or not is_sharded or len(parameter) == 1  # a single row is not cut
+        assert (
+            max(sizes) < parameter.numel() or not is_sharded or len(parameter) == 1
+        )  # a single row is not cut

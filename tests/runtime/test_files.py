@@ -34,7 +34,9 @@ def test_who_reads_meanwhile_reads_the_whole_of_what_was_there(tmp_path):
 
 def test_what_is_renamed_is_on_the_disk(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda number: (synced.append(Path(f"/proc/self/fd/{number}").readlink()), fsync(number)))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (synced.append(Path(f"/proc/self/fd/{number}").readlink()), fsync(number))
+    )
     write_text(tmp_path / "a.txt", "new")
     assert synced == [tmp_path / ".a.partial.txt", tmp_path]
 
@@ -56,7 +58,10 @@ def test_what_is_written_beside_has_the_suffix_by_which_libraries_tell_formats(t
 def test_json_has_no_words_for_numbers_that_are_not_finite(tmp_path):
     file = tmp_path / "a.json"
     write_json(file, {"loss": float("nan"), "of": [1.5, float("inf"), (float("nan"), "x")]})
-    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"loss": None, "of": [1.5, None, [None, "x"]]}
+    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {
+        "loss": None,
+        "of": [1.5, None, [None, "x"]],
+    }
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00"])
@@ -71,7 +76,9 @@ def test_json_that_is_longer_than_it_may_be_is_not_read(tmp_path):
     file = tmp_path / "a.json"
     write_text(file, '"' + "a" * 8 + '"')
     assert read_json(file, max_bytes=10) == "a" * 8
-    with pytest.raises(ValueError, match=r"a\.json is damaged, .*: it holds more than 9 bytes, must be at most so many"):
+    with pytest.raises(
+        ValueError, match=r"a\.json is damaged, .*: it holds more than 9 bytes, must be at most so many"
+    ):
         read_json(file, max_bytes=9)
     with file.open("wb") as opened:
         opened.truncate(MAX_JSON_BYTES + 1)
@@ -85,7 +92,9 @@ def test_json_of_hardly_anything_but_brackets_is_not_parsed(tmp_path):
     assert len(read_json(file)) == 10_000, "as short as labels can be"
     for nothing in ([], {}):
         write_text(file, json.dumps([nothing] * 10_000))
-        with pytest.raises(ValueError, match=r"a\.json is damaged, .*: it holds 1000\d brackets in \d+ bytes"):
+        with pytest.raises(
+            ValueError, match=r"a\.json is damaged, .*: it holds 1000\d brackets in \d+ bytes"
+        ):
             read_json(file)
 
 

@@ -16,7 +16,10 @@ from tests.runs import ROOT
 
 def test_a_second_one_is_told_who_holds_it(tmp_path):
     holder = rf"process {os.getpid()} on .* since 20.*"
-    with Lock(tmp_path / ".lock", "out=x"), pytest.raises(Busy, match=rf"^out=x is in use by {holder}: end it, or try again"):
+    with (
+        Lock(tmp_path / ".lock", "out=x"),
+        pytest.raises(Busy, match=rf"^out=x is in use by {holder}: end it, or try again"),
+    ):
         Lock(tmp_path / ".lock", "out=x").acquire()
     assert not (tmp_path / ".lock").exists()
     Lock(tmp_path / ".lock", "out=x").acquire().release()
@@ -27,12 +30,16 @@ def test_one_that_waits_says_so_and_gets_it(tmp_path):
     threading.Timer(0.3, first.release).start()
     second = Lock(tmp_path / ".lock", "out=x", wait_sec=None, show=told.append).acquire()
     assert second.is_in_place() and not first.is_in_place()
-    assert len(told) == 1 and told[0].startswith("out=x is in use by process ") and told[0].endswith("; waiting for its end")
+    assert (
+        len(told) == 1
+        and told[0].startswith("out=x is in use by process ")
+        and told[0].endswith("; waiting for its end")
+    )
     second.release()
 
 
 def test_no_two_hold_it_where_one_opened_the_file_that_the_last_holder_removed(tmp_path, monkeypatch):
-    """The one that waits has the file open when the holder removes it: what it then locks keeps nobody out."""
+    """Who waits has the file open when the holder removes it: what it then locks keeps nobody out."""
     first, flock, others = Lock(tmp_path / ".lock", "x").acquire(), fcntl.flock, []
 
     def slowly(descriptor, how):
@@ -112,7 +119,9 @@ def test_a_folder_that_goes_while_the_lock_is_taken_is_made_again(tmp_path, monk
 def test_a_network_that_fails_for_a_moment_moves_nothing(tmp_path, monkeypatch):
     with Lock(tmp_path / ".lock", "x") as lock:
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "stat", lambda path, **options: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+            patch.setattr(
+                Path, "stat", lambda path, **options: (_ for _ in ()).throw(OSError(116, "Stale file handle"))
+            )
             assert lock.is_in_place()
         assert lock.is_in_place()
 

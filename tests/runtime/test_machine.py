@@ -26,7 +26,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_a_refusal_of_the_c_library_is_told(monkeypatch):
-    monkeypatch.setattr("runtime.machine.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda parameter, value: 0))
+    monkeypatch.setattr(
+        "runtime.machine.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda parameter, value: 0)
+    )
     with pytest.raises(OSError, match=r"refuses mallopt\(-4, 0\): set train\.keep_freed_memory=false"):
         keep_freed_memory()
 
@@ -37,7 +39,9 @@ def test_kept_memory_is_not_taken_from_the_kernel_again():
     for word in ("keep", "return"):
         command = [sys.executable, "-c", COUNT_FAULTS, word]
         environment = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
         faults[word] = int(result.stdout)
     # A small object that came to lie between two freed tensors can cost one of the twelve a fresh place.
     assert faults["keep"] < faults["return"] / 4, "most of the twelve tensors in the pages of those before"

@@ -13,7 +13,9 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path):
     for there in (file, beside):
         there.write_text("before")
         for place in (check_free, lambda *arguments: claimed(*arguments).__enter__()):
-            with pytest.raises(FileExistsError, match=rf"^out={file}: {there.name} is there already: overwrite=true replaces"):
+            with pytest.raises(
+                FileExistsError, match=rf"^out={file}: {there.name} is there already: overwrite=true replaces"
+            ):
                 place("out", file, [beside], False)
         with claimed("out", file, [beside], True):
             assert there.read_text() == "before", "it stays until it is replaced"
@@ -42,10 +44,16 @@ def test_two_programs_do_not_write_at_one_place(tmp_path):
 
 @pytest.mark.parametrize("place", ["/proc/x/a.json", "/dev/null/a.json"])
 def test_where_nothing_can_be_written_is_told_before_the_work(place):
-    with pytest.raises(OSError, match=f"^out={place} cannot be written: "), claimed("out", Path(place), (), False):
+    with (
+        pytest.raises(OSError, match=f"^out={place} cannot be written: "),
+        claimed("out", Path(place), (), False),
+    ):
         raise AssertionError
 
 
 def test_a_folder_is_no_place_for_a_file(tmp_path):
-    with pytest.raises(IsADirectoryError, match="is a folder, must be a file"), claimed("out", tmp_path, (), True):
+    with (
+        pytest.raises(IsADirectoryError, match="is a folder, must be a file"),
+        claimed("out", tmp_path, (), True),
+    ):
         raise AssertionError

@@ -43,7 +43,9 @@ def gloo(tmp_path):
 
 
 def official_file(file, net, average, compiled):
-    """Save two networks as the public TREAD code does: preconditioning, DDP around what is trained, blocks compiled or not."""
+    """Save two networks as the public TREAD code does: preconditioning, DDP around what is trained, blocks
+    compiled or not.
+    """
     wrapped = []
     for part in (net, average):
         if compiled:
@@ -72,7 +74,9 @@ def test_a_file_of_the_official_code_gives_its_average(tmp_path, compiled):
     content = torch.load(tmp_path / "latest.pt", weights_only=True)
     torch.save({"model_state_dict": content["model_state_dict"], "step": 7}, tmp_path / "raw.pt")
     assert load_weights(net, tmp_path / "raw.pt")["entry"] == "model_state_dict"
-    assert all(torch.equal(tensor, small_dit().state_dict()[name]) for name, tensor in net.state_dict().items())
+    assert all(
+        torch.equal(tensor, small_dit().state_dict()[name]) for name, tensor in net.state_dict().items()
+    )
 
 
 @pytest.mark.usefixtures("gloo")
@@ -85,19 +89,31 @@ def test_a_file_of_the_official_code_starts_a_run_and_is_sampled(tmp_path, capsy
     assert f"start      weights of {tmp_path / 'latest.pt'} (ema_state_dict)\n" in capsys.readouterr().out
     found = RunFolder(tmp_path / "second").manifest()["init_from"]
     digest = hashlib.sha256((tmp_path / "latest.pt").read_bytes()).hexdigest()
-    expected = {"file": str(tmp_path / "latest.pt"), "sha256": digest, "entry": "ema_state_dict", "objective": "edm"}
+    expected = {
+        "file": str(tmp_path / "latest.pt"),
+        "sha256": digest,
+        "entry": "ema_state_dict",
+        "objective": "edm",
+    }
     assert found == expected
     samples = []
     for name, output in (("first", "one"), ("second", "two")):
         sample.main(
-            composed(f"run={tmp_path / name}", "num_samples=4", f"output={tmp_path / output}.npz", config_name="sample")
+            composed(
+                f"run={tmp_path / name}",
+                "num_samples=4",
+                f"output={tmp_path / output}.npz",
+                config_name="sample",
+            )
         )
         samples.append(np.load(tmp_path / f"{output}.npz")["arr_0"].astype(int))
     assert np.abs(samples[0] - samples[1]).max() <= 1
     assert samples[0].std() > 10
 
 
-@pytest.mark.parametrize(("objective", "anew"), [("ddpm", "predicts noise, conditioned on timesteps"), ("flow", "velocity")])
+@pytest.mark.parametrize(
+    ("objective", "anew"), [("ddpm", "predicts noise, conditioned on timesteps"), ("flow", "velocity")]
+)
 def test_weights_of_another_objective_are_told_from_those_of_this_one(tmp_path, capsys, objective, anew):
     torch.save({"model": tiny_run(tmp_path / "first").net.state_dict()}, tmp_path / "DiT.pt")
     start = (f"train.init_from={tmp_path / 'DiT.pt'}", "train.total_steps=1")
@@ -108,20 +124,28 @@ def test_weights_of_another_objective_are_told_from_those_of_this_one(tmp_path, 
     assert "has to be learnt again" in line
     assert RunFolder(tmp_path / "second").manifest()["init_from"]["objective"] == objective
     tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}", "train.total_steps=2")
-    assert "init_from" in RunFolder(tmp_path / "second").manifest(), "a resumed run still says what it began with"
+    assert "init_from" in RunFolder(tmp_path / "second").manifest(), (
+        "a resumed run still says what it began with"
+    )
 
 
 def test_what_a_file_predicts_must_be_said_and_what_a_run_predicts_is_known(tmp_path):
     run = tiny_run(tmp_path / "first").checkpoints.folder.parent
     torch.save({"model": small_dit().state_dict()}, tmp_path / "weights.pt")
-    (copy := tmp_path / "copy.safetensors").write_bytes((latest_checkpoint(run) / "ema.safetensors").read_bytes())
+    (copy := tmp_path / "copy.safetensors").write_bytes(
+        (latest_checkpoint(run) / "ema.safetensors").read_bytes()
+    )
     for file in (tmp_path / "weights.pt", copy):
-        with pytest.raises(ValueError, match=r"does not tell what it predicts: give train\.init_from_objective=edm"):
+        with pytest.raises(
+            ValueError, match=r"does not tell what it predicts: give train\.init_from_objective=edm"
+        ):
             _check_init_from(str(file), None)
         _check_init_from(str(file), "flow")
     for own in (run, latest_checkpoint(run), latest_checkpoint(run) / "ema.safetensors"):
         _check_init_from(str(own), None)
-        with pytest.raises(ValueError, match=r"init_from_objective=edm must not be given for a run of this project"):
+        with pytest.raises(
+            ValueError, match=r"init_from_objective=edm must not be given for a run of this project"
+        ):
             _check_init_from(str(own), "edm")
 
 
@@ -130,7 +154,9 @@ def test_what_a_file_predicts_must_be_said_and_what_a_run_predicts_is_known(tmp_
 def test_published_weights_load_by_name(tmp_path, prefix, key):
     weights = {prefix + name: tensor for name, tensor in other_weights().items()}
     # The public training scripts save their arguments as a Namespace beside the weights.
-    torch.save({key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights, tmp_path / "weights.pt")
+    torch.save(
+        {key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights, tmp_path / "weights.pt"
+    )
     net = small_dit()
     load_weights(net, tmp_path / "weights.pt")
     assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in net.state_dict().items())
@@ -139,7 +165,9 @@ def test_published_weights_load_by_name(tmp_path, prefix, key):
 def test_of_a_file_with_both_the_averaged_weights_are_taken(tmp_path):
     """As the public DiT and SiT training scripts save them."""
     for average, raw in (("ema", "model"), ("ema_state_dict", "model_state_dict")):
-        torch.save({raw: small_dit().state_dict(), average: other_weights(), "opt": {}}, tmp_path / "weights.pt")
+        torch.save(
+            {raw: small_dit().state_dict(), average: other_weights(), "opt": {}}, tmp_path / "weights.pt"
+        )
         net = small_dit()
         assert load_weights(net, tmp_path / "weights.pt")["entry"] == average
         assert torch.equal(net.x_embedder.proj.weight, other_weights()["x_embedder.proj.weight"])
@@ -158,8 +186,11 @@ def test_bad_weights_are_one_clear_error_and_change_nothing(tmp_path):
     (tmp_path / "malicious.pt").write_bytes(pickle.dumps({"ema": Malicious()}))
     torch.save({"ema": Malicious()}, tmp_path / "malicious_zip.pt")
     for name, message in (
-        ("deeper.safetensors", "the weights are not of this network .*: missing .*, not known .*blocks.8"),
-        ("classes.safetensors", r"y_embedder.embedding_table.weight has shape \(8, 32\), the network's is \(11, 32\)"),
+        ("deeper.safetensors", "weights do not match the model .*: missing .*, not known .*blocks.8"),
+        (
+            "classes.safetensors",
+            r"y_embedder.embedding_table.weight has shape \(8, 32\), the network's is \(11, 32\)",
+        ),
         ("truncated.safetensors", "is truncated or no safetensors file"),
         ("learn_sigma.safetensors", "final_layer.linear.weight has shape .* need model.learn_sigma=true"),
         ("list.pt", "must hold named tensors"),
@@ -214,8 +245,15 @@ def test_a_half_written_checkpoint_is_not_seen(tmp_path):
 
 
 def test_a_run_starts_from_the_average_of_another(tmp_path):
-    first = tiny_run(tmp_path / "first", "optimizer.lr=1e-2", "ema.decay=0.5")  # neither the first weights nor the last
-    second = tiny_run(tmp_path / "second", f"train.init_from={tmp_path / 'first'}", "train.total_steps=1", "optimizer.lr=1e-12")
+    first = tiny_run(
+        tmp_path / "first", "optimizer.lr=1e-2", "ema.decay=0.5"
+    )  # neither the first weights nor the last
+    second = tiny_run(
+        tmp_path / "second",
+        f"train.init_from={tmp_path / 'first'}",
+        "train.total_steps=1",
+        "optimizer.lr=1e-12",
+    )
     for average, parameter in zip(first.ema.net.parameters(), second.net.parameters(), strict=True):
         torch.testing.assert_close(average, parameter, atol=1e-6, rtol=0)
     assert second.step == 1

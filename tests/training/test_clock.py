@@ -1,4 +1,6 @@
-"""What counts as the time of training, and what is kept back of a limit of time: by a clock that stands until it is moved."""
+"""What counts as the time of training, and what is kept back of a limit of time: by a clock that stands until
+it is moved.
+"""
 
 import signal
 from types import SimpleNamespace
@@ -24,7 +26,9 @@ def clock(monkeypatch):
 
 
 def timed(folder, clock, *overrides):
-    """Build a trainer whose work moves the clock; return it with its run and what it asks its stop request for, by step."""
+    """Build a trainer whose work moves the clock; return it with its run and what it asks its stop request
+    for, by step.
+    """
     trainer, run = tiny_trainer(folder, *OPTIONS, *overrides)
     asked = []
 
@@ -51,7 +55,10 @@ def test_steps_alone_count_as_time_of_training_and_all_images_of_a_step(tmp_path
     trainer, run, _ = timed(tmp_path, clock)
     train.run_training(trainer, run)
     keys = ("step", "num_images", "train_time_sec", "images_per_sec")
-    assert [tuple(line[key] for key in keys) for line in trained_lines(tmp_path)] == [(3, 24, 6.0, 4.0), (6, 48, 12.0, 4.0)]
+    assert [tuple(line[key] for key in keys) for line in trained_lines(tmp_path)] == [
+        (3, 24, 6.0, 4.0),
+        (6, 48, 12.0, 4.0),
+    ]
 
 
 def test_a_run_that_goes_on_within_a_window_counts_on(tmp_path, clock):
@@ -77,7 +84,13 @@ def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
         (2, END_SEC + SAVE_SEC + 5 * (2 * STEP_SEC + SAVE_SEC) / 2),
         (3, END_SEC + SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 3),
         (4, END_SEC + SAVE_SEC + 5 * (4 * STEP_SEC + SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 4),
-        (4, END_SEC + SAVE_SEC + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 4 + EVALUATION_SEC),
+        (
+            4,
+            END_SEC
+            + SAVE_SEC
+            + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 4
+            + EVALUATION_SEC,
+        ),
     ]
     assert [step for step, _ in asked] == [step for step, _ in expected]
     assert [seconds for _, seconds in asked] == pytest.approx([seconds for _, seconds in expected])
@@ -101,7 +114,7 @@ def test_a_run_that_is_to_stop_waits_for_its_tracker_no_longer_than_it_reserved(
     trainer.metrics_file, trainer.tracker = None, SimpleNamespace(close=waited.append)
     for hurried in (True, False):
         trainer.close(hurried)
-    run.release()
+    run.unlock()
     assert waited == [HURRIED_SEC, CLOSE_WITHIN_SEC]
 
 

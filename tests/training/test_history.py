@@ -1,15 +1,18 @@
-"""What is said of single steps: skipped ones, spikes, the samples at fault; over processes, log points and resumes."""
+"""What is said of single steps: skipped ones, spikes, the samples at fault; over processes, log points and
+resumes.
+"""
 
 import json
 
 import pytest
 import torch
 
-from training.history import LEAST_STEPS, MOST_NAMED, LossHistory, NotFinite
+from training.history import MAX_NAMED, MIN_STEPS, LossHistory, NotFinite
 
 CPU = torch.device("cpu")
 PLACES = ((0, 1, 4, 5), (2, 3, 6, 7))  # of two processes, in micro-batches of two
-# Of eight samples by their place; four of these are of the second process, and three are the largest there are.
+# Of eight samples by their place; four of these are of the second process, and three are the largest there
+# are.
 LOSSES = (0.5, 4.0, 9.0, 0.1, 3.0, 0.2, 7.0, 0.3)
 LARGEST = [2, 6, 1, 4]
 
@@ -41,7 +44,7 @@ def test_a_spike_does_not_hide_the_next_one():
     assert [found._is_spike(loss) for loss in (1.7, 100.0, 3.0, 1.7)] == [False, True, True, False]
 
 
-@pytest.mark.parametrize(("num_steps", "spike"), [(LEAST_STEPS - 1, False), (LEAST_STEPS, True)])
+@pytest.mark.parametrize(("num_steps", "spike"), [(MIN_STEPS - 1, False), (MIN_STEPS, True)])
 def test_the_first_steps_are_no_measure_of_a_spike(num_steps, spike):
     assert level(history(), num_steps)._is_spike(5.0) == spike
 
@@ -53,7 +56,9 @@ def test_mean_and_deviation_forget_old_steps():
     assert found.mean == pytest.approx(1.5 - 0.5 * 0.99**100, abs=0.01)
     # Of both levels, with their weights, and the distance between them.
     old = 0.99**100
-    assert found.variance == pytest.approx(0.1**2 * old + 0.2**2 * (1 - old) + 0.5**2 * old * (1 - old), rel=0.05)
+    assert found.variance == pytest.approx(
+        0.1**2 * old + 0.2**2 * (1 - old) + 0.5**2 * old * (1 - old), rel=0.05
+    )
 
 
 def test_what_is_remembered_comes_back_from_a_checkpoint():
@@ -65,7 +70,7 @@ def test_what_is_remembered_comes_back_from_a_checkpoint():
     other = history()
     other.restore(kept, 0, 1)
     assert other.state(rows(other)) == kept
-    assert min(kept[key] for key in ("num_in_row", "mean", "variance", "num_landed")) > 0
+    assert min(kept[key] for key in ("num_in_row", "mean", "variance", "num_applied")) > 0
     for _ in range(4):  # there is room for a whole window behind what was restored
         add(other)
 
@@ -79,7 +84,7 @@ def test_the_largest_losses_of_all_processes_are_named_by_step_and_entry():
     expected = {"skipped_steps": [{"step": 10, "entries": [f"9/{place}" for place in LARGEST]}]}
     assert one.report(11, rows(one)) == expected
     assert two[0].report(11, rows(*two)) == expected
-    assert len(LARGEST) == MOST_NAMED
+    assert len(LARGEST) == MAX_NAMED
 
 
 def test_the_loss_of_a_step_is_the_mean_over_processes():
@@ -128,7 +133,9 @@ def test_as_many_skipped_steps_in_a_row_as_are_allowed_end_a_run(in_row, ends):
     with pytest.raises(NotFinite, match=r"from step 4 on .*; its batch was \['3/0', ") as caught:
         found.report(3 + in_row, rows(found))
     assert caught.value.details["step"] == 4
-    assert [skipped["step"] for skipped in caught.value.details["skipped_steps"]] == list(range(5, 4 + in_row))
+    assert [skipped["step"] for skipped in caught.value.details["skipped_steps"]] == list(
+        range(5, 4 + in_row)
+    )
 
 
 def test_a_step_that_landed_ends_the_row():

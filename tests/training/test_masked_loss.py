@@ -1,4 +1,6 @@
-"""Masked-loss training: what the mask touches never bypasses, weights the loss, and is the same on all processes."""
+"""Masked-loss training: what the mask touches never bypasses, weights the loss, and is the same on all
+processes.
+"""
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ def latents(tmp_path):
         for token in range(entry % 17):
             row, column = divmod(token, 4)
             masks[entry, 2 * row, 2 * column] = 200
-    manifest = LatentManifest(24, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=4, conditioning_type="mask")
+    manifest = LatentManifest(
+        24, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=4, conditioning_type="mask"
+    )
     with LatentWriter(tmp_path / "latents", manifest) as writer:
         writer.append(np.random.default_rng(0).standard_normal((24, 4, 8, 8)), np.arange(24) % 10, masks)
     return ("data=latents", f"data.path={tmp_path / 'latents'}", *MASKED)
@@ -59,7 +63,9 @@ def test_under_grow_every_masked_token_stays_and_k_is_one_number_within_a_step(t
 
 
 def test_under_bypass_k_stays_and_the_forced_tokens_that_bypass_are_counted(tmp_path, latents):
-    trainer, _ = tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=bypass", "train.micro_batch_size=4")
+    trainer, _ = tiny_trainer(
+        tmp_path / "run", *latents, "routing.force_keep_overflow=bypass", "train.micro_batch_size=4"
+    )
     seen, lengths = watched(trainer)
     trainer.fit()
     assert set(lengths) == {8}
@@ -78,10 +84,14 @@ def test_the_saving_that_is_promised_knows_of_the_masks(tmp_path, latents):
 
 
 def test_under_error_the_data_are_refused_before_anything_is_written(tmp_path, latents):
-    with pytest.raises(ValueError, match=r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that the route of"):
+    with pytest.raises(
+        ValueError, match=r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that the route of"
+    ):
         tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=error")
     assert not (tmp_path / "run").exists()
-    tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=error", "model.routes.0.selection_ratio=0")
+    tiny_trainer(
+        tmp_path / "run", *latents, "routing.force_keep_overflow=error", "model.routes.0.selection_ratio=0"
+    )
 
 
 @pytest.mark.parametrize("model", ["tread", "dit"])
@@ -100,7 +110,9 @@ def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path,
     trainer.train_step(iter([micro_batch]))
     ((loss, arguments),) = losses
     assert torch.equal(arguments["loss_mask"], micro_batch.masks)
-    assert torch.equal(arguments["force_keep"], torch.nn.functional.max_pool2d(micro_batch.masks, 2).flatten(1) > 0)
+    assert torch.equal(
+        arguments["force_keep"], torch.nn.functional.max_pool2d(micro_batch.masks, 2).flatten(1) > 0
+    )
     assert torch.equal(loss.detach() == 0, micro_batch.masks.flatten(1).sum(dim=1) == 0)
     assert 0 < (loss == 0).sum() < len(loss)
 
@@ -110,13 +122,17 @@ def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, l
     trainer, _ = tiny_trainer(tmp_path, *latents, "train.eval_every=2")
     ((_, evaluator),) = trainer.evaluators
     seen = []
-    evaluator.denoisers["val_loss_dense"].register_forward_hook(lambda _, args, output: seen.append((args[1], output)))
+    evaluator.denoisers["val_loss_dense"].register_forward_hook(
+        lambda _, args, output: seen.append((args[1], output))
+    )
     found = dict(evaluator.run(0))["val_loss_dense"]
     errors = []
     for (_, x, _, masks), (sigma, denoised) in zip(evaluator.batches(), seen, strict=True):
         assert masks.max() == pytest.approx(200 / 255)
         weight = (sigma**2 + 0.5**2) / (sigma * 0.5) ** 2
-        errors += (weight.view(-1, 1, 1, 1) * (denoised - x) ** 2 * masks[:, None]).mean(dim=(1, 2, 3)).tolist()
+        errors += (
+            (weight.view(-1, 1, 1, 1) * (denoised - x) ** 2 * masks[:, None]).mean(dim=(1, 2, 3)).tolist()
+        )
     assert len(errors) == 4
     assert found == pytest.approx(np.mean(errors))
 
@@ -131,7 +147,12 @@ def test_a_masked_run_resumes_bitwise(tmp_path, latents):
 @pytest.mark.parametrize("overflow", ["grow", "bypass"])
 def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, overflow):
     """Fake tensors have no values: whatever asks for one fails."""
-    options = ("train.grad_clip=0.1", "train.micro_batch_size=4", "model.importance_weight=0.5", "ema.warmup=true")
+    options = (
+        "train.grad_clip=0.1",
+        "train.micro_batch_size=4",
+        "model.importance_weight=0.5",
+        "ema.warmup=true",
+    )
     trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options, f"routing.force_keep_overflow={overflow}")
     loader = iter(trainer.micro_batches(0))
     micro_batches = [next(loader), next(loader)]

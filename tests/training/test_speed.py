@@ -75,7 +75,9 @@ def test_a_speed_up_far_below_the_predicted_one_names_the_likely_causes(clock):
 
 
 def test_a_cause_that_is_not_there_is_not_named(clock):
-    _, shown = check(clock, 2.0, 2.0, predicted=1.5, fp32_after_route=True)  # without autocast it costs nothing
+    _, shown = check(
+        clock, 2.0, 2.0, predicted=1.5, fp32_after_route=True
+    )  # without autocast it costs nothing
     assert "fp32" not in shown[1]
 
 
@@ -110,7 +112,9 @@ def test_a_gpu_multiplies_faster_under_autocast():
 
 def test_functions_take_turns_after_a_warm_up():
     calls = []
-    seconds = interleaved_seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, repeats=2)
+    seconds = interleaved_seconds(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, repeats=2
+    )
     assert calls == ["a", "b"] * 3
     assert [len(times) for times in seconds.values()] == [2, 2]
 

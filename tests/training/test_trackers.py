@@ -60,7 +60,10 @@ def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
         tracker.log({"loss": 1.0}, step)
         time.sleep(0.02)
     tracker.close()
-    assert said == ["warning: the tracker is switched off (ConnectionError: the service is down); metrics.jsonl has every line"]
+    assert said == [
+        "warning: the tracker is switched off (ConnectionError: the service is down); metrics.jsonl has "
+        "every line"
+    ]
     if when != "close":
         assert recorder.lines == []
 
@@ -95,7 +98,9 @@ def test_lines_of_steps_that_will_be_run_again_are_cut_off(tmp_path):
     file.log({"loss": 2.0}, 2)
     file.close()
     MetricsFile(tmp_path / "metrics.jsonl", size).close()
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1, "loss": 1.0}]
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {"step": 1, "loss": 1.0}
+    ]
 
 
 @pytest.mark.parametrize(("cut", "kept"), [(1, 2), (2, 1), (20, 1), (21, 1), (22, 1), (41, 0), (42, 0)])
@@ -114,7 +119,9 @@ def test_a_file_that_was_cut_goes_on_with_whole_lines(tmp_path, cut, kept):
     again.log({}, 3)
     again.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(1, kept + 1), 3]
-    assert said == [f"warning: {path} has {50 - cut} bytes, the checkpoint knows of 50: lines from before it are missing"]
+    assert said == [
+        f"warning: {path} has {50 - cut} bytes, the checkpoint knows of 50: lines from before it are missing"
+    ]
 
 
 def test_a_checkpoint_knows_of_whole_lines_where_a_disk_took_a_part_of_one(tmp_path, monkeypatch):
@@ -134,7 +141,11 @@ def test_a_checkpoint_knows_of_whole_lines_where_a_disk_took_a_part_of_one(tmp_p
     monkeypatch.undo()
     file.close()
     MetricsFile(tmp_path / "metrics.jsonl", *state.values()).close()
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_numbers_that_are_not_finite_are_null_and_told_of(tmp_path):
@@ -181,14 +192,22 @@ def picture(file):
 def test_trackers_get_the_grids_of_samples(tmp_path, tracker, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
-    trainer = tiny_run(tmp_path / "run", f"tracker={tracker}", "train.sample_every=3", "sampler.num_steps=2", *GREY)
+    trainer = tiny_run(
+        tmp_path / "run", f"tracker={tracker}", "train.sample_every=3", "sampler.num_steps=2", *GREY
+    )
     written = [picture(tmp_path / f"run/samples/step_{step:08d}.png") for step in (3, 6)]
     if tracker == "tensorboard":
-        events = EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"images": 0}).Reload().Images("samples")
+        events = (
+            EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"images": 0})
+            .Reload()
+            .Images("samples")
+        )
         assert [event.step for event in events] == [3, 6]
         found = [picture(io.BytesIO(event.encoded_image_string)) for event in events]
     else:
-        files = sorted((tmp_path / "run").glob("wandb/offline-run-*/files/media/images/samples_*.png"), key=wandb_step)
+        files = sorted(
+            (tmp_path / "run").glob("wandb/offline-run-*/files/media/images/samples_*.png"), key=wandb_step
+        )
         assert [wandb_step(file) for file in files] == [3, 6]
         found = [picture(file) for file in files]
     for ours, theirs in zip(written, found, strict=True):
@@ -211,7 +230,9 @@ def deaf_server():
 
 
 @pytest.mark.parametrize("network", ["none", "deaf"])
-def test_wandb_online_without_a_server_never_stops_training(tmp_path, network, deaf_server, monkeypatch, capsys):
+def test_wandb_online_without_a_server_never_stops_training(
+    tmp_path, network, deaf_server, monkeypatch, capsys
+):
     monkeypatch.setattr("training.trainer.CLOSE_WITHIN_SEC", 2.0)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", deaf_server if network == "deaf" else "http://127.0.0.1:9")
@@ -232,4 +253,9 @@ def test_points_that_a_resumed_run_draws_again_are_taken_back(tmp_path):
         tracker.close()
         time.sleep(1.1)  # the name of a file has the second in it
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(10, 10.0), (20, 20.0), (30, 20.0), (40, 20.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (10, 10.0),
+        (20, 20.0),
+        (30, 20.0),
+        (40, 20.0),
+    ]

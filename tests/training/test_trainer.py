@@ -30,7 +30,9 @@ VARIANTS = {
 def write_latents(path, seed):
     """Write posterior moments of an encoder that nobody has."""
     rng = np.random.default_rng(seed)
-    manifest = LatentManifest(40, (8, 8, 8), "float16", "moments", 10, "some-vae", scale=0.18215, num_held_out=10)
+    manifest = LatentManifest(
+        40, (8, 8, 8), "float16", "moments", 10, "some-vae", scale=0.18215, num_held_out=10
+    )
     with LatentWriter(path, manifest) as writer:
         writer.append(rng.standard_normal((40, 8, 8, 8)), np.arange(40) % 10)
 
@@ -156,7 +158,8 @@ def test_moments_of_an_encoder_that_is_not_at_hand_train_and_resume_bitwise(tmp_
     tiny_run(tmp_path / "parts", *overrides)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     with pytest.raises(
-        ValueError, match=r"encoder=some-vae must be one of identity, .*Training goes without: train\.sample_every=null"
+        ValueError,
+        match=r"encoder=some-vae must be one of identity, .*Training goes without: train\.sample_every=null",
     ):
         tiny_trainer(tmp_path / "pictures", *overrides, "train.sample_every=2")
     assert not (tmp_path / "pictures" / "manifest.json").exists()
@@ -257,7 +260,7 @@ def test_pictures_are_of_the_average_and_losses_of_what_they_are_named(tmp_path)
         assert used == [(name, 1)]
 
 
-def test_what_is_logged_are_means_over_the_steps_that_landed(tmp_path):
+def test_what_is_logged_are_means_over_the_steps_that_applied(tmp_path):
     for name, log_every in (("single", 1), ("window", 3)):
         trainer, run = tiny_trainer(tmp_path / name, f"train.log_every={log_every}", "train.total_steps=3")
         loss_fn = trainer.loss_fn
@@ -274,7 +277,9 @@ def test_what_is_logged_are_means_over_the_steps_that_landed(tmp_path):
 
 
 def test_the_seed_decides_the_first_weights(tmp_path):
-    weights = [tiny_trainer(tmp_path / str(i), f"seed={i % 2}")[0].net.blocks[0].attn.proj.weight for i in range(3)]
+    weights = [
+        tiny_trainer(tmp_path / str(i), f"seed={i % 2}")[0].net.blocks[0].attn.proj.weight for i in range(3)
+    ]
     assert torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[1])
 
@@ -293,8 +298,17 @@ def test_a_run_does_not_go_on_with_what_changes_its_weights(short_run):
             assert f"{key}: " in str(error)
     free = {key for key in free if not key.startswith(("sampler", "guidance", "evaluation", "tracker"))}
     often = {f"train.{name}_every" for name in ("log", "save", "eval", "sample", "milestone")}
-    allowed = {"keep_last", "keep_freed_memory", "max_skipped_steps", "max_time_sec", "num_workers", "total_steps"}
-    allowed = {f"train.{name}" for name in allowed} | {"model.gradient_checkpointing", "decoding", "wait"} | often
+    allowed = {
+        "keep_last",
+        "keep_freed_memory",
+        "max_skipped_steps",
+        "max_time_sec",
+        "num_workers",
+        "total_steps",
+    }
+    allowed = (
+        {f"train.{name}" for name in allowed} | {"model.gradient_checkpointing", "decoding", "wait"} | often
+    )
     assert free == allowed | {"output_dir", "run_name"} & free
 
 
@@ -333,7 +347,9 @@ def test_the_optimizer_is_as_it_was_asked_for(tmp_path):
     trainer, _ = tiny_trainer(tmp_path, *written)
     (group,) = trainer.optimizer.param_groups
     assert {key: tuple(group[key]) if key == "betas" else group[key] for key in asked} == asked
-    assert {id(parameter) for parameter in group["params"]} == {id(parameter) for parameter in trainer.net.parameters()}
+    assert {id(parameter) for parameter in group["params"]} == {
+        id(parameter) for parameter in trainer.net.parameters()
+    }
 
 
 def test_preconditioning_and_loss_are_as_they_were_asked_for(tmp_path):
@@ -408,7 +424,9 @@ def test_clipping_bounds_the_gradient(tmp_path):
     )
     clipped.fit()
     assert max(norms) < 1.001e-3
-    assert min(line["grad_norm"] for line in metrics(tmp_path / "clipped")) > 0.01  # what is logged is the norm before
+    assert (
+        min(line["grad_norm"] for line in metrics(tmp_path / "clipped")) > 0.01
+    )  # what is logged is the norm before
 
 
 def test_golden_loss(tmp_path):
@@ -447,7 +465,12 @@ def test_tokens_drawn_depend_on_seed_step_and_micro_batch_alone(tmp_path):
 
 
 def test_a_route_schedule_lowers_the_ratio_in_levels_and_ends_dense(tmp_path):
-    overrides = ("train.log_every=1", "routing.schedule=linear", "routing.end_factor=0.5", "routing.off_last_steps=2")
+    overrides = (
+        "train.log_every=1",
+        "routing.schedule=linear",
+        "routing.end_factor=0.5",
+        "routing.off_last_steps=2",
+    )
     trainer, _ = tiny_trainer(tmp_path / "run", *overrides, "routing.num_levels=2")
     lengths = []
     trainer.net.blocks[3].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
@@ -457,7 +480,7 @@ def test_a_route_schedule_lowers_the_ratio_in_levels_and_ends_dense(tmp_path):
     assert [line["selection_ratio"] for line in metrics(tmp_path / "run")] == [0.5, 0.5, 0.25, 0.25, 0, 0]
 
 
-def test_a_schedule_that_follows_the_total_can_not_be_made_longer(tmp_path):
+def test_a_schedule_that_follows_the_total_cannot_be_made_longer(tmp_path):
     tiny_run(tmp_path / "run", "routing.off_last_steps=2")
     with pytest.raises(ValueError, match=r"train\.total_steps: 6 -> 8"):
         tiny_trainer(tmp_path / "run", "routing.off_last_steps=2", "train.total_steps=8")
@@ -490,12 +513,14 @@ def test_a_run_says_what_its_block_in_fp32_costs(tmp_path, capsys, monkeypatch, 
     without = cost["dense_training_flops"] / cost["routed_training_flops"]
     assert without > 1
     assert (
-        f"outside autocast products take 2.5x as long here: without model.fp32_after_route the steps could be {without:.2f}x"
-        in said
+        "outside autocast products take 2.5x as long here: without model.fp32_after_route the steps could "
+        f"be {without:.2f}x" in said
     )
     extra = 1.5 * cost["fp32_training_flops"]
     expected = cost["dense_training_flops"] / (cost["routed_training_flops"] + extra)
-    assert cost["predicted_speedup"] == manifest["speed_check"]["predicted_speedup"] == pytest.approx(expected)
+    assert (
+        cost["predicted_speedup"] == manifest["speed_check"]["predicted_speedup"] == pytest.approx(expected)
+    )
     assert expected < without
 
 
@@ -507,5 +532,7 @@ def test_measuring_the_speed_up_changes_nothing(tmp_path):
     assert_same_run(tmp_path / "measured", tmp_path / "plain")
     manifest = json.loads((tmp_path / "measured" / "manifest.json").read_text())
     assert manifest["speed_check"]["measured_speedup"] > 0
-    assert manifest["speed_check"]["predicted_speedup"] == pytest.approx(manifest["cost"]["predicted_speedup"])
+    assert manifest["speed_check"]["predicted_speedup"] == pytest.approx(
+        manifest["cost"]["predicted_speedup"]
+    )
     assert "speed_check" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())
