@@ -249,7 +249,7 @@ def build_trainer(
         ]
         metrics_file, tracker = _begin(run, config, details, net, state)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
-    share = {"process_index": launch.rank, "num_processes": launch.world_size}
+    share = {"rank": launch.rank, "world_size": launch.world_size}
     counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
     micro_batches, entries = _read(
         config, dataset, batch_sizes, share, device, counting, resolved["num_workers"]
@@ -316,7 +316,7 @@ def _read(
         {"seed": config["seed"], **batch_sizes, **share, "pin_memory": device.type == "cuda"},
     )
     if isinstance(dataset, ShardDataset):
-        entries = shards_by_step(dataset, seed, **batch_sizes, num_processes=share["num_processes"])
+        entries = shards_by_step(dataset, seed, **batch_sizes, world_size=share["world_size"])
         return partial(ShardStream, dataset, **order), entries
     masking = {"with_masks": config["train"]["masked_loss"], "token_mask": counting}
     entries = entries_by_step(dataset, seed, batch_sizes["batch_size"])
@@ -451,7 +451,7 @@ def _evaluators(
 ) -> list[tuple[int, Any]]:
     """Return (every how many steps, evaluator)."""
     settings, device = config["train"], launch.device
-    share = {"process_index": launch.rank, "num_processes": launch.world_size}
+    share = {"rank": launch.rank, "world_size": launch.world_size}
     # Built anew around the bare networks: what accelerate prepared runs under autocast, evaluation does not.
     denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
     evaluators = []

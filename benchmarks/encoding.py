@@ -64,14 +64,14 @@ def time_program(folder: Path) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {
         "data.encode": [],
         "reading, one thread": [],
-        "network, mirror images too": [],
+        "network, with flips": [],
     }
     for i in range(REPEATS):
         found["data.encode"].append(
             NUM_IMAGES / _seconds(_encode, folder / "photos", folder / f"latents_{i}", vae)
         )
         found["reading, one thread"].append(NUM_IMAGES / _seconds(_read, files))
-        found["network, mirror images too"].append(
+        found["network, with flips"].append(
             NUM_IMAGES / _seconds(encoder.encode, torch.cat([images, images]))
         )
     print(f"a tiny autoencoder, {RESOLUTION}x{RESOLUTION}, medians of {REPEATS}:")

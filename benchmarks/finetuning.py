@@ -66,7 +66,7 @@ class Digits:
 
     def __init__(self, dataset: LatentDataset, quarters: int, seed: int):
         self.dataset, self.quarters = dataset, quarters
-        share = {"start_step": 0, "process_index": 0, "num_processes": 1}
+        share = {"start_step": 0, "rank": 0, "world_size": 1}
         self.order = StreamOrder(
             dataset.train_ids, seed=seed, batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, **share
         )

@@ -5,7 +5,7 @@ is open.
     temporary files python -m benchmarks.loader --folder FOLDER     on the disk that you mean to train from
 
 On one core: a folder of 2 GiB, entries of 8x32x32 float16, is read in random order, each entry once, cold
-(its pages dropped from the cache) and warm. A second folder is as large as ImageNet with mirror images, but
+(its pages dropped from the cache) and warm. A second folder is as large as ImageNet with flips, but
 sparse. The record goes to benchmarks/results/.
 """
 
@@ -78,9 +78,7 @@ def time_reading(path: Path) -> list[dict[str, Any]]:
             "num_workers": 0,
             "pin_memory": False,
         }
-        for _ in islice(
-            stream(dataset, 0, seed=0, process_index=0, num_processes=1, **options), len(batches)
-        ):
+        for _ in islice(stream(dataset, 0, seed=0, rank=0, world_size=1, **options), len(batches)):
             pass
 
     def watch(dataset: LatentDataset) -> list[float]:
@@ -115,11 +113,11 @@ def time_reading(path: Path) -> list[dict[str, Any]]:
 
 
 def time_start(path: Path) -> list[dict[str, Any]]:
-    """Open a folder as large as ImageNet with mirror images, and read the first batch of a training; the file
+    """Open a folder as large as ImageNet with flips, and read the first batch of a training; the file
     is sparse.
     """
     manifest = LatentManifest(
-        IMAGENET_COUNT, SHAPE, "float16", "moments", NUM_CLASSES, "benchmark", mirrors=True, num_held_out=5000
+        IMAGENET_COUNT, SHAPE, "float16", "moments", NUM_CLASSES, "benchmark", hflip=True, num_held_out=5000
     )
     path.mkdir()
     with (path / FILES["latents"]).open("wb") as file:
@@ -140,10 +138,10 @@ def time_start(path: Path) -> list[dict[str, Any]]:
             "num_workers": 0,
             "pin_memory": False,
         }
-        next(iter(stream(dataset, 0, seed=0, process_index=0, num_processes=1, **options)))
+        next(iter(stream(dataset, 0, seed=0, rank=0, world_size=1, **options)))
         starting.append(time.perf_counter() - start)
     print(
-        f"{IMAGENET_COUNT:,} entries with mirror images, {2 * ENTRY_BYTES * IMAGENET_COUNT / 1e9:.0f} GB, "
+        f"{IMAGENET_COUNT:,} entries with flips, {2 * ENTRY_BYTES * IMAGENET_COUNT / 1e9:.0f} GB, "
         f"medians of {STARTS}:"
     )
     print(
@@ -152,7 +150,7 @@ def time_start(path: Path) -> list[dict[str, Any]]:
     )
     later = [measured("open", "s", opening), measured("to the first batch", "s", starting)]
     rows = [measured("to the first batch, the first time", "s", starting[0]), *later]
-    return [row | {"what": f"{IMAGENET_COUNT} entries with mirror images: {row['what']}"} for row in rows]
+    return [row | {"what": f"{IMAGENET_COUNT} entries with flips: {row['what']}"} for row in rows]
 
 
 def _open(path: Path, manifest: LatentManifest) -> LatentDataset:

@@ -167,7 +167,7 @@ class EncodeConfig:
     out: str = MISSING
     encoder: str = "sd-vae-ft-ema"  # or sd-vae-ft-mse, sdxl, identity, a folder, OWNER/NAME on the hub
     resolution: int = 256
-    mirrors: bool = True
+    hflip: bool = True
     masks: str | None = None
     conditioning_type: str = "mask"  # or segmentation; of the masks
     num_held_out: int | None = None  # None: one image in a hundred, at most 5,000
@@ -186,7 +186,7 @@ class ConvertConfig:
     num_held_out: int = 0
     stored_as: str | None = None  # samples, mean_logvar or mean_std
     scaled: bool | None = None
-    mirrored: bool | None = None
+    hflip: bool | None = None
     encoder: str | None = None
     scale: float | None = None
 

@@ -28,7 +28,7 @@ from data.importers import (
     Format,
     Source,
     contradictions,
-    mirror_contradiction,
+    hflip_contradiction,
 )
 from data.latents import check_labels
 from data.manifest import LatentManifest
@@ -38,7 +38,7 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 
 SAMPLED = 512
 ENTRIES_AT_ONCE = 256
-ASSUMED = ("stored_as", "scaled", "mirrored", "encoder", "scale")
+ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale")
 
 configuration.register()
 
@@ -107,16 +107,15 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
     """
     if not source.count:
         raise ValueError(f"source={path} holds no entries")
-    if chosen.mirrored and source.at is None:
+    if chosen.hflip and source.at is None:
         raise ValueError(
-            "mirrored=true needs a format whose entries can be read in any order: maskdit_lmdb, repa, edm2"
+            "hflip=true needs a format whose entries can be read in any order: maskdit_lmdb, repa, edm2"
         )
-    if chosen.mirrored and source.count % 2:
+    if chosen.hflip and source.count % 2:
         raise ValueError(
-            f"source={path}: {source.count} entries cannot be images and as many mirror images: "
-            "mirrored=false"
+            f"source={path}: {source.count} entries cannot be images and as many flips: hflip=false"
         )
-    half = source.count // 2 if chosen.mirrored else source.count
+    half = source.count // 2 if chosen.hflip else source.count
     if source.at is None:
         sampled = list(islice(source.entries(), SAMPLED))
     else:
@@ -124,12 +123,12 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
         sampled = [source.at(i) for i in ids]
     entries = _stack(sampled)
     found = contradictions(chosen, entries)
-    if chosen.mirrored and not found:
+    if chosen.hflip and not found:
         if source.labels is not None and not np.array_equal(source.labels[:half], source.labels[half:]):
-            found = ["the classes of the second half are not those of the first: mirrored=false"]
+            found = ["the classes of the second half are not those of the first: hflip=false"]
         else:
             others = _stack([source.at(half + i) for i in ids])
-            contradiction = mirror_contradiction(chosen.means(entries), chosen.means(others))
+            contradiction = hflip_contradiction(chosen.means(entries), chosen.means(others))
             found = [contradiction] if contradiction else []
     if found:
         raise ValueError(
@@ -144,12 +143,12 @@ def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: n
     if source.labels is not None:
         check_labels(source.labels, num_classes, Path(request["source"]))
     return LatentManifest(
-        count=source.count // 2 if chosen.mirrored else source.count,
+        count=source.count // 2 if chosen.hflip else source.count,
         shape=sampled.shape[1:],
         dtype="float16",
         kind="samples" if chosen.stored_as == "samples" else "moments",
         num_classes=num_classes,
-        mirrors=chosen.mirrored,
+        hflip=chosen.hflip,
         num_held_out=request["num_held_out"],
         origin={key: request[key] for key in ("format", "source")}
         | {"assumed": {k: v for k, v in asdict(chosen).items() if k in ASSUMED}},
@@ -158,13 +157,13 @@ def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: n
 
 
 def pieces(chosen: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first, stored latents) of a few entries at a time; mirror images stand beside
+    """Yield (number of the first, stored latents) of a few entries at a time; flips stand beside
     their images.
     """
     half = source.count // 2
 
     def read() -> Iterator[np.ndarray]:
-        if not chosen.mirrored:
+        if not chosen.hflip:
             yield from source.entries()
         else:
             yield from (np.stack([source.at(i), source.at(half + i)]) for i in range(half))

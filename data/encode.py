@@ -157,7 +157,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         scale=encoder.scale,
         shift=encoder.shift,
         std=encoder.std,
-        mirrors=request["mirrors"],
+        hflip=request["hflip"],
         resolution=resolution,
         class_names=images.class_names,
         num_held_out=min(MAX_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
@@ -165,7 +165,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
     about = {
-        **{key: request[key] for key in ("resolution", "mirrors", "mixed_precision")},
+        **{key: request[key] for key in ("resolution", "hflip", "mixed_precision")},
         **{
             key: None if request[key] is None else str(Path(request[key]).resolve())
             for key in ("source", "masks")
@@ -266,12 +266,12 @@ def encode_batch(job: Job, positions: range, images: list[Future], encoder: Enco
         masks = np.empty((0, *manifest.shape[1:]), np.uint8) if job.masks else None
         return Part(np.empty((0, *manifest.stored_shape[1:]), np.float16), masks, found, errors)
     pixels = torch.from_numpy(np.stack([image for _, image, _ in good])).permute(0, 3, 1, 2)
-    if manifest.mirrors:  # a latent cannot be flipped: the mirror image is encoded for itself
+    if manifest.hflip:  # a latent cannot be flipped: the flip is encoded for itself
         pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
     latents = encoder.encode(pixels).half()
     finite = latents.isfinite().flatten(1).all(dim=1)
     if not finite.all():
-        first = int((~finite).int().argmax()) // (2 if manifest.mirrors else 1)
+        first = int((~finite).int().argmax()) // (2 if manifest.hflip else 1)
         raise ValueError(
             f"{job.images.names[found[first]]}: its latents are not finite in float16: wrong encoder or "
             "weights?"

@@ -2,7 +2,7 @@
 contradicts that.
 
 Nothing in these files says how they were scaled, whether the second half of eight channels is a log-variance
-or a standard deviation, or whether mirror images are among them. So each format comes with assumptions, which
+or a standard deviation, or whether flips are among them. So each format comes with assumptions, which
 are printed, and the numbers of a sample are held against them.
 
 Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
@@ -41,7 +41,7 @@ TAR_ERRORS = (
     RecursionError,
     MemoryError,
 )
-MIRROR_MARGIN = 0.2  # of correlations: chance gives less
+HFLIP_MARGIN = 0.2  # of correlations: chance gives less
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
 
@@ -73,7 +73,7 @@ class Format:
     Args:
         stored_as: samples of the posterior, its mean and log-variance, or its mean and standard deviation.
         scaled: whether scale and shift were applied before storing.
-        mirrored: whether entry count/2 + i is the mirror image of entry i.
+        hflip: whether entry count/2 + i is the flip of entry i.
         The others are those of the manifest.
     """
 
@@ -81,7 +81,7 @@ class Format:
     open: Callable[[Path], Source]
     stored_as: str
     scaled: bool
-    mirrored: bool = False
+    hflip: bool = False
     encoder: str = SD_VAE
     scale: float | tuple[float, ...] = 0.18215
     shift: float | tuple[float, ...] = 0.0
@@ -114,15 +114,13 @@ class Format:
             "mean_std": "mean, then standard deviation of the posterior",
         }[self.stored_as]
         halves = (
-            "entry count/2 + i is the mirror image of entry i"
-            if self.mirrored
-            else "each entry is an image of its own"
+            "entry count/2 + i is the flip of entry i" if self.hflip else "each entry is an image of its own"
         )
         return [
             f"an entry is {entry} (stored_as={self.stored_as})",
             f"scale and shift {'were' if self.scaled else 'were not'} applied to it "
             f"(scaled={str(self.scaled).lower()})",
-            f"{halves} (mirrored={str(self.mirrored).lower()})",
+            f"{halves} (hflip={str(self.hflip).lower()})",
             f"made by encoder={self.encoder} from pixels in {list(self.pixel_range)}; scale={self.scale}, "
             f"shift={self.shift}",
         ]
@@ -156,18 +154,18 @@ def contradictions(chosen: Format, entries: np.ndarray) -> list[str]:
     return found
 
 
-def mirror_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
-    """Say what contradicts that `second` (N, C, H, W) are the mirror images of `first`; both are samples or
+def hflip_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
+    """Say what contradicts that `second` (N, C, H, W) are the flips of `first`; both are samples or
     means.
     """
-    mirrored, plain = _correlation(first[..., ::-1], second), _correlation(first, second)
+    flipped, plain = _correlation(first[..., ::-1], second), _correlation(first, second)
     unrelated = _correlation(np.roll(first, 1, axis=0)[..., ::-1], second)
-    if mirrored > max(plain, unrelated) + MIRROR_MARGIN:
+    if flipped > max(plain, unrelated) + HFLIP_MARGIN:
         return None
     return (
-        f"the second half is not that of mirror images (correlation {mirrored:.2f} with mirrored latents of "
+        f"the second half is not that of flips (correlation {flipped:.2f} with flipped latents of "
         "the first, "
-        f"{plain:.2f} with the latents as they are, {unrelated:.2f} with others): mirrored=false"
+        f"{plain:.2f} with the latents as they are, {unrelated:.2f} with others): hflip=false"
     )
 
 
@@ -374,7 +372,7 @@ FORMATS = {
         open_lmdb,
         stored_as="mean_logvar",
         scaled=False,
-        mirrored=True,
+        hflip=True,
     ),
     "maskdit_wds": Format(
         "WebDataset of MaskDiT's lmdb2wds.py: KEY.latent, a pickled array, and KEY.cls",

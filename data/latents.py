@@ -51,23 +51,23 @@ class LatentDataset:
         self.train_ids = np.sort(order[manifest.num_held_out :])
 
     def read(
-        self, ids: np.ndarray, mirrored: np.ndarray | None = None
+        self, ids: np.ndarray, flipped: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stored latents (N, C', H, W) and labels (N,) int64 of entries `ids` of the folder.
 
         Args:
-            mirrored: (N,) 1 for the mirror image, 0 for the image; None for the images.
+            flipped: (N,) 1 for the flip, 0 for the image; None for the images.
         """
         labels = None if self.labels is None else torch.from_numpy(self.labels[ids])
-        if self.manifest.mirrors and mirrored is None:
-            mirrored = np.zeros(len(ids), dtype=int)
-        return torch.from_numpy(_read_in_order(self.stored, ids, mirrored)), labels
+        if self.manifest.hflip and flipped is None:
+            flipped = np.zeros(len(ids), dtype=int)
+        return torch.from_numpy(_read_in_order(self.stored, ids, flipped)), labels
 
-    def read_masks(self, ids: np.ndarray, mirrored: np.ndarray | None = None) -> torch.Tensor:
+    def read_masks(self, ids: np.ndarray, flipped: np.ndarray | None = None) -> torch.Tensor:
         """Return the weight of each position of entries `ids`, (N, H, W) fp32 in [0, 1]."""
         masks = torch.from_numpy(_read_in_order(self.masks, ids))
-        if mirrored is not None:
-            masks = torch.where(torch.from_numpy(mirrored).bool()[:, None, None], masks.flip(-1), masks)
+        if flipped is not None:
+            masks = torch.where(torch.from_numpy(flipped).bool()[:, None, None], masks.flip(-1), masks)
         return (
             (masks > 0).float() if self.manifest.conditioning_type == "segmentation" else masks.float() / 255
         )
@@ -161,9 +161,9 @@ def check_labels(labels: np.ndarray, num_classes: int, file: Path, first: int = 
         )
 
 
-def _read_in_order(array: np.ndarray, ids: np.ndarray, mirrored: np.ndarray | None = None) -> np.ndarray:
+def _read_in_order(array: np.ndarray, ids: np.ndarray, flipped: np.ndarray | None = None) -> np.ndarray:
     order = np.argsort(ids)  # a memory map is read in the order of the file
-    found = array[ids[order]] if mirrored is None else array[ids[order], mirrored[order]]
+    found = array[ids[order]] if flipped is None else array[ids[order], flipped[order]]
     entries = np.empty_like(found, subok=False)
     entries[order] = found
     return entries

@@ -42,7 +42,7 @@ class LatentManifest:
         pixel_range: what black and white were for the encoder.
         scale, shift: the network sees (latent - shift) * scale; numbers, or one for each channel.
         std: the standard deviation that scale promises of what the network sees; None promises nothing.
-        mirrors: each entry holds the image and, at index 1, its mirror image, encoded for itself.
+        hflip: each entry holds the image and, at index 1, its flip, encoded for itself.
         resolution: side of the images in pixels.
         class_names: one for each class, in the order of the labels.
         num_held_out: this many entries, the same for everyone, are never trained on.
@@ -66,7 +66,7 @@ class LatentManifest:
     scale: Numbers = 1.0
     shift: Numbers = 0.0
     std: float | None = None
-    mirrors: bool = False
+    hflip: bool = False
     resolution: int | None = None
     class_names: tuple[str, ...] | None = None
     num_held_out: int = 0
@@ -107,8 +107,8 @@ class LatentManifest:
             raise ValueError(
                 f"num_held_out={self.num_held_out} must be in [0, {self.count - 1}], of count={self.count}"
             )
-        if not isinstance(self.mirrors, bool):
-            raise ValueError(f"mirrors={self.mirrors!r} must be true or false")
+        if not isinstance(self.hflip, bool):
+            raise ValueError(f"hflip={self.hflip!r} must be true or false")
         if self.conditioning_type not in CONDITIONING_TYPES:
             raise ValueError(f"conditioning_type={self.conditioning_type} must be null, mask or segmentation")
         if not _is_count(self.block_bytes) or self.block_bytes > MAX_BLOCK_BYTES:
@@ -167,8 +167,8 @@ class LatentManifest:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the array of latents: (count, C, H, W), or (count, 2, C, H, W) with mirrors."""
-        return (self.count, *((2,) if self.mirrors else ()), *self.shape)
+        """Shape of the array of latents: (count, C, H, W), or (count, 2, C, H, W) with hflip."""
+        return (self.count, *((2,) if self.hflip else ()), *self.shape)
 
     def to_latents(self, stored: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
         """Turn stored latents (N, C', H, W) into what a network sees, (N, C, H, W) in fp32; moments are

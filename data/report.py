@@ -30,7 +30,7 @@ def describe(dataset: LatentDataset) -> list[str]:
     size = f"{m.resolution}x{m.resolution} pixels as " if m.resolution else ""
     return [
         f"entries    {m.count}, of them {m.num_held_out} held out"
-        + (", each with its mirror image" if m.mirrors else ""),
+        + (", each with its flip" if m.hflip else ""),
         f"latents    {size}{m.in_channels}x{m.input_size}x{m.input_size}, {m.kind} in {m.dtype}, {scale}",
         f"encoder    {m.encoder}, weights {(m.encoder_hash or 'without a hash')[:16]}",
     ]
@@ -87,7 +87,7 @@ def describe_masks(dataset: LatentDataset) -> list[str]:
 def draw_sheet(
     dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None, title: str
 ) -> None:
-    """Decode entries from all over the data set into one picture, each with its class, and its mirror image
+    """Decode entries from all over the data set into one picture, each with its class, and its flip
     beside it.
     """
     import matplotlib
@@ -97,13 +97,13 @@ def draw_sheet(
 
     manifest = dataset.manifest
     decode = image_decoder(manifest, encoder_for(manifest, device, encoder))
-    per_entry = 2 if manifest.mirrors else 1
+    per_entry = 2 if manifest.hflip else 1
     chosen = dataset.spread_ids(SHEET_COLUMNS * SHEET_ROWS // per_entry)
     ids = chosen.repeat(per_entry)
-    mirrored = np.arange(len(ids)) % 2 if manifest.mirrors else None
-    stored, labels = dataset.read(ids, mirrored)
+    flipped = np.arange(len(ids)) % 2 if manifest.hflip else None
+    stored, labels = dataset.read(ids, flipped)
     images = decode(manifest.to_means(stored))
-    masks = None if dataset.masks is None else dataset.read_masks(ids, mirrored).numpy()
+    masks = None if dataset.masks is None else dataset.read_masks(ids, flipped).numpy()
     rows = -(-len(ids) // SHEET_COLUMNS)
     figure, axes = plt.subplots(
         rows, SHEET_COLUMNS, figsize=(1.7 * SHEET_COLUMNS, 1.95 * rows), layout="constrained", squeeze=False
@@ -112,7 +112,7 @@ def draw_sheet(
         axis.axis("off")
     for i, (axis, image) in enumerate(zip(axes.flat, images, strict=False)):
         name = "" if labels is None else _class_name(dataset, int(labels[i]))
-        caption = "mirror image" if mirrored is not None and mirrored[i] else f"{ids[i]}  {name}"
+        caption = "flip" if flipped is not None and flipped[i] else f"{ids[i]}  {name}"
         axis.set_title(
             caption if len(caption) <= NAME_LENGTH else f"{caption[: NAME_LENGTH - 1]}…", fontsize=8
         )

@@ -40,7 +40,7 @@ NOTE = (
 
 
 class ShardDataset:
-    """Shards at a path or URL; the held-out entries, without their mirror images, are in memory.
+    """Shards at a path or URL; the held-out entries, without their flips, are in memory.
 
     Args:
         shards: name and number of entries of each shard to train on.
@@ -64,7 +64,7 @@ class ShardDataset:
         parts = [self.read_shard(name, count) for name, count in held_out.items()]
         self.held_out_ids = np.arange(sum(held_out.values()))
         self._latents = (
-            np.concatenate([latents[:, 0] if manifest.mirrors else latents for latents, _ in parts])
+            np.concatenate([latents[:, 0] if manifest.hflip else latents for latents, _ in parts])
             if parts
             else None
         )
@@ -213,7 +213,7 @@ def _fetch(path: str, name: str) -> bytes:
 class ShardStream:
     """Yield the micro-batches of one process from `start_step` on, for ever.
 
-    In epoch e the shards are permuted by a draw from (seed, e), process p takes every num_processes-th of
+    In epoch e the shards are permuted by a draw from (seed, e), process p takes every world_size-th of
     them from p on, and shuffles each group of a few by a draw from (seed, e, shards). Its entries follow each
     other without end, so that all processes have batches of one size for ever.
     """
@@ -226,19 +226,18 @@ class ShardStream:
         seed: int,
         batch_size: int,
         micro_batch_size: int,
-        process_index: int,
-        num_processes: int,
+        rank: int,
+        world_size: int,
         pin_memory: bool,
     ):
-        if len(dataset.names) < num_processes:
+        if len(dataset.names) < world_size:
             raise ValueError(
-                f"data.path={dataset.url} has {len(dataset.names)} shards, fewer than {num_processes} "
-                "processes"
+                f"data.path={dataset.url} has {len(dataset.names)} shards, fewer than {world_size} processes"
             )
         self.dataset, self.seed, self.pin_memory = dataset, seed, pin_memory
-        self.process_index, self.num_processes = process_index, num_processes
+        self.rank, self.world_size = rank, world_size
         self.micro_batch_size = micro_batch_size
-        self.start = start_step * (batch_size // num_processes)
+        self.start = start_step * (batch_size // world_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         left: list[tuple[np.ndarray, ...]] = []  # the beginning of a micro-batch, from the groups before
@@ -269,7 +268,7 @@ class ShardStream:
 
     def _shards(self, epoch: int) -> list[int]:
         order = np.random.default_rng([self.seed, epoch, ORDER_DRAWS]).permutation(len(self.dataset.names))
-        return order[self.process_index :: self.num_processes].tolist()
+        return order[self.rank :: self.world_size].tolist()
 
     def _read_groups(self) -> Iterator[tuple[np.ndarray, ...]]:
         groups = self.groups()
@@ -280,7 +279,7 @@ class ShardStream:
                 yield group
 
     def _read_group(self, epoch: int, shards: list[int], skip: int) -> tuple[np.ndarray, ...]:
-        """Return latents (N, C', H, W), of mirrors one each, and labels (N,) if there are any, shuffled."""
+        """Return the latents (N, C', H, W) and labels (N,), if any, of a group of shards, shuffled."""
         rng = np.random.default_rng([self.seed, epoch, GROUP_DRAWS, *shards])
         parts = [self._read_one_of_two(i, rng) for i in shards]
         arrays = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
@@ -288,10 +287,10 @@ class ShardStream:
         return tuple(array[order] for array in arrays)
 
     def _read_one_of_two(self, shard: int, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """Return the latents of a shard, of mirrors one each, and its labels if there are any."""
+        """Return the latents of a shard, each image or its flip, and its labels if any."""
         count = int(self.dataset.counts[shard])
         latents, labels = self.dataset.read_shard(self.dataset.names[shard], count)
-        if self.dataset.manifest.mirrors:
+        if self.dataset.manifest.hflip:
             latents = latents[np.arange(count), rng.integers(2, size=count)]
         return (latents,) if labels is None else (latents, labels)
 
@@ -308,7 +307,7 @@ class ShardStream:
 
 
 def shards_by_step(
-    dataset: ShardDataset, seed: int, batch_size: int, micro_batch_size: int, num_processes: int
+    dataset: ShardDataset, seed: int, batch_size: int, micro_batch_size: int, world_size: int
 ) -> Callable[[int], list[str]]:
     """Return a function that names, for each sample of the batch after so many steps, the shards that it may
     come from.
@@ -317,10 +316,10 @@ def shards_by_step(
     def names(step: int) -> list[str]:
         sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "pin_memory": False}
         streams = [
-            ShardStream(dataset, step, seed=seed, **sizes, process_index=i, num_processes=num_processes)
-            for i in range(num_processes)
+            ShardStream(dataset, step, seed=seed, **sizes, rank=i, world_size=world_size)
+            for i in range(world_size)
         ]
         of_processes = [stream.shards_at_start() for stream in streams]
-        return [of_processes[i // micro_batch_size % num_processes] for i in range(batch_size)]
+        return [of_processes[i // micro_batch_size % world_size] for i in range(batch_size)]
 
     return names

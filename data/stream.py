@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from data.latents import LatentDataset
 
 HELD_OUT_DRAWS = 1_000_000_000
-MIRROR_DRAWS = 1_000_000_001  # no epoch
+HFLIP_DRAWS = 1_000_000_001  # no epoch
 COVERAGE_ENTRIES = 1024
 
 
@@ -31,12 +31,12 @@ class MicroBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Entries of one micro-batch, which of them are mirrored (None without mirrors), and the entries of its
+    """Entries of one micro-batch, which of them are flipped (None without hflip), and the entries of its
     whole step.
     """
 
     ids: np.ndarray
-    mirrored: np.ndarray | None
+    flipped: np.ndarray | None
     step_ids: np.ndarray
 
 
@@ -45,7 +45,7 @@ class StreamOrder:
 
     Position p of the stream is entry p mod n of permutation p // n, where permutation e is drawn from (seed,
     e). Step s takes positions s * batch_size and following; micro-batch m of a step belongs to process m mod
-    num_processes. Whether a position is mirrored is drawn from (seed, step).
+    world_size. Whether a position is flipped is drawn from (seed, step).
     """
 
     def __init__(
@@ -56,25 +56,23 @@ class StreamOrder:
         batch_size: int,
         micro_batch_size: int,
         start_step: int,
-        process_index: int,
-        num_processes: int,
-        mirrors: bool = False,
+        rank: int,
+        world_size: int,
+        hflip: bool = False,
     ):
-        self.ids, self.seed, self.mirrors = ids, seed, mirrors
+        self.ids, self.seed, self.hflip = ids, seed, hflip
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.start_step, self.process_index, self.num_processes = start_step, process_index, num_processes
+        self.start_step, self.rank, self.world_size = start_step, rank, world_size
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
     def __iter__(self) -> Iterator[Draw]:
         step = self.start_step
         while True:
             batch = self.batch(step)
-            mirrored = self._draw_mirrored(step) if self.mirrors else None
-            for micro in range(
-                self.process_index, self.batch_size // self.micro_batch_size, self.num_processes
-            ):
+            flipped = self._draw_flips(step) if self.hflip else None
+            for micro in range(self.rank, self.batch_size // self.micro_batch_size, self.world_size):
                 here = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
-                yield Draw(batch[here], None if mirrored is None else mirrored[here], batch)
+                yield Draw(batch[here], None if flipped is None else flipped[here], batch)
             step += 1
 
     def batch(self, step: int) -> np.ndarray:
@@ -92,8 +90,8 @@ class StreamOrder:
             entries[here] = self.ids[self._permutation(int(epoch))[offsets[here]]]
         return entries
 
-    def _draw_mirrored(self, step: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, step, MIRROR_DRAWS]).integers(2, size=self.batch_size)
+    def _draw_flips(self, step: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, step, HFLIP_DRAWS]).integers(2, size=self.batch_size)
 
     def _draw_permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.ids))
@@ -110,13 +108,13 @@ class _Reader(Dataset):
         self.counted, self.num_forced = np.empty(0), 0
 
     def __getitem__(self, draw: Draw) -> MicroBatch:
-        masks = self.dataset.read_masks(draw.ids, draw.mirrored) if self.with_masks else None
-        # Every process counts over the whole step, and so they agree without asking each other. A mirror
-        # image has as many.
+        masks = self.dataset.read_masks(draw.ids, draw.flipped) if self.with_masks else None
+        # Every rank counts over the whole step, and so they agree without asking each other. A flip has as
+        # many.
         if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
             num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
             self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
-        return MicroBatch(*self.dataset.read(draw.ids, draw.mirrored), masks, self.num_forced)
+        return MicroBatch(*self.dataset.read(draw.ids, draw.flipped), masks, self.num_forced)
 
 
 def stream(
@@ -126,8 +124,8 @@ def stream(
     seed: int,
     batch_size: int,
     micro_batch_size: int,
-    process_index: int,
-    num_processes: int,
+    rank: int,
+    world_size: int,
     num_workers: int,
     pin_memory: bool,
     with_masks: bool = False,
@@ -145,9 +143,9 @@ def stream(
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         start_step=start_step,
-        process_index=process_index,
-        num_processes=num_processes,
-        mirrors=dataset.manifest.mirrors,
+        rank=rank,
+        world_size=world_size,
+        hflip=dataset.manifest.hflip,
     )
     reader = _Reader(dataset, with_masks, token_mask)
     options = {
@@ -168,7 +166,7 @@ def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Calla
     """Return a function that names the entries of the batch after so many steps, in the order of its
     micro-batches.
     """
-    whole = {"micro_batch_size": batch_size, "start_step": 0, "process_index": 0, "num_processes": 1}
+    whole = {"micro_batch_size": batch_size, "start_step": 0, "rank": 0, "world_size": 1}
     order = StreamOrder(dataset.train_ids, seed=seed, batch_size=batch_size, **whole)
     return lambda step: order.batch(step).tolist()
 
@@ -193,15 +191,15 @@ def held_out_batches(
     dataset: LatentDataset,
     batch_size: int,
     device: torch.device,
-    process_index: int,
-    num_processes: int,
+    rank: int,
+    world_size: int,
     with_masks: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
     """Yield (batch index, latents, labels, masks) of this process's share of the held-out entries, the same
     in every run.
     """
     starts = range(0, len(dataset.held_out_ids), batch_size)
-    for index in range(process_index, len(starts), num_processes):
+    for index in range(rank, len(starts), world_size):
         ids = dataset.held_out_ids[starts[index] : starts[index] + batch_size]
         stored, labels = dataset.read(ids)
         masks = dataset.read_masks(ids).to(device) if with_masks else None

@@ -60,7 +60,7 @@ class LatentWriter:
         return self
 
     def append(self, stored: np.ndarray, labels: np.ndarray | None, masks: np.ndarray | None = None) -> None:
-        """Add entries (N, C', H, W), with mirrors (N, 2, C', H, W), their labels (N,), and masks (N, H, W)
+        """Add entries (N, C', H, W), with hflip (N, 2, C', H, W), their labels (N,), and masks (N, H, W)
         uint8 if any.
         """
         manifest, end = self.manifest, self.num_written + len(stored)

@@ -447,8 +447,8 @@ class Finetuning:
             batch_size=request["batch_size"],
             micro_batch_size=request["batch_size"] // accelerator.num_processes,
             start_step=0,
-            process_index=accelerator.process_index,
-            num_processes=accelerator.num_processes,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
         )
 
     def fit(self) -> None:

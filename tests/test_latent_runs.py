@@ -193,7 +193,7 @@ def test_what_fid_is_asked_reaches_the_scores(folder, tmp_path, monkeypatch):
     )
 
 
-def test_training_draws_grids_and_resumes_bitwise_on_moments_and_mirrors(folder, tmp_path, capsys):
+def test_training_draws_grids_and_resumes_bitwise_on_moments_and_flips(folder, tmp_path, capsys):
     options = (*RUN, f"data.path={folder / 'latents'}", "train.sample_every=3", "train.eval_every=3")
     tiny_run(tmp_path / "whole", *options)
     assert "warning: what the network sees" not in capsys.readouterr().out
@@ -208,8 +208,8 @@ def test_training_draws_grids_and_resumes_bitwise_on_moments_and_mirrors(folder,
     assert list((tmp_path / "whole" / "samples").glob("*.png"))
 
 
-def test_mirrors_and_moments_are_really_drawn(folder, tmp_path):
-    """A step on one entry alone sees another sample of its posterior each time, and both mirror images."""
+def test_flips_and_moments_are_really_drawn(folder, tmp_path):
+    """A step on one entry alone sees another sample of its posterior each time, and flips."""
     from tests.runs import tiny_trainer
 
     trainer, _ = tiny_trainer(tmp_path / "run", *RUN, f"data.path={folder / 'latents'}")

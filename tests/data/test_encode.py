@@ -68,7 +68,7 @@ def files(folder):
 
 
 def by_hand(vae, folder, name):
-    """Moments of a photograph and of its mirror image, from the libraries alone."""
+    """Moments of a photograph and of its flip, from the libraries alone."""
     image = torch.from_numpy(np.asarray(centre_crop(Image.open(folder / name).convert("RGB"), 32)))
     pixels = image.permute(2, 0, 1)[None].float() / 127.5 - 1
     net = KLEncoder(vae, CPU).net
@@ -76,7 +76,7 @@ def by_hand(vae, folder, name):
     return torch.stack([torch.cat([d.mean, d.logvar], dim=1)[0] for d in both])
 
 
-def test_photographs_become_moments_of_both_mirror_images(tmp_path, photos, vae, small_parts):
+def test_photographs_become_moments_of_both_flips(tmp_path, photos, vae, small_parts):
     dataset = run(photos, tmp_path / "out", vae, "num_held_out=2")
     manifest, names = dataset.manifest, sorted(str(f.relative_to(photos)) for f in photos.rglob("*.*"))
     assert (manifest.count, manifest.shape, manifest.kind, manifest.dtype) == (
@@ -85,7 +85,7 @@ def test_photographs_become_moments_of_both_mirror_images(tmp_path, photos, vae,
         "moments",
         "float16",
     )
-    assert (manifest.mirrors, manifest.resolution, manifest.num_held_out) == (True, 32, 2)
+    assert (manifest.hflip, manifest.resolution, manifest.num_held_out) == (True, 32, 2)
     assert (manifest.scale, manifest.shift, manifest.std) == (1.1, 0.0, 1.0)
     assert (manifest.encoder, manifest.encoder_hash) == (vae, KLEncoder(vae, CPU).weights_hash)
     assert manifest.class_names == ("china", "flower")
@@ -112,15 +112,15 @@ def test_latents_are_made_without_tf32(tmp_path, photos, vae, monkeypatch):
 
     start_process()
     monkeypatch.setattr(KLEncoder, "encode", watched)
-    run(photos, tmp_path / "out", vae, "mirrors=false")
+    run(photos, tmp_path / "out", vae, "hflip=false")
     assert set(found) == {(False, False)}
 
 
-def test_without_mirrors_there_are_none_and_one_in_a_hundred_is_held_out(tmp_path, photos, vae):
-    dataset = run(photos, tmp_path / "out", vae, "mirrors=false")
+def test_without_flips_there_are_none_and_one_in_a_hundred_is_held_out(tmp_path, photos, vae):
+    dataset = run(photos, tmp_path / "out", vae, "hflip=false")
     assert dataset.stored.shape == (10, 8, 16, 16)
     assert dataset.manifest.num_held_out == 1
-    fast = run(photos, tmp_path / "fast", vae, "mirrors=false", "mixed_precision=bf16")
+    fast = run(photos, tmp_path / "fast", vae, "hflip=false", "mixed_precision=bf16")
     assert not np.array_equal(fast.stored, dataset.stored)
     both = run(photos, tmp_path / "both", vae)
     np.testing.assert_allclose(dataset.stored, both.stored[:, 0], rtol=2e-3, atol=1e-3)
@@ -145,8 +145,8 @@ def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
     images = image_decoder(dataset.manifest, IdentityEncoder())(dataset.manifest.to_latents(stored))
     assert np.array_equal(images[..., 0], (digits.images[order] * 15.9).astype(np.uint8))
     assert np.array_equal(labels.numpy(), digits.target[order])
-    mirrored, _ = dataset.read(np.arange(30), np.ones(30, int))
-    assert torch.equal(mirrored, stored.flip(-1)), "pixels, unlike latents, can be flipped"
+    flipped, _ = dataset.read(np.arange(30), np.ones(30, int))
+    assert torch.equal(flipped, stored.flip(-1)), "pixels, unlike latents, can be flipped"
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2])
@@ -213,7 +213,7 @@ def test_a_part_that_was_half_written_is_no_part(tmp_path, photos, vae, small_pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("mirrors=false", "mirrors: True -> False"),
+        ("hflip=false", "hflip: True -> False"),
         ("resolution=64", "resolution: 32 -> 64"),
         ("encoder=identity", "encoder: .* -> identity"),
     ],

@@ -74,7 +74,7 @@ def write_maskdit_wds(folder, protocol=pickle.DEFAULT_PROTOCOL, arrays=None):
 
 
 def write_lmdb(folder, first=None, second=None, labels=None):
-    """MaskDiT's extraction: all images, then all mirror images; `length` counts both."""
+    """MaskDiT's extraction: all images, then all flips; `length` counts both."""
     first = np.concatenate([MEAN, LOGVAR], axis=1) if first is None else first
     second = first[..., ::-1] if second is None else second
     folder.mkdir(parents=True)
@@ -129,7 +129,7 @@ def test_tread(tmp_path):
     dataset = run(write_tread(tmp_path / "tread"), tmp_path / "out", "tread_wds")
     manifest = dataset.manifest
     close(dataset.stored, MEAN)  # the scale is taken out, to be applied once
-    assert (manifest.kind, manifest.scale, manifest.mirrors, manifest.num_classes) == (
+    assert (manifest.kind, manifest.scale, manifest.hflip, manifest.num_classes) == (
         "samples",
         0.18215,
         False,
@@ -198,7 +198,7 @@ def test_maskdit_lmdb(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "ENTRIES_AT_ONCE", 7)
     dataset = run(write_lmdb(tmp_path / "lmdb" / "train"), tmp_path / "out", "maskdit_lmdb", "num_held_out=3")
     manifest, moments = dataset.manifest, np.concatenate([MEAN, LOGVAR], axis=1)
-    assert (manifest.count, manifest.mirrors, manifest.kind, manifest.num_held_out) == (
+    assert (manifest.count, manifest.hflip, manifest.kind, manifest.num_held_out) == (
         COUNT,
         True,
         "moments",
@@ -211,15 +211,15 @@ def test_maskdit_lmdb(tmp_path, monkeypatch):
 
 def test_an_lmdb_without_flips(tmp_path):
     folder = write_lmdb(tmp_path / "lmdb", second=np.concatenate(latents(seed=1), axis=1))
-    with pytest.raises(UserError, match=r"the second half is not that of mirror images .*: mirrored=false"):
+    with pytest.raises(UserError, match=r"the second half is not that of flips .*: hflip=false"):
         run(folder, tmp_path / "out", "maskdit_lmdb")
-    assert run(folder, tmp_path / "out", "maskdit_lmdb", "mirrored=false").manifest.count == 2 * COUNT
+    assert run(folder, tmp_path / "out", "maskdit_lmdb", "hflip=false").manifest.count == 2 * COUNT
     moments = np.concatenate([MEAN, LOGVAR], axis=1)
-    with pytest.raises(UserError, match="the second half is not that of mirror images"):
+    with pytest.raises(UserError, match="the second half is not that of flips"):
         run(write_lmdb(tmp_path / "twice", second=moments), tmp_path / "no", "maskdit_lmdb")
     shuffled = np.concatenate([LABELS, LABELS[::-1]])
     with pytest.raises(
-        UserError, match="the classes of the second half are not those of the first: mirrored=false"
+        UserError, match="the classes of the second half are not those of the first: hflip=false"
     ):
         run(write_lmdb(tmp_path / "shuffled", labels=shuffled), tmp_path / "no", "maskdit_lmdb")
 
@@ -235,7 +235,7 @@ def test_an_lmdb_that_is_cut_off_does_not_kill_the_process(tmp_path):
     ("key", "value", "message"),
     [
         (b"length", b"-3", r"length is b'-3', must be a number"),
-        (b"length", b"1", "1 entries cannot be images and as many mirror images"),
+        (b"length", b"1", "1 entries cannot be images and as many flips"),
         (b"length", b"0", "holds no entries"),
         (b"y-3", b"9" * 30, r"y-3 is b'9+', must be less than 1000000"),
         (b"z-3", b"12345678", "z-3 has 2 numbers, must be 8 channels of a square"),
@@ -270,7 +270,7 @@ def test_npy_files_without_labels_and_with_flips(tmp_path):
     both = np.concatenate([mean_std(), mean_std()[..., ::-1]])
     folder = write_npy_folder(tmp_path / "source", both, labels=np.zeros(2 * COUNT, int))
     (folder / "dataset.json").write_text('{"labels": null}')
-    dataset = run(folder, tmp_path / "out", "repa", "mirrored=true")
+    dataset = run(folder, tmp_path / "out", "repa", "hflip=true")
     assert (dataset.manifest.count, dataset.manifest.num_classes, dataset.labels) == (COUNT, 0, None)
     close(dataset.stored[:, 1], np.concatenate([MEAN, LOGVAR], axis=1)[..., ::-1])
 
@@ -423,7 +423,7 @@ def test_damaged_sources_are_one_clear_error(tmp_path, name, write, spoil, overr
         (("stored_as=std",), "stored_as=std must be one of samples, mean_logvar, mean_std"),
         (("scale=0",), "scale=0.0 must be greater than 0"),
         (("num_classes=0",), "num_classes=0 must be greater than 0"),
-        (("mirrored=true",), "mirrored=true needs a format whose entries can be read in any order"),
+        (("hflip=true",), "hflip=true needs a format whose entries can be read in any order"),
         (
             ("encoder=sdxl",),
             "encoder=stabilityai/sdxl-vae may have another scale than the assumed one: give scale=NUMBER",
@@ -443,7 +443,7 @@ def test_assumptions_are_printed(tmp_path, capsys):
     for words in (
         "stored_as=samples",
         "scaled=true",
-        "mirrored=false",
+        "hflip=false",
         "encoder=stabilityai/sd-vae-ft-ema",
         "scale=0.18215",
     ):
@@ -458,7 +458,7 @@ def test_the_document_tells_every_format():
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
         assert f"`{chosen.stored_as}`" in row
         assert chosen.encoder.removeprefix("stabilityai/") in row
-        assert ("second half" in row) == chosen.mirrored
+        assert ("second half" in row) == chosen.hflip
         assert ("| yes" in row) == chosen.scaled
 
 

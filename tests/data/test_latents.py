@@ -347,9 +347,9 @@ def test_the_foreground_of_the_digits_is_their_mask(tmp_path):
     assert digits(str(tmp_path / "plain"), 8, 1, 10).masks is None
 
 
-def write_mirrored(path, count=12, **changes):
-    """Entries whose every number is that of their entry, and 100 more in the mirror image."""
-    manifest = LatentManifest(count, (4, 8, 8), "float16", "samples", 3, "identity", mirrors=True, **changes)
+def write_flipped(path, count=12, **changes):
+    """Entries whose every number is that of their entry, and 100 more in the flip."""
+    manifest = LatentManifest(count, (4, 8, 8), "float16", "samples", 3, "identity", hflip=True, **changes)
     stored = np.arange(count)[:, None, None, None, None] + np.array([0, 100])[None, :, None, None, None]
     masks = np.zeros((count, 8, 8), np.uint8)
     masks[:, 2, 1] = 255
@@ -362,8 +362,8 @@ def write_mirrored(path, count=12, **changes):
     return open_latents(str(path), 8, 4, 3)
 
 
-def test_mirror_images_are_read_where_they_are_asked_for(tmp_path):
-    dataset = write_mirrored(tmp_path / "a", num_held_out=4)
+def test_flips_are_read_where_they_are_asked_for(tmp_path):
+    dataset = write_flipped(tmp_path / "a", num_held_out=4)
     ids = np.array([7, 0, 7, 3])
     stored, labels = dataset.read(ids, np.array([1, 0, 0, 1]))
     assert stored[:, 0, 0, 0].tolist() == [107, 0, 7, 103]
@@ -372,13 +372,13 @@ def test_mirror_images_are_read_where_they_are_asked_for(tmp_path):
         "the image itself unless asked otherwise"
     )
     assert stored.shape == (4, 4, 8, 8)
-    # An image and its mirror image are one entry: no mirror image of a held-out image is trained on.
+    # An image and its flip are one entry: no flip of a held-out image is trained on.
     assert set(dataset.held_out_ids).isdisjoint(dataset.train_ids)
     assert len(dataset.train_ids) == 8
 
 
-def test_masks_are_mirrored_with_their_images(tmp_path):
-    dataset = write_mirrored(tmp_path / "a", conditioning_type="mask")
+def test_masks_are_flipped_with_their_images(tmp_path):
+    dataset = write_flipped(tmp_path / "a", conditioning_type="mask")
     masks = dataset.read_masks(np.array([5, 2]), np.array([0, 1]))
     assert masks.nonzero().tolist() == [[0, 2, 1], [1, 2, 6]]
     assert dataset.read_masks(np.array([5])).nonzero().tolist() == [[0, 2, 1]]
@@ -436,7 +436,7 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
         ({"num_held_out": 3.0}, r"num_held_out=3.0 must be in \[0, 19\]"),
         ({"encoder": None}, "encoder=None must be a name"),
         ({"encoder_hash": 5}, "encoder_hash=5 a hash or null"),
-        ({"mirrors": "x"}, "mirrors='x' must be true or false"),
+        ({"hflip": "x"}, "hflip='x' must be true or false"),
         ({"resolution": "x"}, "resolution='x' must be greater than 0, or null"),
         ({"checksums": {"latents.npy": "abc"}}, "checksums must be null, or a list of hashes"),
         ({"shape": (4, 0, 0)}, r"shape=\(4, 0, 0\) must be \(channels, size, size\)"),
@@ -548,7 +548,7 @@ from data import LatentManifest, LatentWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 try:
     manifest = LatentManifest(100, (4, 8, 8), "float16", "samples", 0, "identity")
-with LatentWriter({path!r}, manifest) as writer:
+    with LatentWriter({path!r}, manifest) as writer:
         for _ in range(10):
             writer.append(np.zeros((10, 4, 8, 8)), None)
 except OSError as error:

@@ -29,7 +29,7 @@ def write(path, vae, scale=1.0, **changes):
         "encoder_hash": KLEncoder(vae, torch.device("cpu")).weights_hash,
         "scale": scale,
         "std": 1.0,
-        "mirrors": True,
+        "hflip": True,
     }
     manifest = LatentManifest(600, (8, 16, 16), "float16", "moments", 4, vae, **{**fields, **changes})
     with LatentWriter(path, manifest) as writer:
@@ -69,7 +69,7 @@ def test_numbers_are_measured_and_not_only_repeated(tmp_path, vae):
     assert len(told) == 4
 
 
-def test_mirror_images_stand_beside_their_images(tmp_path, vae, monkeypatch):
+def test_flips_stand_beside_their_images(tmp_path, vae, monkeypatch):
     dataset, drawn = write(tmp_path / "a", vae, scale=0.5), []
 
     def watched(manifest, encoder):

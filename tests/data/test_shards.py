@@ -23,10 +23,10 @@ SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 10}
 
 @pytest.fixture(scope="module")
 def latents(tmp_path_factory):
-    """Latents filled with the number of their entry, 100 more in the mirror image; sorted by class."""
+    """Latents filled with the number of their entry, 100 more in the flip; sorted by class."""
     folder = tmp_path_factory.mktemp("latents") / "a"
     manifest = LatentManifest(
-        COUNT, (4, 8, 8), "float16", "samples", 10, "identity", mirrors=True, num_held_out=HELD_OUT
+        COUNT, (4, 8, 8), "float16", "samples", 10, "identity", hflip=True, num_held_out=HELD_OUT
     )
     stored = np.arange(COUNT)[:, None, None, None, None] + np.array([0, 100])[None, :, None, None, None]
     with LatentWriter(folder, manifest) as writer:
@@ -41,18 +41,14 @@ def folder(latents, tmp_path_factory):
     return folder
 
 
-def stream(
-    dataset, start_step=0, *, seed=0, batch_size=6, micro_batch_size=3, process_index=0, num_processes=1
-):
+def stream(dataset, start_step=0, *, seed=0, batch_size=6, micro_batch_size=3, rank=0, world_size=1):
     options = {
         "seed": seed,
         "batch_size": batch_size,
         "micro_batch_size": micro_batch_size,
         "pin_memory": False,
     }
-    return ShardStream(
-        dataset, start_step, **options, process_index=process_index, num_processes=num_processes
-    )
+    return ShardStream(dataset, start_step, **options, rank=rank, world_size=world_size)
 
 
 def entries(micro_batch):
@@ -104,19 +100,19 @@ def test_an_epoch_is_every_entry_once_and_the_next_is_in_another_order(latents, 
     epochs = [[x % 100 for x in sequence[start : start + 55]] for start in (0, 55, 110)]
     assert all(sorted(epoch) == latents.train_ids.tolist() for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    mirrored = np.mean([x >= 100 for x in sequence])
-    assert 0.35 < mirrored < 0.65
+    flipped = np.mean([x >= 100 for x in sequence])
+    assert 0.35 < flipped < 0.65
     assert [x >= 100 for x in sequence[:55]] != [x >= 100 for x in sequence[55:110]]
 
 
 def test_each_group_of_shards_has_draws_of_its_own(folder):
     dataset = open_shards(str(folder), **SIZES)
     (epoch,) = first(stream(dataset, batch_size=55, micro_batch_size=55), 1)
-    is_mirrored = {value % 100: value >= 100 for value in epoch}
+    is_flipped = {value % 100: value >= 100 for value in epoch}
     sides = []
     for _, group, _ in itertools.islice(stream(dataset).groups(), 2):
         read = (dataset.read_shard(dataset.names[i], int(dataset.counts[i]))[0] for i in group)
-        sides.append([is_mirrored[int(value)] for latents in read for value in latents[:, 0, 0, 0, 0]])
+        sides.append([is_flipped[int(value)] for latents in read for value in latents[:, 0, 0, 0, 0]])
     assert sides[0][: 3 * SHARD] != sides[1][: 3 * SHARD]
     # The same shards may come together in another epoch, and always do where there are few.
     one, other = (
@@ -129,7 +125,7 @@ def test_a_sample_is_told_by_the_shards_that_it_may_come_from(folder):
     dataset = open_shards(str(folder), **SIZES)
     told = shards.shards_by_step(dataset, 0, 6, 2, 2)(4)
     for rank, where in ((0, (0, 1, 4, 5)), (1, (2, 3))):
-        names = stream(dataset, 4, micro_batch_size=2, process_index=rank, num_processes=2).shards_at_start()
+        names = stream(dataset, 4, micro_batch_size=2, rank=rank, world_size=2).shards_at_start()
         assert {told[i] for i in where} == {names}
     assert len(set(told)) == 2
 
@@ -163,21 +159,21 @@ def test_a_stream_that_begins_where_a_group_ends_begins_with_the_next(folder):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_of_several_processes_goes_on_at_its_own_place(folder, rank):
-    dataset, share = open_shards(str(folder), **SIZES), {"num_processes": 2, "process_index": rank}
+    dataset, share = open_shards(str(folder), **SIZES), {"world_size": 2, "rank": rank}
     whole = first(stream(dataset, **share), 60)
     for step in (1, 8, 25):
         assert first(stream(dataset, step, **share), 60 - step) == whole[step:]
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_read_shards_of_their_own_and_always_have_full_batches(latents, folder, num_processes):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_read_shards_of_their_own_and_always_have_full_batches(latents, folder, world_size):
     dataset = open_shards(str(folder), **SIZES)
     seen = []
-    for rank in range(num_processes):
-        batches = first(stream(dataset, num_processes=num_processes, process_index=rank), 200)
+    for rank in range(world_size):
+        batches = first(stream(dataset, world_size=world_size, rank=rank), 200)
         assert {len(batch) for batch in batches} == {3}
-        mine = next(stream(dataset, num_processes=num_processes, process_index=rank).groups())[1]
-        seen += stream(dataset, num_processes=num_processes, process_index=rank)._shards(0)
+        mine = next(stream(dataset, world_size=world_size, rank=rank).groups())[1]
+        seen += stream(dataset, world_size=world_size, rank=rank)._shards(0)
         assert len(mine) <= shards.SHARDS_AT_ONCE
         counts = np.bincount([x % 100 for batch in batches for x in batch], minlength=COUNT)
         assert counts[latents.held_out_ids].sum() == 0
@@ -194,7 +190,7 @@ def test_a_batch_may_be_larger_than_the_data(folder):
 def test_fewer_shards_than_processes_are_refused(folder):
     dataset = open_shards(str(folder), **SIZES)
     with pytest.raises(ValueError, match="has 8 shards, fewer than 9 processes"):
-        stream(dataset, num_processes=9)
+        stream(dataset, world_size=9)
 
 
 def test_groups_that_are_left_are_not_read(folder, monkeypatch):

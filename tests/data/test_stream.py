@@ -16,17 +16,15 @@ from data import (
 )
 
 
-def order(
-    ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, process_index=0, num_processes=1, seed=0
-):
+def order(ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, rank=0, world_size=1, seed=0):
     return StreamOrder(
         np.arange(10) if ids is None else ids,
         seed=seed,
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         start_step=start_step,
-        process_index=process_index,
-        num_processes=num_processes,
+        rank=rank,
+        world_size=world_size,
     )
 
 
@@ -55,7 +53,7 @@ def test_the_stream_is_a_function_of_the_position():
 
 def test_processes_share_each_batch_without_overlap():
     alone = first(order(batch_size=8), 8)
-    two = [first(order(batch_size=8, process_index=p, num_processes=2), 4) for p in (0, 1)]
+    two = [first(order(batch_size=8, rank=p, world_size=2), 4) for p in (0, 1)]
     assert [micro for pair in zip(*two, strict=True) for micro in pair] == alone
 
 
@@ -64,35 +62,35 @@ def test_a_batch_may_be_larger_than_the_data():
     assert sorted(np.bincount(batch).tolist()) == [2, 3, 3]
 
 
-def test_whether_a_place_is_mirrored_is_a_function_of_the_seed_and_the_step():
-    def mirrored(count, **changes):
+def test_whether_a_place_is_flipped_is_a_function_of_the_seed_and_the_step():
+    def flipped(count, **changes):
         options = {
             "seed": 0,
             "batch_size": 6,
             "micro_batch_size": 2,
             "start_step": 0,
-            "process_index": 0,
-            "num_processes": 1,
+            "rank": 0,
+            "world_size": 1,
         }
-        order = StreamOrder(np.arange(10), mirrors=True, **{**options, **changes})
-        return [draw.mirrored.tolist() for draw in itertools.islice(order, count)]
+        order = StreamOrder(np.arange(10), hflip=True, **{**options, **changes})
+        return [draw.flipped.tolist() for draw in itertools.islice(order, count)]
 
-    whole = mirrored(300)
-    assert mirrored(291, start_step=3) == whole[9:]
-    assert np.reshape(mirrored(100, micro_batch_size=6), (300, 2)).tolist() == whole
-    two = [mirrored(99, process_index=p, num_processes=1, batch_size=6) for p in (0, 1)]
+    whole = flipped(300)
+    assert flipped(291, start_step=3) == whole[9:]
+    assert np.reshape(flipped(100, micro_batch_size=6), (300, 2)).tolist() == whole
+    two = [flipped(99, rank=p, world_size=1, batch_size=6) for p in (0, 1)]
     assert two[1] == [batch for step in range(50) for batch in whole[3 * step + 1 : 3 * step + 3]][:99]
     assert 0.4 < np.mean(whole) < 0.6
-    assert mirrored(300, seed=1) != whole
-    assert {draw.mirrored for draw in itertools.islice(order(), 5)} == {None}
+    assert flipped(300, seed=1) != whole
+    assert {draw.flipped for draw in itertools.islice(order(), 5)} == {None}
 
 
-def test_a_stream_reads_mirror_images_with_their_labels_and_masks(tmp_path):
-    from tests.data.test_latents import write_mirrored
+def test_a_stream_reads_flips_with_their_labels_and_masks(tmp_path):
+    from tests.data.test_latents import write_flipped
 
-    dataset = write_mirrored(tmp_path / "a", conditioning_type="mask")
+    dataset = write_flipped(tmp_path / "a", conditioning_type="mask")
     options = {"seed": 0, "batch_size": 8, "micro_batch_size": 4, "num_workers": 0, "pin_memory": False}
-    batches = stream(dataset, 0, **options, process_index=0, num_processes=1, with_masks=True)
+    batches = stream(dataset, 0, **options, rank=0, world_size=1, with_masks=True)
     seen = []
     for batch in itertools.islice(batches, 12):
         values = batch.stored[:, 0, 0, 0]
@@ -110,8 +108,8 @@ def test_workers_change_nothing():
         "seed": 0,
         "batch_size": 4,
         "micro_batch_size": 2,
-        "process_index": 0,
-        "num_processes": 1,
+        "rank": 0,
+        "world_size": 1,
         "pin_memory": False,
     }
     batches = [list(itertools.islice(stream(dataset, 2, num_workers=n, **arguments), 12)) for n in (0, 2)]
@@ -133,11 +131,11 @@ def test_held_out_batches_are_the_same_on_any_number_of_processes():
     dataset = LatentDataset(moments, np.arange(20) % 3, manifest, masks)
     ids = dataset.held_out_ids
     found = []
-    for num_processes in (1, 2, 5):
+    for world_size in (1, 2, 5):
         parts = {}
-        for rank in range(num_processes):
+        for rank in range(world_size):
             for index, *tensors in held_out_batches(
-                dataset, 2, torch.device("cpu"), rank, num_processes, with_masks=True
+                dataset, 2, torch.device("cpu"), rank, world_size, with_masks=True
             ):
                 parts[index] = tensors
         found.append([torch.cat(tensors) for tensors in zip(*(parts[i] for i in sorted(parts)), strict=True)])
@@ -188,8 +186,8 @@ def test_all_processes_and_micro_batches_of_a_step_know_the_largest_mask():
             dataset,
             0,
             **arguments,
-            process_index=rank,
-            num_processes=2,
+            rank=rank,
+            world_size=2,
             with_masks=True,
             token_mask=lambda mask: (mask > 0).flatten(1),
         )
@@ -217,6 +215,6 @@ def pairs(iterable):
 def test_masks_are_left_unread_where_nobody_asks():
     dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
     arguments = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "num_workers": 0, "pin_memory": False}
-    batch = next(iter(stream(dataset, 0, **arguments, process_index=0, num_processes=1)))
+    batch = next(iter(stream(dataset, 0, **arguments, rank=0, world_size=1)))
     assert batch.masks is None
     assert batch.num_forced == 0

@@ -14,7 +14,7 @@ BLOCK = 1000
 def folder(tmp_path):
     """Twenty entries in small blocks."""
     rng = np.random.default_rng(0)
-    fields = {"mirrors": True, "conditioning_type": "mask", "block_bytes": BLOCK, "num_held_out": 4}
+    fields = {"hflip": True, "conditioning_type": "mask", "block_bytes": BLOCK, "num_held_out": 4}
     manifest = LatentManifest(20, (4, 8, 8), "float16", "moments", 5, "identity", **fields)
     with LatentWriter(tmp_path / "a", manifest) as writer:
         for _ in range(4):

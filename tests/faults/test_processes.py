@@ -76,21 +76,18 @@ def test_a_process_that_dies_takes_the_others_along_and_the_first_reason_is_reco
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     num_entries=st.integers(1, 70),
-    num_processes=st.integers(1, 4),
+    world_size=st.integers(1, 4),
     per_process=st.integers(1, 3),
     micro_batch_size=st.integers(1, 5),
 )
 def test_all_processes_have_equally_many_batches_whatever_the_size_of_the_data(
-    num_entries, num_processes, per_process, micro_batch_size
+    num_entries, world_size, per_process, micro_batch_size
 ):
     """No epoch ends for one process and not for the others; each is every entry once, over all of them."""
-    batch_size = num_processes * per_process * micro_batch_size
+    batch_size = world_size * per_process * micro_batch_size
     ids = np.arange(num_entries) * 3
     whole = {"seed": 0, "batch_size": batch_size, "micro_batch_size": micro_batch_size, "start_step": 0}
-    orders = [
-        iter(StreamOrder(ids, **whole, process_index=i, num_processes=num_processes))
-        for i in range(num_processes)
-    ]
+    orders = [iter(StreamOrder(ids, **whole, rank=i, world_size=world_size)) for i in range(world_size)]
     seen = []
     for _ in range(2 * num_entries // batch_size + 2):
         micro_batches = [[next(order).ids for _ in range(per_process)] for order in orders]
