@@ -8,7 +8,7 @@ written.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from data.importers import (
     STORED_AS,
     Format,
     Source,
-    contradictions,
+    contradiction,
     hflip_contradiction,
 )
 from data.latents import check_labels
 from data.manifest import LatentManifest
-from data.writer import LatentWriter
+from data.writer import NEXT, LatentWriter, check_out
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 
@@ -58,17 +58,12 @@ def main(cfg: DictConfig) -> None:
             for start, stored in tqdm(pieces(chosen, source), **bar):
                 labels = None if source.labels is None else source.labels[start : start + len(stored)]
                 writer.append(stored, labels)
-    out = request["out"]
-    print(f"{out}: {manifest.count} entries of {manifest.num_classes} classes")
-    print(
-        f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents "
-        f"data.path={out}"
-    )
+    print(f"{request['out']}: {manifest.count} entries of {manifest.num_classes} classes")
+    print(NEXT.format(out=request["out"]))
 
 
 def check_request(request: dict[str, Any]) -> Format:
-    """Check what can be checked before anything is read, and return the format with what was chosen in place
-    of assumptions.
+    """Check what can be checked before anything is read, and return the format with what was chosen.
 
     Raises:
         FileNotFoundError: the source is not there.
@@ -84,18 +79,14 @@ def check_request(request: dict[str, Any]) -> Format:
     check_not_negative("num_held_out", request["num_held_out"])
     encoder = PUBLISHED.get(request["encoder"], request["encoder"])
     if encoder not in (None, SD_VAE, SD_VAE_MSE) and request["scale"] is None:
-        raise ValueError(
-            f"encoder={encoder} may have another scale than the assumed one: give scale=NUMBER as well"
-        )
+        rule = "may have another scale than the assumed one: give scale=NUMBER as well"
+        raise ValueError(f"encoder={encoder} {rule}")
     if not Path(request["source"]).exists():
         raise FileNotFoundError(f"source={request['source']} not found")
-    if Path(request["out"]).exists():
-        raise FileExistsError(
-            f"out={request['out']} exists: move it away to write it anew, or choose another name"
-        )
-    given = {**request, "encoder": encoder}
+    check_out(request["out"])
+    given = {key: request[key] for key in ASSUMED} | {"encoder": encoder}
     return replace(
-        FORMATS[request["format"]], **{key: given[key] for key in ASSUMED if given[key] is not None}
+        FORMATS[request["format"]], **{key: value for key, value in given.items() if value is not None}
     )
 
 
@@ -108,32 +99,24 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
     if not source.count:
         raise ValueError(f"source={path} holds no entries")
     if chosen.hflip and source.at is None:
-        raise ValueError(
-            "hflip=true needs a format whose entries can be read in any order: maskdit_lmdb, repa, edm2"
-        )
+        some = "maskdit_lmdb, repa, edm2"
+        raise ValueError(f"hflip=true needs a format whose entries can be read in any order: {some}")
     if chosen.hflip and source.count % 2:
         raise ValueError(
-            f"source={path}: {source.count} entries cannot be images and as many flips: hflip=false"
+            f"source={path}: {source.count} entries are not images and as many flips: hflip=false"
         )
     half = source.count // 2 if chosen.hflip else source.count
-    if source.at is None:
-        sampled = list(islice(source.entries(), SAMPLED))
-    else:
-        ids = np.unique(np.linspace(0, half - 1, min(SAMPLED, half)).astype(int))
-        sampled = [source.at(i) for i in ids]
-    entries = _stack(sampled)
-    found = contradictions(chosen, entries)
+    ids = np.unique(np.linspace(0, half - 1, min(SAMPLED, half)).astype(int))
+    entries = _stack([source.at(i) for i in ids] if source.at else list(islice(source.entries(), SAMPLED)))
+    found, labels = contradiction(chosen, entries), source.labels
     if chosen.hflip and not found:
-        if source.labels is not None and not np.array_equal(source.labels[:half], source.labels[half:]):
-            found = ["the classes of the second half are not those of the first: hflip=false"]
+        if labels is not None and not np.array_equal(labels[:half], labels[half:]):
+            found = "the classes of the second half are not those of the first: hflip=false"
         else:
             others = _stack([source.at(half + i) for i in ids])
-            contradiction = hflip_contradiction(chosen.means(entries), chosen.means(others))
-            found = [contradiction] if contradiction else []
+            found = hflip_contradiction(chosen.means(entries), chosen.means(others))
     if found:
-        raise ValueError(
-            f"source={path}: {len(entries)} entries contradict what is assumed of them: {'; '.join(found)}"
-        )
+        raise ValueError(f"source={path}: {len(entries)} entries contradict what is assumed of them: {found}")
     return entries
 
 
@@ -150,38 +133,32 @@ def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: n
         num_classes=num_classes,
         hflip=chosen.hflip,
         num_held_out=request["num_held_out"],
-        origin={key: request[key] for key in ("format", "source")}
-        | {"assumed": {k: v for k, v in asdict(chosen).items() if k in ASSUMED}},
+        origin={
+            "format": request["format"],
+            "source": request["source"],
+            "assumed": {key: getattr(chosen, key) for key in ASSUMED},
+        },
         **{key: getattr(chosen, key) for key in ("encoder", "scale", "shift", "std", "pixel_range")},
     )
 
 
 def pieces(chosen: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first, stored latents) of a few entries at a time; flips stand beside
-    their images.
-    """
+    """Yield (number of the first, stored latents) of a few entries at a time, flips beside their images."""
     half = source.count // 2
-
-    def read() -> Iterator[np.ndarray]:
-        if not chosen.hflip:
-            yield from source.entries()
-        else:
-            yield from (np.stack([source.at(i), source.at(half + i)]) for i in range(half))
-
-    remaining, start = read(), 0
-    while taken := list(islice(remaining, ENTRIES_AT_ONCE)):
-        entries = _stack(taken)
-        stored = chosen.to_stored(entries.reshape(-1, *entries.shape[-3:])).reshape(entries.shape)
-        yield start, stored
+    entries = source.entries()
+    if chosen.hflip:
+        entries = (np.stack([source.at(i), source.at(half + i)]) for i in range(half))
+    start = 0
+    while taken := list(islice(entries, ENTRIES_AT_ONCE)):
+        piece = _stack(taken)
+        yield start, chosen.to_stored(piece.reshape(-1, *piece.shape[-3:])).reshape(piece.shape)
         start += len(taken)
 
 
 def _stack(entries: list[np.ndarray]) -> np.ndarray:
-    shapes = {entry.shape for entry in entries}
-    if len(shapes) > 1 or len(entries[0].shape) < 3:
-        raise ValueError(
-            f"entries must all be of one shape (C, H, W), found {', '.join(map(str, sorted(shapes)))}"
-        )
+    shapes = sorted({entry.shape for entry in entries})
+    if len(shapes) > 1 or len(shapes[0]) < 3:
+        raise ValueError(f"entries must all be of one shape (C, H, W), found {', '.join(map(str, shapes))}")
     return np.stack(entries)
 
 

@@ -25,9 +25,7 @@ def _write(path: str, foreground_masks: bool) -> None:
     source = load_digits()
     # Grey levels 0..16 of the source fill the bytes 0..255.
     images = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
-    conditioning_type = "segmentation" if foreground_masks else None
-    manifest = pixel_manifest(
-        images, len(images), 297, tuple(map(str, source.target_names)), conditioning_type
-    )
+    kind, classes = "segmentation" if foreground_masks else None, tuple(map(str, source.target_names))
+    manifest = pixel_manifest(images, len(images), 297, classes, kind)
     masks = images[:, 0] if foreground_masks else None
     encode_images(path, [(images, source.target, masks)], IdentityEncoder(), manifest)

@@ -3,8 +3,8 @@
     accelerate launch -m data.encode source=IMAGES out=latents/NAME
     accelerate launch -m data.encode source=IMAGES out=latents/NAME masks=MASKS conditioning_type=segmentation
 
-The images are shared out in parts. A part that is finished is kept in OUT.partial, so that the same command
-goes on where it was stopped, on any number of processes; when all are there, the first process puts them
+The ranks share the images in parts. A part that is finished is kept in OUT.partial, so that the same command
+goes on where it was stopped, on any number of processes; when all are there, the first rank puts them
 together.
 """
 
@@ -16,24 +16,24 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import hydra
 import numpy as np
 import torch
 from joblib import cpu_count
 from omegaconf import DictConfig
-from PIL import Image
 from tqdm import tqdm
 
 from builders import config as configuration
 from data.encoders import Encoder, load_encoder
-from data.images import IMAGE_ERRORS, centre_crop, open_picture, read_image
+from data.images import IMAGE_ERRORS, open_picture, read_image
 from data.latents import open_latents
-from data.listing import ImageList, MaskFiles, list_images
+from data.listing import ImageList, list_images
 from data.manifest import FILES, LatentManifest
-from data.parts import Part, PartFolder
-from data.writer import LatentWriter, lock_of
+from data.masks import MaskFiles, pool_mask, read_mask
+from data.parts import GO_ON, Part, PartFolder
+from data.writer import NEXT, LatentWriter, check_out, lock_of
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import Launch
@@ -45,8 +45,7 @@ PART_IMAGES = 256
 IMAGES_AT_ONCE = 16
 CORRUPT_SHOWN = 10
 MAX_HELD_OUT = 5000
-WITH_ALPHA = ("LA", "PA", "RGBA")
-PATIENCE = timedelta(days=30)  # processes that are done wait for the others
+PATIENCE = timedelta(days=30)  # ranks that are done wait for the others
 
 configuration.register()
 
@@ -63,7 +62,7 @@ def main(cfg: DictConfig) -> None:
         job = plan(request, encoder)
         lock = lock_of(Path(request["out"]))
         try:
-            # The first process decides for all, before anybody writes.
+            # The first rank decides for all, before anybody writes.
             todo = launch.broadcast_from_main(partial(begin, job, lock, launch))
             encode_parts(job, todo, encoder, launch)
             launch.barrier()
@@ -73,11 +72,6 @@ def main(cfg: DictConfig) -> None:
             lock.release()
 
 
-def partial_folder(request: dict[str, Any]) -> Path:
-    """Return where finished parts are kept."""
-    return Path(f"{Path(request['out'])}.partial")
-
-
 def check_request(request: dict[str, Any]) -> None:
     """Check what can be checked before anything is loaded.
 
@@ -85,7 +79,7 @@ def check_request(request: dict[str, Any]) -> None:
         FileExistsError: there is something at `out` already.
         ValueError: with the key, the value and the rule.
     """
-    check_out(request)
+    check_out(request["out"])
     check_positive("resolution", request["resolution"])
     if request["num_held_out"] is not None:
         check_not_negative("num_held_out", request["num_held_out"])
@@ -93,25 +87,8 @@ def check_request(request: dict[str, Any]) -> None:
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
 
 
-def check_out(request: dict[str, Any]) -> None:
-    """Check that nothing is where the folder is to be.
-
-    Raises:
-        FileExistsError: there is something at `out` already.
-    """
-    if Path(request["out"]).exists():
-        left = f" ({partial_folder(request)} is no longer needed)" if partial_folder(request).exists() else ""
-        raise FileExistsError(
-            f"out={request['out']} exists: move it away to write it anew, or choose another name{left}"
-        )
-
-
 def check_sources(request: dict[str, Any]) -> None:
-    """Check that what is read is there.
-
-    Raises:
-        FileNotFoundError: with the key and the value.
-    """
+    """Raise a FileNotFoundError where what is read is not there."""
     for key in ("source", "masks"):
         if request[key] is not None and not Path(request[key]).exists():
             raise FileNotFoundError(f"{key}={request[key]} not found")
@@ -140,12 +117,10 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
     """
     images = list_images(request["source"])
     masks = MaskFiles(request["masks"], images.names) if request["masks"] else None
-    resolution, count = request["resolution"], len(images.names)
+    resolution, count, num_held_out = request["resolution"], len(images.names), request["num_held_out"]
     if resolution % encoder.factor:
-        raise ValueError(
-            f"resolution={resolution} must be a multiple of {encoder.factor} for encoder={encoder.name}"
-        )
-    num_held_out = request["num_held_out"]
+        rule = f"must be a multiple of {encoder.factor} for encoder={encoder.name}"
+        raise ValueError(f"resolution={resolution} {rule}")
     manifest = LatentManifest(
         count=count,
         shape=tuple(encoder.encode(torch.zeros(1, 3, resolution, resolution, dtype=torch.uint8)).shape[1:]),
@@ -164,22 +139,21 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         conditioning_type=request["conditioning_type"] if masks else None,
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
+    digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
     about = {
-        **{key: request[key] for key in ("resolution", "hflip", "mixed_precision")},
-        **{
-            key: None if request[key] is None else str(Path(request[key]).resolve())
-            for key in ("source", "masks")
-        },
+        "resolution": resolution,
+        "hflip": request["hflip"],
+        "mixed_precision": request["mixed_precision"],
+        "source": str(Path(request["source"]).resolve()),
+        "masks": str(Path(request["masks"]).resolve()) if masks else None,
         "part_images": PART_IMAGES,
         "conditioning_type": manifest.conditioning_type,
         "encoder": encoder.name,
         "encoder_hash": encoder.weights_hash,
-        "list_of_images": f"{count} images, "
-        f"{hashlib.sha256(listed.encode(errors='surrogateescape')).hexdigest()[:16]}",
+        "list_of_images": f"{count} images, {digest[:16]}",
     }
-    return Job(
-        request, images, masks, manifest, PartFolder(partial_folder(request), about, -(-count // PART_IMAGES))
-    )
+    parts = PartFolder(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
+    return Job(request, images, masks, manifest, parts)
 
 
 def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
@@ -190,55 +164,41 @@ def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
         FileExistsError: another process has just made it.
         ValueError: the folder of parts was begun with something else, or the disk has no room.
     """
-    launch.print(
-        f"{len(job.images.names)} images of {job.images.num_classes} classes in {job.request['source']}"
-    )
-    if job.images.ignored:
-        launch.print(
-            f"{len(job.images.ignored)} files are no images and are left aside: "
-            f"{', '.join(job.images.ignored[:CORRUPT_SHOWN])}"
-        )
+    images, out = job.images, job.request["out"]
+    launch.print(f"{len(images.names)} images of {images.num_classes} classes in {job.request['source']}")
+    if images.ignored:
+        some = ", ".join(images.ignored[:CORRUPT_SHOWN])
+        launch.print(f"{len(images.ignored)} files are no images and are left aside: {some}")
     lock.acquire()
-    check_out(job.request)
+    check_out(out)
     todo = job.parts.begin()
     size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
     needed = size + size * len(todo) // job.parts.num_parts  # the parts, and what is put together from them
     free = shutil.disk_usage(job.parts.path).free
     if free < needed:
-        raise ValueError(
-            f"out={job.request['out']} needs {needed / 2**30:.1f} GiB while it is made, {free / 2**30:.1f} "
-            "are free"
-        )
+        rule = f"needs {needed / 2**30:.1f} GiB while it is made, {free / 2**30:.1f} are free"
+        raise ValueError(f"out={out} {rule}")
     return todo
 
 
 def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) -> None:
-    """Encode this process's share of the parts that are to do; the images of the next part are read
-    meanwhile.
-    """
+    """Encode this rank's share of the parts to do; the images of the next part are read meanwhile."""
     mine = todo[launch.rank :: launch.world_size]
     total, left = len(job.images.names), sum(len(job.positions(part)) for part in todo)
-    bar = {
-        "total": total,
-        "initial": total - left,
-        "desc": "encode",
-        "unit": "image",
-        "disable": not launch.is_main,
-    }
+    bar = {"total": total, "initial": total - left, "desc": "encode", "unit": "image"}
     threads = max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with ThreadPoolExecutor(threads) as pool, tqdm(**bar) as progress:
+    with ThreadPoolExecutor(threads) as pool, tqdm(**bar, disable=not launch.is_main) as progress:
+        reads = ([pool.submit(read_pair, job, position) for position in job.positions(part)] for part in mine)
         try:
-            ahead = _submit(pool, job, mine[0]) if mine else []
-            for i, number in enumerate(mine):
-                images, ahead = ahead, _submit(pool, job, mine[i + 1]) if i + 1 < len(mine) else []
+            ahead = next(reads, [])
+            for part in mine:
+                images, ahead = ahead, next(reads, [])
                 pieces = []
                 for start in range(0, len(images), IMAGES_AT_ONCE):
-                    positions = job.positions(number)[start : start + IMAGES_AT_ONCE]
-                    pieces.append(
-                        encode_batch(job, positions, images[start : start + IMAGES_AT_ONCE], encoder)
-                    )
-                    progress.update(min(len(positions) * launch.world_size, total - progress.n))
-                job.parts.write(number, Part.join(pieces))
+                    piece = slice(start, start + IMAGES_AT_ONCE)
+                    pieces.append(encode_batch(job, job.positions(part)[piece], images[piece], encoder))
+                    progress.update(min(len(images[piece]) * launch.world_size, total - progress.n))
+                job.parts.write(part, Part.join(pieces))
         except KeyboardInterrupt:
             launch.print(f"\nstopped: {job.parts.path} keeps what is done, and the same command goes on")
             raise
@@ -257,27 +217,22 @@ def encode_batch(job: Job, positions: range, images: list[Future], encoder: Enco
             # The system's own errors say nothing of the image: a disk that is gone must not look like corrupt
             # images.
             if isinstance(error, OSError) and error.errno is not None:
-                raise OSError(
-                    error.errno, f"{error.strerror}; mend this and run the same command again to go on", name
-                ) from error
+                raise OSError(error.errno, f"{error.strerror}; {GO_ON}", name) from error
             errors[position] = f"{name}: {error}".encode(errors="backslashreplace").decode()
     found = np.array([position for position, _, _ in good], dtype=np.int64)
     if not good:
         masks = np.empty((0, *manifest.shape[1:]), np.uint8) if job.masks else None
         return Part(np.empty((0, *manifest.stored_shape[1:]), np.float16), masks, found, errors)
-    pixels = torch.from_numpy(np.stack([image for _, image, _ in good])).permute(0, 3, 1, 2)
+    pixels = torch.from_numpy(np.stack([image for _, image, _ in good])).permute(0, 3, 1, 2)  # (n, 3, H, W)
     if manifest.hflip:  # a latent cannot be flipped: the flip is encoded for itself
         pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
-    latents = encoder.encode(pixels).half()
-    finite = latents.isfinite().flatten(1).all(dim=1)
+    latents = encoder.encode(pixels).half().view(len(good), *manifest.stored_shape[1:]).numpy()
+    finite = np.isfinite(latents).reshape(len(good), -1).all(axis=1)
     if not finite.all():
-        first = int((~finite).int().argmax()) // (2 if manifest.hflip else 1)
-        raise ValueError(
-            f"{job.images.names[found[first]]}: its latents are not finite in float16: wrong encoder or "
-            "weights?"
-        )
+        first = job.images.names[found[finite.argmin()]]
+        raise ValueError(f"{first}: its latents are not finite in float16: wrong encoder or weights?")
     masks = np.stack([mask for _, _, mask in good]) if job.masks else None
-    return Part(latents.view(len(good), *manifest.stored_shape[1:]).numpy(), masks, found, errors)
+    return Part(latents, masks, found, errors)
 
 
 def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -296,68 +251,40 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
     return image, pool_mask(mask, job.manifest.input_size, segmentation)
 
 
-def read_mask(file: BinaryIO, size: tuple[int, int], resolution: int, segmentation: bool) -> np.ndarray:
-    """Read the mask of an image of a size, and cut it (R, R) uint8 as the image is cut."""
-    with open_picture(file) as mask:
-        if mask.size != size:
-            raise ValueError(f"it is {mask.size}, the image is {size}: they must agree")
-        if segmentation:  # by the numbers in the file, whatever colours a palette gives them
-            classes = np.asarray(mask).reshape(size[1], size[0], -1)
-            classes = classes[..., :-1] if mask.mode in WITH_ALPHA else classes
-            return np.asarray(
-                centre_crop(Image.fromarray((classes != 0).any(axis=-1).astype(np.uint8) * 255), resolution)
-            )
-        if mask.mode not in ("L", "1"):
-            raise ValueError(
-                f"its mode is {mask.mode}, must be grey (L) with 8 bits, or conditioning_type=segmentation"
-            )
-        return np.asarray(centre_crop(mask.convert("L"), resolution))
-
-
-def pool_mask(mask: np.ndarray, size: int, segmentation: bool) -> np.ndarray:
-    """Bring a mask (R, R) uint8 to the size of the latents (H, W).
-
-    A weight becomes the mean of its cell; a segmentation covers a cell that it touches.
-    """
-    cells = mask.reshape(size, len(mask) // size, size, len(mask) // size)
-    return cells.max(axis=(1, 3)) if segmentation else np.rint(cells.mean(axis=(1, 3))).astype(np.uint8)
-
-
 def finish(job: Job, launch: Launch) -> None:
     """Put the parts together, unless images are corrupt and nobody said that they may be left out.
 
     Raises:
         ValueError: images are corrupt.
     """
-    errors = job.parts.errors(range(job.parts.num_parts))
+    errors = [*job.parts.errors(range(job.parts.num_parts)).values()]
     if errors:
-        tell_corrupt(job, [*errors.values()])
-    out, manifest = job.request["out"], _final_manifest(job, errors, launch)
-    with LatentWriter(out, manifest, partial=job.parts.path / "whole") as writer:
+        report_corrupt(job, errors)
+    out, count = job.request["out"], len(job.images.names) - len(errors)
+    origin = {
+        **job.parts.about,
+        "crop": "shrunk by box filter and bicubic, cut out of the middle, as ADM does",
+        "left_out": errors,
+        "environment": environment(launch.device),
+    }
+    num_held_out = min(job.manifest.num_held_out, count - 1)
+    manifest = replace(job.manifest, count=count, origin=origin, num_held_out=num_held_out)
+    with LatentWriter(out, manifest, partial=job.parts.path / "joined") as writer:
         for number in tqdm(range(job.parts.num_parts), desc="put together", unit="part"):
             part = job.parts.read(number)
             labels = None if job.images.labels is None else job.images.labels[part.positions]
             writer.append(part.latents, labels, part.masks)
     job.parts.remove()
     if errors:
-        launch.print(
-            f"What was left out, and why, is kept in {Path(out) / FILES['manifest']} (origin.left_out)"
-        )
-    dataset = open_latents(out, manifest.input_size, manifest.in_channels, manifest.num_classes)
-    warning = manifest.std_warning(dataset.measure()[2])
+        print(f"What was left out, and why, is kept in {Path(out) / FILES['manifest']} (origin.left_out)")
+    warning = manifest.std_warning(open_latents(out).measure()[2])
     if warning:
-        launch.print(warning)
-    launch.print(
-        f"{out}: {manifest.count} images of {manifest.num_classes} classes, {manifest.num_held_out} of them "
-        "held out"
-    )
-    launch.print(
-        f"Look at it: python -m data.report {out}\nTrain on it: accelerate launch train.py data=latents "
-        f"data.path={out}"
-    )
+        print(warning)
+    print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
+    print(NEXT.format(out=out))
 
 
-def tell_corrupt(job: Job, errors: list[str]) -> None:
+def report_corrupt(job: Job, errors: list[str]) -> None:
     """List the images that could not be read.
 
     Raises:
@@ -372,26 +299,8 @@ def tell_corrupt(job: Job, errors: list[str]) -> None:
     if not job.request["skip_corrupt"]:
         raise ValueError(
             f"{len(errors)} images are corrupt, and nothing was put together: mend them, or leave them out "
-            "with "
-            "skip_corrupt=true, and run the command again: what is encoded is kept"
+            "with skip_corrupt=true, and run the command again: what is encoded is kept"
         )
-
-
-def _final_manifest(job: Job, errors: dict[int, str], launch: Launch) -> LatentManifest:
-    origin = {
-        **job.parts.about,
-        "crop": "shrunk by box filter and bicubic, cut out of the middle, as ADM does",
-        "left_out": [*errors.values()],
-        "environment": environment(launch.device),
-    }
-    count = len(job.images.names) - len(errors)
-    return replace(
-        job.manifest, count=count, origin=origin, num_held_out=min(job.manifest.num_held_out, count - 1)
-    )
-
-
-def _submit(pool: ThreadPoolExecutor, job: Job, part: int) -> list[Future]:
-    return [pool.submit(read_pair, job, position) for position in job.positions(part)]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ PUBLISHED = {
 # depends on how much memory happens to be free. benchmarks/encoding.py measures what it takes.
 PIXELS_AT_ONCE = 8 * 256 * 256
 TIMEOUT_SEC = 10
+LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
 MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder: a run from elsewhere may bring one
 
 
@@ -58,11 +59,8 @@ class IdentityEncoder:
     """The pixels themselves, in [-1, 1]."""
 
     name, weights_hash, kind, factor, latent_channels = IDENTITY, None, "samples", 1, None
-    scale, shift, std = (
-        1.0,
-        0.0,
-        0.5,
-    )  # [EDM]: pixels of photographs in [-1, 1] have a standard deviation of about 0.5
+    scale, shift = 1.0, 0.0
+    std = 0.5  # [EDM]: pixels of photographs in [-1, 1] have a standard deviation of about 0.5
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """images (N, C, H, W) uint8 -> latents (N, C, H, W) in [-1, 1]."""
@@ -89,8 +87,7 @@ class KLEncoder:
     kind, std = "moments", 1.0  # the scale of these autoencoders is chosen to give unit variance
 
     def __init__(self, name: str, device: torch.device, bf16: bool = False, official: bool = False):
-        # A folder is remembered by its whole path: where it is looked for must not depend on where one
-        # stands.
+        # A folder is remembered by its full path, whatever the working directory is.
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
         self.device, dtype = device, torch.float16 if official else torch.bfloat16
         self.autocast = partial(torch.autocast, device.type, dtype, enabled=bf16 or official)
@@ -111,9 +108,7 @@ class KLEncoder:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """latents (N, C, H, W) -> images (N, 3, factor * H, factor * W) fp32, nominally in [-1, 1], on the
-        CPU.
-        """
+        """latents (N, C, H, W) -> images (N, 3, factor H, factor W) fp32, nominally in [-1, 1]."""
         pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
         return torch.cat([self._decode(part) for part in _slices(latents, pixels)])
 
@@ -157,22 +152,18 @@ def encoder_for(
     """
     name = encoder or manifest.encoder
     found = load_encoder(name, device, bf16, official)
-    # Converted latents do not tell the weights: there the autoencoder that the user names is taken at his
-    # word.
+    # Converted latents do not tell the weights: there the user is taken at his word.
     other_kind = (found.name == IDENTITY) != (manifest.encoder == IDENTITY)
     other_weights = manifest.encoder_hash is not None and found.weights_hash != manifest.encoder_hash
     if (other_kind or other_weights) and not allow_other:
         raise ValueError(
             f"encoder={name} has weights {found.weights_hash}, the latents are of {manifest.encoder} with "
-            "weights "
-            f"{manifest.encoder_hash}: they must be the same (sample.py and fid.py take "
-            "allow_other_encoder=true)"
+            f"weights {manifest.encoder_hash}: they must be the same "
+            "(sample.py and fid.py take allow_other_encoder=true)"
         )
     if found.latent_channels not in (None, manifest.in_channels):
-        raise ValueError(
-            f"encoder={name} has latents of {found.latent_channels} channels, these have "
-            f"{manifest.in_channels}"
-        )
+        channels = f"{found.latent_channels} channels, these have {manifest.in_channels}"
+        raise ValueError(f"encoder={name} has latents of {channels}")
     return found
 
 
@@ -184,9 +175,8 @@ def encoder_record(encoder: Encoder) -> dict[str, str | None]:
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
     """Return a hash of the values alone: it does not depend on the file or the names."""
     arrays = (tensor.detach().cpu().float().contiguous().numpy() for tensor in tensors.values())
-    return hashlib.sha256(
-        "\n".join(sorted(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)).encode()
-    ).hexdigest()
+    digests = sorted(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def to_uint8(images: torch.Tensor, official: bool = False) -> torch.Tensor:
@@ -228,9 +218,7 @@ def encode_images(
     encoder: Encoder,
     manifest: LatentManifest,
 ) -> None:
-    """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks of the latents
-    or None.
-    """
+    """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks or None."""
     with LatentWriter(path, manifest) as writer:
         for images, labels, masks in batches:
             latents = encoder.encode(torch.from_numpy(images))
@@ -249,73 +237,61 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
     if Path(name).is_absolute() and on_the_hub:
         raise ValueError(f"encoder={asked} is not there (any more): say with encoder=FOLDER where it is now")
     if on_the_hub and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        known = ", ".join([IDENTITY, *PUBLISHED])
-        raise ValueError(
-            f"encoder={asked} must be one of {known}, a folder with an autoencoder, or OWNER/NAME of one on "
-            "the hub"
-        )
+        known = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
+        raise ValueError(f"encoder={asked} must be one of {known}, or OWNER/NAME of one on the hub")
     logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
     logging.disable_progress_bar()
-    # One that lacks tensors would be filled up at random, with no more than a warning.
-    options = {"use_safetensors": True, "output_loading_info": True}
+
+    def load(**where: bool) -> torch.nn.Module:
+        options = {"use_safetensors": True, "output_loading_info": True, **where}
+        net, info = AutoencoderKL.from_pretrained(name, **options)
+        missing = info["missing_keys"]
+        if missing:  # they would be filled up at random, with no more than a warning
+            raise ValueError(f"encoder={asked} lacks {len(missing)} tensors, such as {min(missing)}")
+        return net
+
     try:
         if not on_the_hub:
             _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
-        return _whole(asked, *AutoencoderKL.from_pretrained(name, **options, local_files_only=True))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        return load(local_files_only=True)
+    except LOADING_ERRORS as error:
         if not on_the_hub:
             raise ValueError(
                 f"encoder={asked} cannot be read as an AutoencoderKL: {_first_line(error)}"
             ) from error
     try:
         _reach_the_hub()
-        return _whole(asked, *AutoencoderKL.from_pretrained(name, **options))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        return load()
+    except LOADING_ERRORS as error:
         raise ValueError(
             f"encoder={asked} is neither in the cache nor can it be downloaded ({_first_line(error)}): where "
-            "there is a "
-            f"network, `hf download {name} --local-dir FOLDER` brings it; then give encoder=FOLDER"
+            f"there is a network, `hf download {name} --local-dir FOLDER` brings it; then give encoder=FOLDER"
         ) from error
 
 
 def _check_depth(config: Any) -> None:
-    """Raise a ValueError for more blocks than an autoencoder has: they would be built before its weights are
-    looked at.
-    """
+    """Refuse more blocks than an autoencoder has: they would be built before its weights are looked at."""
     for key in ("layers_per_block", "block_out_channels"):
         value = config.get(key) if isinstance(config, dict) else None
         count = len(value) if isinstance(value, list) else value
         if isinstance(count, int) and count > MAX_BLOCKS:
-            raise ValueError(
-                f"{key} of its config.json asks for {count} blocks, must be at most {MAX_BLOCKS}"
-            )
+            raise ValueError(f"{key} of its config.json has {count} blocks, must be at most {MAX_BLOCKS}")
 
 
 def _reach_the_hub() -> None:
-    """Raise an OSError where there is no network: the libraries would find out by waiting, and give another
-    reason.
-    """
+    """Raise an OSError without a network: the libraries would wait half a minute, and give another reason."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set")
     try:
-        urllib.request.urlopen(
-            urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT_SEC
-        ).close()
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+        urllib.request.urlopen(request, timeout=TIMEOUT_SEC).close()
     except urllib.error.HTTPError:
         return  # an answer all the same
     except urllib.error.URLError as error:
         if not isinstance(error.reason, ssl.SSLError):  # of which the libraries know more
             raise OSError(f"{constants.ENDPOINT}: {error.reason}") from error
-
-
-def _whole(asked: str, net: torch.nn.Module, info: dict[str, list[str]]) -> torch.nn.Module:
-    if info["missing_keys"]:
-        raise ValueError(
-            f"encoder={asked} lacks {len(info['missing_keys'])} tensors, such as {min(info['missing_keys'])}"
-        )
-    return net
 
 
 def _first_line(error: Exception) -> str:

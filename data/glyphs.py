@@ -23,12 +23,9 @@ from data.manifest import FILES
 
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 # All that hold these, but for cmmi10: its old-style figures look like small letters, and its 0 is an o.
+STYLES = ("", "-Bold", "-Oblique", "-BoldOblique")
 FONTS = (
-    *(
-        f"DejaVu{family}{style}"
-        for family in ("Sans", "SansMono")
-        for style in ("", "-Bold", "-Oblique", "-BoldOblique")
-    ),
+    *(f"DejaVu{family}{style}" for family in ("Sans", "SansMono") for style in STYLES),
     *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
     *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
     *("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10"),
@@ -38,10 +35,8 @@ MIDDLE = 0.4  # height in capitals, from the line, of what lies in the middle of
 MAX_ANGLE, MAX_SHEAR, MAX_SHIFT = math.radians(15), 0.25, 2.0  # either way; shift in pixels
 MAX_STRETCH = (1.2, 1.12)  # of width and height, either way: a c stays smaller than a C
 MIN_CONTRAST = 0.4  # of ink to ground, which is darker
-DETAIL, MASTER_DETAIL = (
-    2,
-    4,
-)  # pixels for one of an image, in each direction: where it is turned, where it is rendered
+# Pixels for one of an image, in each direction: where it is turned, where it is rendered.
+DETAIL, MASTER_DETAIL = 2, 4
 NUM_DRAWS = 9  # for an image
 HELD_OUT_SHARE = 32  # one image of so many
 NUM_TYPICAL = 4096  # images whose pixels tell mean and standard deviation of a set of any size
@@ -65,10 +60,8 @@ def glyphs(
     for key, expected in origin.items():
         found = (dataset.manifest.origin or {}).get(key)
         if found != expected:
-            raise ValueError(
-                f"data.{key}={expected} must be {found}, as in {path}/{FILES['manifest']}: or give another "
-                "path"
-            )
+            where = f"as in {path}/{FILES['manifest']}: or give another path"
+            raise ValueError(f"data.{key}={expected} must be {found}, {where}")
     return dataset
 
 
@@ -88,9 +81,8 @@ def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarr
 def _write(path: str, origin: dict[str, int]) -> None:
     num_images, seed = origin["num_images"], origin["seed"]
     typical, _ = draw_glyphs(seed, 0, NUM_TYPICAL)
-    manifest = pixel_manifest(
-        typical, num_images, num_images // HELD_OUT_SHARE, tuple(CHARACTERS), origin=origin
-    )
+    held_out = num_images // HELD_OUT_SHARE
+    manifest = pixel_manifest(typical, num_images, held_out, tuple(CHARACTERS), origin=origin)
     encode_images(path, _batches(path, num_images, seed), IdentityEncoder(), manifest)
 
 

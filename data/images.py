@@ -1,13 +1,8 @@
-"""Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in order, never as
-a whole.
-"""
+"""Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in batches."""
 
-import lzma
 import math
-import struct
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -15,31 +10,53 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from runtime.arrays import check_size, member_size, read_header
+from runtime.arrays import ZIP_ERRORS, check_size, member_size, read_header
 from runtime.files import files_in
 from runtime.launch import ALONE, Launch
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
-# What reading a zip raises where it is damaged, or (RuntimeError) encrypted or packed in a way that is not
-# known.
-ZIP_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
-ZIP_ERRORS += (lzma.LZMAError, struct.error, IndexError, OverflowError)
 # What PIL raises beside these where an image is damaged, or absurdly large.
-IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError, TypeError, LookupError, MemoryError)
-FORMATS = (
-    "PNG",
-    "BMP",
-    "PPM",
-    "TIFF",
-    "JPEG",
-    "WEBP",
-)  # whatever a file is called: PIL runs other programs for some others
-LARGEST_MEMBER = 2**30  # of a zip of files, unpacked
-SKIPPED_AT_ONCE = 2**20
+IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError, TypeError, MemoryError)
+# Whatever a file is called: PIL runs other programs for some other formats.
+FORMATS = ("PNG", "BMP", "PPM", "TIFF", "JPEG", "WEBP")
+MAX_MEMBER_BYTES = 2**30  # of a zip of files, unpacked
 MAX_CHANNELS = 4
-LONGEST = 50  # a line of pixels would become an image of many gigabytes on the way to its square
+MAX_ASPECT = 50  # a line of pixels would become an image of many gigabytes on the way to its square
+_CHUNK = 2**20
 Batches = Iterator[tuple[int, np.ndarray]]
+
+
+class Files:
+    """The files of a folder and its subfolders, or of a zip: their names, sorted, without hidden ones.
+
+    Args:
+        key: what a message puts before the path, as `source=`.
+        kinds: what a message says that the path may be.
+    """
+
+    def __init__(self, path: Path, key: str = "", kinds: str = "a folder or a zip"):
+        self.path = path
+        try:
+            self._archive = None if path.is_dir() else zipfile.ZipFile(path)
+            names = self._archive.namelist() if self._archive else files_in(path)
+            self.names = sorted(name for name in names if not name.endswith("/") and not _is_hidden(name))
+        except ZIP_ERRORS as error:
+            raise ValueError(f"{key}{path} cannot be read as {kinds}: {error}") from error
+        self.images = [name for name in self.names if name.lower().endswith(LOSSLESS + LOSSY)]
+
+    def open(self, name: str) -> BinaryIO:
+        self.size(name)
+        return self._archive.open(name) if self._archive else (self.path / name).open("rb")
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file; raise a ValueError for a member that declares more than it can hold."""
+        if self._archive is None:
+            return (self.path / name).stat().st_size
+        size = member_size(self._archive, name)
+        if size > MAX_MEMBER_BYTES:
+            raise ValueError(f"{name} declares {size} bytes, must have at most {MAX_MEMBER_BYTES}")
+        return size
 
 
 class NpzImages:
@@ -52,43 +69,32 @@ class NpzImages:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        if not self.path.is_file():
-            raise FileNotFoundError(f"{self.path} not found")
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
                 shape, fortran_order, dtype = read_header(member)
                 size = member_size(archive, "arr_0.npy") - member.tell()
-        except (KeyError, *ZIP_ERRORS) as error:
-            raise ValueError(f"{self.path} cannot be read as an .npz with arr_0: {error}") from error
-        if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
-            raise ValueError(
-                f"{self.path}: arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255"
-            )
-        if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MAX_CHANNELS:
-            raise ValueError(
-                f"{self.path}: arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels"
-            )
-        try:
+            if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
+                raise ValueError(f"arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255")
+            if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MAX_CHANNELS:
+                raise ValueError(f"arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels")
             check_size("arr_0", shape, dtype, size)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from error
+        except FileNotFoundError:
+            raise
+        except ZIP_ERRORS as error:
+            raise ValueError(f"{self.path} cannot be read as an .npz with arr_0: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
 
     def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches:
-        """Yield (position of the first, images) of this process's batches: every world_size-th one."""
-        image_size = int(np.prod(self.shape))
+        """Yield (position of the first, images) of this rank's batches: every world_size-th one."""
+        image_size, position = math.prod(self.shape), 0
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
                 read_header(member)
-                position = 0
                 for start in range(launch.rank * batch_size, self.count, launch.world_size * batch_size):
                     _skip(member, (start - position) * image_size)
                     position = min(start + batch_size, self.count)
-                    data = member.read((position - start) * image_size)
-                    yield (
-                        start,
-                        np.frombuffer(bytearray(data), np.uint8).reshape(position - start, *self.shape),
-                    )
+                    data = bytearray(member.read((position - start) * image_size))
+                    yield start, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape)
         except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
@@ -101,58 +107,51 @@ class ImageFiles:
             images are RGB, lossless, and of one size, and stay as they are.
 
     Raises:
-        FileNotFoundError: the path is not there.
         ValueError: there are no images, or images of a lossy format, another mode or another size; the file
             is named.
     """
 
     def __init__(self, path: str | Path, resolution: int | None = None):
         self.path, self.resolution = Path(path), resolution
-        try:
-            names, self._open, _ = list_files(self.path)
-        except ZIP_ERRORS as error:
-            raise ValueError(f"{self.path} cannot be read as a folder, a zip or an .npz: {error}") from error
-        self._names = images_of(names)
+        self._files = Files(self.path, kinds="a folder, a zip or an .npz")
+        self._names, lossless = self._files.images, ", ".join(LOSSLESS)
+        if not self._names:
+            raise ValueError(f"{self.path} holds no images ({lossless})")
         lossy = [name for name in self._names if name.lower().endswith(LOSSY)]
         if lossy and not resolution:
-            lossless = ", ".join(LOSSLESS)
-            raise ValueError(
-                f"{self.path}/{lossy[0]} is of a lossy format: must be {lossless}, or be cropped "
-                "(resolution=N)"
-            )
-        if not self._names:
-            raise ValueError(f"{self.path} holds no images ({', '.join(LOSSLESS)})")
+            rule = f"must be {lossless}, or be cropped (resolution=N)"
+            raise ValueError(f"{self.path}/{lossy[0]} is of a lossy format: {rule}")
         self.count, self.shape = len(self._names), self._read(0).shape
 
     def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches:
-        """Yield (position of the first, images) of this process's batches: every world_size-th one."""
+        """Yield (position of the first, images) of this rank's batches: every world_size-th one."""
         starts = range(launch.rank * batch_size, self.count, launch.world_size * batch_size)
         with ThreadPoolExecutor() as pool:
-            ahead = None  # the batch that is read while the one before it is used
-            for start in starts:
-                images = [
-                    pool.submit(self._read_checked, i)
-                    for i in range(start, min(start + batch_size, self.count))
-                ]
-                if ahead:
-                    yield ahead[0], np.stack([image.result() for image in ahead[1]])
-                ahead = start, images
-            if ahead:
-                yield ahead[0], np.stack([image.result() for image in ahead[1]])
-
-    def _read_checked(self, i: int) -> np.ndarray:
-        image = self._read(i)
-        if image.shape != self.shape:
-            raise ValueError(
-                f"{self.path}/{self._names[i]} is {image.shape}, {self._names[0]} is {self.shape}: sizes "
-                "must agree"
+            reads = (
+                (
+                    start,
+                    [pool.submit(self._read, i) for i in range(start, min(start + batch_size, self.count))],
+                )
+                for start in starts
             )
+            ahead = next(reads, None)
+            while ahead:  # the next batch is read while this one is used
+                (start, images), ahead = ahead, next(reads, None)
+                yield (
+                    start,
+                    np.stack([self._checked(start + i, image.result()) for i, image in enumerate(images)]),
+                )
+
+    def _checked(self, i: int, image: np.ndarray) -> np.ndarray:
+        if image.shape != self.shape:
+            first = f"{self._names[0]} is {self.shape}"
+            raise ValueError(f"{self.path}/{self._names[i]} is {image.shape}, {first}: sizes must agree")
         return image
 
     def _read(self, i: int) -> np.ndarray:
         name = self._names[i]
         try:
-            with self._open(name) as file:
+            with self._files.open(name) as file:
                 return read_image(file, self.resolution)
         except IMAGE_ERRORS as error:
             raise ValueError(f"{self.path}/{name} cannot be used: {error}") from error
@@ -189,10 +188,9 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
         if image.mode[0] in "IF" or ";16" in str(image.tile) or (not resolution and image.mode != "RGB"):
             raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
         if resolution:
-            if max(image.size) > LONGEST * min(image.size):
-                raise ValueError(
-                    f"its size is {image.size}: one side must be at most {LONGEST} times the other"
-                )
+            if max(image.size) > MAX_ASPECT * min(image.size):
+                rule = f"one side must be at most {MAX_ASPECT} times the other"
+                raise ValueError(f"its size is {image.size}: {rule}")
             image = centre_crop(image.convert("RGB"), resolution)
         return np.asarray(image)
 
@@ -220,43 +218,10 @@ def centre_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def _skip(member: BinaryIO, num_bytes: int) -> None:
-    # Not by `seek`, which in newer versions of Python gives up the check of the whole.
-    while num_bytes and (chunk := member.read(min(num_bytes, SKIPPED_AT_ONCE))):
+    # Not by `seek`, which in newer versions of Python gives up the check of the contents.
+    while num_bytes and (chunk := member.read(min(num_bytes, _CHUNK))):
         num_bytes -= len(chunk)
 
 
-def list_files(path: Path) -> tuple[list[str], Callable[[str], BinaryIO], Callable[[str], int]]:
-    """Return the names of all files in a folder or a zip, sorted, and what opens one of them, and what tells
-    its size.
-
-    Hidden ones are left out.
-    """
-    if path.is_dir():
-        names = _visible(name for name in files_in(path))
-        return names, lambda name: (path / name).open("rb"), lambda name: (path / name).stat().st_size
-    archive = zipfile.ZipFile(path)
-    names = _visible(name for name in archive.namelist() if not name.endswith("/"))
-    return names, lambda name: _open_member(archive, name), lambda name: _size_of(archive, name)
-
-
-def _open_member(archive: zipfile.ZipFile, name: str) -> BinaryIO:
-    _size_of(archive, name)
-    return archive.open(name)
-
-
-def _size_of(archive: zipfile.ZipFile, name: str) -> int:
-    size = archive.getinfo(name).file_size
-    if size > LARGEST_MEMBER:
-        raise ValueError(f"{name} declares {size} bytes, must have at most {LARGEST_MEMBER}")
-    return member_size(archive, name)
-
-
-def images_of(names: list[str]) -> list[str]:
-    """Return the names of images among the names of files."""
-    return [name for name in names if name.lower().endswith(LOSSLESS + LOSSY)]
-
-
-def _visible(names: Iterator[str]) -> list[str]:
-    return sorted(
-        name for name in names if not any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
-    )
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))

@@ -1,5 +1,4 @@
-"""Latents as other codebases keep them: what each format holds, what has to be assumed about it, and what
-contradicts that.
+"""Latents as other codebases keep them: what each format holds, what is assumed of it, what contradicts that.
 
 Nothing in these files says how they were scaled, whether the second half of eight channels is a log-variance
 or a standard deviation, or whether flips are among them. So each format comes with assumptions, which
@@ -18,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from data.images import ZIP_ERRORS, list_files
+from data.images import Files
 from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MAX_CLASSES
 from data.unpickle import unpickle_array
-from runtime.arrays import parse_array, read_array
+from runtime.arrays import ZIP_ERRORS, parse_array, read_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
@@ -31,16 +30,8 @@ MOSTLY = 0.95
 TAR_END = 1024
 MAX_NOTE_BYTES = 2**16
 # What tarfile raises where an archive is damaged, or a member declares more than memory holds.
-TAR_ERRORS = (
-    tarfile.TarError,
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    OverflowError,
-    RecursionError,
-    MemoryError,
-)
+TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, LookupError)
+TAR_ERRORS += (OverflowError, RecursionError, MemoryError)
 HFLIP_MARGIN = 0.2  # of correlations: chance gives less
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
@@ -107,93 +98,71 @@ class Format:
         return stored if self.stored_as == "samples" else np.split(stored, 2, axis=1)[0]
 
     def assumptions(self) -> list[str]:
-        """Say what is assumed."""
+        """Return what is assumed, in words."""
         entry = {
             "samples": "a sample of the posterior",
             "mean_logvar": "mean, then log-variance of the posterior",
             "mean_std": "mean, then standard deviation of the posterior",
         }[self.stored_as]
-        halves = (
+        each = (
             "entry count/2 + i is the flip of entry i" if self.hflip else "each entry is an image of its own"
         )
+        applied = "were" if self.scaled else "were not"
         return [
             f"an entry is {entry} (stored_as={self.stored_as})",
-            f"scale and shift {'were' if self.scaled else 'were not'} applied to it "
-            f"(scaled={str(self.scaled).lower()})",
-            f"{halves} (hflip={str(self.hflip).lower()})",
+            f"scale and shift {applied} applied to it (scaled={str(self.scaled).lower()})",
+            f"{each} (hflip={str(self.hflip).lower()})",
             f"made by encoder={self.encoder} from pixels in {list(self.pixel_range)}; scale={self.scale}, "
             f"shift={self.shift}",
         ]
 
 
-def contradictions(chosen: Format, entries: np.ndarray) -> list[str]:
-    """Say what in a sample of entries (N, C', H, W) contradicts the assumptions."""
+def contradiction(chosen: Format, entries: np.ndarray) -> str | None:
+    """Return what in a sample of entries (N, C', H, W) contradicts the assumptions."""
     if entries.dtype.kind not in "fiu":
-        return [f"they are no numbers, but {entries.dtype}"]
+        return f"they are no numbers, but {entries.dtype}"
     if not np.isfinite(entries).all():
-        return ["there are values that are not finite"]
-    is_sample = chosen.stored_as == "samples"
-    found = _looks_like_moments(entries) if is_sample else _wrong_spread(chosen.stored_as, entries)
-    if found:
-        return found
+        return "there are values that are not finite"
+    wrong = _moments_contradiction(chosen.stored_as, entries)
+    if wrong:
+        return wrong
     seen = (chosen.means(entries) - _column(chosen.shift)) * _column(chosen.scale)  # by the network
     std, means = float(seen.std()), seen.mean(axis=(0, 2, 3))
     if not chosen.std / FAR_STD < std < chosen.std * FAR_STD:
-        other = f"scaled={str(not chosen.scaled).lower()}"
-        found.append(
-            f"the network would see a standard deviation of {std:.3g}, not {chosen.std:g}: {other}, or "
-            "another scale?"
-        )
+        other = f"scaled={str(not chosen.scaled).lower()}, or another scale?"
+        return f"the network would see a standard deviation of {std:.3g}, not {chosen.std:g}: {other}"
     far = np.flatnonzero(np.abs(means) > FAR_MEAN * chosen.std)
-    if len(far) and not found:
-        found.append(
-            f"the network would see a mean of {means[far[0]]:.3g} in channel {far[0]}, of standard deviation "
-            f"{std:.3g}: "
-            "another encoder, or another range of pixels?"
-        )
-    return found
+    if len(far):
+        where = f"a mean of {means[far[0]]:.3g} in channel {far[0]}, of standard deviation {std:.3g}"
+        return f"the network would see {where}: another encoder, or another range of pixels?"
+    return None
 
 
 def hflip_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
-    """Say what contradicts that `second` (N, C, H, W) are the flips of `first`; both are samples or
-    means.
-    """
+    """Return what contradicts that `second` (N, C, H, W) are the flips of `first`."""
     flipped, plain = _correlation(first[..., ::-1], second), _correlation(first, second)
     unrelated = _correlation(np.roll(first, 1, axis=0)[..., ::-1], second)
     if flipped > max(plain, unrelated) + HFLIP_MARGIN:
         return None
     return (
-        f"the second half is not that of flips (correlation {flipped:.2f} with flipped latents of "
-        "the first, "
+        f"the second half is not that of flips (correlation {flipped:.2f} with flipped latents of the first, "
         f"{plain:.2f} with the latents as they are, {unrelated:.2f} with others): hflip=false"
     )
 
 
-def _looks_like_moments(entries: np.ndarray) -> list[str]:
-    if entries.shape[1] % 2:
-        return []
-    spread = np.split(entries, 2, axis=1)[1]
-    if (spread >= 0).all():
-        return ["the second half of the channels is never negative: stored_as=mean_std"]
-    if (spread < 0).mean() >= MOSTLY:
-        return ["nearly all of the second half of the channels is negative: stored_as=mean_logvar"]
-    return []
-
-
-def _wrong_spread(stored_as: str, entries: np.ndarray) -> list[str]:
-    if entries.shape[1] % 2:
-        return [f"{entries.shape[1]} channels are no two halves: stored_as=samples"]
-    spread = np.split(entries, 2, axis=1)[1]
-    if stored_as == "mean_std" and (spread < 0).any():
-        return [
-            "the second half of the channels is negative in places, so no standard deviation: "
-            "stored_as=mean_logvar"
-        ]
-    if stored_as == "mean_logvar" and (spread >= 0).all():
-        return [
-            "the second half of the channels is never negative, so hardly a log-variance: stored_as=mean_std"
-        ]
-    return []
+def _moments_contradiction(stored_as: str, entries: np.ndarray) -> str | None:
+    channels = entries.shape[1]
+    if channels % 2:
+        return None if stored_as == "samples" else f"{channels} channels are no two halves: stored_as=samples"
+    negative = (np.split(entries, 2, axis=1)[1] < 0).mean()
+    half = "the second half of the channels is"
+    if stored_as != "mean_std" and not negative:
+        return f"{half} never negative, as standard deviations are: stored_as=mean_std"
+    if stored_as == "mean_std" and negative:
+        return f"{half} negative in places, so no standard deviation: stored_as=mean_logvar"
+    if stored_as == "samples" and negative >= MOSTLY:
+        return f"nearly all of {half.removesuffix(' is')} is negative: stored_as=mean_logvar"
+    return None
 
 
 def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) -> Source:
@@ -201,19 +170,19 @@ def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) ->
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if not tars:
         raise ValueError(f"source={path} holds no .tar files")
-    classes = [
-        (key, _class(data, f"{tar}: {key}.cls")) for tar in tars for key, data in _members(tar, "cls", suffix)
-    ]
-    keys, labels = [key for key, _ in classes], np.array([label for _, label in classes], dtype=np.int64)
+    keys, classes = [], []
+    for tar in tars:
+        for key, data in _members(tar, "cls", suffix):
+            keys.append(key)
+            classes.append(_class(data, f"{tar}: {key}.cls"))
+    labels = np.array(classes, dtype=np.int64)
 
     def entries() -> Iterator[np.ndarray]:
         latents = ((tar, key, data) for tar in tars for key, data in _members(tar, suffix, "cls"))
         for (tar, key, data), expected in zip(latents, keys, strict=True):
             if key != expected:
-                raise ValueError(
-                    f"{tar}: {key}.{suffix} stands where {expected}.{suffix} must be, in the order of the "
-                    "classes"
-                )
+                order = f"where {expected}.{suffix} must be, in the order of the classes"
+                raise ValueError(f"{tar}: {key}.{suffix} stands {order}")
             try:
                 yield decode(data)
             except (ValueError, EOFError) as error:
@@ -223,9 +192,7 @@ def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) ->
 
 
 def open_lmdb(path: Path) -> Source:
-    """Open the LMDB of MaskDiT: z-I are the 8 channels of float32 of entry I, y-I its class in decimal,
-    length their number.
-    """
+    """Open the LMDB of MaskDiT: `z-I` (8 channels of float32), `y-I` (the class in decimal), and `length`."""
     import lmdb
 
     try:
@@ -244,42 +211,34 @@ def open_lmdb(path: Path) -> Source:
         numbers = np.frombuffer(_value(transaction, f"z-{i}", path), dtype=np.float32)
         side = math.isqrt(len(numbers) // 8)
         if not side or len(numbers) != 8 * side * side:
-            raise ValueError(
-                f"source={path}: z-{i} has {len(numbers)} numbers, must be 8 channels of a square"
-            )
+            what = f"source={path}: z-{i} has {len(numbers)} numbers"
+            raise ValueError(f"{what}, must be 8 channels of a square")
         return numbers.reshape(8, side, side)
 
     return Source(count, labels, at)
 
 
 def open_npy_zip(path: Path) -> Source:
-    """Open a zip, or a folder, of .npy files with their labels in dataset.json, as the tools of EDM2 and REPA
-    write them.
-    """
-    try:
-        files, opener, size_of = list_files(path)
-    except ZIP_ERRORS as error:
-        raise ValueError(f"source={path} cannot be read as a folder or a zip: {error}") from error
-    names = [name for name in files if name.endswith(".npy")]
+    """Open a zip, or a folder, of .npy files and dataset.json, as the tools of EDM2 and REPA write them."""
+    files = Files(path, "source=")
+    names = [name for name in files.names if name.endswith(".npy")]
     if not names:
         raise ValueError(f"source={path} holds no .npy files")
-    if LABELS_FILE not in files:
+    if LABELS_FILE not in files.names:
         raise ValueError(f"source={path} has no {LABELS_FILE}, which tells the labels")
 
     def at(i: int) -> np.ndarray:
         try:
-            with opener(names[i]) as file:
-                return read_array(file, size_of(names[i]))
+            with files.open(names[i]) as file:
+                return read_array(file, files.size(names[i]))
         except ZIP_ERRORS as error:
             raise ValueError(f"source={path}: {names[i]} cannot be read: {error}") from error
 
-    return Source(len(names), read_labels(opener, names, path), at)
+    return Source(len(names), read_labels(files, names), at)
 
 
 class _Headers(io.FileIO):
-    """A tar of which headers alone are read: tarfile takes whatever these declare of long names and other
-    notes.
-    """
+    """A tar of which headers alone are read: tarfile takes whatever these declare of notes."""
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_NOTE_BYTES:
@@ -290,28 +249,26 @@ class _Headers(io.FileIO):
 def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]]:
     """Yield (key, content of KEY.WANTED) of each sample of a tar; each must have KEY.PARTNER as well."""
     wanted_keys, partner_keys, size = set(), set(), tar.stat().st_size
-    try:
-        with (
-            _Headers(tar) as headers,
-            tarfile.open(fileobj=headers, mode="r:") as archive,
-            tar.open("rb") as contents,
-        ):
-            for member in archive:
-                key, _, suffix = member.name.rpartition("/")[2].partition(".")
-                if suffix == wanted and member.isreg():
-                    if member.issparse() or member.offset_data + member.size > size:
-                        raise ValueError(f"{member.name} declares {member.size} bytes, more than are there")
-                    wanted_keys.add(key)
-                    contents.seek(member.offset_data)
-                    yield key, contents.read(member.size)
-                elif suffix == partner:
-                    partner_keys.add(key)
-                archive.members = []  # or they pile up
-    except TAR_ERRORS as error:
-        raise ValueError(f"{tar} is damaged: {error}") from error
-    with tar.open("rb") as file:
-        file.seek(-min(TAR_END, tar.stat().st_size), io.SEEK_END)
-        if any(file.read()):
+    with _Headers(tar) as headers, tar.open("rb") as contents:
+        try:
+            with tarfile.open(fileobj=headers, mode="r:") as archive:
+                for member in archive:
+                    key, _, suffix = member.name.rpartition("/")[2].partition(".")
+                    if suffix == partner:
+                        partner_keys.add(key)
+                    elif suffix == wanted and member.isreg():
+                        if member.issparse() or member.offset_data + member.size > size:
+                            raise ValueError(
+                                f"{member.name} declares {member.size} bytes, more than are there"
+                            )
+                        wanted_keys.add(key)
+                        contents.seek(member.offset_data)
+                        yield key, contents.read(member.size)
+                    archive.members = []  # or they pile up
+        except TAR_ERRORS as error:
+            raise ValueError(f"{tar} is damaged: {error}") from error
+        contents.seek(max(0, size - TAR_END))
+        if any(contents.read()):
             raise ValueError(f"{tar} is cut off: an archive ends with {TAR_END} zeros")
     lonely = sorted(wanted_keys ^ partner_keys)
     if lonely or not wanted_keys:

@@ -1,7 +1,7 @@
 """The latent folder, opened: memory-mapped latents or posterior moments, labels, and masks, read by index.
 
 The format is written down in data/README.md. What a network sees is z = (latent - shift) * scale, applied
-once, from the manifest alone; moments (mean and log-variance of a Gaussian posterior) are sampled anew each
+once, from the manifest alone; moments (mean and log-variance of a Gaussian posterior) are sampled again each
 time.
 
 Shapes: N samples, C channels, H = W.
@@ -39,13 +39,8 @@ class LatentDataset:
         masks: np.ndarray | None = None,
         encoder: str | None = None,
     ):
-        self.stored, self.labels, self.masks, self.manifest, self.encoder = (
-            stored,
-            labels,
-            masks,
-            manifest,
-            encoder,
-        )
+        self.stored, self.labels, self.masks = stored, labels, masks
+        self.manifest, self.encoder = manifest, encoder
         order = np.random.default_rng(HELD_OUT_SEED).permutation(manifest.count)
         self.held_out_ids = np.sort(order[: manifest.num_held_out])
         self.train_ids = np.sort(order[manifest.num_held_out :])
@@ -68,23 +63,20 @@ class LatentDataset:
         masks = torch.from_numpy(_read_in_order(self.masks, ids))
         if flipped is not None:
             masks = torch.where(torch.from_numpy(flipped).bool()[:, None, None], masks.flip(-1), masks)
-        return (
-            (masks > 0).float() if self.manifest.conditioning_type == "segmentation" else masks.float() / 255
-        )
+        is_segmentation = self.manifest.conditioning_type == "segmentation"
+        return (masks > 0).float() if is_segmentation else masks.float() / 255
 
-    def spread_ids(self, most: int) -> np.ndarray:
+    def spread_ids(self, max_count: int) -> np.ndarray:
         """Return entries from all over the folder, each once."""
-        return np.unique(np.linspace(0, self.manifest.count - 1, most).astype(int))
+        return np.unique(np.linspace(0, self.manifest.count - 1, max_count).astype(int))
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return mean (C,) and standard deviation (C,) of what a network sees, and that of all channels; on
-        some entries.
+        """Return mean (C,) and standard deviation (C,) of what a network sees, and that of all channels.
+
+        They are measured on at most MEASURED_ENTRIES.
         """
-        ids = self.spread_ids(MEASURED_ENTRIES)
-        generator, (total, squares) = (
-            torch.Generator().manual_seed(0),
-            torch.zeros(2, self.manifest.in_channels).double(),
-        )
+        ids, generator = self.spread_ids(MEASURED_ENTRIES), torch.Generator().manual_seed(0)
+        total, squares = torch.zeros(2, self.manifest.in_channels).double()
         for part in np.array_split(ids, -(-len(ids) // ENTRIES_AT_ONCE)):
             latents = self.manifest.to_latents(self.read(part)[0], generator).double()
             total += latents.sum(dim=(0, 2, 3))
@@ -95,11 +87,9 @@ class LatentDataset:
         return means, (powers - means.square()).clamp(min=0).sqrt(), std
 
     def __getstate__(self) -> dict[str, Any]:
-        # A memory map would be pickled as the whole array; a worker process opens the file instead.
-        files = {
-            key: Path(value.filename) for key, value in self.__dict__.items() if isinstance(value, np.memmap)
-        }
-        return {**self.__dict__, **files}
+        # A memory map would be pickled with all its numbers; a worker process opens the file instead.
+        maps = {key: value for key, value in self.__dict__.items() if isinstance(value, np.memmap)}
+        return {**self.__dict__, **{key: Path(value.filename) for key, value in maps.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         files = {key: value for key, value in state.items() if isinstance(value, Path)}
@@ -107,13 +97,8 @@ class LatentDataset:
         self.__dict__.update({**state, **opened})
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest, and a fingerprint that runs on the same data share: of manifest, labels and
-        some entries.
-        """
-        manifest = {
-            **asdict(self.manifest),
-            "origin": None,
-        }  # how the same latents came about does not matter
+        """Return the manifest, and a fingerprint of it, of the labels and of some entries."""
+        manifest = {**asdict(self.manifest), "origin": None}  # however the same latents came about
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
@@ -125,9 +110,13 @@ class LatentDataset:
 
 
 def open_latents(
-    path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None
+    path: str | Path,
+    input_size: int | None = None,
+    in_channels: int | None = None,
+    num_classes: int | None = None,
+    encoder: str | None = None,
 ) -> LatentDataset:
-    """Open a latent folder and check it against what the run expects.
+    """Open a latent folder and check it against what the run expects; None for whatever is there.
 
     Args:
         encoder: where the encoder is found that draws pictures, if not where the manifest says.
@@ -137,28 +126,25 @@ def open_latents(
         ValueError: a file is truncated, contradicts the manifest, or holds another shape, count or class than
             expected.
     """
-    manifest = read_manifest(path)
+    manifest, folder = read_manifest(path), Path(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
-    folder = Path(path)
-    stored = _open_array(folder / FILES["latents"], manifest.dtype, manifest.stored_shape)
-    labels = None
-    if num_classes:
-        labels = np.array(_open_array(folder / FILES["labels"], "int64", (manifest.count,)))
-        check_labels(labels, num_classes, folder / FILES["labels"])
-    masks = None
-    if manifest.conditioning_type:
-        masks = _open_array(folder / FILES["masks"], "uint8", (manifest.count, *manifest.shape[1:]))
-    return LatentDataset(stored, labels, manifest, masks, encoder)
+    arrays = {
+        key: _open_array(folder / FILES[key], dtype, shape)
+        for key, (dtype, shape) in manifest.arrays().items()
+    }
+    labels = arrays.get("labels")
+    if labels is not None:
+        labels = np.array(labels)
+        check_labels(labels, manifest.num_classes, folder / FILES["labels"])
+    return LatentDataset(arrays["latents"], labels, manifest, arrays.get("masks"), encoder)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, file: Path, first: int = 0) -> None:
     """Raise a ValueError unless all labels, those of entries `first` and following, are classes."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        raise ValueError(
-            f"{file}: label {labels[wrong[0]]} at position {first + wrong[0]} must be in [0, "
-            f"{num_classes - 1}]"
-        )
+        where = f"label {labels[wrong[0]]} at position {first + wrong[0]}"
+        raise ValueError(f"{file}: {where} must be in [0, {num_classes - 1}]")
 
 
 def _read_in_order(array: np.ndarray, ids: np.ndarray, flipped: np.ndarray | None = None) -> np.ndarray:
@@ -171,7 +157,7 @@ def _read_in_order(array: np.ndarray, ids: np.ndarray, flipped: np.ndarray | Non
 
 def _open_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: the latent folder is not whole")
+        raise FileNotFoundError(f"{file} is missing: the latent folder is not complete")
     try:
         with file.open("rb") as opened:
             found_shape, _, found_dtype = read_header(opened)

@@ -1,13 +1,11 @@
-"""What a latent folder holds and what it means: one file that explains the arrays beside it. data/README.md
-has the table.
-"""
+"""What a latent folder holds and what it means; data/README.md has the table."""
 
 import json
 import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -77,85 +75,61 @@ class LatentManifest:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
-        self._check_arrays()
-        self._check_meaning()
+        self._check("format_version", self.format_version == FORMAT_VERSION, f"{FORMAT_VERSION}")
+        self._check("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}")
+        self._check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        self._check("count", _is_count(self.count), "greater than 0")
+        shape = self.shape
+        is_square = len(shape) == 3 and shape[1] == shape[2] and all(map(_is_count, shape))
+        self._check("shape", is_square, "(channels, size, size)")
+        self._check("shape", math.prod(shape) <= MAX_NUMBERS, f"of at most {MAX_NUMBERS} numbers")
+        is_even = self.kind != "moments" or shape[0] % 2 == 0
+        self._check("shape", is_even, "of an even number of channels for kind=moments")
+        is_part = isinstance(self.num_held_out, int) and 0 <= self.num_held_out < self.count
+        self._check("num_held_out", is_part, f"in [0, {self.count - 1}], of count={self.count}")
+        self._check("hflip", isinstance(self.hflip, bool), "true or false")
+        is_known = self.conditioning_type in CONDITIONING_TYPES
+        self._check("conditioning_type", is_known, "null, mask or segmentation")
+        self._check("encoder", isinstance(self.encoder, str), "a name")
+        self._check("encoder_hash", isinstance(self.encoder_hash, str | None), "a hash or null")
+        is_size = self.resolution is None or _is_count(self.resolution)
+        self._check("resolution", is_size, "greater than 0, or null")
+        self._check_classes()
+        self._check_scale()
+        self._check_checksums()
 
-    def _check_arrays(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind} must be one of {', '.join(KINDS)}")
-        if self.format_version != FORMAT_VERSION:
-            raise ValueError(f"format_version={self.format_version} must be {FORMAT_VERSION}")
-        if (
-            len(self.shape) != 3
-            or self.shape[1] != self.shape[2]
-            or not all(_is_count(n) for n in self.shape)
-        ):
-            raise ValueError(f"shape={tuple(self.shape)} must be (channels, size, size)")
-        if math.prod(self.shape) > MAX_NUMBERS:
-            raise ValueError(f"shape={tuple(self.shape)} must be of at most {MAX_NUMBERS} numbers")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype} must be one of {', '.join(DTYPES)}")
-        if self.kind == "moments" and self.shape[0] % 2:
-            raise ValueError(
-                f"shape={tuple(self.shape)} must have an even number of channels for kind=moments"
-            )
-        if (
-            not _is_count(self.count)
-            or not isinstance(self.num_held_out, int)
-            or not 0 <= self.num_held_out < self.count
-        ):
-            raise ValueError(
-                f"num_held_out={self.num_held_out} must be in [0, {self.count - 1}], of count={self.count}"
-            )
-        if not isinstance(self.hflip, bool):
-            raise ValueError(f"hflip={self.hflip!r} must be true or false")
-        if self.conditioning_type not in CONDITIONING_TYPES:
-            raise ValueError(f"conditioning_type={self.conditioning_type} must be null, mask or segmentation")
-        if not _is_count(self.block_bytes) or self.block_bytes > MAX_BLOCK_BYTES:
-            raise ValueError(
-                f"block_bytes={self.block_bytes} must be greater than 0, and at most {MAX_BLOCK_BYTES}"
-            )
-        if self.checksums is not None and not all(
-            isinstance(hashes, list) for hashes in self.checksums.values()
-        ):
-            raise ValueError("checksums must be null, or a list of hashes for each file")
-        outside = [name for name in self.checksums or () if name == ".." or Path(name).name != name]
-        if outside:
-            raise ValueError(f"checksums are of {outside[0]!r}, must be of files in the folder itself")
+    def _check_classes(self) -> None:
+        is_bounded = isinstance(self.num_classes, int) and 0 <= self.num_classes <= MAX_CLASSES
+        self._check("num_classes", is_bounded, f"in [0, {MAX_CLASSES}]")
+        if self.class_names is not None and len(self.class_names) != self.num_classes:
+            rule = f"must be num_classes={self.num_classes}"
+            raise ValueError(f"class_names has {len(self.class_names)} names, {rule}")
 
-    def _check_meaning(self) -> None:
-        if not isinstance(self.encoder, str) or not isinstance(self.encoder_hash, str | None):
-            raise ValueError(
-                f"encoder={self.encoder!r} must be a name, encoder_hash={self.encoder_hash!r} a hash or null"
-            )
-        if self.resolution is not None and not _is_count(self.resolution):
-            raise ValueError(f"resolution={self.resolution!r} must be greater than 0, or null")
-        for key in ("scale", "shift"):
+    def _check_scale(self) -> None:
+        for key, rule in (("scale", "a number other than 0"), ("shift", "a number")):
             value = getattr(self, key)
             numbers = value if isinstance(value, tuple) else (value,)
-            if len(numbers) not in (1, self.in_channels) or not all(
-                _is_number(n) and (n or key != "scale") for n in numbers
-            ):
-                zero = ", other than 0" if key == "scale" else ""
-                raise ValueError(
-                    f"{key}={value!r} must be a number{zero}, or one for each of {self.in_channels} channels"
-                )
-        if (
-            len(self.pixel_range) != 2
-            or not all(map(_is_number, self.pixel_range))
-            or self.pixel_range[0] == self.pixel_range[1]
-        ):
-            raise ValueError(
-                f"pixel_range={self.pixel_range} must be two numbers: what black is, and what white is"
-            )
-        if self.std is not None and not (_is_number(self.std) and self.std > 0):
-            raise ValueError(f"std={self.std!r} must be a number greater than 0, or null")
-        if not isinstance(self.num_classes, int) or not 0 <= self.num_classes <= MAX_CLASSES:
-            raise ValueError(f"num_classes={self.num_classes!r} must be in [0, {MAX_CLASSES}]")
-        if self.class_names is not None and len(self.class_names) != self.num_classes:
-            raise ValueError(
-                f"class_names has {len(self.class_names)} names, must be num_classes={self.num_classes}"
-            )
+            is_good = all(_is_number(n) and (n or key == "shift") for n in numbers)
+            is_good = is_good and len(numbers) in (1, self.in_channels)
+            self._check(key, is_good, f"{rule}, or one for each of {self.in_channels} channels")
+        is_pair = len(self.pixel_range) == 2 and all(map(_is_number, self.pixel_range))
+        is_range = is_pair and self.pixel_range[0] != self.pixel_range[1]
+        self._check("pixel_range", is_range, "two numbers: what black is, and what white is")
+        is_std = self.std is None or (_is_number(self.std) and self.std > 0)
+        self._check("std", is_std, "a number greater than 0, or null")
+
+    def _check_checksums(self) -> None:
+        is_bounded = _is_count(self.block_bytes) and self.block_bytes <= MAX_BLOCK_BYTES
+        self._check("block_bytes", is_bounded, f"greater than 0, at most {MAX_BLOCK_BYTES}")
+        for name, hashes in (self.checksums or {}).items():
+            if not isinstance(hashes, list):
+                raise ValueError(f"checksums of {name!r} must be a list of hashes")
+            if name == ".." or Path(name).name != name:
+                raise ValueError(f"checksums are of {name!r}, must be of files in the folder itself")
+
+    def _check(self, key: str, is_kept: bool, rule: str) -> None:
+        if not is_kept:
+            raise ValueError(f"{key}={getattr(self, key)!r} must be {rule}")
 
     @property
     def in_channels(self) -> int:
@@ -170,10 +144,17 @@ class LatentManifest:
         """Shape of the array of latents: (count, C, H, W), or (count, 2, C, H, W) with hflip."""
         return (self.count, *((2,) if self.hflip else ()), *self.shape)
 
+    def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return type and shape of each array beside the manifest, by its key in FILES."""
+        found = {"latents": (self.dtype, self.stored_shape)}
+        if self.num_classes:
+            found["labels"] = ("int64", (self.count,))
+        if self.conditioning_type:
+            found["masks"] = ("uint8", (self.count, *self.shape[1:]))
+        return found
+
     def to_latents(self, stored: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Turn stored latents (N, C', H, W) into what a network sees, (N, C, H, W) in fp32; moments are
-        sampled.
-        """
+        """Turn stored latents (N, C', H, W) into what a network sees, (N, C, H, W) fp32; sample moments."""
         stored = stored.float()
         if self.kind == "moments":
             mean, logvar = stored.chunk(2, dim=1)
@@ -190,34 +171,24 @@ class LatentManifest:
         """Undo scale and shift: what the encoder's decoder takes."""
         return latents / _column(self.scale, latents.device) + _column(self.shift, latents.device)
 
-    def check_sizes(self, path: str, *, input_size: int, in_channels: int, num_classes: int) -> None:
-        """Raise a ValueError unless a run that expects these sizes can use what lies at a path."""
-        for key, expected in (
-            ("input_size", input_size),
-            ("in_channels", in_channels),
-            ("num_classes", num_classes),
-        ):
-            if getattr(self, key) != expected:
-                raise ValueError(
-                    f"data.{key}={expected} must be {getattr(self, key)}, as in {path}/{FILES['manifest']}"
-                )
+    def check_sizes(self, path: str, **expected: int | None) -> None:
+        """Raise a ValueError unless a run that expects these sizes (None: any) can use this."""
+        for key, size in expected.items():
+            if size is not None and getattr(self, key) != size:
+                told = f"as in {path}/{FILES['manifest']}"
+                raise ValueError(f"data.{key}={size} must be {getattr(self, key)}, {told}")
 
     def std_warning(self, std: torch.Tensor) -> str | None:
-        """Say so where the standard deviation of what the network sees is far from the promised one."""
+        """Return a warning where what the network sees is far from the standard deviation promised."""
         if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
             return None
+        fitting = "another scale"
+        if std:
+            factors = self.scale if isinstance(self.scale, tuple) else (self.scale,)
+            fitting = "scale " + ", ".join(f"{factor * self.std / std:.4g}" for factor in factors)
         return (
             f"warning: what the network sees has a standard deviation of {std:.3g}, the manifest promises "
-            f"{self.std:g}. "
-            f"If these are the right latents, {self._fitting(std)} in manifest.json keeps the promise"
-        )
-
-    def _fitting(self, std: float) -> str:
-        factors = self.scale if isinstance(self.scale, tuple) else (self.scale,)
-        return (
-            "scale " + ", ".join(f"{factor * self.std / std:.4g}" for factor in factors)
-            if std
-            else "another scale"
+            f"{self.std:g}. If these are the right latents, {fitting} in manifest.json keeps the promise"
         )
 
     def _normalise(self, raw: torch.Tensor) -> torch.Tensor:
@@ -234,26 +205,21 @@ def read_manifest(path: str | Path) -> LatentManifest:
     file = Path(path) / FILES["manifest"]
     if not file.is_file():
         raise FileNotFoundError(
-            f"data.path={path} must be a latent folder, but {file} is not there: "
-            "`python -m data.encode` makes one of images, `python -m data.convert` of other formats "
-            "(data/README.md)"
+            f"data.path={path} must be a latent folder, but {file} is not there: `python -m data.encode` "
+            "makes one of images, `python -m data.convert` of other formats (data/README.md)"
         )
-    try:
-        with file.open("rb") as opened:
-            text = read_bounded(opened, MAX_JSON_BYTES)
-    except ValueError as error:
-        raise ValueError(f"{file} is not a latent manifest: {error}") from error
-    return parse_manifest(text, str(file))
+    with file.open("rb") as opened:
+        return load_manifest(opened, str(file))
 
 
-def parse_manifest(text: bytes, name: str) -> LatentManifest:
-    """Read a manifest from the content of its file.
+def load_manifest(file: BinaryIO, name: str) -> LatentManifest:
+    """Read a manifest from an open file.
 
     Raises:
         ValueError: it is none; the name says which.
     """
     try:
-        fields = parse_json(text)
+        fields = parse_json(read_bounded(file, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not a latent manifest: {error}") from error
     return manifest_from(fields, name)
@@ -287,7 +253,5 @@ def _is_count(value: Any) -> bool:
 
 @lru_cache
 def _column(value: Numbers, device: torch.device) -> float | torch.Tensor:
-    """Return numbers in a form that meets (N, C, H, W); kept, since copying them to a device would make it
-    wait.
-    """
+    """Return numbers that broadcast to (N, C, H, W); cached, since a copy to the device would wait for it."""
     return torch.tensor(value, device=device).view(-1, 1, 1) if isinstance(value, tuple) else value

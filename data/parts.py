@@ -6,7 +6,6 @@ file lacks nothing.
 """
 
 import errno
-import json
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -17,16 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from data.images import ZIP_ERRORS
-from runtime.arrays import read_member
-from runtime.files import atomic_write
+from runtime.arrays import ZIP_ERRORS, read_member
+from runtime.files import atomic_write, read_json, write_json
+
+GO_ON = "mend this and run the same command again to go on"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Latents (n, [2,] C, H, W), masks (n, H, W) or None, and the positions of their images; errors by
-    position.
-    """
+    """Latents (n, [2,] C, H, W), masks (n, H, W) or None, positions of their images; errors by position."""
 
     latents: np.ndarray
     masks: np.ndarray | None
@@ -36,10 +34,9 @@ class Part:
     @staticmethod
     def join(pieces: list["Part"]) -> "Part":
         """Put pieces together."""
+        latents = np.concatenate([piece.latents for piece in pieces])
         masks = None if pieces[0].masks is None else np.concatenate([piece.masks for piece in pieces])
-        latents, positions = (
-            np.concatenate([getattr(piece, key) for piece in pieces]) for key in ("latents", "positions")
-        )
+        positions = np.concatenate([piece.positions for piece in pieces])
         errors = {position: error for piece in pieces for position, error in piece.errors.items()}
         return Part(latents, masks, positions, errors)
 
@@ -63,33 +60,27 @@ class PartFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / "about.json"
         if not file.exists():
-            with _replacing(file) as partial:
-                partial.write_text(json.dumps(self.about, indent=2))
-        begun = _read_json(file)
+            with _advising():
+                write_json(file, self.about)
+        begun = _read_object(file)
         changes = [
-            f"{key}: {begun.get(key)} -> {value}"
-            for key, value in self.about.items()
-            if begun.get(key) != value
+            f"{key}: {begun.get(key)} -> {new}" for key, new in self.about.items() if begun.get(key) != new
         ]
         if changes:
-            raise ValueError(
-                f"{self.path} was begun with something else ({'; '.join(changes)}): go on with that, or "
-                "remove it"
-            )
-        there = {file.name for file in self.path.iterdir()}
-        done = [
-            self._file(i).name in there and self._errors(i).name not in there for i in range(self.num_parts)
-        ]
-        return [i for i in range(self.num_parts) if not done[i]]
+            what = f"{self.path} was begun with something else ({'; '.join(changes)})"
+            raise ValueError(f"{what}: go on with that, or remove it")
+        done = {file.stem for file in self.path.glob("*.npz")}
+        corrupt = {file.name.partition(".")[0] for file in self.path.glob("*.errors.json")}
+        return [i for i in range(self.num_parts) if f"{i:07d}" not in done - corrupt]
 
     def write(self, i: int, part: Part) -> None:
-        """Write a part, whole or not at all."""
-        if part.errors:
-            with _replacing(self._errors(i)) as partial:
-                partial.write_text(json.dumps(part.errors))
-        with _replacing(self._file(i)) as partial:
-            masks = {} if part.masks is None else {"masks": part.masks}
-            np.savez(partial, latents=part.latents, positions=part.positions, **masks)
+        """Write a part, completely or not at all."""
+        masks = {} if part.masks is None else {"masks": part.masks}
+        with _advising():
+            if part.errors:
+                write_json(self._errors(i), part.errors)
+            with atomic_write(self._file(i)) as partial:
+                np.savez(partial, latents=part.latents, positions=part.positions, **masks)
         if not part.errors:
             self._errors(i).unlink(missing_ok=True)
 
@@ -103,27 +94,20 @@ class PartFolder:
         try:
             with zipfile.ZipFile(file) as archive:
                 masks = read_member(archive, "masks") if "masks.npy" in archive.namelist() else None
-                return Part(
-                    read_member(archive, "latents"),
-                    masks,
-                    read_member(archive, "positions"),
-                    self.errors([i]),
-                )
-        except (KeyError, *ZIP_ERRORS) as error:
-            if isinstance(error, OSError) and error.errno not in (
-                None,
-                errno.EINVAL,
-            ):  # a place before the start is damage
+                latents, positions = read_member(archive, "latents"), read_member(archive, "positions")
+        except ZIP_ERRORS as error:
+            # A place before the start of the file is damage, other errors of the system are not.
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                 raise
             file.unlink()
             raise ValueError(
                 f"{file} was damaged ({error}) and is removed: run the same command again"
             ) from error
+        return Part(latents, masks, positions, self.errors([i]))
 
     def errors(self, parts: list[int] | range) -> dict[int, str]:
         """Return the images that could not be read, by position, and why."""
-        files = [self._errors(i) for i in parts]
-        found = [_read_json(file) for file in files if file.exists()]
+        found = [_read_object(self._errors(i)) for i in parts if self._errors(i).exists()]
         return {int(position): error for errors in found for position, error in errors.items()}
 
     def remove(self) -> None:
@@ -137,22 +121,19 @@ class PartFolder:
         return self.path / f"{i:07d}.errors.json"
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged ({error}): remove {file.parent} and start anew") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is damaged (no object): remove {file.parent} and start anew")
+        found = read_json(file, file.stat().st_size)
+        if not isinstance(found, dict):
+            raise ValueError(f"{file} is damaged, it is no object")
+    except ValueError as error:
+        raise ValueError(f"{error}: remove {file.parent} and start again") from error
     return found
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
+def _advising() -> Iterator[None]:
     try:
-        with atomic_write(file) as partial:
-            yield partial
+        yield
     except OSError as error:
-        raise OSError(
-            error.errno, f"{error.strerror}; mend this and run the same command again to go on", str(file)
-        ) from error
+        raise OSError(error.errno, f"{error.strerror}; {GO_ON}", error.filename) from error

@@ -29,8 +29,7 @@ T = TypeVar("T")
 
 
 def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
-    """Return what `use` makes of an open file in a folder or at an address, tried from its start ATTEMPTS
-    times.
+    """Return what `use` makes of an open file in a folder or at an address; try ATTEMPTS times.
 
     Raises:
         ValueError: the address is not one of those above, s3fs is missing, or `use` finds the file damaged.
@@ -55,13 +54,12 @@ def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
 
 
 def _is_address(path: str) -> bool:
-    """Tell an address from a folder; raise ValueError for an address that is not offered."""
+    """Return whether a path is an address; raise a ValueError for one that is not allowed."""
     if not re.match(LIKE_ADDRESS, path):
         return False
     if not re.fullmatch(ADDRESS, path):
-        raise ValueError(
-            f"data.path={path} must be a folder, or an address http://, https:// or s3:// of plain signs"
-        )
+        rule = "must be a folder, or an address http://, https:// or s3:// of plain signs"
+        raise ValueError(f"data.path={path} {rule}")
     if path.startswith("s3:") and not find_spec("s3fs"):
         raise ValueError(f"data.path={path} needs s3fs: pip install s3fs")
     return True
@@ -75,7 +73,7 @@ def _open(path: str, name: str) -> BinaryIO:
 
 
 class _Stream(RawIOBase):
-    """A file on a server, from its start to its end: asked for once, and never whole in memory."""
+    """A file on a server, from its start to its end: asked for once, never all of it in memory."""
 
     def __init__(self, server: Any, url: str):
         from fsspec.asyn import sync
@@ -123,15 +121,12 @@ def _http() -> Any:
 
 @cache
 def _trace() -> Any:
-    """Return what checks whereto a server leads; one object, by which fsspec knows the connections that it
-    keeps.
-    """
+    """Return the check of redirects; one object, by which fsspec knows the connections that it keeps."""
     import aiohttp
 
     async def check(session: Any, context: Any, redirect: Any) -> None:
-        to = redirect.response.headers.get("Location") or redirect.response.headers.get(
-            "URI", ""
-        )  # as aiohttp does
+        headers = redirect.response.headers
+        to = headers.get("Location") or headers.get("URI", "")  # as aiohttp does
         hosts = redirect.url.host, redirect.url.join(type(redirect.url)(to)).host
         await asyncio.to_thread(servers.check_redirect, *hosts)
 
@@ -169,24 +164,17 @@ def _kind(error: Exception) -> type[Exception]:
     status = getattr(error, "status", None)  # of HTTP
     if isinstance(error, FileNotFoundError) or status == 404:
         return FileNotFoundError
-    if (
-        isinstance(error, PermissionError)
-        or status in (401, 403)
-        or type(error).__name__ == "NoCredentialsError"
-    ):
+    is_unknown = type(error).__name__ == "NoCredentialsError"
+    if isinstance(error, PermissionError) or status in (401, 403) or is_unknown:
         return PermissionError
     return ValueError if isinstance(error, DAMAGED) and not isinstance(error, OSError) else OSError
 
 
 def _reason(error: Any) -> str:
     """Return in one line what happened."""
-    status = getattr(
-        error, "status", None
-    )  # the text of aiohttp repeats the address, of a redirect with its signature
+    # The text of aiohttp repeats the address, of a redirect with its signature.
+    status = getattr(error, "status", None)
     text = f"{status} {error.message}" if status else getattr(error, "strerror", None) or str(error)
-    late = (
-        f"no answer in {servers.ANSWER_SEC:.0f} s"
-        if isinstance(error, TimeoutError)
-        else type(error).__name__
-    )
+    is_late = isinstance(error, TimeoutError)
+    late = f"no answer in {servers.ANSWER_SEC:.0f} s" if is_late else type(error).__name__
     return " ".join((text or str(error.__cause__ or "") or late).split())

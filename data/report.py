@@ -1,12 +1,10 @@
-"""Show what a latent folder holds: images of each class, mean and spread of the latents, and a sheet of
-decoded images.
+"""Show what a latent folder holds: images of each class, spread of the latents, and a sheet of pictures.
 
 python -m data.report latents/NAME
 python -m data.report latents/NAME --encoder FOLDER --out sheet.png
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ import torch
 
 from data.encoders import encoder_for, image_decoder
 from data.latents import MEASURED_ENTRIES, LatentDataset, open_latents
-from data.manifest import read_manifest
+from runtime.config import run_main, user_mistakes
 from runtime.machine import start_process
 
 CLASSES_SHOWN = 10
@@ -24,7 +22,7 @@ DARKENED = 0.75
 
 
 def describe(dataset: LatentDataset) -> list[str]:
-    """Say in a few lines what the manifest says."""
+    """Return a few lines of what the manifest says."""
     m = dataset.manifest
     scale = f"scale {_short(m.scale)}, shift {_short(m.shift)}"
     size = f"{m.resolution}x{m.resolution} pixels as " if m.resolution else ""
@@ -37,59 +35,48 @@ def describe(dataset: LatentDataset) -> list[str]:
 
 
 def count_classes(dataset: LatentDataset) -> list[str]:
-    """Say how many entries each class has: all of few classes, the ends of many."""
+    """Return how many entries each class has: all of few classes, the ends of many."""
     if dataset.labels is None:
         return ["classes    none"]
-    manifest = dataset.manifest
-    counts = np.bincount(dataset.labels, minlength=manifest.num_classes)
-    order = np.argsort(-counts, kind="stable")
-    lines = [
-        f"classes    {len(counts)}, with {counts.min()} to {counts.max()} entries, median "
-        f"{np.median(counts):g}"
-    ]
-    shown = (
-        order if len(order) <= 2 * CLASSES_SHOWN else [*order[:CLASSES_SHOWN], None, *order[-CLASSES_SHOWN:]]
-    )
-    lines += [
-        "             ..." if i is None else f"{counts[i]:12}  {_class_name(dataset, i)}" for i in shown
-    ]
+    counts = np.bincount(dataset.labels, minlength=dataset.manifest.num_classes)
+    spread = f"with {counts.min()} to {counts.max()} entries, median {np.median(counts):g}"
+    rows = [f"{counts[i]:12}  {_class_name(dataset, i)}" for i in np.argsort(-counts, kind="stable")]
+    if len(rows) > 2 * CLASSES_SHOWN:
+        rows[CLASSES_SHOWN:-CLASSES_SHOWN] = ["             ..."]
     empty = int((counts == 0).sum())
-    return lines + ([f"warning: {empty} classes have no entries"] if empty else [])
+    warnings = [f"warning: {empty} classes have no entries"] if empty else []
+    return [f"classes    {len(counts)}, {spread}", *rows, *warnings]
 
 
 def measure(dataset: LatentDataset) -> list[str]:
-    """Say what mean and standard deviation the network sees, by channel, and what was promised."""
+    """Return what mean and standard deviation the network sees, by channel, and what was promised."""
     manifest = dataset.manifest
     means, stds, std = dataset.measure()
     promise = "nothing is promised" if manifest.std is None else f"promised: {manifest.std:g}"
-    lines = [f"the network sees (measured on at most {MEASURED_ENTRIES} entries):"]
-    lines += [f"    std {std:.4f} over all channels ({promise})"]
-    shown = list(zip(means.tolist(), stds.tolist(), strict=True))
-    lines += [
-        f"    channel {channel}: mean {mean:+.4f}, std {s:.4f}" for channel, (mean, s) in enumerate(shown)
+    lines = [
+        f"the network sees (measured on at most {MEASURED_ENTRIES} entries):",
+        f"    std {std:.4f} over all channels ({promise})",
     ]
+    for channel, (mean, channel_std) in enumerate(zip(means.tolist(), stds.tolist(), strict=True)):
+        lines.append(f"    channel {channel}: mean {mean:+.4f}, std {channel_std:.4f}")
     warning = manifest.std_warning(std)
-    return lines + ([warning] if warning else [])
+    return [*lines, warning] if warning else lines
 
 
 def describe_masks(dataset: LatentDataset) -> list[str]:
-    """Say how much the masks weigh."""
+    """Return how much the masks weigh."""
     if dataset.masks is None:
         return ["masks      none"]
     masks = dataset.read_masks(dataset.spread_ids(MEASURED_ENTRIES))
     empty = float((masks.flatten(1).max(dim=1).values == 0).float().mean())
-    return [
-        f"masks      {dataset.manifest.conditioning_type}, mean weight {masks.mean():.3f}, {empty:.1%} "
-        "without any weight"
-    ]
+    weights = f"mean weight {masks.mean():.3f}, {empty:.1%} without any weight"
+    return [f"masks      {dataset.manifest.conditioning_type}, {weights}"]
 
 
 def draw_sheet(
     dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None, title: str
 ) -> None:
-    """Decode entries from all over the data set into one picture, each with its class, and its flip
-    beside it.
-    """
+    """Decode entries from all over the data set into one picture, each with its class and its flip."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -105,32 +92,23 @@ def draw_sheet(
     images = decode(manifest.to_means(stored))
     masks = None if dataset.masks is None else dataset.read_masks(ids, flipped).numpy()
     rows = -(-len(ids) // SHEET_COLUMNS)
-    figure, axes = plt.subplots(
-        rows, SHEET_COLUMNS, figsize=(1.7 * SHEET_COLUMNS, 1.95 * rows), layout="constrained", squeeze=False
-    )
+    size = (1.7 * SHEET_COLUMNS, 1.95 * rows)
+    figure, axes = plt.subplots(rows, SHEET_COLUMNS, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for i, (axis, image) in enumerate(zip(axes.flat, images, strict=False)):
         name = "" if labels is None else _class_name(dataset, int(labels[i]))
         caption = "flip" if flipped is not None and flipped[i] else f"{ids[i]}  {name}"
-        axis.set_title(
-            caption if len(caption) <= NAME_LENGTH else f"{caption[: NAME_LENGTH - 1]}…", fontsize=8
-        )
+        short = caption if len(caption) <= NAME_LENGTH else f"{caption[: NAME_LENGTH - 1]}…"
+        axis.set_title(short, fontsize=8)
         axis.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=255)
         if masks is not None:  # what weighs nothing is darkened
             extent = (-0.5, image.shape[1] - 0.5, image.shape[0] - 0.5, -0.5)
-            axis.imshow(
-                np.zeros_like(masks[i]),
-                cmap="gray",
-                vmin=0,
-                vmax=1,
-                alpha=DARKENED * (1 - masks[i]),
-                extent=extent,
-            )
+            alpha = DARKENED * (1 - masks[i])
+            axis.imshow(np.zeros_like(masks[i]), cmap="gray", vmin=0, vmax=1, alpha=alpha, extent=extent)
     darkened = "; darkened: what the masks weigh down" if masks is not None else ""
-    figure.suptitle(
-        f"{title}: {len(chosen)} of {manifest.count} entries, decoded (entry, class{darkened})", fontsize=10
-    )
+    shown = f"{len(chosen)} of {manifest.count} entries, decoded (entry, class{darkened})"
+    figure.suptitle(f"{title}: {shown}", fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -157,17 +135,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the picture; default: PATH_report.png, beside the folder")
     arguments = parser.parse_args()
     path, launch = arguments.path, start_process(tf32=False)
-    file = arguments.out or path.resolve().with_name(f"{path.resolve().name}_report.png")
-    try:
-        manifest = read_manifest(path)
-        dataset = open_latents(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
+    name = path.resolve().name
+    file = arguments.out or path.resolve().with_name(f"{name}_report.png")
+    with user_mistakes():
+        dataset = open_latents(path)
         print("\n".join([f"folder     {path}", *describe(dataset), *count_classes(dataset)]))
         print("\n".join([*describe_masks(dataset), *measure(dataset)]))
-        draw_sheet(dataset, file, launch.device, arguments.encoder, path.resolve().name)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        draw_sheet(dataset, file, launch.device, arguments.encoder, name)
     print(f"picture    {file}")
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -1,9 +1,8 @@
-"""WebDataset shards: a latent folder in pieces, on a disk or a server. data.make_shards writes them; format:
-data/README.md.
+"""WebDataset shards: a latent folder in pieces, on a disk or a server, as data.make_shards writes them.
 
-Each process reads shards of its own, a few at a time, and shuffles what it has read. Which, and in which
-order, follows from (seed, epoch) and the number of processes, so that a resumed run goes on at the shard and
-the sample where it stopped.
+Each rank reads shards of its own, a few at a time, and shuffles what it has read. Which, and in which order,
+follows from (seed, epoch) and the world size, so that a resumed run goes on at the shard and the sample where
+it stopped. data/README.md states the format.
 """
 
 import hashlib
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import lru_cache, partial
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from data.latents import check_labels
-from data.manifest import FILES, LatentManifest, parse_manifest
+from data.manifest import FILES, LatentManifest, load_manifest
 from data.remote import read_file
 from data.stream import MicroBatch
 from runtime.arrays import MAX_HEADER_BYTES, parse_array
@@ -58,19 +58,16 @@ class ShardDataset:
     ):
         self.url, self.manifest, self.encoder = url.rstrip("/"), manifest, encoder
         self.names, self.counts = list(shards), np.array(list(shards.values()))
-        self._fingerprint = hashlib.sha256(
-            json.dumps([{**asdict(manifest), "origin": None}, shards, held_out], sort_keys=True).encode()
-        ).hexdigest()
+        about = [{**asdict(manifest), "origin": None}, shards, held_out]
+        self._fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         parts = [self.read_shard(name, count) for name, count in held_out.items()]
         self.held_out_ids = np.arange(sum(held_out.values()))
-        self._latents = (
-            np.concatenate([latents[:, 0] if manifest.hflip else latents for latents, _ in parts])
-            if parts
-            else None
-        )
-        self._labels = (
-            np.concatenate([labels for _, labels in parts]) if parts and manifest.num_classes else None
-        )
+        self._latents = self._labels = None
+        if parts:
+            latents = np.concatenate([latents for latents, _ in parts])
+            self._latents = latents[:, 0] if manifest.hflip else latents
+        if parts and manifest.num_classes:
+            self._labels = np.concatenate([labels for _, labels in parts])
 
     def read(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stored latents (N, C', H, W) and labels (N,) of held-out entries."""
@@ -78,14 +75,9 @@ class ShardDataset:
         return torch.from_numpy(self._latents[ids]), labels
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest, a fingerprint of it and of the list of shards, and what is to be known of
-        streams.
-        """
-        return {
-            "fingerprint": self._fingerprint,
-            "manifest": {**asdict(self.manifest), "checksums": None},
-            "note": NOTE,
-        }
+        """Return the manifest, a fingerprint of it and of the list of shards, and what is exempt."""
+        manifest = {**asdict(self.manifest), "checksums": None}
+        return {"fingerprint": self._fingerprint, "manifest": manifest, "note": NOTE}
 
     def read_shard(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return latents (count, [2,] C, H, W) and labels (count,) of a shard.
@@ -103,10 +95,8 @@ class ShardDataset:
         for sample in _samples(stream, math.prod(shape) * dtype.itemsize + MAX_HEADER_BYTES):
             array = parse_array(sample["latents.npy"])
             if len(latents) == count or array.shape != shape or array.dtype != dtype:
-                raise ValueError(
-                    f"entry {len(latents)} is {array.dtype} {array.shape}, must be {dtype} {shape}, {count} "
-                    "of them"
-                )
+                rule = f"must be {dtype} {shape}, {count} of them"
+                raise ValueError(f"entry {len(latents)} is {array.dtype} {array.shape}, {rule}")
             latents.append(array)
             labels.append(int(sample["cls"]) if manifest.num_classes else 0)
         if len(latents) != count:
@@ -118,78 +108,75 @@ class ShardDataset:
 
 
 class _PerSample:
-    """A stream that ends in an error where a sample takes more bytes: tarfile takes whatever headers declare
-    of long names.
-    """
+    """A stream that fails where a sample takes more bytes: tarfile takes all that headers declare."""
 
-    def __init__(self, stream: BinaryIO, most_bytes: int):
-        self.stream, self.most_bytes, self.left = stream, most_bytes, most_bytes
+    def __init__(self, stream: BinaryIO, max_bytes: int):
+        self.stream, self.max_bytes, self.left = stream, max_bytes, max_bytes
 
     def read(self, size: int) -> bytes:
         data = self.stream.read(size)
         self.left -= len(data)
         if self.left < 0:
-            raise ValueError(f"a sample takes more than {self.most_bytes} bytes")
+            raise ValueError(f"a sample takes more than {self.max_bytes} bytes")
         return data
 
 
-def _samples(stream: BinaryIO, most_bytes: int) -> Iterator[dict[str, bytes]]:
-    """Yield the content of the files of each sample, by what follows its key; a tar that is packed is
-    refused.
-    """
-    bounded = _PerSample(stream, most_bytes + MAX_OVERHEAD_BYTES)
+def _samples(stream: BinaryIO, max_bytes: int) -> Iterator[dict[str, bytes]]:
+    """Yield the contents of the files of each sample, by what follows its key; refuse a compressed tar."""
+    bounded = _PerSample(stream, max_bytes + MAX_OVERHEAD_BYTES)
     with tarfile.open(fileobj=bounded, mode="r|") as archive:
         for _, members in groupby(archive, key=lambda member: member.name.partition(".")[0]):
             sample = {}
             for member in members:
-                if not member.isreg() or member.issparse() or member.size > most_bytes:
-                    raise ValueError(
-                        f"{member.name} declares {member.size} bytes, must be a file of at most {most_bytes}"
-                    )
+                if not member.isreg() or member.issparse() or member.size > max_bytes:
+                    rule = f"must be a file of at most {max_bytes}"
+                    raise ValueError(f"{member.name} declares {member.size} bytes, {rule}")
                 sample[member.name.partition(".")[2]] = archive.extractfile(member).read()
             archive.members = []  # or they pile up
-            bounded.left = bounded.most_bytes
+            bounded.left = bounded.max_bytes
             yield sample
 
 
 def open_shards(
-    path: str, input_size: int, in_channels: int, num_classes: int, encoder: str | None = None
+    path: str,
+    input_size: int | None = None,
+    in_channels: int | None = None,
+    num_classes: int | None = None,
+    encoder: str | None = None,
 ) -> ShardDataset:
-    """Open shards at a path or URL and check them against what the run expects.
+    """Open shards at a path or URL and check them against what the run expects; None for whatever is there.
 
     Args:
         encoder: where the encoder is found that draws pictures, if not where the manifest says.
 
     Raises:
         OSError: the manifest, the list of shards or a held-out shard is not there or cannot be read.
-        ValueError: the address is none that is offered, what is there is damaged, or the run expects other
-            data.
+        ValueError: the address is not allowed, what is there is damaged, or the run expects other data.
     """
     manifest = read_shard_manifest(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
+    shards = _list_of_shards(path)
+    if sum(shards.values()) != manifest.count:
+        lists = f"{path}/{SHARDS_FILE} lists {sum(shards.values())} entries"
+        raise ValueError(f"{lists}, the manifest promises {manifest.count}")
+    train = {name: count for name, count in shards.items() if name.startswith("train")}
+    held_out = {name: count for name, count in shards.items() if name not in train}
+    return ShardDataset(path, manifest, train, held_out, encoder)
+
+
+def _list_of_shards(path: str) -> dict[str, int]:
+    file = f"{path}/{SHARDS_FILE}"
     try:
         shards = parse_json(_fetch(path, SHARDS_FILE))
         # Names are put after the path: one with a colon or a slash could lead anywhere.
-        named = r"(train|held_out)-\d+\.tar"
-        wrong = [
-            name for name, n in shards.items() if not re.fullmatch(named, name) or type(n) is not int or n < 1
-        ]
+        is_name = re.compile(r"(train|held_out)-\d+\.tar").fullmatch
+        wrong = [name for name, n in shards.items() if not is_name(name) or type(n) is not int or n < 1]
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}/{SHARDS_FILE} is damaged: {error}") from error
+        raise ValueError(f"{file} is damaged: {error}") from error
     if wrong or not shards:
-        raise ValueError(
-            f"{path}/{SHARDS_FILE} must list shards train-N.tar and held_out-N.tar: "
-            f"{(wrong or ['nothing'])[0]}"
-        )
-    if sum(shards.values()) != manifest.count:
-        raise ValueError(
-            f"{path}/{SHARDS_FILE} lists {sum(shards.values())} entries, the manifest promises "
-            f"{manifest.count}"
-        )
-    parts = [
-        {name: n for name, n in shards.items() if name.startswith(kind)} for kind in ("train", "held_out")
-    ]
-    return ShardDataset(path, manifest, *parts, encoder)
+        rule = "must list shards train-N.tar and held_out-N.tar"
+        raise ValueError(f"{file} {rule}: {(wrong or ['nothing'])[0]}")
+    return shards
 
 
 @lru_cache
@@ -198,9 +185,10 @@ def read_shard_manifest(path: str) -> LatentManifest:
 
     Raises:
         OSError: there is none, or it cannot be read.
-        ValueError: the address is none that is offered, or the manifest is damaged.
+        ValueError: the address is not allowed, or the manifest is damaged.
     """
-    return parse_manifest(_fetch(path, FILES["manifest"]), f"{path}/{FILES['manifest']}")
+    data = _fetch(path, FILES["manifest"])
+    return load_manifest(BytesIO(data), f"{path}/{FILES['manifest']}")
 
 
 def _fetch(path: str, name: str) -> bytes:
@@ -211,11 +199,11 @@ def _fetch(path: str, name: str) -> bytes:
 
 
 class ShardStream:
-    """Yield the micro-batches of one process from `start_step` on, for ever.
+    """Yield the micro-batches of one rank from `start_step` on, for ever.
 
-    In epoch e the shards are permuted by a draw from (seed, e), process p takes every world_size-th of
-    them from p on, and shuffles each group of a few by a draw from (seed, e, shards). Its entries follow each
-    other without end, so that all processes have batches of one size for ever.
+    In epoch e the shards are permuted by a draw from (seed, e), rank r takes every world_size-th of them from
+    r on, and shuffles each group of a few by a draw from (seed, e, shards). Its entries follow each other
+    without end, so that all ranks have batches of one size for ever.
     """
 
     def __init__(
@@ -231,9 +219,8 @@ class ShardStream:
         pin_memory: bool,
     ):
         if len(dataset.names) < world_size:
-            raise ValueError(
-                f"data.path={dataset.url} has {len(dataset.names)} shards, fewer than {world_size} processes"
-            )
+            what = f"data.path={dataset.url} has {len(dataset.names)} shards"
+            raise ValueError(f"{what}, fewer than {world_size} processes")
         self.dataset, self.seed, self.pin_memory = dataset, seed, pin_memory
         self.rank, self.world_size = rank, world_size
         self.micro_batch_size = micro_batch_size
@@ -279,20 +266,17 @@ class ShardStream:
                 yield group
 
     def _read_group(self, epoch: int, shards: list[int], skip: int) -> tuple[np.ndarray, ...]:
-        """Return the latents (N, C', H, W) and labels (N,), if any, of a group of shards, shuffled."""
-        rng = np.random.default_rng([self.seed, epoch, GROUP_DRAWS, *shards])
-        parts = [self._read_one_of_two(i, rng) for i in shards]
+        """Return the latents (N, C', H, W), each an image or its flip, and labels (N,), if any, shuffled."""
+        rng, parts = np.random.default_rng([self.seed, epoch, GROUP_DRAWS, *shards]), []
+        for shard in shards:
+            count = int(self.dataset.counts[shard])
+            latents, labels = self.dataset.read_shard(self.dataset.names[shard], count)
+            if self.dataset.manifest.hflip:
+                latents = latents[np.arange(count), rng.integers(2, size=count)]
+            parts.append((latents,) if labels is None else (latents, labels))
         arrays = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
         order = rng.permutation(len(arrays[0]))[skip:]
         return tuple(array[order] for array in arrays)
-
-    def _read_one_of_two(self, shard: int, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """Return the latents of a shard, each image or its flip, and its labels if any."""
-        count = int(self.dataset.counts[shard])
-        latents, labels = self.dataset.read_shard(self.dataset.names[shard], count)
-        if self.dataset.manifest.hflip:
-            latents = latents[np.arange(count), rng.integers(2, size=count)]
-        return (latents,) if labels is None else (latents, labels)
 
     def shards_at_start(self) -> str:
         """Name the shards that the first entry may come from."""
@@ -309,17 +293,15 @@ class ShardStream:
 def shards_by_step(
     dataset: ShardDataset, seed: int, batch_size: int, micro_batch_size: int, world_size: int
 ) -> Callable[[int], list[str]]:
-    """Return a function that names, for each sample of the batch after so many steps, the shards that it may
-    come from.
-    """
+    """Return a function that names, for each sample of the batch of a step, the shards it may come from."""
 
     def names(step: int) -> list[str]:
         sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "pin_memory": False}
         streams = [
-            ShardStream(dataset, step, seed=seed, **sizes, rank=i, world_size=world_size)
-            for i in range(world_size)
+            ShardStream(dataset, step, seed=seed, **sizes, rank=rank, world_size=world_size)
+            for rank in range(world_size)
         ]
-        of_processes = [stream.shards_at_start() for stream in streams]
-        return [of_processes[i // micro_batch_size % world_size] for i in range(batch_size)]
+        of_ranks = [stream.shards_at_start() for stream in streams]
+        return [of_ranks[i // micro_batch_size % world_size] for i in range(batch_size)]
 
     return names

@@ -14,11 +14,11 @@ from data.latents import LatentDataset
 HELD_OUT_DRAWS = 1_000_000_000
 HFLIP_DRAWS = 1_000_000_001  # no epoch
 COVERAGE_ENTRIES = 1024
+TokenMask = Callable[[torch.Tensor], torch.Tensor]  # masks (N, H, W) -> the tokens (N, T) that they touch
 
 
 class MicroBatch(NamedTuple):
-    """What one forward takes: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if they are
-    used.
+    """What one forward takes: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if used.
 
     `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step; 0
     where nobody asked for it.
@@ -31,9 +31,7 @@ class MicroBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Entries of one micro-batch, which of them are flipped (None without hflip), and the entries of its
-    whole step.
-    """
+    """Entries of one micro-batch, which are flipped (None without hflip), and the entries of all its step."""
 
     ids: np.ndarray
     flipped: np.ndarray | None
@@ -41,10 +39,10 @@ class Draw(NamedTuple):
 
 
 class StreamOrder:
-    """Yield the entries of each micro-batch of one process from `start_step` on, for ever.
+    """Yield the entries of each micro-batch of one rank from `start_step` on, for ever.
 
     Position p of the stream is entry p mod n of permutation p // n, where permutation e is drawn from (seed,
-    e). Step s takes positions s * batch_size and following; micro-batch m of a step belongs to process m mod
+    e). Step s takes positions s * batch_size and following; micro-batch m of a step belongs to rank m mod
     world_size. Whether a position is flipped is drawn from (seed, step).
     """
 
@@ -76,9 +74,7 @@ class StreamOrder:
             step += 1
 
     def batch(self, step: int) -> np.ndarray:
-        """Return the entries (batch_size,) of the batch after `step` steps, in the order of its
-        micro-batches.
-        """
+        """Return the entries (batch_size,) of the batch after `step` steps, micro-batch by micro-batch."""
         return self.entries(step * self.batch_size + np.arange(self.batch_size))
 
     def entries(self, positions: np.ndarray) -> np.ndarray:
@@ -98,18 +94,13 @@ class StreamOrder:
 
 
 class _Reader(Dataset):
-    def __init__(
-        self,
-        dataset: LatentDataset,
-        with_masks: bool,
-        token_mask: Callable[[torch.Tensor], torch.Tensor] | None,
-    ):
+    def __init__(self, dataset: LatentDataset, with_masks: bool, token_mask: TokenMask | None):
         self.dataset, self.with_masks, self.token_mask = dataset, with_masks, token_mask
         self.counted, self.num_forced = np.empty(0), 0
 
     def __getitem__(self, draw: Draw) -> MicroBatch:
         masks = self.dataset.read_masks(draw.ids, draw.flipped) if self.with_masks else None
-        # Every rank counts over the whole step, and so they agree without asking each other. A flip has as
+        # Every rank counts over all the step, and so they agree without asking each other. A flip has as
         # many.
         if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
             num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
@@ -129,13 +120,13 @@ def stream(
     num_workers: int,
     pin_memory: bool,
     with_masks: bool = False,
-    token_mask: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    token_mask: TokenMask | None = None,
 ) -> DataLoader:
-    """Return the `MicroBatch`es of one process, read ahead by `num_workers` processes.
+    """Return the `MicroBatch`es of one rank, read ahead by `num_workers` processes.
 
     Args:
         with_masks: read the masks.
-        token_mask: turns masks (N, H, W) into the tokens (N, T) that they touch; None leaves those uncounted.
+        token_mask: None leaves the tokens that masks touch uncounted.
     """
     order = StreamOrder(
         dataset.train_ids,
@@ -148,12 +139,10 @@ def stream(
         hflip=dataset.manifest.hflip,
     )
     reader = _Reader(dataset, with_masks, token_mask)
-    options = {
-        "num_workers": num_workers,
-        "pin_memory": pin_memory,
-        "worker_init_fn": _leave_signals_to_the_run,
-    }
-    return DataLoader(reader, batch_size=None, sampler=order, **options)
+    options = {"num_workers": num_workers, "pin_memory": pin_memory}
+    return DataLoader(
+        reader, batch_size=None, sampler=order, worker_init_fn=_leave_signals_to_the_run, **options
+    )
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
@@ -163,24 +152,18 @@ def _leave_signals_to_the_run(worker: int) -> None:
 
 
 def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Callable[[int], list[int]]:
-    """Return a function that names the entries of the batch after so many steps, in the order of its
-    micro-batches.
-    """
-    whole = {"micro_batch_size": batch_size, "start_step": 0, "rank": 0, "world_size": 1}
-    order = StreamOrder(dataset.train_ids, seed=seed, batch_size=batch_size, **whole)
+    """Return a function that names the entries of the batch after so many steps, in their order."""
+    alone = {"micro_batch_size": batch_size, "start_step": 0, "rank": 0, "world_size": 1}
+    order = StreamOrder(dataset.train_ids, seed=seed, batch_size=batch_size, **alone)
     return lambda step: order.batch(step).tolist()
 
 
-def count_forced(
-    dataset: LatentDataset, ids: np.ndarray, token_mask: Callable[[torch.Tensor], torch.Tensor]
-) -> np.ndarray:
+def count_forced(dataset: LatentDataset, ids: np.ndarray, token_mask: TokenMask) -> np.ndarray:
     """Return how many tokens (N,) the masks of entries `ids` force to stay."""
     return token_mask(dataset.read_masks(ids)).sum(dim=1).numpy()
 
 
-def mask_coverage(
-    dataset: LatentDataset, token_mask: Callable[[torch.Tensor], torch.Tensor], batch_size: int
-) -> float:
+def mask_coverage(dataset: LatentDataset, token_mask: TokenMask, batch_size: int) -> float:
     """Estimate the fraction of tokens that the largest mask of a batch touches, as a mean over batches."""
     ids = dataset.train_ids[:: 1 + len(dataset.train_ids) // COVERAGE_ENTRIES]
     touched = token_mask(dataset.read_masks(ids)).float().mean(dim=1).numpy()
@@ -195,8 +178,9 @@ def held_out_batches(
     world_size: int,
     with_masks: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-    """Yield (batch index, latents, labels, masks) of this process's share of the held-out entries, the same
-    in every run.
+    """Yield (batch index, latents, labels, masks) of this rank's share of the held-out entries.
+
+    They are the same in every run.
     """
     starts = range(0, len(dataset.held_out_ids), batch_size)
     for index in range(rank, len(starts), world_size):

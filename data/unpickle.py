@@ -15,47 +15,17 @@ import numpy as np
 
 MAX_INSTRUCTIONS = 300  # an array has about fifty
 # What pickles of arrays of numbers consist of, in protocols 0 to 5.
-INSTRUCTIONS = {
-    *(
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "GLOBAL",
-        "STACK_GLOBAL",
-        "REDUCE",
-        "BUILD",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-    ),
-    *(
-        "INT",
-        "LONG",
-        "LONG1",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "UNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "STRING",
-    ),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINSTRING", "SHORT_BINSTRING"),
-    *("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE"),
-    *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET"),
-}
+NAMES_OF_INSTRUCTIONS = """
+    PROTO FRAME STOP MARK GLOBAL STACK_GLOBAL REDUCE BUILD NONE NEWTRUE NEWFALSE
+    INT LONG LONG1 BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE STRING
+    BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 BINSTRING SHORT_BINSTRING
+    TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_TUPLE
+    PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET
+"""
+INSTRUCTIONS = frozenset(NAMES_OF_INSTRUCTIONS.split())
 # What damaged bytes may raise is written down nowhere; pickle's documentation names the first and "others".
-ERRORS = (
-    pickle.UnpicklingError,
-    ValueError,
-    TypeError,
-    LookupError,
-    EOFError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
-)
+ERRORS = (pickle.UnpicklingError, ValueError, TypeError, LookupError, EOFError)
+ERRORS += (AttributeError, OverflowError, MemoryError)
 
 
 def unpickle_array(data: bytes) -> np.ndarray:
@@ -79,11 +49,8 @@ def _check_instructions(data: bytes) -> None:
     for count, (instruction, argument, _) in enumerate(pickletools.genops(data)):
         if instruction.name not in INSTRUCTIONS:
             raise ValueError(f"{instruction.name} is no part of it")
-        is_place = instruction.name in (
-            "PUT",
-            "BINPUT",
-            "LONG_BINPUT",
-        )  # memory is set aside for all places before it
+        # Memory is set aside for all places before one.
+        is_place = instruction.name in ("PUT", "BINPUT", "LONG_BINPUT")
         if count > MAX_INSTRUCTIONS or (is_place and int(argument) > MAX_INSTRUCTIONS):
             raise ValueError(f"it has more than {MAX_INSTRUCTIONS} instructions")
 
@@ -109,9 +76,8 @@ class _PickledArray:
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, number_type, fortran_order, data = state
-        self.array = np.frombuffer(data, number_type.dtype).reshape(
-            shape, order="F" if fortran_order else "C"
-        )
+        order = "F" if fortran_order else "C"
+        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order=order)
 
 
 class _BufferedArray:

@@ -5,7 +5,6 @@ python -m data.verify latents/NAME
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from data.latents import open_latents
 from data.manifest import FILES, LatentManifest, read_manifest
 from data.shards import SHARDS_FILE, open_shards
 from data.writer import hash_block
+from runtime.config import run_main, user_mistakes
 
 HEADER_BYTES = 128  # of the .npy files that data.LatentWriter writes
 
@@ -50,25 +50,23 @@ def _damage(path: Path, manifest: LatentManifest, name: str, block: int, expecte
     if found == expected:
         return None
     end = start + manifest.block_bytes
-    entries = _entries(manifest, name, start, end)
-    return f"{file}: block {block} (bytes {start} to {end}{entries}) is not what was written"
+    where = f"bytes {start} to {end}{_entries(manifest, name, start, end)}"
+    return f"{file}: block {block} ({where}) is not what was written"
 
 
 def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
-    """Say which entries lie in a range of bytes of a file."""
-    rows = {
-        FILES["latents"]: np.dtype(manifest.dtype).itemsize * math.prod(manifest.stored_shape[1:]),
-        FILES["labels"]: 8,
-        FILES["masks"]: math.prod(manifest.shape[1:]),
-    }
-    if name not in rows:
+    """Return which entries lie in a range of bytes of a file."""
+    arrays = {FILES[key]: array for key, array in manifest.arrays().items()}
+    if name not in arrays:
         return ""
-    first, last = (max(0, byte - HEADER_BYTES) // rows[name] for byte in (start, end - 1))
+    dtype, shape = arrays[name]
+    entry_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
+    first, last = (max(0, byte - HEADER_BYTES) // entry_bytes for byte in (start, end - 1))
     return f", entries {first} to {min(manifest.count - 1, last)}"
 
 
 def main() -> None:
-    """Check a folder and say which blocks are bad."""
+    """Check a folder and name the blocks that are bad."""
     parser = argparse.ArgumentParser(
         prog="python -m data.verify",
         description=__doc__,
@@ -76,35 +74,36 @@ def main() -> None:
     )
     parser.add_argument("path", type=Path, metavar="PATH")
     path = parser.parse_args().path
-    try:
-        manifest = read_manifest(path)
-        found = []
-        total = sum(len(digests) for digests in (manifest.checksums or {}).values())
-        for damage in tqdm(damages(path, manifest), total=total, desc="verify", unit="block"):
-            if damage:
-                found.append(damage)
-                tqdm.write(damage)
-        if found:
-            sys.exit(
-                f"error: {path}: {len(found)} of {total} blocks are damaged: make them anew, or bring them "
-                "from a copy"
-            )
-        held = {
-            file.name
-            for file in path.iterdir()
-            if file.suffix in (".npy", ".tar") or file.name == SHARDS_FILE
-        }
-        unknown = held - (manifest.checksums or {}).keys()
-        if unknown:
-            raise ValueError(
-                f"{path / min(unknown)} has no checksums in the manifest: nobody can tell whether it is whole"
-            )
-        opener = open_shards if (path / SHARDS_FILE).exists() else open_latents
-        opener(str(path), manifest.input_size, manifest.in_channels, manifest.num_classes)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    print(f"{path}: all {total} blocks are as they were written")
+    with user_mistakes():
+        num_blocks = verify(path)
+    print(f"{path}: all {num_blocks} blocks are as they were written")
+
+
+def verify(path: Path) -> int:
+    """Check a folder, print what is damaged, and return the number of its blocks.
+
+    Raises:
+        ValueError: it is damaged, or nobody can tell.
+    """
+    manifest, found = read_manifest(path), []
+    total = sum(len(digests) for digests in (manifest.checksums or {}).values())
+    for damage in tqdm(damages(path, manifest), total=total, desc="verify", unit="block"):
+        if damage:
+            found.append(damage)
+            tqdm.write(damage)
+    if found:
+        what = f"{len(found)} of {total} blocks are damaged"
+        raise ValueError(f"{path}: {what}: make them again, or bring them from a copy")
+    arrays = {file.name for file in path.iterdir() if file.suffix in (".npy", ".tar")}
+    is_shards = (path / SHARDS_FILE).exists()
+    unknown = arrays.union([SHARDS_FILE] if is_shards else []) - manifest.checksums.keys()
+    if unknown:
+        raise ValueError(
+            f"{path / min(unknown)} has no checksums in the manifest: nobody can tell if it is intact"
+        )
+    (open_shards if is_shards else open_latents)(str(path))
+    return total
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -1,6 +1,4 @@
-"""Write latent folders: beside their place, from start to end, with a checksum of every block, and moved when
-whole.
-"""
+"""Write latent folders: from start to end, beside their place, with a checksum of every block."""
 
 import hashlib
 import os
@@ -16,13 +14,17 @@ import numpy as np
 
 from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, to_json
+from runtime.files import write_text
 from runtime.lock import Lock
 
-CHUNK = 2**22
+_CHUNK = 2**22
+NEXT = """\
+Look at it: python -m data.report {out}
+Train on it: accelerate launch train.py data=latents data.path={out}"""
 
 
 class LatentWriter:
-    """Write a latent folder beside its place and move it there when it is whole.
+    """Write a latent folder beside its place and move it there when it is complete.
 
     Use as a context manager and call `append` until `manifest.count` entries are written. The checksums of
     the manifest are filled in.
@@ -44,57 +46,40 @@ class LatentWriter:
         self.num_written = 0
 
     def __enter__(self) -> "LatentWriter":
-        manifest = self.manifest
-        arrays = {FILES["latents"]: (manifest.dtype, manifest.stored_shape)}
-        if manifest.num_classes:
-            arrays[FILES["labels"]] = ("int64", (manifest.count,))
-        if manifest.conditioning_type:
-            arrays[FILES["masks"]] = ("uint8", (manifest.count, *manifest.shape[1:]))
         self.files: dict[str, _ArrayFile] = {}
         with ExitStack() as stack:
             self.partial = stack.enter_context(claimed(self.path, self.partial))
-            for name, (dtype, shape) in arrays.items():
-                self.files[name] = _ArrayFile(self.partial / name, dtype, shape, manifest.block_bytes)
-                stack.callback(self.files[name].close)
+            for key, (dtype, shape) in self.manifest.arrays().items():
+                file = self.partial / FILES[key]
+                self.files[key] = _ArrayFile(file, dtype, shape, self.manifest.block_bytes)
+                stack.callback(self.files[key].close)
             self._opened = stack.pop_all()
         return self
 
     def append(self, stored: np.ndarray, labels: np.ndarray | None, masks: np.ndarray | None = None) -> None:
-        """Add entries (N, C', H, W), with hflip (N, 2, C', H, W), their labels (N,), and masks (N, H, W)
-        uint8 if any.
-        """
+        """Add entries (N, C', H, W), with hflip (N, 2, C', H, W), labels (N,), masks (N, H, W)."""
         manifest, end = self.manifest, self.num_written + len(stored)
-        if stored.shape[1:] != manifest.stored_shape[1:] or end > manifest.count:
-            raise ValueError(
-                f"{self.path}: entries {self.num_written}..{end - 1} of shape {stored.shape[1:]} "
-                f"must be of shape {manifest.stored_shape[1:]} and at most {manifest.count} in all"
-            )
-        if manifest.num_classes:
-            if labels is None or labels.shape != (len(stored),):
-                raise ValueError(f"{self.path}: {len(stored)} entries must come with as many labels")
-            check_labels(labels, manifest.num_classes, self.path, first=self.num_written)
-        expected = (len(stored), *stored.shape[-2:]) if manifest.conditioning_type else None
-        if (None if masks is None else masks.shape) != expected or (
-            masks is not None and masks.dtype != np.uint8
-        ):
-            given = "None" if masks is None else f"{masks.dtype} {masks.shape}"
-            rule = (
-                f"uint8 {expected}"
-                if expected
-                else "None, or conditioning_type of the manifest be mask or segmentation"
-            )
-            raise ValueError(f"{self.path}: masks={given} must be {rule}")
+        what = f"{self.path}: entries {self.num_written}..{end - 1}"
+        if end > manifest.count:
+            raise ValueError(f"{what} are more than count={manifest.count}")
         with np.errstate(over="ignore"):
-            latents = stored.astype(manifest.dtype)
-        if not np.isfinite(latents).all():
-            raise ValueError(
-                f"{self.path}: entries {self.num_written}..{end - 1} are not finite in {manifest.dtype}"
-            )
-        self.files[FILES["latents"]].append(latents)
-        if manifest.num_classes:
-            self.files[FILES["labels"]].append(labels.astype(np.int64))
+            given = {"latents": stored.astype(manifest.dtype)}
+        if not np.isfinite(given["latents"]).all():
+            raise ValueError(f"{what} are not finite in {manifest.dtype}")
+        if manifest.num_classes and labels is not None:
+            check_labels(labels, manifest.num_classes, self.path, first=self.num_written)
+            given["labels"] = labels.astype(np.int64)
         if masks is not None:
-            self.files[FILES["masks"]].append(masks)
+            given["masks"] = masks
+        expected = {
+            key: (np.dtype(dtype), (len(stored), *shape[1:]))
+            for key, (dtype, shape) in manifest.arrays().items()
+        }
+        found = {key: (array.dtype, array.shape) for key, array in given.items()}
+        if found != expected:
+            raise ValueError(f"{what} are {_told(found)}, must be {_told(expected)}")
+        for key, array in given.items():
+            self.files[key].append(array)
         self.num_written = end
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
@@ -104,18 +89,23 @@ class LatentWriter:
 
     def _finish(self) -> None:
         if self.num_written != self.manifest.count:
+            count = self.manifest.count
             raise ValueError(
-                f"{self.path}: {self.num_written} entries written, the manifest promises "
-                f"{self.manifest.count}"
+                f"{self.path}: {self.num_written} entries written, the manifest promises {count}"
             )
-        manifest = replace(
-            self.manifest, checksums={name: file.finish() for name, file in self.files.items()}
-        )
-        with (self.partial / FILES["manifest"]).open("w") as f:
-            f.write(to_json(manifest))
-            f.flush()
-            os.fsync(f.fileno())
+        checksums = {FILES[key]: file.finish() for key, file in self.files.items()}
+        manifest = replace(self.manifest, checksums=checksums)
+        write_text(self.partial / FILES["manifest"], to_json(manifest))
         self.partial.rename(self.path)
+
+
+def check_out(out: str | Path) -> None:
+    """Raise a FileExistsError where something is at the place of what is to be written."""
+    if Path(out).exists():
+        left = f" ({out}.partial is no longer needed)" if Path(f"{out}.partial").exists() else ""
+        raise FileExistsError(
+            f"out={out} exists: move it away to write it again, or choose another name{left}"
+        )
 
 
 def lock_of(path: Path) -> Lock:
@@ -125,8 +115,7 @@ def lock_of(path: Path) -> Lock:
 
 @contextmanager
 def claimed(path: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder for what is moved to `path` when it is whole. What a killed process left of it is
-    removed.
+    """Yield a new folder for what is moved to `path` when complete; what a killed process left of it goes.
 
     Args:
         partial: the folder, where the lock of `path` is held already; None: beside it, and the lock is taken.
@@ -136,8 +125,7 @@ def claimed(path: Path, partial: Path | None = None) -> Iterator[Path]:
         FileExistsError: there is something at `path` already.
     """
     with lock_of(path) if partial is None else nullcontext():
-        if path.exists():
-            raise FileExistsError(f"{path} exists: move it away to write it anew")
+        check_out(path)
         partial = partial or path.with_name(f".{path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -157,10 +145,14 @@ def hash_block(file: Path, start: int, num_bytes: int) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as f:
         f.seek(start)
-        while num_bytes and (chunk := f.read(min(CHUNK, num_bytes))):
+        while num_bytes and (chunk := f.read(min(_CHUNK, num_bytes))):
             digest.update(chunk)
             num_bytes -= len(chunk)
     return digest.hexdigest()
+
+
+def _told(arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in arrays.items())
 
 
 class _ArrayFile:
@@ -171,12 +163,9 @@ class _ArrayFile:
         self.file = path.open("wb", buffering=0)  # so that a full disk is met here and not in `close`
         self.digest, self.room, self.checksums = hashlib.sha256(), block_bytes, []
         header = BytesIO()
-        description = {
-            "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
-            "fortran_order": False,
-            "shape": shape,
-        }
-        np.lib.format.write_array_header_1_0(header, description)
+        descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+        about = {"descr": descr, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(header, about)
         self._write(memoryview(header.getvalue()))
 
     def append(self, array: np.ndarray) -> None:

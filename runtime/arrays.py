@@ -7,6 +7,7 @@ import math
 import struct
 import tokenize
 import zipfile
+import zlib
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,10 +15,11 @@ import numpy as np
 
 MAX_INFLATED = 1032  # bytes that deflate can make of one
 MAX_HEADER_BYTES = 10_000  # of an .npy; numpy refuses longer ones, too, but only once it has read them
-ZIP64_END_BYTES = (
-    56 + 20 + 22
-)  # end of a directory of 64 bits, what tells where that lies, end of a directory
-ZIP_DAMAGE = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error, LookupError, OverflowError)
+# End of a directory of 64 bits, what tells where that lies, end of a directory.
+ZIP64_END_BYTES = 56 + 20 + 22
+# What reading a zip raises where it is damaged, or (RuntimeError) encrypted or packed in an unknown way.
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError)
+ZIP_ERRORS += (ValueError, RuntimeError, LookupError, OverflowError)
 # What numpy's reading of a header raises where it is nonsense.
 HEADER_ERRORS = (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RecursionError, MemoryError)
 HEADER_ERRORS += (tokenize.TokenError, AttributeError)
@@ -128,7 +130,7 @@ def check_stored(file: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-    except ZIP_DAMAGE as error:
+    except ZIP_ERRORS as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     packed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
     if packed:

@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from data.images import IMAGE_ERRORS, read_image
 from data.importers import FORMATS
-from data.manifest import LatentManifest, parse_manifest, to_json
+from data.manifest import LatentManifest, load_manifest, to_json
 from data.unpickle import unpickle_array
 from evaluation import inception
 from tests.networks import small_dit
@@ -241,7 +241,7 @@ def test_a_manifest_of_any_values_is_read_or_refused(data):
     key = data.draw(st.sampled_from(sorted(fields)))
     text = json.dumps({**fields, key: data.draw(VALUES)}).encode()
     try:
-        manifest = parse_manifest(text, "a/manifest.json")
+        manifest = load_manifest(io.BytesIO(text), "a/manifest.json")
     except ValueError as error:
         assert "a/manifest.json is not a latent manifest" in str(error)
     else:

@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 from data import read_manifest
-from data.encode import read_mask
 from data.encoders import load_encoder
 from data.images import IMAGE_ERRORS
 from data.importers import FORMATS
 from data.listing import list_images
+from data.masks import read_mask
 from evaluation import inception
 from fid import read_labelled
 from tests.outside import (

@@ -526,7 +526,7 @@ def test_a_kill_while_the_parts_are_put_together_costs_nothing(
         patch.setattr(LatentWriter, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(photos, tmp_path / "out", vae)
-    assert (tmp_path / "out.partial" / "whole" / "latents.npy").exists()
+    assert (tmp_path / "out.partial" / "joined" / "latents.npy").exists()
     encoded, again = [], encode.encode_batch
     monkeypatch.setattr(encode, "encode_batch", lambda *arguments: (encoded.append(1), again(*arguments))[1])
     run(photos, tmp_path / "out", vae)
@@ -544,7 +544,7 @@ def test_a_second_process_says_who_encodes_there_and_ends(tmp_path, photos, vae)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_comes_when_another_has_just_ended_does_not_begin_anew(tmp_path, photos, vae, monkeypatch):
+def test_one_that_comes_when_another_has_just_ended_does_not_begin_again(tmp_path, photos, vae, monkeypatch):
     """After its first look at `out`, before it has the lock."""
     acquire = encode.Lock.acquire
 
@@ -555,7 +555,7 @@ def test_one_that_comes_when_another_has_just_ended_does_not_begin_anew(tmp_path
 
     monkeypatch.setattr(encode.Lock, "acquire", late)
     with pytest.raises(
-        UserError, match=r"out exists: move it away to write it anew, or choose another name$"
+        UserError, match=r"out exists: move it away to write it again, or choose another name$"
     ):
         run(photos, tmp_path / "out", vae)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]

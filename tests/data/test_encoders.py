@@ -141,11 +141,11 @@ def configured(folder, **changes):
         ),
         (
             lambda folder: configured(folder, layers_per_block=10**7),
-            "layers_per_block of its config.json asks for 10000000",
+            "layers_per_block of its config.json has 10000000",
         ),
         (
             lambda folder: configured(folder, block_out_channels=[8] * 10**4),
-            "asks for 10000 blocks, must be at most 32",
+            "has 10000 blocks, must be at most 32",
         ),
         (
             lambda folder: (folder / "config.json").unlink(),

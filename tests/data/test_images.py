@@ -108,7 +108,7 @@ def test_damaged_arrays_are_refused(tmp_path):
         read(open_images(tmp_path / "flipped.npz"))
     with pytest.raises(ValueError, match=r"flipped.npz is damaged"):
         for process in range(2):
-            list(open_images(tmp_path / "flipped.npz").batches(20, process, 2))
+            list(open_images(tmp_path / "flipped.npz").batches(20, Launch(process, 2)))
     np.savez_compressed(tmp_path / "packed.npz", images)
     packed = (tmp_path / "packed.npz").read_bytes()
     (tmp_path / "start.npz").write_bytes(packed[:60] + bytes(8) + packed[68:])

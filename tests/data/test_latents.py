@@ -116,9 +116,13 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "labels", "message"),
     [
-        (np.zeros((3, 4, 8, 8)), np.array([3]), "3 entries must come with as many labels"),
-        (np.zeros((3, 4, 8, 8)), None, "3 entries must come with as many labels"),
-        (np.zeros((3, 4, 8, 9)), np.zeros(3, int), r"of shape \(4, 8, 9\) must be of shape \(4, 8, 8\)"),
+        (np.zeros((3, 4, 8, 8)), np.array([3]), r"labels int64 \(1,\), must be .* labels int64 \(3,\)"),
+        (np.zeros((3, 4, 8, 8)), None, r"0..2 are latents float16 \(3, 4, 8, 8\), must be .*, labels int64"),
+        (
+            np.zeros((3, 4, 8, 9)),
+            np.zeros(3, int),
+            r"latents float16 \(3, 4, 8, 9\), .* must be latents .*8, 8\)",
+        ),
         (np.full((3, 4, 8, 8), 1e6), np.zeros(3, int), "not finite in float16"),
     ],
 )
@@ -200,13 +204,13 @@ def remove(name):
             r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest promises",
         ),
         (change_manifest(dtype="float32"), ValueError, r"the manifest promises float32"),
-        (change_manifest(kind="mean"), ValueError, "kind=mean must be one of samples, moments"),
+        (change_manifest(kind="mean"), ValueError, "kind='mean' must be one of samples, moments"),
         (change_manifest(num_classes=4), ValueError, r"data\.num_classes=5 must be 4, as in"),
         (change_manifest(shape=[4, 16, 16]), ValueError, r"data\.input_size=8 must be 16, as in"),
         (change_manifest(surprise=1), ValueError, "is not a latent manifest: .*surprise"),
-        (change_manifest(scale="0.18"), ValueError, "scale='0.18' must be a number, other than 0"),
-        (change_manifest(scale=0), ValueError, "scale=0 must be a number, other than 0"),
-        (change_manifest(dtype="bfloat16"), ValueError, "dtype=bfloat16 must be one of float16, float32"),
+        (change_manifest(scale="0.18"), ValueError, "scale='0.18' must be a number other than 0"),
+        (change_manifest(scale=0), ValueError, "scale=0 must be a number other than 0"),
+        (change_manifest(dtype="bfloat16"), ValueError, "dtype='bfloat16' must be one of float16, float32"),
         (change_manifest(num_held_out=20), ValueError, "num_held_out=20"),
         (change_manifest(format_version=99), ValueError, "format_version=99 must be 1"),
     ],
@@ -316,10 +320,14 @@ def test_masks_are_part_of_the_fingerprint(tmp_path):
 @pytest.mark.parametrize(
     ("conditioning_type", "masks", "message"),
     [
-        ("mask", None, r"masks=None must be uint8 \(3, 8, 8\)"),
-        (None, np.zeros((3, 8, 8), np.uint8), r"masks=uint8 \(3, 8, 8\) must be None, or conditioning_type"),
-        ("mask", np.zeros((3, 4, 4), np.uint8), r"masks=uint8 \(3, 4, 4\) must be"),
-        ("segmentation", np.zeros((3, 8, 8)), r"masks=float64 \(3, 8, 8\) must be"),
+        ("mask", None, r"must be .*, masks uint8 \(3, 8, 8\)"),
+        (
+            None,
+            np.zeros((3, 8, 8), np.uint8),
+            r"masks uint8 \(3, 8, 8\), must be latents float16 \(3, 4, 8, 8\)$",
+        ),
+        ("mask", np.zeros((3, 4, 4), np.uint8), r"masks uint8 \(3, 4, 4\), must be"),
+        ("segmentation", np.zeros((3, 8, 8)), r"masks float64 \(3, 8, 8\), must be"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(tmp_path, conditioning_type, masks, message):
@@ -336,7 +344,7 @@ def test_a_folder_without_its_masks_is_refused(tmp_path):
     (tmp_path / "a" / "masks.npy").unlink()
     with pytest.raises(FileNotFoundError, match=r"masks\.npy is missing"):
         open_latents(str(tmp_path / "a"), 8, 4, 0)
-    with pytest.raises(ValueError, match="conditioning_type=depth must be null, mask or segmentation"):
+    with pytest.raises(ValueError, match="conditioning_type='depth' must be null, mask or segmentation"):
         LatentManifest(3, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type="depth")
 
 
@@ -423,9 +431,9 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
     [
         (
             {"scale": (1.0, 2.0)},
-            r"scale=\(1.0, 2.0\) must be a number, other than 0, or one for each of 4 channels",
+            r"scale=\(1.0, 2.0\) must be a number other than 0, or one for each of 4 channels",
         ),
-        ({"scale": (1.0, 2.0, 0.0, 1.0)}, "must be a number, other than 0"),
+        ({"scale": (1.0, 2.0, 0.0, 1.0)}, "must be a number other than 0"),
         ({"shift": float("nan")}, "shift=nan must be a number, or one for each"),
         ({"scale": True}, "scale=True must be a number"),
         ({"std": 0.0}, "std=0.0 must be a number greater than 0, or null"),
@@ -435,10 +443,10 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
         ({"num_classes": -1}, r"num_classes=-1 must be in \[0, 1000000\]"),
         ({"num_held_out": 3.0}, r"num_held_out=3.0 must be in \[0, 19\]"),
         ({"encoder": None}, "encoder=None must be a name"),
-        ({"encoder_hash": 5}, "encoder_hash=5 a hash or null"),
+        ({"encoder_hash": 5}, "encoder_hash=5 must be a hash or null"),
         ({"hflip": "x"}, "hflip='x' must be true or false"),
         ({"resolution": "x"}, "resolution='x' must be greater than 0, or null"),
-        ({"checksums": {"latents.npy": "abc"}}, "checksums must be null, or a list of hashes"),
+        ({"checksums": {"latents.npy": "abc"}}, "checksums of 'latents.npy' must be a list of hashes"),
         ({"shape": (4, 0, 0)}, r"shape=\(4, 0, 0\) must be \(channels, size, size\)"),
     ],
 )

@@ -133,7 +133,7 @@ def test_many_classes_are_shown_by_their_ends(tmp_path):
 def test_another_autoencoder_draws_no_picture_but_the_numbers_come_first(tmp_path, vae, monkeypatch, capsys):
     write(tmp_path / "a", vae, scale=0.5)
     other = write_autoencoder(tmp_path / "other", seed=1)
-    with pytest.raises(SystemExit, match=r"error: encoder=.*other has weights"):
+    with pytest.raises(SystemExit, match=r"encoder=.*other has weights"):
         call(monkeypatch, tmp_path / "a", "--encoder", other)
     assert "std 1.0" in capsys.readouterr().out
     assert not (tmp_path / "a_report.png").exists()
@@ -150,5 +150,5 @@ def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "a")
     call(monkeypatch, ".")
     assert (tmp_path / "a_report.png").exists()
-    with pytest.raises(SystemExit, match=r"error: data.path=.*nowhere must be a latent folder"):
+    with pytest.raises(SystemExit, match=r"data.path=.*nowhere must be a latent folder"):
         call(monkeypatch, tmp_path / "nowhere")

@@ -1,0 +1,62 @@
+"""Masks of images, which say where the loss counts: found by name, cut as their images are, and pooled."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image
+
+from data.images import LOSSLESS, Files, centre_crop, open_picture
+
+WITH_ALPHA = ("LA", "PA", "RGBA")
+
+
+class MaskFiles:
+    """Masks of images, named as the images are, in a folder or zip of the same order.
+
+    Raises:
+        ValueError: the path is neither, or an image has no mask; the first one is named.
+    """
+
+    def __init__(self, path: str | Path, names: Sequence[str]):
+        self._files = Files(Path(path), "masks=")
+        self._by_stem = {_stem(name): name for name in self._files.names if name.lower().endswith(LOSSLESS)}
+        missing = [name for name in names if _stem(name) not in self._by_stem]
+        if missing:
+            rule = f"{_stem(missing[0])}{LOSSLESS[0]} must be there, or the like"
+            share = f"{len(missing)} of {len(names)} images have none"
+            raise ValueError(f"masks={path} has no mask for {missing[0]}: {rule} ({share})")
+
+    def open(self, name: str) -> BinaryIO:
+        """Open the mask of an image."""
+        return self._files.open(self._by_stem[_stem(name)])
+
+
+def read_mask(file: BinaryIO, size: tuple[int, int], resolution: int, segmentation: bool) -> np.ndarray:
+    """Read the mask of an image of a size, and cut it (R, R) uint8 as the image is cut."""
+    with open_picture(file) as mask:
+        if mask.size != size:
+            raise ValueError(f"it is {mask.size}, the image is {size}: they must agree")
+        if segmentation:  # by the numbers in the file, whatever colours a palette gives them
+            classes = np.asarray(mask).reshape(size[1], size[0], -1)
+            classes = classes[..., :-1] if mask.mode in WITH_ALPHA else classes
+            covered = (classes != 0).any(axis=-1).astype(np.uint8) * 255
+            return np.asarray(centre_crop(Image.fromarray(covered), resolution))
+        if mask.mode not in ("L", "1"):
+            rule = "must be grey (L) with 8 bits, or conditioning_type=segmentation"
+            raise ValueError(f"its mode is {mask.mode}, {rule}")
+        return np.asarray(centre_crop(mask.convert("L"), resolution))
+
+
+def pool_mask(mask: np.ndarray, size: int, segmentation: bool) -> np.ndarray:
+    """Bring a mask (R, R) uint8 to the size of the latents (H, W).
+
+    A weight becomes the mean of its cell; a segmentation covers a cell that it touches.
+    """
+    cells = mask.reshape(size, len(mask) // size, size, len(mask) // size)
+    return cells.max(axis=(1, 3)) if segmentation else np.rint(cells.mean(axis=(1, 3))).astype(np.uint8)
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
