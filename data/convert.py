@@ -63,13 +63,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_request(request: dict[str, Any]) -> Format:
-    """Check what can be checked before anything is read, and return the format with what was chosen.
-
-    Raises:
-        FileNotFoundError: the source is not there.
-        FileExistsError: there is something at `out` already.
-        ValueError: with the key, the value and the rule.
-    """
+    """Check what can be checked before anything is read, and return the format with what was chosen."""
     check_choice("format", request["format"], list(FORMATS))
     if request["stored_as"] is not None:
         check_choice("stored_as", request["stored_as"], STORED_AS)
@@ -91,11 +85,7 @@ def check_request(request: dict[str, Any]) -> Format:
 
 
 def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
-    """Hold the assumptions against a sample of entries, which is returned (N, C', H, W).
-
-    Raises:
-        ValueError: the numbers contradict an assumption.
-    """
+    """Hold the assumptions against a sample of entries, which is returned (N, C', H, W)."""
     if not source.count:
         raise ValueError(f"source={path} holds no entries")
     if chosen.hflip and source.at is None:

@@ -73,12 +73,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_request(request: dict[str, Any]) -> None:
-    """Check what can be checked before anything is loaded.
-
-    Raises:
-        FileExistsError: there is something at `out` already.
-        ValueError: with the key, the value and the rule.
-    """
+    """Check what can be checked before anything is loaded."""
     check_out(request["out"])
     check_positive("resolution", request["resolution"])
     if request["num_held_out"] is not None:
@@ -110,11 +105,7 @@ class Job:
 
 
 def plan(request: dict[str, Any], encoder: Encoder) -> Job:
-    """Look at the source and lay down what is to be made of it.
-
-    Raises:
-        FileNotFoundError, ValueError: with the key, the value and the rule.
-    """
+    """Look at the source and lay down what is to be made of it."""
     images = list_images(request["source"])
     masks = MaskFiles(request["masks"], images.names) if request["masks"] else None
     resolution, count, num_held_out = request["resolution"], len(images.names), request["num_held_out"]
@@ -157,13 +148,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
 
 
 def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
-    """Take the lock of `out`, tell what is there, and return the parts that are still to do.
-
-    Raises:
-        Busy: another process is making it.
-        FileExistsError: another process has just made it.
-        ValueError: the folder of parts was begun with something else, or the disk has no room.
-    """
+    """Take the lock of `out`, tell what is there, and return the parts that are still to do."""
     images, out = job.images, job.request["out"]
     launch.print(f"{len(images.names)} images of {images.num_classes} classes in {job.request['source']}")
     if images.ignored:
@@ -252,11 +237,7 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def finish(job: Job, launch: Launch) -> None:
-    """Put the parts together, unless images are corrupt and nobody said that they may be left out.
-
-    Raises:
-        ValueError: images are corrupt.
-    """
+    """Put the parts together, unless images are corrupt and nobody said that they may be left out."""
     errors = [*job.parts.errors(range(job.parts.num_parts)).values()]
     if errors:
         report_corrupt(job, errors)
@@ -285,11 +266,7 @@ def finish(job: Job, launch: Launch) -> None:
 
 
 def report_corrupt(job: Job, errors: list[str]) -> None:
-    """List the images that could not be read.
-
-    Raises:
-        ValueError: nobody said that they may be left out, or there are no others.
-    """
+    """List the images that could not be read."""
     report, count = job.parts.path / "corrupt.txt", len(job.images.names)
     report.write_text("".join(f"{error}\n" for error in errors))
     more = [f"... all of them in {report}"] if len(errors) > CORRUPT_SHOWN else []

@@ -124,11 +124,7 @@ class KLEncoder:
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
-    """Load an encoder by its name, as a manifest or a user gives it.
-
-    Raises:
-        ValueError: there is none of that name, or it cannot be loaded.
-    """
+    """Load an encoder by its name, as a manifest or a user gives it."""
     return IdentityEncoder() if name == IDENTITY else KLEncoder(name, device, bf16, official)
 
 
@@ -146,9 +142,6 @@ def encoder_for(
         encoder: where it is found; None: where the manifest says.
         allow_other: take another one than the manifest's without complaint.
         bf16, official: of KLEncoder.
-
-    Raises:
-        ValueError: it cannot be loaded, or it is another one.
     """
     name = encoder or manifest.encoder
     found = load_encoder(name, device, bf16, official)

@@ -50,9 +50,6 @@ def glyphs(
 
     Args:
         num_images: the held-out ones included.
-
-    Raises:
-        ValueError: another number or seed is asked for than the folder's.
     """
     origin = {"num_images": num_images, "seed": seed}
     write_once(path, lambda: _write(path, origin))

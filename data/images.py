@@ -60,12 +60,7 @@ class Files:
 
 
 class NpzImages:
-    """The array arr_0 (N, H, W, C) uint8 of an .npz. [ADM]
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is truncated, or holds no such array.
-    """
+    """The array arr_0 (N, H, W, C) uint8 of an .npz. [ADM]"""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -105,10 +100,6 @@ class ImageFiles:
     Args:
         resolution: crop and shrink each image to this size, after [ADM], whatever its format; None: the
             images are RGB, lossless, and of one size, and stay as they are.
-
-    Raises:
-        ValueError: there are no images, or images of a lossy format, another mode or another size; the file
-            is named.
     """
 
     def __init__(self, path: str | Path, resolution: int | None = None):
@@ -179,9 +170,6 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
     Args:
         resolution: convert it to RGB, crop and shrink it to this size, after [ADM]; None: it is RGB and stays
             as it is.
-
-    Raises:
-        IMAGE_ERRORS: it is damaged, or not of 8 bits.
     """
     with open_picture(file) as image:
         # PIL cuts 16 bits to 8 without a word.
@@ -196,11 +184,7 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
 
 
 def open_picture(file: BinaryIO) -> Image.Image:
-    """Open an image of one of the known formats; nothing but its header is read yet.
-
-    Raises:
-        IMAGE_ERRORS: it is of another format, damaged, or absurdly large.
-    """
+    """Open an image of one of the known formats; nothing but its header is read yet."""
     return Image.open(file, formats=FORMATS)
 
 

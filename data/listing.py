@@ -65,11 +65,7 @@ def list_images(path: str | Path) -> ImageList:
 
 
 def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
-    """Return the labels (count,) that dataset.json gives, {"labels": [[name, label], ...]}; None for none.
-
-    Raises:
-        ValueError: it is damaged, or has no label for one of the files.
-    """
+    """Return the labels (count,) that dataset.json gives, {"labels": [[name, label], ...]}; None for none."""
     what = f"{files.path}/{LABELS_FILE}"
     try:
         with files.open(LABELS_FILE) as file:

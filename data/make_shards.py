@@ -26,13 +26,7 @@ WRITE_SEED = 0
 
 
 def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
-    """Write a latent folder as shards, beside their place, and move them there when they are complete.
-
-    Raises:
-        Busy: another process is writing them.
-        FileExistsError: there is something at `out` already.
-        ValueError: the folder holds masks, which shards do not.
-    """
+    """Write a latent folder as shards, beside their place, and move them there when they are complete."""
     if dataset.manifest.conditioning_type:
         what = f"conditioning_type={dataset.manifest.conditioning_type}"
         raise ValueError(f"{what}: shards hold no masks, use the latent folder")

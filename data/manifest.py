@@ -213,11 +213,7 @@ def read_manifest(path: str | Path) -> LatentManifest:
 
 
 def load_manifest(file: BinaryIO, name: str) -> LatentManifest:
-    """Read a manifest from an open file.
-
-    Raises:
-        ValueError: it is none; the name says which.
-    """
+    """Read a manifest from an open file."""
     try:
         fields = parse_json(read_bounded(file, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
@@ -226,11 +222,7 @@ def load_manifest(file: BinaryIO, name: str) -> LatentManifest:
 
 
 def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
-    """Rebuild a manifest from what JSON keeps of it.
-
-    Raises:
-        ValueError: it is none; the name says which.
-    """
+    """Rebuild a manifest from what JSON keeps of it."""
     try:
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
         return LatentManifest(**{**fields, **lists})

@@ -13,11 +13,7 @@ WITH_ALPHA = ("LA", "PA", "RGBA")
 
 
 class MaskFiles:
-    """Masks of images, named as the images are, in a folder or zip of the same order.
-
-    Raises:
-        ValueError: the path is neither, or an image has no mask; the first one is named.
-    """
+    """Masks of images, named as the images are, in a folder or zip of the same order."""
 
     def __init__(self, path: str | Path, names: Sequence[str]):
         self._files = Files(Path(path), "masks=")

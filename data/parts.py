@@ -52,11 +52,7 @@ class PartFolder:
         self.path, self.about, self.num_parts = path, about, num_parts
 
     def begin(self) -> list[int]:
-        """Make the folder, or go on with the one that is there; return the parts that are still to do.
-
-        Raises:
-            ValueError: it was begun with something else, or what it was begun with cannot be read.
-        """
+        """Make the folder, or go on with the one that is there; return the parts that are still to do."""
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / "about.json"
         if not file.exists():
@@ -85,11 +81,7 @@ class PartFolder:
             self._errors(i).unlink(missing_ok=True)
 
     def read(self, i: int) -> Part:
-        """Read a part.
-
-        Raises:
-            ValueError: its file was damaged; it is removed, so that it is made again.
-        """
+        """Read a part."""
         file = self._file(i)
         try:
             with zipfile.ZipFile(file) as archive:

@@ -80,12 +80,7 @@ class ShardDataset:
         return {"fingerprint": self._fingerprint, "manifest": manifest, "note": NOTE}
 
     def read_shard(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return latents (count, [2,] C, H, W) and labels (count,) of a shard.
-
-        Raises:
-            OSError: it cannot be read, after several attempts.
-            ValueError: it holds something else.
-        """
+        """Return latents (count, [2,] C, H, W) and labels (count,) of a shard."""
         return read_file(self.url, name, partial(self._parse_shard, name, count))
 
     def _parse_shard(self, name: str, count: int, stream: BinaryIO) -> tuple[np.ndarray, np.ndarray | None]:
@@ -181,12 +176,7 @@ def _list_of_shards(path: str) -> dict[str, int]:
 
 @lru_cache
 def read_shard_manifest(path: str) -> LatentManifest:
-    """Read the manifest of shards at a path or URL.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-        ValueError: the address is not allowed, or the manifest is damaged.
-    """
+    """Read the manifest of shards at a path or URL."""
     data = _fetch(path, FILES["manifest"])
     return load_manifest(BytesIO(data), f"{path}/{FILES['manifest']}")
 

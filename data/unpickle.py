@@ -29,11 +29,7 @@ ERRORS += (AttributeError, OverflowError, MemoryError)
 
 
 def unpickle_array(data: bytes) -> np.ndarray:
-    """Read a pickled array of numbers.
-
-    Raises:
-        ValueError: it holds anything else.
-    """
+    """Read a pickled array of numbers."""
     try:
         _check_instructions(data)
         found = _ArrayUnpickler(io.BytesIO(data)).load()

@@ -23,11 +23,7 @@ HEADER_BYTES = 128  # of the .npy files that data.LatentWriter writes
 
 
 def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
-    """Yield None for each block that is as it was written, and what is wrong for each that is not.
-
-    Raises:
-        ValueError: the manifest has no checksums.
-    """
+    """Yield None for each block that is as it was written, and what is wrong for each that is not."""
     if manifest.checksums is None:
         raise ValueError(f"{path} was written without checksums: there is nothing to check it against")
     blocks = [
@@ -80,11 +76,7 @@ def main() -> None:
 
 
 def verify(path: Path) -> int:
-    """Check a folder, print what is damaged, and return the number of its blocks.
-
-    Raises:
-        ValueError: it is damaged, or nobody can tell.
-    """
+    """Check a folder, print what is damaged, and return the number of its blocks."""
     manifest, found = read_manifest(path), []
     total = sum(len(digests) for digests in (manifest.checksums or {}).values())
     for damage in tqdm(damages(path, manifest), total=total, desc="verify", unit="block"):

@@ -119,10 +119,6 @@ def claimed(path: Path, partial: Path | None = None) -> Iterator[Path]:
 
     Args:
         partial: the folder, where the lock of `path` is held already; None: beside it, and the lock is taken.
-
-    Raises:
-        Busy: another process is writing it.
-        FileExistsError: there is something at `path` already.
     """
     with lock_of(path) if partial is None else nullcontext():
         check_out(path)
