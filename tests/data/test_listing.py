@@ -7,7 +7,6 @@ from PIL import Image
 
 from data.images import open_images
 from data.listing import list_images
-from data.masks import MaskFiles
 from evaluation.files import fingerprint
 
 NAMES = ["b/2.png", "a/1.jpg", "a/deep/er/0.png", "c/0.webp"]
@@ -81,9 +80,7 @@ def test_a_folder_that_links_lead_to_twice_is_refused(tmp_path, links):
     for name, to in links.items():
         (tmp_path / "images" / name).symlink_to(to)
     for read in (list_images, open_images, fingerprint):
-        with pytest.raises(
-            ValueError, match=r"images/.* is a folder that is listed already, under another name"
-        ) as raised:
+        with pytest.raises(ValueError, match=r"images/.* is a folder that is listed already,") as raised:
             read(tmp_path / "images")
         assert len(str(raised.value).splitlines()) == 1
 
@@ -138,18 +135,9 @@ def test_dataset_json_tells_the_classes(tmp_path):
         ("{", "dataset.json is not of the form"),
         ("[]", "dataset.json is not of the form"),
         ('{"labels": [["00000/img0.png"]]}', "dataset.json is not of the form"),
-        (
-            '{"labels": [["00000/img0.png", 3]]}',
-            r"has no label 0, 1, \.\.\. for 00000/img1.png \(1 of 2 files",
-        ),
-        (
-            '{"labels": [["00000/img0.png", 3], ["00000/img1.png", -1]]}',
-            "has no label 0, 1, .* for 00000/img1.png",
-        ),
-        (
-            '{"labels": [["00000/img0.png", 3], ["00000/img1.png", "cat"]]}',
-            "has no label 0, 1, .* for 00000/img1.png",
-        ),
+        ('{"labels": [["00000/img0.png", 3]]}', r"has no label 0, 1, \.\.\. for 00000/img1.png \(1 of 2"),
+        ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", -1]]}', "has no label 0, 1, .* for"),
+        ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", "cat"]]}', "has no label 0, 1, .* for"),
     ],
 )
 def test_a_wrong_dataset_json_is_one_clear_error(tmp_path, text, message):
@@ -203,9 +191,7 @@ def test_labels_that_lie_too_deep_are_not_overlooked(tmp_path):
         json.dumps({"labels": [["00000/img0.png", 1], ["00001/img1.png", 0]]})
     )
     for path in (tmp_path / "edm", pack(tmp_path / "edm", tmp_path / "edm.zip")):
-        with pytest.raises(
-            ValueError, match=r"inner/dataset.json tells the labels only where it lies at the top"
-        ):
+        with pytest.raises(ValueError, match=r"inner/dataset.json tells the labels only where it lies at"):
             list_images(path)
     assert list_images(folder).labels.tolist() == [1, 0]
 
@@ -223,15 +209,3 @@ def test_absurd_classes_and_lists_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "list.txt").write_bytes(b"edm/\xff.png 3\n")
     with pytest.raises(ValueError, match=r"list.txt is no list: it is not text in UTF-8"):
         list_images(tmp_path / "list.txt")
-
-
-def test_masks_are_found_by_name_whatever_their_format(tmp_path):
-    write(tmp_path / "masks", ["a/1.png", "a/deep/er/0.bmp", "b/2.png", "c/0.png"])
-    masks = MaskFiles(tmp_path / "masks", NAMES)
-    with masks.open("a/deep/er/0.png") as file:
-        assert np.asarray(Image.open(file))[0, 0, 0] == 1
-    (tmp_path / "masks" / "b" / "2.png").unlink()
-    with pytest.raises(
-        ValueError, match=r"has no mask for b/2.png: b/2.png must be there, or the like \(1 of 4 images"
-    ):
-        MaskFiles(tmp_path / "masks", NAMES)

@@ -4,7 +4,6 @@ import tarfile
 import threading
 import time
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -51,11 +50,6 @@ def test_a_server_gives_the_same_as_a_folder_and_is_asked_once(served, tmp_path)
     assert read(str(tmp_path)) == read(path) == DATA
     assert len(server.asked) == 1
     assert read(f"{path}/") == DATA
-
-
-def test_files_are_read_from_several_threads(served):
-    with ThreadPoolExecutor(4) as pool:
-        assert all(data == DATA for data in pool.map(read, [served[1]] * 8))
 
 
 @pytest.mark.parametrize("fault", [503, 500, 429, "cut"])

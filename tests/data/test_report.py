@@ -34,7 +34,7 @@ def write(path, vae, scale=1.0, **changes):
     manifest = LatentManifest(600, (8, 16, 16), "float16", "moments", 4, vae, **{**fields, **changes})
     with LatentWriter(path, manifest) as writer:
         writer.append(stored, labels)
-    return open_latents(str(path), 16, 4, 4)
+    return open_latents(path)
 
 
 def call(monkeypatch, *arguments):
@@ -125,7 +125,7 @@ def test_many_classes_are_shown_by_their_ends(tmp_path):
     manifest = LatentManifest(300, (1, 4, 4), "float32", "samples", 100, "identity")
     with LatentWriter(tmp_path / "a", manifest) as writer:
         writer.append(np.zeros((300, 1, 4, 4)), np.arange(300) % 100)
-    lines = report.count_classes(open_latents(str(tmp_path / "a"), 4, 1, 100))
+    lines = report.count_classes(open_latents(tmp_path / "a"))
     assert len(lines) == 22
     assert lines[0] == "classes    100, with 3 to 3 entries, median 3"
 

@@ -111,14 +111,14 @@ def test_folders_without_checksums_and_other_folders_are_told_apart(folder, monk
 
 
 def test_shards_are_checked_as_well(folder, monkeypatch, tmp_path, capsys):
-    dataset = open_latents(str(folder), 8, 2, 5)
+    dataset = open_latents(folder)
     with pytest.raises(ValueError, match="conditioning_type=mask: shards hold no masks"):
         write_shards(dataset, tmp_path / "shards", 4)
     with LatentWriter(
         tmp_path / "b", LatentManifest(6, (1, 8, 8), "float32", "samples", 0, "identity")
     ) as writer:
         writer.append(np.zeros((6, 1, 8, 8)), None)
-    write_shards(open_latents(str(tmp_path / "b"), 8, 1, 0), tmp_path / "shards", 4)
+    write_shards(open_latents(tmp_path / "b"), tmp_path / "shards", 4)
     call(tmp_path / "shards", monkeypatch)
     assert "all 3 blocks" in capsys.readouterr().out
     listing = (tmp_path / "shards" / "shards.json").read_text()

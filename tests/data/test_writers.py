@@ -76,29 +76,8 @@ def test_of_two_first_starts_one_writes_the_digits_and_the_other_waits(tmp_path)
     both = [start("-c", DIGITS, tmp_path / "data/digits") for _ in range(2)]
     for code, _, errors in map(finish, both):
         assert code == 0, errors
-    assert open_latents(str(tmp_path / "data/digits"), 8, 1, 10).manifest.count == 1797
+    assert open_latents(tmp_path / "data/digits").manifest.count == 1797
     assert [file.name for file in (tmp_path / "data").iterdir()] == ["digits"]
-
-
-def test_digits_wait_for_another_process_that_writes_them(tmp_path, monkeypatch):
-    """Which has written them when they are looked for again."""
-    from data import digits as open_digits
-    from data import writer
-
-    lock = writer.Lock(tmp_path / ".digits.first", "x").acquire()
-    turns = []
-
-    def meanwhile(_):
-        if not turns:
-            turns.append("once")
-            (tmp_path / ".digits.first").rename(tmp_path / "aside")
-            open_digits(str(tmp_path / "digits"), 8, 1, 10)
-            (tmp_path / "aside").rename(tmp_path / ".digits.first")
-            lock.release()
-
-    monkeypatch.setattr("runtime.lock.time.sleep", meanwhile)
-    assert open_digits(str(tmp_path / "digits"), 8, 1, 10).manifest.count == 1797
-    assert turns
 
 
 def test_digits_whose_writing_was_killed_are_written_again(tmp_path):
