@@ -235,9 +235,10 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
     logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
     logging.disable_progress_bar()
 
-    def load(**where: bool) -> torch.nn.Module:
-        options = {"use_safetensors": True, "output_loading_info": True, **where}
-        net, info = AutoencoderKL.from_pretrained(name, **options)
+    def load(local_files_only: bool) -> torch.nn.Module:
+        net, info = AutoencoderKL.from_pretrained(
+            name, use_safetensors=True, output_loading_info=True, local_files_only=local_files_only
+        )
         missing = info["missing_keys"]
         if missing:  # they would be filled up at random, with no more than a warning
             raise ValueError(f"encoder={asked} lacks {len(missing)} tensors, such as {min(missing)}")
@@ -254,7 +255,7 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
             ) from error
     try:
         _reach_the_hub()
-        return load()
+        return load(local_files_only=False)
     except LOADING_ERRORS as error:
         raise ValueError(
             f"encoder={asked} is neither in the cache nor can it be downloaded ({_first_line(error)}): where "

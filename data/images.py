@@ -53,10 +53,10 @@ class Files:
         """Return the bytes of a file; raise a ValueError for a member that declares more than it can hold."""
         if self._archive is None:
             return (self.path / name).stat().st_size
-        size = member_size(self._archive, name)
+        size = self._archive.getinfo(name).file_size
         if size > MAX_MEMBER_BYTES:
             raise ValueError(f"{name} declares {size} bytes, must have at most {MAX_MEMBER_BYTES}")
-        return size
+        return member_size(self._archive, name)
 
 
 class NpzImages:

@@ -120,7 +120,7 @@ class LatentManifest:
 
     def _check_checksums(self) -> None:
         is_bounded = _is_count(self.block_bytes) and self.block_bytes <= MAX_BLOCK_BYTES
-        self._check("block_bytes", is_bounded, f"greater than 0, at most {MAX_BLOCK_BYTES}")
+        self._check("block_bytes", is_bounded, f"greater than 0, and at most {MAX_BLOCK_BYTES}")
         for name, hashes in (self.checksums or {}).items():
             if not isinstance(hashes, list):
                 raise ValueError(f"checksums of {name!r} must be a list of hashes")
@@ -171,8 +171,11 @@ class LatentManifest:
         """Undo scale and shift: what the encoder's decoder takes."""
         return latents / _column(self.scale, latents.device) + _column(self.shift, latents.device)
 
-    def check_sizes(self, path: str, **expected: int | None) -> None:
+    def check_sizes(
+        self, path: str, *, input_size: int | None, in_channels: int | None, num_classes: int | None
+    ) -> None:
         """Raise a ValueError unless a run that expects these sizes (None: any) can use this."""
+        expected = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
         for key, size in expected.items():
             if size is not None and getattr(self, key) != size:
                 told = f"as in {path}/{FILES['manifest']}"
