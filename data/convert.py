@@ -32,7 +32,7 @@ from data.importers import (
 )
 from data.latents import check_labels
 from data.manifest import LatentManifest
-from data.writer import NEXT, LatentWriter, check_out
+from data.writer import NEXT_STEPS, LatentWriter, check_out
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 
@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> None:
                 labels = None if source.labels is None else source.labels[start : start + len(stored)]
                 writer.append(stored, labels)
     print(f"{request['out']}: {manifest.count} entries of {manifest.num_classes} classes")
-    print(NEXT.format(out=request["out"]))
+    print(NEXT_STEPS.format(out=request["out"]))
 
 
 def check_request(request: dict[str, Any]) -> Format:

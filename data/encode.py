@@ -33,7 +33,7 @@ from data.listing import ImageList, list_images
 from data.manifest import FILES, LatentManifest
 from data.masks import MaskFiles, pool_mask, read_mask
 from data.parts import GO_ON, Part, PartFolder
-from data.writer import NEXT, LatentWriter, check_out, lock_of
+from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import Launch
@@ -262,7 +262,7 @@ def finish(job: Job, launch: Launch) -> None:
     if warning:
         print(warning)
     print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
-    print(NEXT.format(out=out))
+    print(NEXT_STEPS.format(out=out))
 
 
 def report_corrupt(job: Job, errors: list[str]) -> None:

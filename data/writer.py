@@ -18,7 +18,7 @@ from runtime.files import write_text
 from runtime.lock import Lock
 
 _CHUNK = 2**22
-NEXT = """\
+NEXT_STEPS = """\
 Look at it: python -m data.report {out}
 Train on it: accelerate launch train.py data=latents data.path={out}"""
 

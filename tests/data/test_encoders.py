@@ -66,7 +66,7 @@ def test_moments_are_those_that_diffusers_gives(folder):
     assert not encoder.net.training
 
 
-def test_what_is_encoded_is_decoded_as_diffusers_does_and_rounded_by_the_one_rule(folder):
+def test_decoding_is_that_of_diffusers_and_rounded_by_the_one_rule(folder):
     encoder = KLEncoder(folder, CPU)
     about = manifest(encoder, shift=0.3)
     stored = encoder.encode(IMAGES)
@@ -241,7 +241,7 @@ def test_pixels_in_another_range_are_brought_back(folder):
     assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1
 
 
-def test_the_decoding_of_the_official_code_is_coarser_and_half_a_level_darker(folder):
+def test_the_official_decoding_is_coarser_and_half_a_level_darker(folder):
     exact, official = KLEncoder(folder, CPU), KLEncoder(folder, CPU, official=True)
     assert official.weights_hash == exact.weights_hash, "they are the same file"
     assert all(torch.equal(p, p.bfloat16().float()) for p in official.net.parameters())

@@ -491,7 +491,7 @@ def test_damaged_pickles_raise_nothing_but_the_documented_error(position, value,
             assert isinstance(unpickle_array(damaged), np.ndarray)
 
 
-def test_pickles_that_fill_memory_nest_or_change_what_reads_them_are_refused():
+def test_pickles_that_fill_memory_or_change_their_reader_are_refused():
     """Each of these went wrong with an unpickler that only looked at names."""
     array = pickle.dumps(np.zeros(2, np.float32), protocol=5)
     place = b"\x80\x02Nr" + struct.pack("<I", 300_000_000) + b"."

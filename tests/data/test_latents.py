@@ -69,7 +69,7 @@ def test_scale_and_shift_are_applied_once_and_undone():
     torch.testing.assert_close(manifest.to_encoder(latents), stored)
 
 
-def test_moments_are_sampled_anew():
+def test_moments_are_sampled_again():
     manifest = LatentManifest(20, (2, 8, 8), "float16", "moments", 0, "identity", scale=0.5)
     assert manifest.in_channels == 1
     mean, logvar = torch.full((20_000, 1, 8, 8), 3.0), torch.full((20_000, 1, 8, 8), -1.0)

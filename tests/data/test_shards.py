@@ -63,7 +63,7 @@ def first(stream, count):
     return [entries(batch) for batch in itertools.islice(stream, count)]
 
 
-def test_shards_hold_all_entries_once_well_mixed_and_the_held_out_ones_apart(latents, folder):
+def test_shards_hold_each_entry_once_mixed_and_the_held_out_apart(latents, folder):
     dataset = open_shards(str(folder), **SIZES)
     names = json.loads((folder / "shards.json").read_text())
     assert sum(names.values()) == COUNT
@@ -339,7 +339,7 @@ def path(request, folder, monkeypatch):
             yield f"data.path={address}"
 
 
-def test_a_streamed_run_trains_says_that_it_is_exempt_and_resumes_at_its_place(path, tmp_path, capsys):
+def test_a_streamed_run_says_that_it_is_exempt_and_resumes_in_place(path, tmp_path, capsys):
     tiny_run(tmp_path / "whole", *RUN, path, "train.eval_every=3")
     assert "exempt from the promise of bitwise equality" in capsys.readouterr().out
     assert "val_loss_dense" in metrics(tmp_path / "whole")[-1]
