@@ -268,9 +268,8 @@ def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts,
 def test_a_part_of_nothing_but_corrupt_images_and_a_source_of_nothing_else(tmp_path, vae, small_parts):
     folder = tmp_path / "photos"
     names = write_photographs(folder)
-    for name in names[
-        :5
-    ]:  # and of the next part the only image of its class: the labels that follow stay with their images
+    # And of the next part the only image of its class: the labels that follow stay with their images.
+    for name in names[:5]:
         (folder / name).write_bytes(b"")
     assert run(folder, tmp_path / "out", vae, "skip_corrupt=true").labels.tolist() == [1] * 5
     for name in names:
@@ -338,13 +337,8 @@ def test_a_mask_of_another_size_is_told_with_its_image(tmp_path, photos, vae):
     ("overrides", "message"),
     [
         (("resolution=33",), "resolution=33 must be a multiple of 2"),
-        (("resolution=0",), "resolution=0 must be greater than 0"),
-        (("conditioning_type=depth",), "conditioning_type=depth must be one of mask, segmentation"),
-        (("mixed_precision=fp16",), "mixed_precision=fp16 must be one of no, bf16"),
         (("num_held_out=10",), r"num_held_out=10 must be in \[0, 9\]"),
-        (("masks=nowhere",), "masks=nowhere not found"),
         (("encoder=nothing",), "encoder=nothing must be one of identity"),
-        (("source=nowhere",), "source=nowhere not found"),
     ],
 )
 def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae, overrides, message):
@@ -401,10 +395,8 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
     while not list(partial.glob("*.npz")):
         assert process.poll() is None, "it finished before it could be killed"
         time.sleep(0.01)
-    everyone = [
-        process,
-        *process.children(recursive=True),
-    ]  # the launcher's end does not end its processes at once
+    # The launcher's end does not end its processes at once.
+    everyone = [process, *process.children(recursive=True)]
     for each in everyone:
         each.kill()
     psutil.wait_procs(everyone)
