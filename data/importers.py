@@ -1,8 +1,8 @@
 """Latents as other codebases keep them: what each format holds, what is assumed of it, what contradicts that.
 
 Nothing in these files says how they were scaled, whether the second half of eight channels is a log-variance
-or a standard deviation, or whether flips are among them. So each format comes with assumptions, which
-are printed, and the numbers of a sample are held against them.
+or a standard deviation, or whether flips are among them. So each format comes with assumptions, which are
+printed, and the numbers of a sample are held against them.
 
 Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 """
@@ -104,9 +104,7 @@ class Format:
             "mean_logvar": "mean, then log-variance of the posterior",
             "mean_std": "mean, then standard deviation of the posterior",
         }[self.stored_as]
-        each = (
-            "entry count/2 + i is the flip of entry i" if self.hflip else "each entry is an image of its own"
-        )
+        each = "entry count/2 + i is the flip of entry i" if self.hflip else "each entry is an image"
         applied = "were" if self.scaled else "were not"
         return [
             f"an entry is {entry} (stored_as={self.stored_as})",

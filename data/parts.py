@@ -56,7 +56,7 @@ class PartFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / "about.json"
         if not file.exists():
-            with _advising():
+            with _advising(file):
                 write_json(file, self.about)
         begun = _read_object(file)
         changes = [
@@ -72,7 +72,7 @@ class PartFolder:
     def write(self, i: int, part: Part) -> None:
         """Write a part, completely or not at all."""
         masks = {} if part.masks is None else {"masks": part.masks}
-        with _advising():
+        with _advising(self._file(i)):
             if part.errors:
                 write_json(self._errors(i), part.errors)
             with atomic_write(self._file(i)) as partial:
@@ -124,8 +124,8 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _advising() -> Iterator[None]:
+def _advising(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}; {GO_ON}", error.filename) from error
+        raise OSError(error.errno, f"{error.strerror}; {GO_ON}", str(file)) from error

@@ -88,8 +88,8 @@ class LatentWriter:
                 self._finish()
 
     def _finish(self) -> None:
-        if self.num_written != self.manifest.count:
-            count = self.manifest.count
+        count = self.manifest.count
+        if self.num_written != count:
             raise ValueError(
                 f"{self.path}: {self.num_written} entries written, the manifest promises {count}"
             )
