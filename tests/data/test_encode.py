@@ -163,11 +163,12 @@ def test_what_was_stopped_goes_on_and_ends_the_same(
     assert said in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
     written_before, again = list(written), []
-    monkeypatch.setattr(
-        parts.PartFolder,
-        "write",
-        lambda folder, number, part: (again.append(number), write(folder, number, part)),
-    )
+
+    def watched(folder, number, part):
+        again.append(number)
+        write(folder, number, part)
+
+    monkeypatch.setattr(parts.PartFolder, "write", watched)
     run(photos, tmp_path / "out", vae)
     assert sorted(written_before + again) == [0, 1, 2], "what was done is not done again"
     assert files(tmp_path / "out") == files(tmp_path / "whole")
@@ -256,11 +257,12 @@ def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts,
     (folder / "china" / "001.jpg").write_bytes(whole)
     Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
     again, write = [], parts.PartFolder.write
-    monkeypatch.setattr(
-        parts.PartFolder,
-        "write",
-        lambda folder, number, part: (again.append(number), write(folder, number, part)),
-    )
+
+    def watched(folder, number, part):
+        again.append(number)
+        write(folder, number, part)
+
+    monkeypatch.setattr(parts.PartFolder, "write", watched)
     assert run(folder, tmp_path / "out", vae).manifest.count == 10
     assert again == [0, 1], "the part without corrupt images is kept"
 

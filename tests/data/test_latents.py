@@ -3,6 +3,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from data import (
 from tests.runs import ROOT
 
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 5}
+MANIFEST = LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity")
 HELD_OUT_OF_20 = [2, 4, 6, 13, 16, 19]
 
 
@@ -32,15 +34,7 @@ def write(path, kind="samples", count=20, **changes):
     shape = (8 if kind == "moments" else 4, 8, 8)
     stored = rng.standard_normal((count, *shape)).astype(np.float16)
     labels = rng.integers(0, 5, count)
-    fields = {
-        "count": count,
-        "shape": shape,
-        "dtype": "float16",
-        "kind": kind,
-        "num_classes": 5,
-        "encoder": "identity",
-    }
-    with LatentWriter(path, LatentManifest(**{**fields, **changes})) as writer:
+    with LatentWriter(path, replace(MANIFEST, count=count, shape=shape, kind=kind, **changes)) as writer:
         writer.append(stored[:13], labels[:13])
         writer.append(stored[13:], labels[13:])
     return stored, labels
@@ -62,7 +56,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_scale_and_shift_are_applied_once_and_undone():
-    manifest = LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity", scale=0.5, shift=2.0)
+    manifest = replace(MANIFEST, scale=0.5, shift=2.0)
     stored = torch.randn(3, 4, 8, 8)
     latents = manifest.to_latents(stored)
     torch.testing.assert_close(latents, (stored - 2.0) * 0.5)
@@ -90,9 +84,8 @@ def test_every_number_of_every_entry_has_a_draw_of_its_own():
 
 
 def test_unconditional_folders_have_no_labels(tmp_path):
-    with LatentWriter(
-        tmp_path / "a", LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "identity")
-    ) as writer:
+    manifest = LatentManifest(3, (1, 4, 4), "float32", "samples", 0, "identity")
+    with LatentWriter(tmp_path / "a", manifest) as writer:
         writer.append(np.zeros((3, 1, 4, 4), np.float32), None)
     dataset = open_latents(tmp_path / "a")
     assert dataset.read(np.array([1]))[1] is None
@@ -117,9 +110,7 @@ STORED, LABELS, MASKS = np.zeros((3, 4, 8, 8)), np.zeros(3, int), np.zeros((3, 8
     ],
 )
 def test_entries_that_do_not_fit_are_refused_and_leave_nothing(tmp_path, conditioning_type, entries, message):
-    manifest = LatentManifest(
-        3, (4, 8, 8), "float16", "samples", 5, "identity", conditioning_type=conditioning_type
-    )
+    manifest = replace(MANIFEST, count=3, conditioning_type=conditioning_type)
     with pytest.raises(ValueError, match=message), LatentWriter(tmp_path / "a", manifest) as writer:
         writer.append(*entries)
     assert not list(tmp_path.iterdir())
@@ -252,9 +243,7 @@ def test_images_are_encoded_batch_by_batch(tmp_path):
 
 def write_masked(path, conditioning_type="mask", masks=None):
     """Write six entries with masks and return the masks."""
-    manifest = LatentManifest(
-        6, (4, 8, 8), "float16", "samples", 0, "identity", conditioning_type=conditioning_type
-    )
+    manifest = replace(MANIFEST, count=6, num_classes=0, conditioning_type=conditioning_type)
     if masks is None:
         masks = np.random.default_rng(0).integers(0, 256, (6, 8, 8), dtype=np.uint8)
     with LatentWriter(path, manifest) as writer:
@@ -311,9 +300,7 @@ def test_flips_are_read_where_they_are_asked_for(tmp_path):
     stored, labels = dataset.read(ids, np.array([1, 0, 0, 1]))
     assert stored[:, 0, 0, 0].tolist() == [107, 0, 7, 103]
     assert labels.tolist() == [1, 0, 1, 0]
-    assert dataset.read(ids)[0][:, 0, 0, 0].tolist() == [7, 0, 7, 3], (
-        "the image itself unless asked otherwise"
-    )
+    assert dataset.read(ids)[0][:, 0, 0, 0].tolist() == [7, 0, 7, 3], "images unless asked otherwise"
     assert stored.shape == (4, 4, 8, 8)
     # An image and its flip are one entry: no flip of a held-out image is trained on.
     assert set(dataset.held_out_ids).isdisjoint(dataset.train_ids)
@@ -349,16 +336,13 @@ def test_a_channel_may_have_a_scale_and_a_shift_of_its_own(tmp_path):
     ("std", "warned"), [(1.0, False), (0.6, False), (1.7, False), (0.18, True), (5.5, True), (0.5, True)]
 )
 def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
-    manifest = LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity", scale=0.18215, std=1.0)
+    manifest = replace(MANIFEST, scale=0.18215, std=1.0)
     warning = manifest.std_warning(torch.tensor(std))
     assert bool(warning) == warned
     if warned:
         assert f"standard deviation of {std:.3g}, the manifest promises 1." in warning
         assert f"scale {0.18215 / std:.4g} in manifest.json keeps the promise" in warning
-    assert (
-        LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity").std_warning(torch.tensor(9.0))
-        is None
-    )
+    assert MANIFEST.std_warning(torch.tensor(9.0)) is None, "nothing was promised"
 
 
 @pytest.mark.parametrize(
@@ -383,31 +367,16 @@ def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(changes, message):
-    fields = {
-        "count": 20,
-        "shape": (4, 8, 8),
-        "dtype": "float16",
-        "kind": "samples",
-        "num_classes": 5,
-        "encoder": "identity",
-    }
     with pytest.raises(ValueError, match=message):
-        LatentManifest(**{**fields, **changes})
+        replace(MANIFEST, **changes)
 
 
 def test_a_manifest_survives_its_file(tmp_path):
     names = ("a", "b", "c", "d", "e")
-    write(
-        tmp_path / "a",
-        class_names=names,
-        origin={"by": ["hand", 1]},
-        std=1.0,
-        resolution=64,
-        pixel_range=(0.0, 1.0),
-    )
-    manifest = open_latents(str(tmp_path / "a"), **SIZES).manifest
-    assert (manifest.class_names, manifest.origin, manifest.std) == (names, {"by": ["hand", 1]}, 1.0)
-    assert (manifest.resolution, manifest.pixel_range) == (64, (0.0, 1.0))
+    fields = {"origin": {"by": ["hand", 1]}, "std": 1.0, "resolution": 64, "pixel_range": (0.0, 1.0)}
+    write(tmp_path / "a", class_names=names, **fields)
+    manifest = open_latents(tmp_path / "a").manifest
+    assert replace(manifest, checksums=None) == replace(MANIFEST, class_names=names, **fields)
     assert set(manifest.checksums) == {"latents.npy", "labels.npy"}
 
 
@@ -435,9 +404,8 @@ def test_one_changed_number_anywhere_changes_the_fingerprint(tmp_path):
     for value in (0.0, 1.0):
         stored = np.zeros((500, 1, 4, 4))
         stored[1] = value  # of 500 entries 64 are read, the second not among them
-        with LatentWriter(
-            tmp_path / str(value), LatentManifest(500, (1, 4, 4), "float32", "samples", 0, "identity")
-        ) as writer:
+        manifest = LatentManifest(500, (1, 4, 4), "float32", "samples", 0, "identity")
+        with LatentWriter(tmp_path / str(value), manifest) as writer:
             writer.append(stored, None)
         prints.add(open_latents(tmp_path / str(value)).describe()["fingerprint"])
     assert len(prints) == 2

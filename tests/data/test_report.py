@@ -140,9 +140,8 @@ def test_another_autoencoder_draws_no_picture_but_the_numbers_come_first(tmp_pat
 
 
 def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
-    with LatentWriter(
-        tmp_path / "a", LatentManifest(3, (1, 8, 8), "float32", "samples", 0, "identity")
-    ) as writer:
+    manifest = LatentManifest(3, (1, 8, 8), "float32", "samples", 0, "identity")
+    with LatentWriter(tmp_path / "a", manifest) as writer:
         writer.append(np.random.default_rng(0).uniform(-1, 1, (3, 1, 8, 8)), None)
     call(monkeypatch, tmp_path / "a", "--out", tmp_path / "new" / "sheet.png")
     assert (tmp_path / "new" / "sheet.png").stat().st_size > 2000

@@ -114,9 +114,8 @@ def test_shards_are_checked_as_well(folder, monkeypatch, tmp_path, capsys):
     dataset = open_latents(folder)
     with pytest.raises(ValueError, match="conditioning_type=mask: shards hold no masks"):
         write_shards(dataset, tmp_path / "shards", 4)
-    with LatentWriter(
-        tmp_path / "b", LatentManifest(6, (1, 8, 8), "float32", "samples", 0, "identity")
-    ) as writer:
+    manifest = LatentManifest(6, (1, 8, 8), "float32", "samples", 0, "identity")
+    with LatentWriter(tmp_path / "b", manifest) as writer:
         writer.append(np.zeros((6, 1, 8, 8)), None)
     write_shards(open_latents(tmp_path / "b"), tmp_path / "shards", 4)
     call(tmp_path / "shards", monkeypatch)
