@@ -46,8 +46,10 @@ class Files:
         self.images = [name for name in self.names if name.lower().endswith(LOSSLESS + LOSSY)]
 
     def open(self, name: str) -> BinaryIO:
+        if self._archive is None:
+            return (self.path / name).open("rb")
         self.size(name)
-        return self._archive.open(name) if self._archive else (self.path / name).open("rb")
+        return self._archive.open(name)
 
     def size(self, name: str) -> int:
         """Return the bytes of a file; raise a ValueError for a member that declares more than it can hold."""
