@@ -22,6 +22,7 @@ import train
 from benchmarks import advise
 from builders import config as configuration
 from builders import rules, sampling
+from builders.trainer import check_files, check_init_from
 from data import convert, encode
 from diffusion import EDMLoss
 from evaluation import inception
@@ -399,7 +400,7 @@ RULES = [
 TOLD_BY = [
     rules, configuration, mechanics, errors,
     routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
-    layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files, train._check_init_from,
+    layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, check_files, check_init_from,
     sampling.find_checkpoint, sampling._checkpoints_of, sampling._settings, sampling.read_run, sample.main,
     fid.main, fid.check_request, fid.check_out, fid.check_files,
     encode.check_request, encode.check_out, encode.check_sources, convert.check_request,

@@ -43,13 +43,13 @@ def test_processes_that_do_not_start_alike_refuse_together(tmp_path, fault):
     assert len(said) == 2 or "closing signal SIGTERM" in result.stderr
     assert said[0].startswith("error: ranks disagree on ")
     expected = {
-        "configuration": "optimizer.lr is ",
-        "folder": "fingerprint of the data is ",
-        "code": "code (sha256) is ",
+        "configuration": "optimizer.lr: ",
+        "folder": "fingerprint of the data: ",
+        "code": "code (sha256): ",
     }
     assert expected[fault] in said[0]
     if fault == "configuration":
-        assert "optimizer.lr is 0.0001 in process 0, 0.5 in process 1" in said[0]
+        assert "optimizer.lr: 0.0001 in process 0, 0.5 in process 1" in said[0]
     assert not (tmp_path / "runs").exists()
 
 
