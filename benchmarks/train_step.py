@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -496,12 +497,11 @@ def shares(trainer: Trainer, batches: Iterator[Any]) -> dict[str, float]:
 
 
 def _latents(trainer: Trainer, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    net, generator = trainer.net, torch.Generator(trainer.launch.device).manual_seed(1)
+    net, device = trainer.net, trainer.launch.device
+    generator = torch.Generator(device).manual_seed(1)
     shape = (num_samples, net.in_channels, net.input_size, net.input_size)
-    x = 0.5 * torch.randn(shape, generator=generator, device=trainer.launch.device)
-    return x, torch.randint(
-        net.num_classes, (num_samples,), generator=generator, device=trainer.launch.device
-    )
+    x = 0.5 * torch.randn(shape, generator=generator, device=device)
+    return x, torch.randint(net.num_classes, (num_samples,), generator=generator, device=device)
 
 
 def _warm_up(step: Callable[[], None], device: torch.device) -> None:

@@ -31,7 +31,7 @@ from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
 from runtime.config import build_node
 from runtime.files import sha256
-from runtime.launch import Launch, say_nothing
+from runtime.launch import Launch
 from runtime.machine import keep_freed_memory
 from runtime.provenance import environment, flatten, source_sha256
 from training.batches import Batches
@@ -68,8 +68,6 @@ def check_files(config: dict[str, Any], run: RunFolder) -> None:
 
 def check_init_from(source: str, objective: str | None) -> None:
     """Check that the weights to start from are there, and that it is known what they predict."""
-    if not Path(source).exists():
-        raise FileNotFoundError(f"train.init_from={source} is not there: it must be a run or a weights file")
     own = is_own_checkpoint(source)
     if own and objective:
         raise ValueError(
@@ -110,82 +108,68 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     Raises:
         ValueError, OSError: what is in the folder does not allow this run.
     """
-    settings, device = config["train"], launch.device
-    saved = run.manifest()["resolved"] if run.has_results() else {}
-    resolved = resolve_auto(config, saved, device, launch.world_size)
-    agreed = ("mixed_precision", "compile", "micro_batch_size")
-    launch.assert_ranks_agree({key: resolved[key] for key in agreed})
-    if resolved["keep_freed_memory"]:
-        keep_freed_memory()
-    bf16 = resolved["mixed_precision"] == "bf16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    resolved["attention"] = resolve_attention(config["model"]["attention"], device.type, dtype)
+    train, device = config["train"], launch.device
+    resolved = _resolve(config, run, launch)
+    bf16, micro_batch_size = resolved["mixed_precision"] == "bf16", resolved["micro_batch_size"]
 
     torch.manual_seed(config["seed"])
     net = build_net(config).to(device)
     init_from = _load_init(net, config, run)
     ema = EMA(net, **config["ema"])
     plan = build_route_plan(config, net)
-    prepared = _prepare(net, resolved["compile"], len(plan.lengths(settings["masked_loss"])))
+    prepared = _prepare(net, resolved["compile"], len(plan.lengths(train["masked_loss"])))
     precond = build_precond(config, prepared)
     bare_loss = build_node(config, "diffusion.loss")()
     loss = torch.autocast(device.type, torch.bfloat16, enabled=bf16)(bare_loss)
     optimizer = build_node(config, "optimizer")(net.named_parameters(), fused=True)
 
-    masks_to_tokens = None
-    if settings["masked_loss"]:
-        masks_to_tokens = partial(token_mask, patch_size=config["model"]["patch_size"])
-    coverage = _mask_coverage(plan, dataset, masks_to_tokens, settings["batch_size"])
-    slowdown = fp32_slowdown(net, device, bf16)
-    cost = partial(cost_of, net, mask_coverage=coverage, fp32_slowdown=slowdown)
-
     recorder = Recorder(launch, run)
-    counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
     evaluators = build_evaluators(config, run, dataset, launch, net, ema.net, bare_loss)
-    trainer = Trainer(
-        launch,
-        net,
-        precond,
-        loss,
-        optimizer,
-        ema,
-        plan,
-        _batches(config, resolved, dataset, launch, masks_to_tokens, counting, recorder.show),
-        evaluators,
-        recorder,
-        CheckpointFolder(
-            run.path / "checkpoints", settings["keep_last"], settings["milestone_every"], launch
-        ),
-        StopRequest(settings["max_time_sec"]),
-        Settings(**{key: settings[key] for key in SETTINGS}),
-        SpeedCheck(
-            micro_step(precond, net, loss, resolved["micro_batch_size"], device),
-            lambda ratios: cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup,
-            device,
-            report=partial(_report, run, recorder.show) if launch.is_main else say_nothing,
-            show=recorder.show,
-        ),
-    )
-    if checkpoint := launch.broadcast_from_main(partial(trainer.checkpoints.newest_intact, recorder.show)):
+    batches = _build_batches(config, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
+    folder = run.path / "checkpoints"
+    checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
+    stop = StopRequest(train["max_time_sec"])
+    settings = Settings(**{key: train[key] for key in SETTINGS})
+
+    slowdown = fp32_slowdown(net, device, bf16)
+    step = micro_step(precond, net, loss, micro_batch_size, device)
+    speed_check = SpeedCheck(step, partial(_predicted_speedup, net, slowdown), device, recorder)
+    parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
+    trainer = Trainer(*parts, stop, settings, speed_check)
+
+    coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
+    if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
         trainer.resume(checkpoint)
     launch.barrier()  # all have read what the first process is about to change
     if launch.is_main:
-        scores = [evaluator.describe() for _, evaluator in evaluators if isinstance(evaluator, AdmEvaluator)]
         details = {
             "resolved": resolved,
             "num_processes": launch.world_size,
             **environment(device),
-            "routes": plan.describe(settings["masked_loss"]),
-            "cost": cost().describe(),
+            "routes": plan.describe(train["masked_loss"]),
+            "cost": cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown).describe(),
             "data": dataset.describe(),
             **({"init_from": init_from} if init_from else {}),
-            "scores": scores,
+            "scores": [each.describe() for _, each in evaluators if isinstance(each, AdmEvaluator)],
         }
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
         run.begin(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
         print(summary(config, details, net, resumed_step=trainer.step), flush=True)
     return trainer
+
+
+def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str, Any]:
+    """Decide what the configuration leaves open, on all ranks alike."""
+    saved = run.manifest()["resolved"] if run.has_results() else {}
+    resolved = resolve_auto(config, saved, launch.device, launch.world_size)
+    agreed = ("mixed_precision", "compile", "micro_batch_size")
+    launch.assert_ranks_agree({key: resolved[key] for key in agreed})
+    if resolved["keep_freed_memory"]:
+        keep_freed_memory()
+    dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
+    attention = resolve_attention(config["model"]["attention"], launch.device.type, dtype)
+    return {**resolved, "attention": attention}
 
 
 def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:
@@ -213,41 +197,38 @@ def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp]).prepare_model(net)
 
 
-def _batches(
+def _predicted_speedup(net: nn.Module, slowdown: float, ratios: tuple[float, ...]) -> float:
+    return cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup
+
+
+def _build_batches(
     config: dict[str, Any],
-    resolved: dict[str, Any],
+    micro_batch_size: int,
+    num_workers: int,
     dataset: TrainingData,
-    launch: Launch,
-    masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
-    counting: Callable[[torch.Tensor], torch.Tensor] | None,
-    show: Callable[[str], None],
+    plan: RoutePlan,
+    recorder: Recorder,
 ) -> Batches:
-    seed, batch_size = config["seed"], config["train"]["batch_size"]
-    sizes = {"batch_size": batch_size, "micro_batch_size": resolved["micro_batch_size"]}
+    launch, seed, masked = recorder.launch, config["seed"], config["train"]["masked_loss"]
+    sizes = {"batch_size": config["train"]["batch_size"], "micro_batch_size": micro_batch_size}
     share = {"process_index": launch.rank, "num_processes": launch.world_size}
     order = {"seed": seed, **sizes, **share, "pin_memory": launch.device.type == "cuda"}
+    masks_to_tokens = partial(token_mask, patch_size=config["model"]["patch_size"]) if masked else None
     if isinstance(dataset, ShardDataset):
         read = partial(ShardStream, dataset, **order)
         entries = shards_by_step(dataset, seed, **sizes, num_processes=launch.world_size)
     else:
-        masking = {"with_masks": config["train"]["masked_loss"], "token_mask": counting}
-        read = partial(stream, dataset, **order, **masking, num_workers=resolved["num_workers"])
-        entries = entries_by_step(dataset, seed, batch_size)
+        counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
+        masking = {"with_masks": masked, "token_mask": counting}
+        read = partial(stream, dataset, **order, **masking, num_workers=num_workers)
+        entries = entries_by_step(dataset, seed, sizes["batch_size"])
 
     def check_std(std: torch.Tensor) -> None:
         if warning := dataset.manifest.std_warning(std):
-            show(warning)
+            recorder.show(warning)
 
-    return Batches(
-        launch,
-        read,
-        entries,
-        to_latents=dataset.manifest.to_latents,
-        token_mask=masks_to_tokens,
-        check_std=check_std,
-        seed=seed,
-        **sizes,
-    )
+    to_latents = dataset.manifest.to_latents
+    return Batches(launch, read, entries, to_latents, masks_to_tokens, check_std, seed, **sizes)
 
 
 def _mask_coverage(
@@ -265,11 +246,3 @@ def _mask_coverage(
             num_forced[ids] = count_forced(dataset, ids, masks_to_tokens)
         plan.check_force_keep(num_forced)
     return mask_coverage(dataset, masks_to_tokens, batch_size) if plan.force_keep_overflow == "grow" else 0.0
-
-
-def _report(run: RunFolder, show: Callable[[str], None], found: dict[str, Any]) -> None:
-    """Write what was found into the manifest, if there is room."""
-    try:
-        run.update(found)
-    except OSError as error:
-        show(f"warning: {run.manifest_file}: {error}")

@@ -406,7 +406,7 @@ RULES = {
     "hole in a shard": "declares .* bytes, must be a file",
     "member of a shard": "declares .* bytes, must be a file",
     "part": "bytes, its shape .* needs",
-    "weights.pt": "has shape|not of this network",
+    "weights.pt": "weights do not match the model",
     "inception.pth": "declares .* bytes, more than the file holds",
     "constant of a graph": "must be at most .* numbers",
     "constant that wraps around": "must be at most .* numbers",

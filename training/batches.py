@@ -43,7 +43,6 @@ class Batches:
         launch: Launch,
         read: Callable[[int], Iterable[Stored]],
         entries: Callable[[int], Sequence[Any]],
-        *,
         to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
         token_mask: Callable[[torch.Tensor], torch.Tensor] | None,
         check_std: Callable[[torch.Tensor], None],

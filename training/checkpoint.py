@@ -32,6 +32,8 @@ COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
 STATE, SUMS = "state.json", "SHA256SUMS"
 MAX_SUMS_BYTES = 2**12
+SAME = "model/size, model/block, model.num_prefix_tokens, model.learn_sigma"
+MAX_ERROR = 300  # characters of what torch has to say of weights
 # What damaged bytes make torch.load raise is written down nowhere.
 LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError)
 LOAD_ERRORS += (AttributeError, AssertionError, OverflowError, MemoryError, struct.error)
@@ -209,25 +211,12 @@ def is_own_checkpoint(source: str | Path) -> bool:
 
 def _load_into(net: nn.Module, file: Path) -> str | None:
     tensors, entry = _load_tensors(file)
-    tensors = {_strip(name): tensor for name, tensor in tensors.items()}
-    expected = net.state_dict()
-    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing or unexpected:
-        raise ValueError(
-            f"{file}: weights do not match the model (model/size, model/block, model.num_prefix_tokens must "
-            f"be the same): missing {missing[:3]}, not known {unexpected[:3]}"
-        )
-    for name, tensor in expected.items():
-        if tensors[name].shape != tensor.shape:
-            is_last = name.startswith("final_layer.linear")
-            hint = "; DiT and SiT checkpoints need model.learn_sigma=true" if is_last else ""
-            shapes = f"{tuple(tensors[name].shape)}, the network's is {tuple(tensor.shape)}"
-            raise ValueError(f"{file}: {name} has shape {shapes}{hint}")
     try:
-        net.load_state_dict(tensors)
-    except RuntimeError as error:  # tensors without memory, or of a type that cannot be copied
+        net.load_state_dict({_strip(name): tensor for name, tensor in tensors.items()})
+    except RuntimeError as error:
         raise ValueError(
-            f"{file} holds more than plain tensors: {' '.join(str(error).split())[:200]}"
+            f"{file}: weights do not match the model ({SAME} must be the same): "
+            f"{' '.join(str(error).split())[:MAX_ERROR]}"
         ) from error
     return entry
 

@@ -41,13 +41,13 @@ class MetricsFile:
         self.path, self.show = path, show
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         found = os.fstat(self._descriptor).st_size
-        self._size, self._waiting, self._warned = min(found, size), waiting.encode(), False
+        self._size, self._waiting, self._warned = size, waiting.encode(), False
         if found < size:
             show(
                 f"warning: {path} has {found} bytes, the checkpoint knows of {size}: lines from before it "
                 "are missing"
             )
-            self._mend_last_line()
+            self._size = os.pread(self._descriptor, found, 0).rfind(b"\n") + 1  # to the last complete line
         if found > self._size:
             os.ftruncate(self._descriptor, self._size)
         self._write()
@@ -99,17 +99,6 @@ class MetricsFile:
                 self.show(f"warning: {error}")
             self._warned = True
 
-    def _mend_last_line(self) -> None:
-        """Give a last line the end that it lacks, or leave it out where it lacks more."""
-        content = os.pread(self._descriptor, self._size, 0)
-        last = content[content.rfind(b"\n") + 1 :]
-        self._size -= len(last)
-        try:
-            json.loads(last)
-        except (ValueError, RecursionError):  # empty, too
-            return
-        self._waiting = last + b"\n" + self._waiting
-
 
 class Recorder:
     """Write and show what a run does, on its first rank; on the others, nothing.
@@ -142,6 +131,14 @@ class Recorder:
         if self.tracker:
             shown = {key: v for key, v in values.items() if isinstance(v, int | float | np.ndarray)}
             self.tracker.log({"num_images": num_images, **shown}, step)
+
+    def note(self, fields: dict[str, Any]) -> None:
+        """Write fields into the manifest, if there is room."""
+        try:
+            if self.launch.is_main:
+                self.folder.update(fields)
+        except OSError as error:
+            self.show(f"warning: {self.folder.manifest_file}: {error}")
 
     def show(self, text: str) -> None:
         """Print a line above the progress bar."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from training.recorder import Recorder
+
 MIN_SHARE = 0.8  # of the predicted speed-up
 REPEATS = 7
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # sides of matrices that keep a device busy
@@ -94,8 +96,7 @@ class SpeedCheck:
     Args:
         step: runs forward and backward of one micro-batch at given ratios of the routes.
         predict: the speed-up that the cost model promises at given ratios.
-        report: is given what was found.
-        show: prints a line.
+        recorder: keeps and shows what was found.
     """
 
     def __init__(
@@ -103,10 +104,9 @@ class SpeedCheck:
         step: Callable[[tuple[float, ...]], None],
         predict: Callable[[tuple[float, ...]], float],
         device: torch.device,
-        report: Callable[[dict[str, Any]], None],
-        show: Callable[[str], None],
+        recorder: Recorder,
     ):
-        self.step, self.predict, self.device, self.report, self.show = step, predict, device, report, show
+        self.step, self.predict, self.device, self.recorder = step, predict, device, recorder
 
     def __call__(self, ratios: tuple[float, ...]) -> None:
         """Measure at the ratios of a step; where nothing bypasses there is nothing to compare."""
@@ -118,21 +118,21 @@ class SpeedCheck:
         try:
             seconds = interleaved_seconds(steps, self.device, REPEATS)
         except torch.OutOfMemoryError:
-            self.show(
+            self.recorder.show(
                 "the speed-up was not measured: a dense step does not fit into the memory at this "
                 "train.micro_batch_size"
             )
             return
         measured = speedup(seconds["dense"], seconds["routed"])
         found = {"ratios": list(ratios), "measured_speedup": measured, "predicted_speedup": predicted}
-        self.report({"speed_check": found})
+        self.recorder.note({"speed_check": found})
         at = ", ".join(f"{ratio:g}" for ratio in ratios)
-        self.show(
+        self.recorder.show(
             f"a forward and backward pass at ratio {at} is {measured:.2f}x as fast as a dense one "
             f"({predicted:.2f}x by FLOPs)"
         )
         if measured < MIN_SHARE * predicted:
-            self.show(
+            self.recorder.show(
                 f"That is less than {MIN_SHARE:.0%} of what the FLOPs promise. To compare other routes: "
                 "python -m benchmarks.advise run=..."
             )

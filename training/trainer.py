@@ -4,13 +4,12 @@ A run of N steps takes N + 1 turns: each turn first saves and evaluates what the
 the last state takes the same path as the others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn as nn
 
@@ -27,12 +26,6 @@ from training.window import Window
 
 SLOW_DISK = 100e6  # bytes per second, until a first save tells
 LARGEST_NAMED = 5
-
-
-class Evaluator(Protocol):
-    """What the trainer asks of an evaluator."""
-
-    def run(self, step: int) -> Iterator[tuple[str, float | np.ndarray]]: ...
 
 
 class RoutePlan(Protocol):
@@ -62,7 +55,8 @@ class Trainer:
         precond: the preconditioning around what runs in a step: the network, or what synchronises it.
         loss: loss(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) -> (N,).
         route_plan: gives the ratio of each route at each step.
-        evaluators: (every how many steps, evaluator).
+        evaluators: (every how many steps, evaluator), of which evaluator.run(step) yields (key, number or
+            picture).
         stop: says when all ranks are to save and end.
         speed_check: called with the ratios of the last step at the first log point where tokens bypass, when
             everything is compiled.
@@ -78,7 +72,7 @@ class Trainer:
         ema: EMA,
         route_plan: RoutePlan,
         batches: Batches,
-        evaluators: Sequence[tuple[int, Evaluator]],
+        evaluators: Sequence[tuple[int, Any]],
         recorder: Recorder,
         checkpoints: CheckpointFolder,
         stop: StopRequest,

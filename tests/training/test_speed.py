@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -24,7 +26,8 @@ def check(clock, dense_sec, routed_sec, predicted):
     def step(ratios):
         clock[0] += routed_sec if ratios[0] else dense_sec
 
-    SpeedCheck(step, lambda ratios: predicted, CPU, report=reported.update, show=shown.append)((0.5,))
+    recorder = SimpleNamespace(note=reported.update, show=shown.append)
+    SpeedCheck(step, lambda ratios: predicted, CPU, recorder)((0.5,))
     return reported, shown
 
 
@@ -52,7 +55,7 @@ def test_a_dense_step_that_does_not_fit_is_told_and_harms_nothing():
         raise torch.OutOfMemoryError("no")
 
     step = micro_step(EDMPrecond(net), net, loss, 2, CPU)
-    SpeedCheck(step, lambda ratios: 1.5, CPU, report=None, show=shown.append)((0.5,))
+    SpeedCheck(step, lambda ratios: 1.5, CPU, SimpleNamespace(show=shown.append))((0.5,))
     assert "was not measured" in shown[0]
     assert all(parameter.grad is None for parameter in net.parameters())
 
