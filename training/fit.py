@@ -20,7 +20,10 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
         UserError: the run could not go on, for a reason that one line tells.
     """
     with trainer.stop.listening():
-        reason = _fit(trainer, run)
+        try:
+            reason = _fit(trainer, run)
+        except Moved as error:
+            raise UserError(str(error)) from error
         trainer.launch.barrier()  # a launcher ends the others where one has ended
     if reason == TIME_LIMIT and trainer.step == trainer.first_step:
         raise UserError(
@@ -47,8 +50,8 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
     try:
         reason = trainer.fit()
         trainer.launch.broadcast_from_main(record_end)
-    except Moved as error:  # is recorded nowhere: the manifest there may be that of another start
-        raise UserError(str(error)) from error
+    except Moved:  # is recorded nowhere: the manifest there may be that of another start
+        raise
     except KeyboardInterrupt:
         if trainer.launch.is_main:
             run.update({"status": "interrupted", "step": trainer.step})

@@ -92,7 +92,7 @@ def test_a_second_start_says_who_holds_the_folder_and_ends(tmp_path, launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [ONE, TWO])
 def test_a_start_waits_where_it_is_asked_to(tmp_path, launcher):
-    with holder(tmp_path / "runs/r", 20) as process:
+    with holder(tmp_path / "runs/r", 45) as process:
         result = program(launcher, "wait=true", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("wait=true: output_dir=runs/r is in use by process ") == 1
