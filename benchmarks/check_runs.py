@@ -26,7 +26,8 @@ import train
 from benchmarks.processes import ProcessFailed, run_apart
 from benchmarks.runs import Setting, build, composed, overrides_of, perturb, write_latents
 from runtime.provenance import PROJECT
-from training.trainer import WINDOW, Trainer
+from training.trainer import Trainer
+from training.window import SUMS
 
 TINY = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "model.patch_size=2")
 BATCH_SIZE, COVERAGE = 8, 0.25
@@ -122,10 +123,9 @@ def spoil_one_step(trainer: Trainer) -> Rows:
     """Take a good step, one on latents that are not a number, and a good one; return what moved and what did
     not.
     """
-    batches, to_latents, states = iter(trainer.micro_batches(0)), trainer.to_latents, []
-    for factor in (1.0, math.nan, 1.0):
-        trainer.to_latents = lambda stored, generator, factor=factor: factor * to_latents(stored, generator)
-        trainer.train_step(batches)
+    states = []
+    for factor, batches in zip((1.0, math.nan, 1.0), trainer.batches.from_step(0), strict=False):
+        trainer.train_step(batch._replace(x=factor * batch.x) for batch in batches)
         trainer.step += 1
         states.append(_state(trainer))
     before, after, at_last = states
@@ -137,7 +137,7 @@ def spoil_one_step(trainer: Trainer) -> Rows:
         compared(f"{of}, left by the good step after it", len(stayed), 0),
         compared(
             "steps counted as skipped, beside the one",
-            abs(trainer.window[WINDOW.index("skipped")].item() - 1),
+            abs(trainer.window.sums[SUMS.index("skipped")].item() - 1),
             0,
         ),
     ]
@@ -173,11 +173,11 @@ def steps_without_waiting(trainer: Trainer) -> str:
     """Take steps between two log points; return where one waited for the device, if any did but the first
     two.
     """
-    batches = iter(trainer.micro_batches(0))
+    batches = trainer.batches.from_step(0)
     for step in range(5):
-        with waiting_is_an_error(trainer.device) if step > 1 else nullcontext():
+        with waiting_is_an_error(trainer.launch.device) if step > 1 else nullcontext():
             try:
-                trainer.train_step(batches)
+                trainer.train_step(next(batches))
             except RuntimeError as error:
                 ours = [
                     frame for frame in traceback.extract_tb(error.__traceback__) if _is_ours(frame.filename)

@@ -13,14 +13,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-import train
 from builders import config as configuration
-from builders.auto import resolve_auto
 from builders.network import build_net
+from builders.trainer import build_trainer
 from data import LatentManifest, LatentWriter, mask_coverage
 from models import DiT, cost_of
 from runtime.config import build_node, user_mistakes
-from runtime.machine import keep_freed_memory, start_process
+from runtime.machine import start_process
 from training.run_folder import RunFolder
 from training.speed import fp32_slowdown
 from training.trainer import Trainer
@@ -99,18 +98,14 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
     it.
     """
     config = compose_config(overrides)
-    launch = start_process()
-    resolved = resolve_auto(config, {}, launch.device, 1)
-    if resolved["keep_freed_memory"]:
-        keep_freed_memory()
-    run = RunFolder(tempfile.mkdtemp(dir=folder))
+    run, dataset = RunFolder(tempfile.mkdtemp(dir=folder)), build_node(config, "data")()
     with redirect_stdout(io.StringIO()):  # the summary of a run
-        trainer = train.build_trainer(config, resolved, run, dataset := build_node(config, "data")())
-    masks_to_tokens = trainer.token_mask
+        trainer = build_trainer(config, run, dataset, start_process())
+    masks_to_tokens = trainer.batches.token_mask
     coverage = (
         mask_coverage(dataset, masks_to_tokens, config["train"]["batch_size"]) if masks_to_tokens else 0.0
     )
-    return trainer, describe(trainer.net, resolved, config, coverage)
+    return trainer, describe(trainer.net, run.manifest()["resolved"], config, coverage)
 
 
 def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverage: float) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -327,9 +328,13 @@ def peak_flops(precision: str, device: torch.device) -> tuple[float, str]:
 def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
     """Serve the steps of the trainer."""
     trainer, row = build(folder, overrides)
-    batches = iter(trainer.micro_batches(0))
+    batches = trainer.batches.from_step(0)
     _serve_steps(
-        connection, row, partial(_step, trainer, batches), trainer.device, lambda: shares(trainer, batches)
+        connection,
+        row,
+        partial(_step, trainer, batches),
+        trainer.launch.device,
+        lambda: shares(trainer, batches),
     )
 
 
@@ -337,19 +342,19 @@ def whole(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
     """Serve the steps of the trainer, its network compiled as one and, on a GPU, replayed as CUDA graphs."""
     trainer, row = build(folder, (*overrides, "train.compile=false"))
     trainer.net.compile(dynamic=False, mode="reduce-overhead")
-    batches = iter(trainer.micro_batches(0))
+    batches = trainer.batches.from_step(0)
 
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         _step(trainer, batches)
 
-    _serve_steps(connection, row | {"compile": "as a whole"}, step, trainer.device)
+    _serve_steps(connection, row | {"compile": "as a whole"}, step, trainer.launch.device)
 
 
 def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
     """Serve the plain step of the same sizes."""
     trainer, row = build(folder, (*overrides, "train.compile=false", "train.keep_freed_memory=false"))
-    device, batch_size = trainer.device, trainer.batch_size
+    device, batch_size = trainer.launch.device, trainer.batches.batch_size
     step = plain_step(trainer, _latents(trainer, batch_size))
     del trainer
     gc.collect()
@@ -362,7 +367,7 @@ def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
 
 
 def _step(trainer: Trainer, batches: Iterator[Any]) -> None:
-    trainer.train_step(batches)
+    trainer.train_step(next(batches))
     trainer.step += 1
 
 
@@ -413,11 +418,11 @@ def errors(
     """Return how far loss and gradients of a trainer are from those of the plain step, relative to their
     size.
     """
-    expected = step.loss(torch.Generator(trainer.device).manual_seed(0))
+    expected = step.loss(torch.Generator(trainer.launch.device).manual_seed(0))
     expected.backward()
-    generator = torch.Generator(trainer.device).manual_seed(0)
-    loss = trainer.loss_fn(trainer.precond.train(), *batch, generator=generator).mean()
-    trainer.accelerator.backward(loss)
+    generator = torch.Generator(trainer.launch.device).manual_seed(0)
+    loss = trainer.loss(trainer.precond.train(), *batch, generator=generator).mean()
+    loss.backward()
     gradients = {name: parameter.grad for name, parameter in trainer.net.named_parameters()}
     expected_gradients = {name: parameter.grad for name, parameter in step.net.named_parameters()}
     differences = [gradients[name] - gradient for name, gradient in expected_gradients.items()]
@@ -442,7 +447,7 @@ def plain_step(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> Pl
         len(net.blocks),
         attn.num_heads,
     )
-    plain_net = PlainDiT(*sizes, net.num_classes, *window).to(trainer.device)
+    plain_net = PlainDiT(*sizes, net.num_classes, *window).to(trainer.launch.device)
     plain_net.load_state_dict(net.state_dict())
     return PlainStep(plain_net, *batch, net.num_classes, num_kept)
 
@@ -452,7 +457,7 @@ def shares(trainer: Trainer, batches: Iterator[Any]) -> dict[str, float]:
 
     The parts wait for the device in turn, so that what usually overlaps is counted in full.
     """
-    device, spent, loss_fn = trainer.device, {}, trainer.loss_fn
+    device, spent, loss = trainer.launch.device, {}, trainer.loss
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -469,25 +474,21 @@ def shares(trainer: Trainer, batches: Iterator[Any]) -> dict[str, float]:
         *tensors: Any, generator: Any, selection_ratio: Any, force_keep: Any, loss_mask: Any
     ) -> torch.Tensor:
         routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
-        return timed("forward", partial(loss_fn, generator=generator, **routing, loss_mask=loss_mask))(
-            *tensors
-        )
+        return timed("forward", partial(loss, generator=generator, **routing, loss_mask=loss_mask))(*tensors)
 
-    read = timed("data", batches.__next__)
-    trainer.loss_fn = forward
-    trainer.accelerator.backward = timed("backward", trainer.accelerator.backward)
-    trainer.to_latents = timed("data", trainer.to_latents)
+    read = timed("data", lambda: list(next(batches)))
+    trainer.loss = forward
     trainer.ema.update = timed("ema", trainer.ema.update)
     trainer.update_weights = timed("optimizer", trainer.update_weights)
-    trainer.progress = tqdm(disable=True)
 
     stepping = partial(_step, trainer, iter(read, None))
-    stepping()
-    spent.clear()
-    whole = sum(_seconds(stepping, device) for _ in range(PART_REPEATS))
+    with patch.object(torch.Tensor, "backward", timed("backward", torch.Tensor.backward)):
+        stepping()
+        spent.clear()
+        whole = sum(_seconds(stepping, device) for _ in range(PART_REPEATS))
     spent["optimizer"] -= spent["ema"]  # with clipping
-    trainer.resume_clock()
-    trainer.pause_clock()
+    trainer.clock.resume()
+    trainer.clock.pause()
     spent["log"] = PART_REPEATS * _seconds(trainer.log_training, device) / LOG_EVERY
     whole += spent["log"]
     _hand_back(device)
@@ -496,10 +497,11 @@ def shares(trainer: Trainer, batches: Iterator[Any]) -> dict[str, float]:
 
 
 def _latents(trainer: Trainer, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    net, generator = trainer.net, torch.Generator(trainer.device).manual_seed(1)
+    net, device = trainer.net, trainer.launch.device
+    generator = torch.Generator(device).manual_seed(1)
     shape = (num_samples, net.in_channels, net.input_size, net.input_size)
-    x = 0.5 * torch.randn(shape, generator=generator, device=trainer.device)
-    return x, torch.randint(net.num_classes, (num_samples,), generator=generator, device=trainer.device)
+    x = 0.5 * torch.randn(shape, generator=generator, device=device)
+    return x, torch.randint(net.num_classes, (num_samples,), generator=generator, device=device)
 
 
 def _warm_up(step: Callable[[], None], device: torch.device) -> None:

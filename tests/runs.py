@@ -3,20 +3,22 @@
 import json
 import re
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 from accelerate import PartialState
 from hydra import compose, initialize_config_dir
 
-import train
 from builders import config as configuration
-from builders.auto import resolve_auto
+from builders.trainer import build_trainer
 from runtime.config import build_node
 from runtime.launch import Launch
 from tests.programs import ROOT
+from training.fit import run_training
 from training.run_folder import RunFolder
+
+configuration.register()
 
 # Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.
 TINY = (
@@ -65,12 +67,10 @@ def tiny_trainer(folder, *overrides):
     launch = Launch.of(PartialState(cpu=True))
     config = validated(*TINY, f"output_dir={folder}", *overrides, num_processes=launch.world_size)
     run, dataset = RunFolder(folder), build_node(config, "data")()
-    launch.broadcast_from_main(partial(run.lock, print))
+    run.lock(launch)
     try:
         run.check(config, dataset.describe())
-        saved = run.manifest()["resolved"] if run.has_results() else {}
-        resolved = resolve_auto(config, saved, launch.device, launch.world_size)
-        return train.build_trainer(config, resolved, run, dataset, launch), run
+        return build_trainer(config, run, dataset, launch), run
     except (ValueError, OSError):
         run.unlock()
         raise
@@ -78,22 +78,32 @@ def tiny_trainer(folder, *overrides):
 
 def tiny_run(folder, *overrides):
     trainer, run = tiny_trainer(folder, *overrides)
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     return trainer
 
 
 def interrupted(trainer, run, at):
     """Train until `at` steps are done, and be interrupted there."""
-    step = trainer.train_step
 
-    def train_step(micro_batches):
-        if trainer.step == at:
+    def interrupt(step):
+        if step == at:
             raise KeyboardInterrupt
-        step(micro_batches)
 
-    trainer.train_step = train_step
+    before_each_step(trainer, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+        run_training(trainer, run)
+
+
+def before_each_step(trainer, do):
+    """Have do(step) called before each step, when its batch is asked for."""
+    from_step = trainer.batches.from_step
+
+    def watched(start):
+        for step, micro_batches in enumerate(from_step(start), start):
+            do(step)
+            yield micro_batches
+
+    trainer.batches.from_step = watched
 
 
 def metrics(folder, clocks=False):

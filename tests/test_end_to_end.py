@@ -140,7 +140,7 @@ ERRORS = [
     (["data=latents", "data.path=nowhere"], "error: data.path=nowhere must be a latent folder"),
     (
         ["train.init_from=nothing.pt"],
-        "train.init_from=nothing.pt is not there: it must be a run or a weights file",
+        "nothing.pt not found: give a weights file, a checkpoint folder or a run",
     ),
 ]
 

@@ -213,7 +213,7 @@ def test_flips_and_moments_are_really_drawn(folder, tmp_path):
     from tests.runs import tiny_trainer
 
     trainer, _ = tiny_trainer(tmp_path / "run", *RUN, f"data.path={folder / 'latents'}")
-    stored = [batch.stored for _, batch in zip(range(8), trainer.micro_batches(0), strict=False)]
+    stored = [batch.stored for _, batch in zip(range(8), trainer.batches.read(0), strict=False)]
     dataset = np.load(folder / "latents" / "latents.npy")
     sides = []
     for batch in stored:
@@ -222,7 +222,7 @@ def test_flips_and_moments_are_really_drawn(folder, tmp_path):
             assert len(found) == 1
             sides.append(int(found[0, 1]))
     assert 0 < np.mean(sides) < 1
-    draws = [trainer.to_latents(stored[0], torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    draws = [trainer.batches.to_latents(stored[0], torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 

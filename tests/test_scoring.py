@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-import train
 from diffusion import random_labels
 from evaluation import AdmEvaluator, AdmSuite, SampleGrid
 from tests.evaluation.test_adm import REFERENCE, SAMPLES
@@ -16,6 +15,7 @@ from tests.inception import write_random_weights
 from tests.programs import start
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
 from training.checkpoint import latest_checkpoint
+from training.fit import run_training
 
 RGB = ("data.in_channels=3", "sampler.num_steps=2")
 
@@ -278,7 +278,7 @@ def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypat
     trainer, run = tiny_trainer(tmp_path / "run", *adm(folder))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
         patch.setattr(AdmSuite, "score", fail)
-        train.run_training(trainer, run)
+        run_training(trainer, run)
     assert run.manifest()["status"] == "failed"
     assert latest_checkpoint(tmp_path / "run").name == "step_00000004"
     tiny_run(tmp_path / "run", *adm(folder))

@@ -19,15 +19,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import sample
-import train
 from data import LatentManifest, LatentWriter, open_images
 from evaluation import AdmSuite, make_reference
 from evaluation.extraction import evenly_spaced
 from evaluation.inception import InceptionFeatures
 from runtime.launch import Launch
-from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
+from tests.runs import TINY, before_each_step, composed, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
+from training.fit import run_training
 
 NUM_PROCESSES = 2
 SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where no checkpoint, and an evaluation is due
@@ -63,7 +63,7 @@ class Pixels:
 
 def shrink(patch):
     """Have batches that do not divide by the processes, of few and small images."""
-    patch.setattr("train.EVALUATION_BATCH", 4)
+    patch.setattr("builders.evaluators.EVALUATION_BATCH", 4)
     patch.setattr("evaluation.reference.NUM_KEPT", NUM_KEPT)
     patch.setattr("evaluation.extraction.SPLIT_SIZE", 10)
     for name in ("NUM_POOL_FEATURES", "NUM_SPATIAL_FEATURES", "NUM_CLASSES"):
@@ -93,30 +93,24 @@ def run_options(folder, overflow="bypass"):
 
 def spoil(trainer):
     """Have one sample of one step give a loss that is no number, by its place in the global batch."""
-    generator, loss_fn, at = trainer._generator, trainer.loss_fn, []
-    trainer._generator = lambda index: (at.append(index), generator(index))[1]
+    generator, loss, drawn = trainer.batches.generator, trainer.loss, []
+    trainer.batches.generator = lambda *of: (drawn.append(of), generator(*of))[1]
 
     def spoilt(*args, **kwargs):
-        losses = loss_fn(*args, **kwargs)
-        here = trainer.step == SPOILT_STEP and at[-1] == SPOILT_PLACE // 2 and torch.is_grad_enabled()
+        losses = loss(*args, **kwargs)
+        here = drawn[-1] == (SPOILT_STEP, SPOILT_PLACE // 2)
         return losses + torch.tensor([0.0, torch.nan]) if here else losses
 
-    trainer.loss_fn = spoilt
+    trainer.loss = spoilt
 
 
 def trained(folder, *overrides, asked=False):
     """Train with a spoilt step; return why the run stopped, and a hash of all weights of this process."""
     trainer, run = tiny_trainer(folder, *overrides)
     spoil(trainer)
-    step = trainer.train_step
-
-    def train_step(micro_batches):
-        if asked and trainer.step == STOPPED_STEP:
-            os.kill(os.getpid(), signal.SIGTERM)
-        step(micro_batches)
-
-    trainer.train_step = train_step
-    reason = train.run_training(trainer, run)
+    if asked:
+        before_each_step(trainer, lambda step: step == STOPPED_STEP and os.kill(os.getpid(), signal.SIGTERM))
+    reason = run_training(trainer, run)
     tensors = [*trainer.net.parameters(), *trainer.ema.net.parameters()]
     digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors))
     return reason, digest.hexdigest()
@@ -232,7 +226,7 @@ def test_the_skipped_step_names_the_sample_at_fault(folder):
     run.unlock()
     (skipped,) = metrics(folder / "whole")[1]["skipped_steps"]
     assert skipped["step"] == SPOILT_STEP + 1
-    assert skipped["entries"][0] == trainer.history.entries(SPOILT_STEP)[SPOILT_PLACE]
+    assert skipped["entries"][0] == trainer.batches.entries(SPOILT_STEP)[SPOILT_PLACE]
 
 
 def test_all_processes_hold_the_same_weights(found):

@@ -22,6 +22,7 @@ import train
 from benchmarks import advise
 from builders import config as configuration
 from builders import rules, sampling
+from builders.trainer import check_files, check_init_from
 from data import convert, encode
 from diffusion import EDMLoss
 from evaluation import inception
@@ -179,7 +180,7 @@ KEYS = {
         ("train.max_time_sec=inf", FINITE),
         ("train.max_skipped_steps=0", POSITIVE),
         ("train.num_workers=-1", NOT_NEGATIVE),
-        ("train.init_from=nowhere", "is not there: it must be a run or a weights file"),
+        ("train.init_from=nowhere", "nowhere not found: give a weights file, a checkpoint folder or a run folder"),
         ("train.init_from=file train.init_from_objective=noise", "must be one of edm, ddpm, flow"),
         ("train.masked_loss=7.5", SWITCH),
     ],
@@ -399,7 +400,7 @@ RULES = [
 TOLD_BY = [
     rules, configuration, mechanics, errors,
     routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
-    layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, train._check_files, train._check_init_from,
+    layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, check_files, check_init_from,
     sampling.find_checkpoint, sampling._checkpoints_of, sampling._settings, sampling.read_run, sample.main,
     fid.main, fid.check_request, fid.check_out, fid.check_files,
     encode.check_request, encode.check_out, encode.check_sources, convert.check_request,

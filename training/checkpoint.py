@@ -1,4 +1,4 @@
-"""Checkpoints: tensors and plain types only, written beside their place and renamed when they are whole.
+"""Checkpoints: tensors and plain types only, written beside their place and renamed when they are complete.
 
 A checkpoint is a folder `step_00001000` with `net.safetensors`, `ema.safetensors` (the weights to sample
 from, usable on their own), `optimizer.safetensors`, `state.json`, and `SHA256SUMS` of these four, which are
@@ -12,9 +12,9 @@ import pickle
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -23,29 +23,31 @@ from safetensors.torch import load_file, save_file
 
 from runtime.arrays import check_stored
 from runtime.files import finite, read_bounded, sha256, sync
+from runtime.launch import ALONE, Launch
 
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 WRAPPERS = ("module.", "model.", "net.")
 COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
 # Where public code keeps weights in its files, averaged ones first: DiT, SiT, REPA and MaskDiT, TREAD.
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
-SUMS = "SHA256SUMS"
+STATE, SUMS = "state.json", "SHA256SUMS"
 MAX_SUMS_BYTES = 2**12
-# What came into state.json later, and stands for nothing known.
-LATER_STATE = {"metrics_waiting": "", "history": None, "longest_save_sec": None}
+SAME = "model/size, model/block, model.num_prefix_tokens, model.learn_sigma"
+MAX_ERROR = 300  # characters of what torch has to say of weights
 # What damaged bytes make torch.load raise is written down nowhere.
-LOAD_ERRORS = (
-    RuntimeError,
-    EOFError,
-    ValueError,
-    OSError,
-    pickle.UnpicklingError,
-    TypeError,
-    LookupError,
-    AttributeError,
-)
-LOAD_ERRORS += (AssertionError, OverflowError, MemoryError, struct.error)
-CONTENT = {"net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"}
+LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError)
+LOAD_ERRORS += (AttributeError, AssertionError, OverflowError, MemoryError, struct.error)
+
+
+class Part(Protocol):
+    """What a checkpoint keeps of a run: nested dictionaries of tensors and of what JSON knows.
+
+    Both methods are collective: all ranks call them in one order, and all load what the first one's was.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object: ...
 
 
 class CheckpointFolder:
@@ -57,49 +59,30 @@ class CheckpointFolder:
         milestone_every: checkpoints at multiples of this many steps are kept for ever; None keeps none.
     """
 
-    def __init__(self, folder: Path, keep_last: int, milestone_every: int | None):
+    def __init__(self, folder: Path, keep_last: int, milestone_every: int | None, launch: Launch = ALONE):
         self.folder, self.keep_last, self.milestone_every = folder, keep_last, milestone_every
+        self.launch = launch
 
-    def save(
-        self,
-        step: int,
-        net: nn.Module,
-        ema: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-    ) -> None:
+    def save(self, step: int, parts: Mapping[str, Part]) -> None:
         """Write a checkpoint of `step`, then remove those that are no longer kept.
 
-        Raises:
-            OSError: it could not be written; what was there before is still there.
-        """
-        final = self.folder / f"step_{step:08d}"
-        partial = self.folder / f".{final.name}.partial"
-        for left_over in self.folder.glob(
-            ".step_*"
-        ):  # of a process that was killed while it saved or removed
-            _remove(left_over)
-        try:
-            self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone is not made again
-            partial.mkdir()
-            _save_tensors(partial / "net.safetensors", net.state_dict())
-            _save_tensors(partial / "ema.safetensors", ema.state_dict())
-            _save_tensors(partial / "optimizer.safetensors", _optimizer_tensors(net, optimizer))
-            (partial / "state.json").write_text(json.dumps(finite({"step": step, **state})) + "\n")
-            (partial / SUMS).write_text(
-                "".join(f"{sha256(file)}  {file.name}\n" for file in sorted(partial.iterdir()))
-            )
-            for path in (*partial.iterdir(), partial):
-                sync(path)
-        except OSError:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        _discard(final)
-        partial.rename(final)
-        sync(self.folder)
-        self._remove_old()
+        The tensors of a part are in NAME.safetensors, all else in state.json.
 
-    def newest_whole(self, show: Callable[[str], None]) -> Path | None:
+        Raises:
+            OSError: it could not be written, on any rank; what was there before is still there.
+        """
+        states = {name: part.state_dict() for name, part in parts.items()}
+        self.launch.broadcast_from_main(lambda: self._write(step, states))  # also waits for the first rank
+
+    def load(self, checkpoint: Path, parts: Mapping[str, Part]) -> int:
+        """Load a checkpoint into its parts, and return its step."""
+        state = json.loads((checkpoint / STATE).read_text())
+        for name, part in parts.items():
+            file = checkpoint / f"{name}.safetensors"
+            part.load_state_dict(_together(load_file(file) if file.exists() else {}, state[name]))
+        return state["step"]
+
+    def newest_intact(self, show: Callable[[str], None]) -> Path | None:
         """Return the newest checkpoint that is as it was written, or None if there is none at all.
 
         Damaged ones are told of and put aside, as `step_N.damaged`, so that nothing counts or uses them.
@@ -125,35 +108,41 @@ class CheckpointFolder:
             )
         return None
 
-    def load(
-        self,
-        path: Path,
-        net: nn.Module,
-        ema: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-    ) -> dict[str, Any]:
-        """Load a checkpoint into its objects and return what was saved as `state`, with the step."""
-        _load_into(net, path / "net.safetensors")
-        _load_into(ema, path / "ema.safetensors")
-        tensors, _ = _load_tensors(path / "optimizer.safetensors", device)
-        saved = optimizer.state_dict()
-        for i, name in enumerate(_trained_names(net)):
-            keys = [key for key in tensors if key.rpartition("/")[0] == name]
-            saved["state"][i] = {key.rpartition("/")[2]: tensors[key] for key in keys}
-        optimizer.load_state_dict(saved)
-        return LATER_STATE | json.loads((path / "state.json").read_text())
+    def _write(self, step: int, states: Mapping[str, dict[str, Any]]) -> None:
+        final = self.folder / f"step_{step:08d}"
+        partial = self.folder / f".{final.name}.partial"
+        for left_over in self.folder.glob(".step_*"):  # of a process that was killed on the way
+            _remove(left_over)
+        try:
+            self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone is not made again
+            partial.mkdir()
+            rest = {"step": step}
+            for name, state in states.items():
+                tensors, rest[name] = _apart(state)
+                if tensors:
+                    _save_tensors(partial / f"{name}.safetensors", tensors)
+            (partial / STATE).write_text(json.dumps(finite(rest)) + "\n")
+            sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(partial.iterdir())]
+            (partial / SUMS).write_text("".join(sums))
+            for path in (*partial.iterdir(), partial):
+                sync(path)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _discard(final)
+        partial.rename(final)
+        sync(self.folder)
+        self._remove_old()
 
     def _remove_old(self) -> None:
-        # The newest was just written, and damaged ones that were newer than what the run began from have been
-        # put aside.
+        # The newest was just written, and newer ones that were damaged have been put aside.
         for step, path in steps_in(self.folder)[: -self.keep_last]:
             if not self.milestone_every or step % self.milestone_every:
                 _discard(path)
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of each whole checkpoint, oldest first."""
+    """Return (step, folder) of each complete checkpoint, oldest first."""
     found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match)
 
@@ -164,8 +153,8 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
     return found[-1][1] if found else None
 
 
-def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
-    """Say what is wrong with files of a checkpoint; None where each is as it was written.
+def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
+    """Return what is wrong with files of a checkpoint, all by default; None if each is as it was written.
 
     Raises:
         OSError: it cannot be read.
@@ -179,6 +168,7 @@ def damage_of(checkpoint: Path, names: Iterable[str] = CONTENT) -> str | None:
         with sums.open("rb") as opened:
             lines = read_bounded(opened, MAX_SUMS_BYTES).decode().splitlines()
         digests = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        names = digests.keys() | {STATE} if names is None else names  # its line is the last one
         if no_files := [name for name in sorted(names) if not (checkpoint / name).is_file()]:
             return f"{no_files[0]} is not there, or no file"
         wrong = [name for name in sorted(names) if digests.get(name) != sha256(checkpoint / name)]
@@ -220,30 +210,13 @@ def is_own_checkpoint(source: str | Path) -> bool:
 
 
 def _load_into(net: nn.Module, file: Path) -> str | None:
-    tensors, entry = _load_tensors(file, torch.device("cpu"))
-    tensors = {_strip(name): tensor for name, tensor in tensors.items()}
-    expected = net.state_dict()
-    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing or unexpected:
-        raise ValueError(
-            f"{file}: weights do not match the model (model/size, model/block, model.num_prefix_tokens "
-            "must be the same): "
-            f"missing {missing[:3]}, not known {unexpected[:3]}"
-        )
-    for name, tensor in expected.items():
-        if tensors[name].shape != tensor.shape:
-            hint = (
-                "; DiT and SiT checkpoints need model.learn_sigma=true"
-                if name.startswith("final_layer.linear")
-                else ""
-            )
-            shapes = f"{tuple(tensors[name].shape)}, the network's is {tuple(tensor.shape)}"
-            raise ValueError(f"{file}: {name} has shape {shapes}{hint}")
+    tensors, entry = _load_tensors(file)
     try:
-        net.load_state_dict(tensors)
-    except RuntimeError as error:  # tensors without memory, or of a type that cannot be copied
+        net.load_state_dict({_strip(name): tensor for name, tensor in tensors.items()})
+    except RuntimeError as error:
         raise ValueError(
-            f"{file} holds more than plain tensors: {' '.join(str(error).split())[:200]}"
+            f"{file}: weights do not match the model ({SAME} must be the same): "
+            f"{' '.join(str(error).split())[:MAX_ERROR]}"
         ) from error
     return entry
 
@@ -275,20 +248,18 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
 
 
-def _load_tensors(file: Path, device: torch.device) -> tuple[dict[str, torch.Tensor], str | None]:
+def _load_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str | None]:
     """Return named tensors, and the entry of the file that they were in (None: at its top)."""
     if file.suffix == ".safetensors":
         try:
-            return load_file(
-                file, device="cpu" if device.type == "cpu" else str(device)
-            ), None  # it does not know cpu:0
+            return load_file(file), None
         except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
     check_stored(file)
     try:
         # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(file, map_location=device, weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except LOAD_ERRORS as error:
         raise ValueError(
             f"{file} is damaged, or holds more than plain tensors, which is not loaded"
@@ -334,10 +305,26 @@ def _strip(name: str) -> str:
     return name
 
 
-def _trained_names(net: nn.Module) -> list[str]:
-    return [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+def _apart(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of nested dictionaries, by their keys joined by /, and the rest."""
+    tensors, rest = {}, {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            tensors[f"{prefix}{key}"] = value
+        elif isinstance(value, dict):
+            inner, rest[key] = _apart(value, f"{prefix}{key}/")
+            tensors |= inner
+        else:
+            rest[key] = value
+    return tensors, rest
 
 
-def _optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    names, state = _trained_names(net), optimizer.state_dict()["state"]
-    return {f"{names[i]}/{key}": tensor for i, entry in state.items() for key, tensor in entry.items()}
+def _together(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> dict[Any, Any]:
+    """Undo `_apart`, after JSON has made text of keys that are numbers, as those of an optimizer are."""
+    state = {int(key) if key.isdigit() else key: value for key, value in rest.items()}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            prefix = f"{key}/"
+            inner = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            state[key] = _together(inner, value)
+    return state | {name: tensor for name, tensor in tensors.items() if "/" not in name}

@@ -1,6 +1,7 @@
 """Exponential moving average of the weights, in fp32, updated only when the optimizer stepped."""
 
 from copy import deepcopy
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -22,9 +23,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, net: nn.Module, skipped: torch.Tensor) -> None:
-        """Move the average towards `net`; `skipped` (0-d, 0 or 1, on the device) says that the optimizer did
-        not step.
-        """
+        """Move the average towards `net`, unless the step was skipped (0 or 1, 0-d, on the device)."""
         decay = torch.full_like(self.num_updates, self.decay)
         if self.warmup:
             # beta_s = min(beta, (1 + s) / (10 + s))
@@ -34,3 +33,13 @@ class EMA:
         # average += weight * (parameter - average); the weight stays on the device
         torch._foreach_lerp_(averages, list(net.parameters()), [weight] * len(averages))
         self.num_updates += 1 - skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged weights by the network's own names, and a number."""
+        return {**self.net.state_dict(), "num_updates": int(self.num_updates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what a checkpoint kept."""
+        weights = dict(state)
+        self.num_updates.fill_(weights.pop("num_updates"))
+        self.net.load_state_dict(weights)

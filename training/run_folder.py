@@ -4,34 +4,20 @@ may resume it.
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from runtime.files import finite, read_bounded, read_json, write_json, write_text
-from runtime.launch import say_nothing
+from runtime.launch import ALONE, Launch
 from runtime.lock import Busy, Lock
 from runtime.provenance import flatten
 
-GOES_ON_FROM = (
-    "data.fingerprint",
-    "num_processes",
-    "commit",
-    "versions.torch",
-)  # what a resumed start reads of the manifest
-GOES_ON_FROM += ("resolved.mixed_precision", "resolved.compile", "resolved.micro_batch_size")
-START = (
-    "command",
-    "commit",
-    "source_sha256",
-    "num_processes",
-    "changes",
-)  # what is kept of every start of a run
-INHERIT_WITHIN_SEC = 3.0
-HOLD_WITHIN_SEC = 5.0  # for the last processes of an earlier start, which may still be ending
+START = ("command", "commit", "source_sha256", "num_processes", "changes")  # is kept of every start of a run
+# For processes that read ahead for an earlier start: they end a few seconds after it was killed.
+LOCK_WITHIN_SEC = 5.0
 MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
 
 # What a resumed run may change: none of it changes the weights that a step gives.
@@ -58,9 +44,6 @@ FREE_KEYS = (
     "train.milestone_every",
     "train.num_workers",
 )
-
-# Keys that came later than the first runs, and what those did.
-LATER_KEYS = {"model.attention": "auto"}
 
 # What a resumed run must not change either, where it scores its samples: scores of one name must mean the
 # same.
@@ -134,8 +117,8 @@ class RunFolder:
         """
         if not self.has_results():
             return
-        self._check_whole()
-        old, new = LATER_KEYS | flatten(self.config()), flatten(config)
+        self._check_complete()
+        old, new = flatten(self.config()), flatten(config)
         free_keys = set(FREE_KEYS)
         if depends_on_total_steps(config):
             free_keys.remove("train.total_steps")
@@ -158,27 +141,39 @@ class RunFolder:
                 "run_name=NAME"
             )
 
-    def _check_whole(self) -> None:
-        elsewhere = "put it back, or start this run elsewhere with run_name=NAME"
+    def _check_complete(self) -> None:
         for file in (self.config_file, self.manifest_file):
             if not file.is_file():
                 raise FileNotFoundError(
-                    f"output_dir={self.path} holds a run whose {file.name} is gone: {elsewhere}"
+                    f"output_dir={self.path} holds a run whose {file.name} is gone: put it back, or start "
+                    "this run elsewhere with run_name=NAME"
                 )
-        missing = [key for key in GOES_ON_FROM if key not in flatten(self.manifest())]
-        if missing:
-            raise ValueError(f"{self.manifest_file} is damaged, it lacks {', '.join(missing)}: {elsewhere}")
 
-    def lock(self, show: Callable[[str], None]) -> None:
-        """Keep the folder for this process until it ends, however it ends: two that write here would spoil
-        each other's work.
+    def lock(self, launch: Launch = ALONE, wait: bool = False) -> None:
+        """Keep the folder for this launch until its first process ends, however it ends: two that write here
+        would spoil each other's work.
+
+        Args:
+            wait: until another that holds it has ended; the other ranks hear from the first meanwhile.
 
         Raises:
-            Busy: another process holds it, and does not end within a few seconds.
+            Busy: another process holds it.
             OSError: it cannot be written to.
         """
+        told = False
+        while True:
+            try:
+                return launch.broadcast_from_main(self._acquire)
+            except Busy as error:
+                if not wait:
+                    raise Busy(f"{error}, or wait for that with wait=true") from error
+                if not told:
+                    launch.print(f"wait=true: {error}")
+                told = True
+
+    def _acquire(self) -> None:
         try:
-            self._lock = self._locking(HOLD_WITHIN_SEC, show).acquire()
+            self._lock = Lock(self.path / ".lock", f"output_dir={self.path}", LOCK_WITHIN_SEC).acquire()
         except Busy:
             raise
         except OSError as error:
@@ -187,10 +182,9 @@ class RunFolder:
 
     def unlock(self) -> None:
         """Let another process have the folder; one that nothing was put into goes away."""
-        if not self._lock:
-            return
-        self._lock.release()
-        self._lock = None
+        if self._lock:
+            self._lock.release()
+            self._lock = None
 
     def check_place(self) -> None:
         """Make sure that what this process writes is still written to the folder that it holds, if it holds
@@ -202,58 +196,34 @@ class RunFolder:
         if self._lock and not self._lock.is_in_place():
             raise Moved(
                 f"output_dir={self.path} (or its .lock) was moved or removed while it trained: to go on from "
-                "its newest "
-                "checkpoint, run the same command with output_dir=FOLDER, where it is now"
+                "its newest checkpoint, run the same command with output_dir=FOLDER, where it is now"
             )
 
-    def _locking(self, wait_sec: float, show: Callable[[str], None]) -> Lock:
-        return Lock(self.path / ".lock", f"output_dir={self.path}", wait_sec, show)
-
-    def fail(self, process_index: int, reason: str, details: dict[str, Any]) -> dict[str, Any]:
-        """Record why the run failed, and return what failed first: often another process, whose end was this
-        one's.
+    def fail(self, rank: int, reason: str, details: dict[str, Any]) -> dict[str, Any]:
+        """Record why the run failed, and return what failed first: often another rank, whose end was this
+        one's. The manifest is written by the rank that holds the folder.
         """
-        failure = {"process": process_index, "reason": reason, **details}
-        own = self.path / f".failure_{process_index}.partial"
+        failure = {"process": rank, "reason": reason, **details}
+        own = self.path / f".failure_{rank}.partial"
         try:
             self.check_place()
             own.write_text(json.dumps(finite(failure)))
             try:
-                os.link(own, self.failure_file)  # whole at once, and for one process alone
+                os.link(own, self.failure_file)  # complete at once, and for one rank alone
             except FileExistsError:
                 failure = json.loads(self.failure_file.read_text())
             own.unlink()
-            # The process that holds the folder writes the manifest; if it is gone, another does.
-            if self._lock or self._inherit():
+            if self._lock:
                 self.update({"status": "failed", "failure": failure})
         except OSError as error:  # no room even for this
             failure["reason"] += f" (not recorded in {self.manifest_file}: {error})"
         return failure
 
-    def _inherit(self) -> bool:
-        """Hold the folder if the process that did is gone, or goes within a few seconds; never that of
-        another start.
-        """
-        inode, lock = self.failure_file.stat().st_ino, self._locking(INHERIT_WITHIN_SEC, say_nothing)
-        with suppress(Busy):
-            lock.acquire()
-            if self.failure_file.exists() and self.failure_file.stat().st_ino == inode:
-                self._lock = lock
-                return True
-            lock.release()
-        return False
-
     def begin(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
         """Write the configuration and the manifest of a run that starts or resumes at a step."""
         write_text(self.config_file, yaml.safe_dump(config, sort_keys=False))
-        start = {
-            "step": step,
-            **{
-                key: details[key]
-                for key in ("command", "commit", "source_sha256", "num_processes", "changes")
-            },
-        }
-        starts = [*(self.manifest().get("starts", []) if step else []), start]
+        start = {"step": step, **{key: details[key] for key in START}}
+        starts = [*(self.manifest()["starts"] if step else []), start]
         self.update({**details, "status": "running", "reason": None, "failure": None, "starts": starts})
 
     def update(self, fields: dict[str, Any]) -> None:
@@ -287,29 +257,22 @@ def depends_on_total_steps(config: dict[str, Any]) -> bool:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Say what differs between this start of a run and the one before it, and what that means.
+    """Return what differs between this start of a run and the one before it, and what that means.
 
     Args:
         old, new: manifests.
     """
     said = []
     if old["num_processes"] != new["num_processes"]:
-        order = (
-            "each process reads other shards from here on"
-            if "note" in new["data"]
-            else "the order of the data stays"
-        )
-        said.append(
-            f"{old['num_processes']} process(es) -> {new['num_processes']}: {order}, sums are rounded "
-            "differently"
-        )
+        streamed = "note" in new["data"]
+        order = "each process reads other shards from here on" if streamed else "the order of the data stays"
+        numbers = f"{old['num_processes']} process(es) -> {new['num_processes']}"
+        said.append(f"{numbers}: {order}, sums are rounded differently")
     sizes = [manifest["resolved"]["micro_batch_size"] for manifest in (old, new)]
     if sizes[0] != sizes[1]:
-        said.append(
-            f"micro-batches of {sizes[0]} -> {sizes[1]}: noise, dropped labels and tokens are other draws "
-            "from here on"
-        )
-    if old.get("source_sha256") != new["source_sha256"]:
+        draws = "noise, dropped labels and tokens are other draws from here on"
+        said.append(f"micro-batches of {sizes[0]} -> {sizes[1]}: {draws}")
+    if old["source_sha256"] != new["source_sha256"]:
         said.append(f"code changed: {old['commit']} -> {new['commit']}")
     for key, value in {"device": new["device"], "processor": new["processor"], **new["versions"]}.items():
         before = {**old, **old["versions"]}.get(key)

@@ -1,22 +1,14 @@
-"""Where metrics go: `metrics.jsonl` beside the run, always, and one tracker of the user's choice.
-
-Neither can stop a training: lines that cannot be written wait for room, and a tracker runs in a thread of
-its own.
-"""
+"""Trackers of the user's choice: one may watch a run, in a thread of its own, and cannot stop it."""
 
 import hashlib
-import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-
-from runtime.files import finite
 
 CLOSE_WITHIN_SEC = 60.0
 
@@ -34,96 +26,6 @@ class Tracker(Protocol):
     def log(self, values: Values, step: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-class MetricsFile:
-    """Append one JSON object per log point to `metrics.jsonl`.
-
-    Lines that a full disk does not take are kept, in memory and in checkpoints, and written as soon as there
-    is room.
-
-    Args:
-        size: length in bytes to cut an existing file back to: what lies behind belongs to steps that will be
-            run again.
-        waiting: lines that had no room when `size` was measured.
-        show: prints a warning.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-
-    def __init__(self, path: Path, size: int = 0, waiting: str = "", show: Callable[[str], None] = print):
-        self.path, self.show = path, show
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        found = os.fstat(self._descriptor).st_size
-        self._size, self._waiting, self._warned = min(found, size), waiting.encode(), False
-        if found < size:
-            show(
-                f"warning: {path} has {found} bytes, the checkpoint knows of {size}: lines from before it "
-                "are missing"
-            )
-            self._mend_last_line()
-        if found > self._size:
-            os.ftruncate(self._descriptor, self._size)
-        self._write()
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Write a line, or keep it until there is room."""
-        for key, value in values.items():
-            if value is not None and finite(value) is None:
-                self.show(f"warning: {key}={value} of step {step} is not finite: null in {self.path}")
-        self._waiting += (json.dumps(finite({"step": step, **values})) + "\n").encode()
-        self._write()
-
-    def flush(self) -> None:
-        """Write the lines that wait.
-
-        Raises:
-            OSError: there is still no room.
-        """
-        num_written = 0
-        try:
-            while num_written < len(self._waiting):
-                # At a place, not at the end: what an attempt without room left there is written over.
-                num_written += os.pwrite(
-                    self._descriptor, self._waiting[num_written:], self._size + num_written
-                )
-        except OSError as error:
-            raise OSError(
-                f"{self.path}: {error}; its lines wait, in checkpoints too, until there is room"
-            ) from error
-        finally:  # a line that is there in part waits whole
-            whole = self._waiting.rfind(b"\n", 0, num_written) + 1
-            self._size, self._waiting = self._size + whole, self._waiting[whole:]
-        self._warned = False
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the file, after what is in the file has reached the disk."""
-        if not self._waiting:
-            os.fsync(self._descriptor)
-        return {"metrics_size": self._size, "metrics_waiting": self._waiting.decode()}
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def _write(self) -> None:
-        try:
-            self.flush()
-        except OSError as error:
-            if not self._warned:
-                self.show(f"warning: {error}")
-            self._warned = True
-
-    def _mend_last_line(self) -> None:
-        """Give a last line the end that it lacks, or leave it out where it lacks more."""
-        content = os.pread(self._descriptor, self._size, 0)
-        last = content[content.rfind(b"\n") + 1 :]
-        self._size -= len(last)
-        try:
-            json.loads(last)
-        except (ValueError, RecursionError):  # empty, too
-            return
-        self._waiting = last + b"\n" + self._waiting
 
 
 class BackgroundTracker:
@@ -159,13 +61,11 @@ class BackgroundTracker:
             while line := self._lines.get():
                 self._tracker.log(*line)
             self._tracker.close()
-        except (
-            Exception
-        ) as error:  # whatever a service and its library may come to: the training is worth more
+        except Exception as error:  # whatever a service comes to: the training is worth more
             self._switch_off(f"{type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
-        if self._failed:  # and was left behind with what it has to say since
+        if self._failed:  # it was left behind, and has no last word
             return
         self._failed = True
         self.show(

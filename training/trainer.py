@@ -1,50 +1,31 @@
 """The training loop.
 
 A run of N steps takes N + 1 turns: each turn first saves and evaluates what the steps before it gave, so that
-the last state takes the same path as the others. Every random draw is a function of (seed, step, index of the
-micro-batch within the global batch), so that a resumed run, or one on another number of processes, draws the
-same.
+the last state takes the same path as the others.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn as nn
-from accelerate import Accelerator
-from tqdm import tqdm
 
 from runtime.launch import Launch
-from training.checkpoint import CheckpointFolder
+from training.batches import Batches, MicroBatch
+from training.checkpoint import CheckpointFolder, Part
+from training.clock import Clock
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
-from training.run_folder import Moved
+from training.recorder import Recorder, without_pictures
+from training.speed import no_sync
 from training.stopping import StopRequest
-from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, MetricsFile
+from training.window import Window
 
-STEPS_IN_RESERVE = 5  # of the mean time: what may still be under way when a run must end in time
-END_SEC, HURRIED_SEC = (
-    3.0,
-    5.0,
-)  # for the end of the process itself, and for its tracker where it is asked to stop
 SLOW_DISK = 100e6  # bytes per second, until a first save tells
 LARGEST_NAMED = 5
-
-# Sums since the last log point.
-WINDOW = ("loss", "grad_norm", "applied", "skipped", "selection_ratio", "num_forced_bypassed")
-
-
-MicroBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
-
-
-class Evaluator(Protocol):
-    """What the trainer asks of an evaluator."""
-
-    def run(self, step: int) -> Iterator[tuple[str, float | np.ndarray]]: ...
 
 
 class RoutePlan(Protocol):
@@ -55,78 +36,80 @@ class RoutePlan(Protocol):
     def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How long to train, and how often to do what; keys of the group train."""
+
+    total_steps: int
+    log_every: int
+    save_every: int
+    grad_clip: float | None  # largest norm of the gradient
+    max_skipped_steps: int  # in a row, that end the run
+
+
 class Trainer:
-    """Fit a preconditioned network to a stream of micro-batches.
+    """Fit a preconditioned network to a stream of batches.
 
     Args:
-        precond: the network in its preconditioning, prepared by accelerate.
-        net: the same network, unwrapped.
-        loss_fn: loss_fn(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) ->
-            (N,).
-        route_plan: tells the ratio of each route at each step.
-        token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay; None where masks are
-            not used.
-        micro_batches: gives this process's micro-batches (stored entries, labels, masks, num_forced) from a
-            step on.
-        to_latents: turns stored entries into what the network sees, with a generator for what it draws.
-        check_std: says what is wrong with the standard deviation of the first batch of a run, if anything.
-        evaluators: (every how many steps, evaluator).
-        after_first_window: called with the last step's ratios at the first log point where tokens bypass,
-            when everything is compiled.
-        check_place: raises Moved where the folder of the run is no longer in its place; asked in the first
-            process.
-        stop_request: says when all processes are to save and end.
-        history: keeps what single steps gave until the next log point.
-        metrics_file: gets every line; None on all processes but the first, like `tracker`.
-        batch_size, micro_batch_size: the global batch, and the part of it that one forward takes.
-        grad_clip: largest norm of the gradient; None does not clip.
+        net: the network itself, whose weights are trained and kept.
+        precond: the preconditioning around what runs in a step: the network, or what synchronises it.
+        loss: loss(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) -> (N,).
+        route_plan: gives the ratio of each route at each step.
+        evaluators: (every how many steps, evaluator), of which evaluator.run(step) yields (key, number or
+            picture).
+        stop: says when all ranks are to save and end.
+        speed_check: called with the ratios of the last step at the first log point where tokens bypass, when
+            everything is compiled.
     """
 
     def __init__(
         self,
-        *,
-        accelerator: Accelerator,
         launch: Launch,
-        precond: nn.Module,
         net: nn.Module,
-        ema: EMA,
+        precond: nn.Module,
+        loss: Callable[..., torch.Tensor],
         optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., torch.Tensor],
+        ema: EMA,
         route_plan: RoutePlan,
-        token_mask: Callable[[torch.Tensor], torch.Tensor] | None,
-        micro_batches: Callable[[int], Iterable[MicroBatch]],
-        to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
-        check_std: Callable[[torch.Tensor], str | None],
-        evaluators: Sequence[tuple[int, Evaluator]],
-        after_first_window: Callable[[tuple[float, ...]], None] | None,
+        batches: Batches,
+        evaluators: Sequence[tuple[int, Any]],
+        recorder: Recorder,
         checkpoints: CheckpointFolder,
-        check_place: Callable[[], None],
-        stop_request: StopRequest,
-        history: LossHistory,
-        metrics_file: MetricsFile | None,
-        tracker: BackgroundTracker | None,
-        seed: int,
-        total_steps: int,
-        batch_size: int,
-        micro_batch_size: int,
-        grad_clip: float | None,
-        log_every: int,
-        save_every: int,
-        state: dict[str, Any] | None,
+        stop: StopRequest,
+        settings: Settings,
+        speed_check: Callable[[tuple[float, ...]], None] | None = None,
     ):
-        self.accelerator, self.launch, self.device = accelerator, launch, launch.device
-        self.precond, self.net, self.ema, self.optimizer, self.loss_fn = precond, net, ema, optimizer, loss_fn
-        self.route_plan, self.token_mask = route_plan, token_mask
-        self.micro_batches, self.to_latents, self.check_std = micro_batches, to_latents, check_std
-        self.evaluators, self.checkpoints = evaluators, checkpoints
-        self.after_first_window = after_first_window
-        self.check_place, self.stop_request, self.history = check_place, stop_request, history
-        self.metrics_file, self.tracker = metrics_file, tracker
-        self.seed, self.total_steps, self.grad_clip = seed, total_steps, grad_clip
-        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.log_every, self.save_every = log_every, save_every
+        self.launch, self.net, self.precond, self.loss = launch, net, precond, loss
+        self.optimizer, self.ema, self.route_plan, self.batches = optimizer, ema, route_plan, batches
+        self.evaluators, self.recorder, self.checkpoints = evaluators, recorder, checkpoints
+        self.stop, self.settings, self.speed_check = stop, settings, speed_check
         self.parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        self._restore(state)
+        # The weights, their average, and two numbers of the optimizer for each.
+        num_bytes = 4 * 4 * sum(parameter.numel() for parameter in net.parameters())
+        self.clock = Clock(launch.device, num_bytes / SLOW_DISK)
+        self.window = Window(launch, self.clock, batches.batch_size, routed=bool(net.routes))
+        kept = settings.log_every, settings.max_skipped_steps
+        self.history = LossHistory(launch, batches.places, batches.entries, *kept)
+        self.step = self.saved_step = self.first_step = 0
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint keeps."""
+        names = ("net", "ema", "optimizer", "clock", "window", "history", "recorder")
+        return {name: getattr(self, name) for name in names}
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: it has more steps than are asked for.
+        """
+        self.step = self.saved_step = self.first_step = self.checkpoints.load(checkpoint, self.parts)
+        if self.step > self.settings.total_steps:
+            raise ValueError(
+                f"train.total_steps={self.settings.total_steps} must be at least the {self.step} steps of "
+                f"{checkpoint}"
+            )
 
     def fit(self) -> str:
         """Train until `total_steps`, or until asked to stop.
@@ -139,145 +122,85 @@ class Trainer:
             Moved: the folder of the run is no longer in its place.
             OSError: what is to be saved last cannot be written.
         """
-        micro_batches = iter(self.micro_batches(self.step))
-        bar = {
-            "initial": self.step,
-            "total": self.total_steps,
-            "desc": "train",
-            "unit": "step",
-            "mininterval": 1.0,
-        }
-        with tqdm(**bar, disable=not self.launch.is_main) as self.progress:
-            self.resume_clock()
-            self.fit_start = self.clock_start
+        batches = self.batches.from_step(self.step)
+        with self.recorder.progress(self.step, self.settings.total_steps):
+            self.clock.start()
             while True:
                 reason = self._save_and_evaluate()
-                if reason or self.step == self.total_steps:
+                if reason or self.step == self.settings.total_steps:
                     return reason
-                self.train_step(micro_batches)
+                self.train_step(next(batches))
                 self.step += 1
-                self.progress.update()
-                if self.step % self.log_every == 0:
-                    self.pause_clock()
+                self.recorder.bar.update()
+                if self.step % self.settings.log_every == 0:
+                    self.clock.pause()
                     self.log_training()
-                    self._after_first_window()
-                    self.resume_clock()
+                    self._check_speed()
+                    self.clock.resume()
 
-    def show(self, text: str) -> None:
-        """Print on the first process, above the progress bar."""
-        if self.launch.is_main:
-            tqdm.write(text)
-
-    def close(self, hurried: bool) -> None:
-        """Close what the trainer was given to write to; a run that is to stop waits for its tracker a few
-        seconds only.
-        """
-        if self.metrics_file:
-            self.metrics_file.close()
-        if self.tracker:
-            self.tracker.close(HURRIED_SEC if hurried else CLOSE_WITHIN_SEC)
-
-    def train_step(self, micro_batches: Iterator[MicroBatch]) -> None:
-        """Take one optimizer step on this process's next micro-batches; the caller counts `step`."""
+    def train_step(self, micro_batches: Iterable[MicroBatch]) -> None:
+        """Take one optimizer step on this rank's micro-batches; the caller counts `step`."""
         self.net.train()
-        num_processes = self.launch.world_size
-        indices = range(self.launch.rank, self.batch_size // self.micro_batch_size, num_processes)
-        loss, sample_losses = torch.zeros((), device=self.device), []
-        for index in indices:
-            *tensors, num_forced = next(micro_batches)
-            stored, labels, masks = (
-                t if t is None else t.to(self.device, non_blocking=True) for t in tensors
-            )
-            self.ratios = self.route_plan.ratios(
-                self.step, num_forced
-            )  # the same for all micro-batches of a step
-            generator = self._generator(index)
-            routing = {
-                "selection_ratio": self.ratios,
-                "force_keep": None if masks is None else self.token_mask(masks),
-            }
-            x = self.to_latents(stored, generator)
-            if self.step == 0 and index == 0 and (warning := self.check_std(x.std())):  # SYNC: once in a run
-                self.show(warning)
-            last = index == indices[-1]
-            with nullcontext() if last else self.accelerator.no_sync(self.precond):
-                losses = self.loss_fn(
-                    self.precond, x, labels, generator=generator, **routing, loss_mask=masks
+        num_micro_batches = len(self.batches.indices)
+        loss, sample_losses = torch.zeros((), device=self.launch.device), []
+        for number, batch in enumerate(micro_batches, start=1):
+            # The same for all micro-batches of a step.
+            self.ratios = self.route_plan.ratios(self.step, batch.num_forced)
+            routing = {"selection_ratio": self.ratios, "force_keep": batch.force_keep}
+            with nullcontext() if number == num_micro_batches else no_sync(self.precond):
+                losses = self.loss(
+                    self.precond,
+                    batch.x,
+                    batch.class_labels,
+                    **routing,
+                    loss_mask=batch.masks,
+                    generator=batch.generator,
                 )
-                micro_loss = losses.mean() / len(indices)
-                # A loss that is not finite makes the gradients so too, on all processes: the step is skipped.
-                self.accelerator.backward(micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan))
+                micro_loss = losses.mean() / num_micro_batches
+                # A loss that is not finite makes the gradients so too, on all ranks: the step is skipped.
+                (micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan)).backward()
             loss += micro_loss.detach()
             sample_losses.append(losses.detach())
-            if masks is not None:
-                num_bypassed = self.route_plan.num_forced_bypassed(routing["force_keep"], self.ratios)
-                self.window[WINDOW.index("num_forced_bypassed")] += num_bypassed
-        self.window[WINDOW.index("selection_ratio")] += sum(self.ratios) / max(1, len(self.ratios))
+            if batch.masks is not None:
+                self.window.add_bypassed(self.route_plan.num_forced_bypassed(batch.force_keep, self.ratios))
         self.history.add(loss, self.update_weights(loss), sample_losses)
 
     def update_weights(self, loss: torch.Tensor) -> torch.Tensor:
-        """Clip, step and average the weights, and add to the sums of the window.
+        """Clip, step and average the weights.
 
         Returns:
             Whether the step was skipped: 0 or 1, 0-d, on the device.
         """
         grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
-        if self.grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip, grad_norm)
+        if self.settings.grad_clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, grad_norm)
         # A step that is not finite is skipped on the device, without asking it. The gradients are the same on
-        # all processes, and so is the decision.
+        # all ranks, and so is the decision.
         skipped = (~grad_norm.isfinite()).float()
         self.optimizer.found_inf = skipped
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.ema.update(self.net, skipped)
-        applied = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
-        self.window[:3] += applied.nan_to_num(0.0, 0.0, 0.0)  # loss, grad_norm, applied
-        self.window[WINDOW.index("skipped")] += skipped
+        self.window.add_step(loss, grad_norm, skipped, sum(self.ratios) / max(1, len(self.ratios)))
         return skipped
-
-    def _generator(self, micro_index: int) -> torch.Generator:
-        state = np.random.SeedSequence([self.seed, self.step, micro_index]).generate_state(1, np.uint64)
-        return torch.Generator(self.device).manual_seed(int(state[0]))
 
     def log_training(self) -> None:
         """Write a line of the steps since the last one."""
-        # SYNC: the sums of the window come to the host.
-        sums = self.launch.sum(self.window).div(self.launch.world_size).tolist()
-        loss, grad_norm, applied, skipped, selection_ratio, num_forced_bypassed = sums
-        num_steps = applied + skipped
-        values = {
-            "loss": loss / applied if applied else None,
-            "grad_norm": grad_norm / applied if applied else None,
-            "num_skipped_steps": int(skipped),
-            "images_per_sec": num_steps * self.batch_size / (self.train_time_sec - self.window_start_sec),
-            "train_time_sec": self.train_time_sec,
-        }
-        if self.net.routes:
-            values["selection_ratio"] = selection_ratio / num_steps
-            values["num_forced_bypassed"] = round(num_forced_bypassed * self.launch.world_size)
+        values = self.window.values()
         try:
-            found = self.history.report(self.step, self._rows())
+            found = self.history.report(self.step)
         except NotFinite as error:
             self._log({**values, "skipped_steps": error.details["skipped_steps"]})
             raise NotFinite(f"{error}. {self._largest_norms()}", error.details) from error
         self._log({**values, **found})
-        for kind, steps in found.items():
+        for steps in found.values():
             for step in steps:
-                what = (
-                    "skipped, not finite" if kind == "skipped_steps" else f"loss {step['loss']:.4g}, a spike"
-                )
-                self.show(f"step {step['step']}: {what}; largest losses in entries {step['entries']}")
-        self.progress.set_postfix(
-            loss=f"{values['loss'] or float('nan'):.4f}", img_per_sec=f"{values['images_per_sec']:.0f}"
-        )
-        self.window.zero_()
-        self.window_start_sec = self.train_time_sec
-
-    def _rows(self) -> list[list[list[float]]]:
-        # SYNC: what single steps gave comes to the host, from all processes.
-        # All rows, since not every backend gathers none of them.
-        return self.launch.gather(self.history.rows)[:, : self.history.num_rows].tolist()
+                what = f"loss {step['loss']:.4g}, a spike" if "loss" in step else "skipped, not finite"
+                where = f"largest losses in entries {step['entries']}"
+                self.recorder.show(f"step {step['step']}: {what}; {where}")
+        loss = float("nan") if values["loss"] is None else values["loss"]
+        self.recorder.bar.set_postfix(loss=f"{loss:.4f}", img_per_sec=f"{values['images_per_sec']:.0f}")
+        self.window.start()
 
     def _largest_norms(self) -> str:
         norms = {name: parameter.norm().item() for name, parameter in self.net.named_parameters()}
@@ -285,139 +208,68 @@ class Trainer:
         return "Largest parameter norms: " + ", ".join(f"{name} {norms[name]:.4g}" for name in largest)
 
     def _log(self, values: dict[str, Any]) -> None:
-        self.launch.broadcast_from_main(self.check_place)  # a tracker would open its file at the old place
-        values = {"num_images": self.step * self.batch_size, **values}
-        if self.metrics_file and (told := _without_pictures(values)).keys() != {"num_images"}:
-            self.metrics_file.log(told, self.step)
-        if self.tracker:
-            shown = {
-                key: value for key, value in values.items() if isinstance(value, int | float | np.ndarray)
-            }
-            self.tracker.log(shown, self.step)
+        self.recorder.log(self.step, self.step * self.batches.batch_size, values)
 
-    def _after_first_window(self) -> None:
-        if self.after_first_window and any(self.ratios):
-            self.progress.set_description("time the routes")
-            self.after_first_window(self.ratios)
-            self.after_first_window = None
-            self.progress.set_description("train")
+    def _check_speed(self) -> None:
+        if self.speed_check and any(self.ratios):
+            with self.recorder.doing("time the routes"):
+                self.speed_check(self.ratios)
+            self.speed_check = None
 
     def _save_and_evaluate(self) -> str:
         """Do what is due between two steps, and return why the run is to stop here, if it is."""
-        last, stop = self.step == self.total_steps, self._stop()
+        last, reason = self.step == self.settings.total_steps, self._asked_to_stop()
         due = [evaluator for every, evaluator in self.evaluators if self._is_due(every) or last]
-        save = (self._is_due(self.save_every) or last or stop) and self.step > self.saved_step
-        unlogged = last and self.step % self.log_every
+        save = (self._is_due(self.settings.save_every) or last or reason) and self.step > self.saved_step
+        unlogged = last and self.step % self.settings.log_every
         if self.step == 0 or not (save or due or unlogged):
-            return stop
-        self.pause_clock()
+            return reason
+        self.clock.pause()
         if save:
-            self._save(must=bool(last or stop))
-        if unlogged and not stop:
+            self._save(must=bool(last or reason))
+        if unlogged and not reason:
             self.log_training()  # after the save: a longer run goes on as if it had not been written
         values = {}
         for evaluator in due:
-            start = time.perf_counter()
             # What is due and not done is done when the run goes on.
-            stop = stop or self._stop(evaluation=True)
-            if stop:
+            reason = reason or self._asked_to_stop(evaluation=True)
+            if reason:
                 if self.step > self.saved_step:
                     self._save(must=True)
-                return stop
-            self.launch.broadcast_from_main(self.check_place)  # evaluators write to the folder, too
-            self.progress.set_description("evaluate")
-            values |= evaluator.run(self.step)
-            self.longest_evaluation_sec = max(self.longest_evaluation_sec, time.perf_counter() - start)
-        self.progress.set_description("train")
+                return reason
+            self.recorder.check_place()  # evaluators write to the folder, too
+            with self.recorder.doing("evaluate"), self.clock.timing("evaluation"):
+                values |= evaluator.run(self.step)
         if values:
             self._log(values)
-        if numbers := _without_pictures(values):
-            self.show(
-                f"step {self.step}: " + "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
-            )
-        self.resume_clock()
-        return stop
-
-    def _stop(self, evaluation: bool = False) -> str:
-        mean_step_sec = (time.perf_counter() - self.fit_start) / max(1, self.step - self.first_step)
-        end_sec = END_SEC + (HURRIED_SEC if self.tracker else 0.0)
-        reserve_sec = end_sec + self.longest_save_sec + STEPS_IN_RESERVE * mean_step_sec
-        return self.stop_request.agreed(reserve_sec + (self.longest_evaluation_sec if evaluation else 0.0))
+        if numbers := without_pictures(values):
+            told = "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
+            self.recorder.show(f"step {self.step}: {told}")
+        self.clock.resume()
+        return reason
 
     def _is_due(self, every: int) -> bool:
         return self.step > 0 and self.step % every == 0
+
+    def _asked_to_stop(self, evaluation: bool = False) -> str:
+        reserve_sec = self.clock.reserve_sec(self.step - self.first_step, evaluation)
+        return self.stop.agreed(reserve_sec + self.recorder.closing_sec)
 
     def _save(self, must: bool) -> None:
         """Save, or say why not: a disk that is full for now must not cost what is in memory, unless this is
         the last chance.
         """
-        start = time.perf_counter()
-        # SYNC: everything comes to the host. Each process keeps its own sums, so that a resumed window adds
-        # up bitwise.
-        windows = self.launch.gather(self.window).tolist()
-        state = {
-            "train_time_sec": self.train_time_sec,
-            "window_start_sec": self.window_start_sec,
-            "windows": windows,
-            "num_ema_updates": int(self.ema.num_updates),
-            "history": self.history.state(self._rows()),
-            "longest_save_sec": self.longest_save_sec,
-        }
+        self.recorder.check_place()
         try:
-            self.launch.broadcast_from_main(partial(self._write, state))  # also waits for the first process
+            # SYNC: everything comes to the host.
+            with self.clock.timing("save"):
+                self.checkpoints.save(self.step, self.parts)
             self.saved_step = self.step
-        except Moved:
-            raise
         except OSError as error:
-            kept = (
-                f"the last checkpoint is that of step {self.saved_step}"
-                if self.saved_step
-                else "there is no checkpoint yet"
-            )
+            kept = "there is no checkpoint yet"
+            if self.saved_step:
+                kept = f"the last checkpoint is that of step {self.saved_step}"
+            said = f"step {self.step} could not be saved: {error}; {kept}"
             if must:
-                raise OSError(f"step {self.step} could not be saved: {error}; {kept}") from error
-            self.show(
-                f"warning: step {self.step} could not be saved: {error}; {kept}. Training goes on and will "
-                "save again"
-            )
-        self.longest_save_sec = max(self.longest_save_sec, time.perf_counter() - start)
-
-    def _write(self, state: dict[str, Any]) -> None:
-        self.check_place()
-        state = {**state, **self.metrics_file.state()}
-        self.checkpoints.save(self.step, self.net, self.ema.net, self.optimizer, state)
-
-    def _restore(self, state: dict[str, Any] | None) -> None:
-        self.step = self.saved_step = self.first_step = state["step"] if state else 0
-        self.train_time_sec = state["train_time_sec"] if state else 0.0
-        self.window_start_sec = state["window_start_sec"] if state else 0.0
-        self.window = torch.zeros(len(WINDOW), device=self.device)
-        # The weights, their average, and two numbers of the optimizer for each.
-        num_bytes = 4 * 4 * sum(parameter.numel() for parameter in self.net.parameters())
-        self.longest_save_sec, self.longest_evaluation_sec = num_bytes / SLOW_DISK, 0.0
-        if state:
-            self.longest_save_sec = state["longest_save_sec"] or self.longest_save_sec
-            if state["history"]:
-                self.history.restore(state["history"], self.launch.rank, self.launch.world_size)
-            self.ema.num_updates.fill_(state["num_ema_updates"])
-            windows = torch.tensor(state["windows"], device=self.device)
-            same = len(windows) == self.launch.world_size
-            # On another number of processes each takes the mean of what there was, and its share of what is
-            # counted.
-            self.window += windows[self.launch.rank] if same else windows.mean(dim=0)
-            self.window[WINDOW.index("num_forced_bypassed")] *= len(windows) / self.launch.world_size
-
-    def pause_clock(self) -> None:
-        """Stop counting time as that of training."""
-        if self.device.type == "cuda":
-            # SYNC: steps that are still queued belong to training, not to what follows.
-            torch.cuda.synchronize()
-        self.train_time_sec += time.perf_counter() - self.clock_start
-
-    def resume_clock(self) -> None:
-        """Count time as that of training from here on."""
-        self.clock_start = time.perf_counter()
-
-
-def _without_pictures(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if not isinstance(value, np.ndarray)}
+                raise OSError(said) from error
+            self.recorder.show(f"warning: {said}. Training goes on and will save again")

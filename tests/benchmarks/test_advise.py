@@ -61,7 +61,7 @@ def test_the_recommendation_is_an_override_as_the_command_line_takes_it():
 def test_similarity_is_the_mean_cosine_of_tokens_between_depths(tmp_path):
     trainer, _ = tiny_trainer(tmp_path, "model=dit", "model.init=xavier")
     config = validated("data=synthetic", f"output_dir={tmp_path}")
-    dataset = trainer.micro_batches.args[0]
+    dataset = trainer.batches.read.args[0]
     net, states = trainer.net, []
     for block in net.blocks:
         block.register_forward_pre_hook(lambda _, args: states.append(args[0]))

@@ -87,7 +87,7 @@ def test_the_plain_step_learns(trainer_of):
 
 def test_parts_add_up_to_a_step(trainer_of):
     trainer, _ = trainer_of("routed", mask_coverage=0.25)
-    found = train_step.shares(trainer, iter(trainer.micro_batches(0)))
+    found = train_step.shares(trainer, trainer.batches.from_step(0))
     parts = ("data", "forward", "backward", "optimizer", "ema", "log")
     assert found.keys() == {f"share_{part}" for part in (*parts, "outside")}
     assert all(share > 0 for share in found.values())

@@ -16,6 +16,7 @@ from runtime.errors import UserError
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from tests.servers import serving
 from training.checkpoint import latest_checkpoint
+from training.fit import run_training
 
 COUNT, HELD_OUT, SHARD = 60, 5, 7  # 55 entries in 8 shards, the last of 6
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 10}
@@ -345,8 +346,8 @@ def test_a_streamed_run_says_that_it_is_exempt_and_resumes_in_place(path, tmp_pa
     assert "val_loss_dense" in metrics(tmp_path / "whole")[-1]
     tiny_run(tmp_path / "parts", *RUN, path, "train.total_steps=3", "train.eval_every=3")
     trainer, run = tiny_trainer(tmp_path / "parts", *RUN, path, "train.eval_every=3")
-    assert trainer.micro_batches(trainer.step).start == 3 * 8
-    train.run_training(trainer, run)
+    assert trainer.batches.read(trainer.step).start == 3 * 8
+    run_training(trainer, run)
     # On one process and one machine the promise is kept all the same.
     assert metrics(tmp_path / "parts")[-1] == metrics(tmp_path / "whole")[-1]
     for name in ("net.safetensors", "ema.safetensors"):
@@ -361,7 +362,7 @@ def test_a_run_ends_in_one_line_when_its_server_fails(served, tmp_path):
     with pytest.raises(
         UserError, match=rf"^{address}/train-\d+.tar cannot be read, tried 3 times: .*Service Unavailable$"
     ):
-        train.run_training(trainer, run)
+        run_training(trainer, run)
 
 
 def told(address, folder):

@@ -31,9 +31,7 @@ def step_with_fault(self, micro_batches):
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "gradient":
-        self.parameters[0].register_hook(
-            lambda gradient: gradient * torch.nan if self.step == step else gradient
-        )
+        self.parameters[0].register_hook(lambda grad: grad * torch.nan if self.step == step else grad)
     return train_step(self, micro_batches)
 
 

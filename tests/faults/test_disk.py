@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import train
 from builders.sampling import find_checkpoint
 from runtime.errors import UserError
 from runtime.lock import Busy
@@ -19,6 +18,7 @@ from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, load_weights, steps_in
+from training.fit import run_training
 from training.run_folder import RunFolder
 
 
@@ -120,10 +120,9 @@ def test_what_is_no_checkpoint_is_put_aside_over_whatever_lies_there(tmp_path, w
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
 def test_what_is_no_checkpoint_goes_where_an_old_one_would(tmp_path, kind):
-    folder, net = CheckpointFolder(tmp_path, keep_last=1, milestone_every=None), torch.nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(net.parameters())
+    folder = CheckpointFolder(tmp_path, keep_last=1, milestone_every=None)
     for step in (1, 2, 3):
-        folder.save(step, net, net, optimizer, {})
+        folder.save(step, {"net": torch.nn.Linear(1, 1)})
         if step < 3:
             in_place_of(tmp_path / f"step_{step:08d}", kind)
         (tmp_path / ".step_00000009.removed").touch()
@@ -167,21 +166,17 @@ def test_retention_counts_whole_checkpoints_alone(tmp_path, whole):
 
 def test_what_a_kill_left_of_saving_or_removing_is_never_used_and_goes_away(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2, milestone_every=None)
-    net = torch.nn.Linear(1, 1)
     for name in (".step_00000003.partial", ".step_00000001.removed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "net.safetensors").write_bytes(b"a part")
-    assert folder.newest_whole(print) is None
-    folder.save(5, net, net, torch.optim.AdamW(net.parameters()), {})
+    assert folder.newest_intact(print) is None
+    folder.save(5, {"net": torch.nn.Linear(1, 1)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005"]
 
 
 def test_saving_does_not_make_a_run_folder_again_that_is_gone(tmp_path):
-    net = torch.nn.Linear(1, 1)
     with pytest.raises(FileNotFoundError):
-        CheckpointFolder(tmp_path / "run/checkpoints", 2, None).save(
-            5, net, net, torch.optim.AdamW(net.parameters()), {}
-        )
+        CheckpointFolder(tmp_path / "run/checkpoints", 2, None).save(5, {"net": torch.nn.Linear(1, 1)})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,16 +190,16 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_nothing_of_the_ru
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
     save, limit = trainer.checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def with_little_room(step, *args):
+    def with_little_room(step, parts):
         if step < 6:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
         try:
-            save(step, *args)
+            save(step, parts)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
     trainer.checkpoints.save = with_little_room
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     said = capsys.readouterr().out
     assert "warning: step 2 could not be saved" in said
     assert "File too large" in said
@@ -252,26 +247,20 @@ def test_metrics_that_have_no_room_are_kept_and_written_when_there_is_room(tmp_p
 def test_metrics_are_written_once_where_room_comes_back_on_the_way(tmp_path):
     tiny_run(tmp_path / "whole", "train.log_every=1")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
-    step, limit = trainer.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = []
+    file, limit = trainer.recorder.metrics_file, resource.getrlimit(resource.RLIMIT_FSIZE)
+    flush, sizes = file.flush, []
 
-    def full_from_two_to_five(micro_batches):
-        if trainer.step == 2:  # room for a part of a line
-            size.append((tmp_path / "run/metrics.jsonl").stat().st_size + 10)
-        step(micro_batches)
-
-    log = trainer.metrics_file.flush
-
-    def flush():
-        if 2 < trainer.step < 5:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size[0], limit[1]))
+    def with_little_room():
+        sizes.append(file.path.stat().st_size)
+        if 2 < trainer.step < 5:  # room for a part of the third line
+            resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[2] + 10, limit[1]))
         try:
-            log()
+            flush()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
-    trainer.train_step, trainer.metrics_file.flush = full_from_two_to_five, flush
-    train.run_training(trainer, run)
+    file.flush = with_little_room
+    run_training(trainer, run)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
@@ -282,7 +271,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_clear_error(tmp_path, folder)
 
 
 def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.run_folder.HOLD_WITHIN_SEC", 1.0)
+    monkeypatch.setattr("training.run_folder.LOCK_WITHIN_SEC", 1.0)
     trainer, run = tiny_trainer(tmp_path)
     before = (tmp_path / "manifest.json").read_text()
     with pytest.raises(
@@ -291,7 +280,7 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
         tiny_trainer(tmp_path)
     assert (tmp_path / "manifest.json").read_text() == before
     assert "in use" not in capsys.readouterr().out, "one line, and that is the error"
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     assert not (tmp_path / ".lock").exists()
     tiny_run(tmp_path, "train.total_steps=8")
 

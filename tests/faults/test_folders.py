@@ -9,16 +9,16 @@ import time
 
 import pytest
 
-import train
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN, Busy
 from tests.faults.killing import ONE, TWO, Killed, Variant, differences
 from tests.faults.programs import program
-from tests.runs import ROOT, metrics, tiny_run, tiny_trainer
+from tests.runs import ROOT, before_each_step, metrics, tiny_run, tiny_trainer
 from training import run_folder
+from training.fit import run_training
 from training.run_folder import RunFolder
 
-HOLDER = "import sys, time; from training.run_folder import RunFolder; RunFolder(sys.argv[1]).lock(print)\n"
+HOLDER = "import sys, time; from training.run_folder import RunFolder; RunFolder(sys.argv[1]).lock()\n"
 HOLDER += "print('held', flush=True); time.sleep(float(sys.argv[2]))"
 
 
@@ -33,27 +33,27 @@ def holder(folder, seconds):
 
 def test_a_lock_that_is_given_back_while_another_waits_is_not_held_twice(tmp_path, monkeypatch):
     """The one that waits has the file open that the holder removes; a third then makes a new one."""
-    monkeypatch.setattr(run_folder, "HOLD_WITHIN_SEC", 0.0)
+    monkeypatch.setattr(run_folder, "LOCK_WITHIN_SEC", 0.0)
     first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
-    first.lock(print)
+    first.lock()
     flock, turns = fcntl.flock, []
 
     def slowly(descriptor, how):
         if not turns:
             turns.append("once")
             first.unlock()
-            third.lock(print)
+            third.lock()
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", slowly)
     with pytest.raises(Busy):
-        second.lock(print)
+        second.lock()
     third.check_place()
 
 
 def test_a_folder_that_is_given_back_while_another_start_takes_it_is_made_again(tmp_path, monkeypatch):
     first, second = RunFolder(tmp_path / "runs/run"), RunFolder(tmp_path / "runs/run")
-    first.lock(print)
+    first.lock()
     acquire, turns = run_folder.Lock.acquire, []
 
     def slowly(lock):
@@ -64,7 +64,7 @@ def test_a_folder_that_is_given_back_while_another_start_takes_it_is_made_again(
         return acquire(lock)
 
     monkeypatch.setattr(run_folder.Lock, "acquire", slowly)
-    second.lock(print)
+    second.lock()
     second.check_place()
     second.unlock()
     assert not (tmp_path / "runs").exists()
@@ -92,7 +92,7 @@ def test_a_second_start_says_who_holds_the_folder_and_ends(tmp_path, launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [ONE, TWO])
 def test_a_start_waits_where_it_is_asked_to(tmp_path, launcher):
-    with holder(tmp_path / "runs/r", 20) as process:
+    with holder(tmp_path / "runs/r", 45) as process:
         result = program(launcher, "wait=true", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("wait=true: output_dir=runs/r is in use by process ") == 1
@@ -114,56 +114,9 @@ def test_a_run_that_was_robbed_of_a_file_says_which_and_what_to_do(tmp_path, nam
     tiny_run(tmp_path)
 
 
-@pytest.mark.parametrize("spoilt", [None, 5, "text", [], {}])
-@pytest.mark.parametrize("key", ["data", "resolved", "versions"])
-def test_a_manifest_that_lacks_what_is_read_says_what(tmp_path, whole, key, spoilt):
-    shutil.copytree(whole, tmp_path / "run")
-    file = tmp_path / "run/manifest.json"
-    manifest = json.loads(file.read_text())
-    file.write_text(json.dumps({**manifest, key: spoilt}))
-    with pytest.raises(
-        ValueError,
-        match=rf"^{file} is damaged, it lacks {key}\.\w+.*: put it back, or start this run elsewhere",
-    ):
-        tiny_trainer(tmp_path / "run")
-
-
-def test_each_key_of_a_manifest_that_is_read_is_looked_for(tmp_path, whole):
-    """Without one of those that are looked for there is one line; without any other the run goes on."""
-    manifest = json.loads((whole / "manifest.json").read_text())
-    for key in [*manifest, *(f"resolved.{key}" for key in manifest["resolved"])]:
-        folder = shutil.copytree(whole, tmp_path / key)
-        group, _, name = key.rpartition(".")
-        spoilt = json.loads((whole / "manifest.json").read_text())
-        del (spoilt[group] if group else spoilt)[name]
-        (folder / "manifest.json").write_text(json.dumps(spoilt))
-        if any(needed == key or needed.startswith(f"{key}.") for needed in run_folder.GOES_ON_FROM):
-            with pytest.raises(ValueError, match="is damaged, it lacks"):
-                tiny_trainer(folder)
-        else:
-            _, run = tiny_trainer(folder)
-            run.is_finished(6)
-            run.unlock()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of which some steps are still to do."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    tiny_run(folder, "train.total_steps=4")
-    return folder
-
-
 def moved_at(step, trainer, do):
     """Do something to the folder of a run before it takes a step."""
-    train_step = trainer.train_step
-
-    def moving(micro_batches):
-        if trainer.step == step:
-            do()
-        train_step(micro_batches)
-
-    trainer.train_step = moving
+    before_each_step(trainer, lambda now: now == step and do())
 
 
 DRAWING = ("train.sample_every=1", "sampler.num_steps=2", "train.log_every=6")
@@ -209,13 +162,13 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(
 
     moved_at(step, trainer, move)
     with pytest.raises(UserError) as error:
-        train.run_training(trainer, run)
+        run_training(trainer, run)
     assert str(error.value).startswith(
         f"output_dir={folder} (or its .lock) was moved or removed while it trained: to go on"
     )
     if what == "taken":
         assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == others[1]
-        train.run_training(*others[0])
+        run_training(*others[0])
     else:
         assert not (tmp_path / "runs/run").exists()
     if what != "removed":
@@ -236,7 +189,7 @@ def test_a_run_that_fails_after_its_folder_was_moved_leaves_the_one_in_its_place
 
     moved_at(1, trainer, move)
     with pytest.raises(RuntimeError if end is RuntimeError else UserError):
-        train.run_training(trainer, run)
+        run_training(trainer, run)
     assert list(folder.iterdir()) == []
 
 

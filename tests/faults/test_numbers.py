@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-import train
 from runtime.errors import UserError
 from tests.faults.killing import TWO
 from tests.faults.programs import inject
-from tests.runs import interrupted, metrics, tiny_run, tiny_trainer
+from tests.runs import before_each_step, interrupted, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
+from training.fit import run_training
 from training.history import MAX_NAMED
 
 
@@ -23,27 +23,22 @@ def poison(trainer, what, steps):
     """Have a trainer meet what is not finite at some steps, in the third of eight samples where it is one
     sample's fault.
     """
-    step, loss_fn, to_latents = trainer.train_step, trainer.loss_fn, trainer.to_latents
-    value = {"nan": torch.nan, "inf": torch.inf}[what.split()[0]]
+    loss, to_latents = trainer.loss, trainer.batches.to_latents
+    value, bad = {"nan": torch.nan, "inf": torch.inf}[what.split()[0]], torch.tensor(2)
 
     def spoil_loss(*args, **kwargs):
-        return loss_fn(*args, **kwargs) + torch.zeros(8).index_fill(0, torch.tensor(2), value)
+        spoilt = "loss" in what and trainer.step in steps
+        return loss(*args, **kwargs) + torch.zeros(8).index_fill(0, bad, value if spoilt else 0.0)
 
     def spoil_batch(*args):
-        return to_latents(*args).index_fill(0, torch.tensor(2), value)
+        x = to_latents(*args)
+        return x.index_fill(0, bad, value) if "batch" in what and trainer.step in steps else x
 
-    def train_step(micro_batches):
-        bad = trainer.step in steps
-        trainer.loss_fn = spoil_loss if bad and "loss" in what else loss_fn
-        trainer.to_latents = spoil_batch if bad and "batch" in what else to_latents
-        hook = (
-            trainer.parameters[0].register_hook(lambda g: g * value) if bad and "gradient" in what else None
-        )
-        step(micro_batches)
-        if hook:
-            hook.remove()
+    def spoil_gradient(gradient):
+        return gradient * value if "gradient" in what and trainer.step in steps else gradient
 
-    trainer.train_step = train_step
+    trainer.loss, trainer.batches.to_latents = spoil_loss, spoil_batch
+    trainer.parameters[0].register_hook(spoil_gradient)
 
 
 @pytest.mark.parametrize(
@@ -52,24 +47,24 @@ def poison(trainer, what, steps):
 def test_a_step_that_is_not_finite_changes_nothing_and_is_named(tmp_path, what, capsys):
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=3")
     poison(trainer, what, {4})
-    states, step = [], trainer.train_step
+    states = []
 
-    def remember(micro_batches):
-        step(micro_batches)
+    def remember(step):
         tensors = [*trainer.net.parameters(), *trainer.ema.net.parameters(), trainer.ema.num_updates]
         moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
         states.append([tensor.detach().clone() for tensor in (*tensors, *moments)])
 
-    trainer.train_step = remember
-    train.run_training(trainer, run)
-    assert all(torch.equal(a, b) for a, b in zip(states[3], states[4], strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(states[4], states[5], strict=True))
-    assert all(tensor.isfinite().all() for tensor in states[5])
+    before_each_step(trainer, remember)
+    run_training(trainer, run)
+    remember(6)
+    assert all(torch.equal(a, b) for a, b in zip(states[4], states[5], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(states[5], states[6], strict=True))
+    assert all(tensor.isfinite().all() for tensor in states[6])
     first, second = metrics(tmp_path / "run")
     assert "skipped_steps" not in first
     (skipped,) = second["skipped_steps"]
     assert (second["num_skipped_steps"], skipped["step"]) == (1, 5)
-    batch = trainer.history.entries(4)
+    batch = trainer.batches.entries(4)
     assert set(skipped["entries"]) <= set(batch)
     if "gradient" not in what:  # the sample at fault comes first
         assert skipped["entries"][0] == batch[2]
@@ -86,9 +81,9 @@ def test_too_many_steps_in_a_row_end_the_run_at_the_next_log_point_and_say_where
     )
     poison(trainer, "nan batch", {5, 6, 7, 8})
     with pytest.raises(UserError) as caught:
-        train.run_training(trainer, run)
+        run_training(trainer, run)
     message = str(caught.value)
-    batch = trainer.history.entries(5)
+    batch = trainer.batches.entries(5)
     assert (
         "no finite loss or gradient in 3 or more steps in a row, from step 6 on (train.max_skipped_steps)"
         in message
@@ -117,7 +112,7 @@ def test_steps_in_a_row_are_counted_across_log_points_and_resumes(tmp_path):
     trainer, run = tiny_trainer(tmp_path, *options)
     poison(trainer, "nan batch", range(1, 8))
     with pytest.raises(UserError, match="from step 2 on"):
-        train.run_training(trainer, run)
+        run_training(trainer, run)
     assert trainer.step == 6  # steps 2, 3, 4 and 5 are four in a row, step 6 is the next log point
 
 
@@ -126,7 +121,7 @@ def test_a_checkpoint_amid_skipped_steps_is_json_and_goes_on_bitwise(tmp_path, w
     options = ("train.log_every=3", "train.save_every=2")
     trainer, run = tiny_trainer(tmp_path / "whole", *options)
     poison(trainer, what, {3})
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     poison(trainer, what, {3})
     interrupted(trainer, run, 4)
@@ -144,7 +139,7 @@ def test_a_held_out_loss_that_is_not_finite_is_null_and_told_of(tmp_path, capsys
     dense.run = lambda step: (
         (name, math.nan if name == "val_loss_dense" else value) for name, value in evaluate(step)
     )
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     lines = [
         json.loads(line, parse_constant=pytest.fail)
         for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -159,7 +154,7 @@ def test_steps_that_are_not_in_a_row_do_not_end_a_run(tmp_path):
         tmp_path, "train.log_every=2", "train.total_steps=8", "train.max_skipped_steps=2"
     )
     poison(trainer, "nan loss", {1, 3, 5, 7})
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     assert [line["num_skipped_steps"] for line in metrics(tmp_path)] == [1, 1, 1, 1]
 
 
@@ -170,23 +165,15 @@ def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survive
     options = ("train.log_every=7", "train.total_steps=42", "train.save_every=5", "train.batch_size=8")
 
     def spoil(trainer):
-        loss_fn, step = trainer.loss_fn, trainer.train_step
-
-        def spiked(*args, **kwargs):
-            return loss_fn(*args, **kwargs) * torch.ones(8).index_fill(0, torch.tensor([1, 6]), 400.0)
-
-        def train_step(micro_batches):
-            trainer.loss_fn = spiked if trainer.step == 30 else loss_fn
-            step(micro_batches)
-
-        trainer.train_step = train_step
+        loss, spike = trainer.loss, torch.ones(8).index_fill(0, torch.tensor([1, 6]), 400.0)
+        trainer.loss = lambda *args, **kwargs: loss(*args, **kwargs) * (spike if trainer.step == 30 else 1)
 
     trainer, run = tiny_trainer(tmp_path / "whole", *options)
     spoil(trainer)
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     found = [spike for line in metrics(tmp_path / "whole") for spike in line.get("loss_spikes", [])]
     (spike,) = found
-    batch = trainer.history.entries(30)
+    batch = trainer.batches.entries(30)
     assert spike["step"] == 31
     assert spike["loss"] > 20
     assert set(spike["entries"][:2]) == {batch[1], batch[6]}
@@ -202,7 +189,7 @@ def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survive
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     assert trainer.first_step == 30
     spoil(trainer)
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 

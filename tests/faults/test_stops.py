@@ -11,13 +11,13 @@ import time
 import psutil
 import pytest
 
-import train
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
 from tests.faults.killing import BIN, ENVIRONMENT, ONE, TWO, Killed, Variant
 from tests.faults.programs import program
-from tests.runs import metrics, tiny_run, tiny_trainer
+from tests.runs import before_each_step, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
+from training.fit import run_training
 
 ACCELERATE = (str(BIN / "accelerate"), "launch")
 ALL_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
@@ -38,16 +38,9 @@ def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(
     """Also where nothing was to be saved, and within a window of the log."""
     options = ("train.eval_every=4",)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
-    step = trainer.train_step
-
-    def signalled(micro_batches):
-        if trainer.step == at:
-            os.kill(os.getpid(), number)
-        step(micro_batches)
-
-    trainer.train_step = signalled
+    before_each_step(trainer, lambda step: step == at and os.kill(os.getpid(), number))
     before = signal.getsignal(number)
-    assert train.run_training(trainer, run) == number.name
+    assert run_training(trainer, run) == number.name
     assert signal.getsignal(number) == before
     assert trainer.step == trainer.saved_step == at + 1
     manifest = run.manifest()
@@ -67,15 +60,8 @@ def test_a_signal_at_the_end_or_before_an_evaluation_leaves_that_for_the_next_st
     options = ("train.eval_every=3", "train.log_every=4")
     tiny_run(tmp_path / "whole", *options)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
-    step = trainer.train_step
-
-    def signalled(micro_batches):
-        step(micro_batches)
-        if trainer.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer.train_step = signalled
-    assert train.run_training(trainer, run) == "SIGTERM"
+    before_each_step(trainer, lambda step: step == 5 and os.kill(os.getpid(), signal.SIGTERM))
+    assert run_training(trainer, run) == "SIGTERM"
     assert (run.manifest()["status"], run.manifest()["step"]) == ("stopped", 6)
     tiny_run(tmp_path / "run", *options)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -86,17 +72,16 @@ def test_what_was_to_be_logged_last_is_logged_by_the_next_start(tmp_path):
     tiny_run(tmp_path / "whole", "train.log_every=4")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=4")
 
-    def killed():
-        raise KeyboardInterrupt
+    log = trainer.recorder.log
 
-    trainer.log_training, log = killed, trainer.log_training
-    step = trainer.train_step
-    trainer.train_step = lambda micro_batches: (
-        step(micro_batches),
-        setattr(trainer, "log_training", killed if trainer.step == 5 else log),
-    )
+    def killed_at_the_end(step, num_images, values):
+        if step == 6:
+            raise KeyboardInterrupt
+        log(step, num_images, values)
+
+    trainer.recorder.log = killed_at_the_end
     with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+        run_training(trainer, run)
     assert trainer.saved_step == 6
     tiny_run(tmp_path / "run", "train.log_every=4")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -113,7 +98,7 @@ def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path, sav
     options = ("train.eval_every=3", f"train.save_every={save_every}")
     tiny_run(tmp_path / "whole", *options)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
-    agreed, asked = trainer.stop_request.agreed, []
+    agreed, asked = trainer.stop.agreed, []
 
     def before_the_evaluation(reserve_sec):
         asked.append(trainer.step)
@@ -121,8 +106,8 @@ def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path, sav
             os.kill(os.getpid(), signal.SIGTERM)
         return agreed(reserve_sec)
 
-    trainer.stop_request.agreed = before_the_evaluation
-    assert train.run_training(trainer, run) == "SIGTERM"
+    trainer.stop.agreed = before_the_evaluation
+    assert run_training(trainer, run) == "SIGTERM"
     assert trainer.step == trainer.saved_step == 3
     tiny_run(tmp_path / "run", *options)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -131,7 +116,7 @@ def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path, sav
 def test_a_limit_that_leaves_no_step_is_an_error_and_no_reason_to_try_again(tmp_path):
     trainer, run = tiny_trainer(tmp_path, "train.max_time_sec=1")
     with pytest.raises(UserError, match=r"train\.max_time_sec leaves no time for a step"):
-        train.run_training(trainer, run)
+        run_training(trainer, run)
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-import train
-from tests.runs import interrupted, metrics, tiny_trainer
+from tests.runs import before_each_step, interrupted, metrics, tiny_trainer
+from training.clock import END_SEC
+from training.fit import run_training
+from training.recorder import HURRIED_SEC
 from training.stopping import TIME_LIMIT, StopRequest
 from training.trackers import CLOSE_WITHIN_SEC
-from training.trainer import END_SEC, HURRIED_SEC
 
 STEP_SEC, SAVE_SEC, EVALUATION_SEC, CHECK_SEC = 2.0, 7.0, 100.0, 50.0
 OPTIONS = ("train.log_every=3", "train.save_every=2", "train.micro_batch_size=4")
@@ -21,7 +22,7 @@ OPTIONS = ("train.log_every=3", "train.save_every=2", "train.micro_batch_size=4"
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("training.trainer.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("training.clock.time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
@@ -39,11 +40,11 @@ def timed(folder, clock, *overrides):
 
         return call
 
-    trainer.train_step = taking(STEP_SEC, trainer.train_step)
+    before_each_step(trainer, taking(STEP_SEC, lambda step: None))
     trainer.checkpoints.save = taking(SAVE_SEC, trainer.checkpoints.save)
     trainer.evaluators = [(2, SimpleNamespace(run=taking(EVALUATION_SEC, lambda step: [("score", 1.0)])))]
-    trainer.after_first_window = taking(CHECK_SEC, lambda ratios: None)
-    trainer.stop_request.agreed = lambda reserve_sec: asked.append((trainer.step, reserve_sec)) or ""
+    trainer.speed_check = taking(CHECK_SEC, lambda ratios: None)
+    trainer.stop.agreed = lambda reserve_sec: asked.append((trainer.step, reserve_sec)) or ""
     return trainer, run, asked
 
 
@@ -53,7 +54,7 @@ def trained_lines(folder):
 
 def test_steps_alone_count_as_time_of_training_and_all_images_of_a_step(tmp_path, clock):
     trainer, run, _ = timed(tmp_path, clock)
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     keys = ("step", "num_images", "train_time_sec", "images_per_sec")
     assert [tuple(line[key] for key in keys) for line in trained_lines(tmp_path)] == [
         (3, 24, 6.0, 4.0),
@@ -66,14 +67,14 @@ def test_a_run_that_goes_on_within_a_window_counts_on(tmp_path, clock):
     interrupted(trainer, run, 5)
     trainer, run, _ = timed(tmp_path, clock)
     assert trainer.first_step == 4
-    train.run_training(trainer, run)
+    run_training(trainer, run)
     last = trained_lines(tmp_path)[-1]
     assert (last["train_time_sec"], last["images_per_sec"]) == (12.0, 4.0)
 
 
 def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
     trainer, run, asked = timed(tmp_path, clock)
-    guessed_save_sec = trainer.longest_save_sec
+    guessed_save_sec = trainer.clock.longest_sec["save"]
     assert guessed_save_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
     interrupted(trainer, run, 4)
     # Twice at a step that evaluates: before its turn, and before its evaluation, which has to fit in as well.
@@ -101,19 +102,20 @@ def test_the_reserve_after_a_resume_is_that_of_its_own_steps(tmp_path, clock):
     interrupted(trainer, run, 4)
     trainer, run, asked = timed(tmp_path, clock)
     trainer.evaluators = []
-    trainer.tracker = SimpleNamespace(log=lambda values, step: None, close=lambda within_sec: None)
-    train.run_training(trainer, run)
+    silent = SimpleNamespace(log=lambda values, step: None, close=lambda within_sec: None)
+    trainer.recorder.tracker = silent
+    run_training(trainer, run)
     end_sec = END_SEC + HURRIED_SEC  # the tracker has to end, too
     assert asked[:2] == [(4, end_sec + SAVE_SEC), (5, end_sec + SAVE_SEC + 5 * STEP_SEC)]
 
 
 def test_a_run_that_is_to_stop_waits_for_its_tracker_no_longer_than_it_reserved(tmp_path):
     trainer, run = tiny_trainer(tmp_path)
-    waited = []
-    trainer.metrics_file.close()
-    trainer.metrics_file, trainer.tracker = None, SimpleNamespace(close=waited.append)
+    waited, recorder = [], trainer.recorder
+    recorder.close(hurried=False)
+    recorder.metrics_file, recorder.tracker = None, SimpleNamespace(close=waited.append)
     for hurried in (True, False):
-        trainer.close(hurried)
+        recorder.close(hurried)
     run.unlock()
     assert waited == [HURRIED_SEC, CLOSE_WITHIN_SEC]
 

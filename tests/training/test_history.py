@@ -3,13 +3,14 @@ resumes.
 """
 
 import json
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from runtime.launch import ALONE, Launch
 from training.history import MAX_NAMED, MIN_STEPS, LossHistory, NotFinite
 
-CPU = torch.device("cpu")
 PLACES = ((0, 1, 4, 5), (2, 3, 6, 7))  # of two processes, in micro-batches of two
 # Of eight samples by their place; four of these are of the second process, and three are the largest there
 # are.
@@ -17,20 +18,33 @@ LOSSES = (0.5, 4.0, 9.0, 0.1, 3.0, 0.2, 7.0, 0.3)
 LARGEST = [2, 6, 1, 4]
 
 
-def history(places=range(8), log_every=4, max_skipped_steps=3):
+def history(places=range(8), log_every=4, max_skipped_steps=3, launch=ALONE):
     def entries(num_steps):
         return [f"{num_steps}/{place}" for place in range(8)]
 
-    return LossHistory(torch.tensor(list(places)), log_every, entries, max_skipped_steps, CPU)
+    return LossHistory(launch, torch.tensor(list(places)), entries, log_every, max_skipped_steps)
+
+
+@dataclass(frozen=True)
+class OfTwo(Launch):
+    """A rank that gathers from the histories of both."""
+
+    of_both: list = field(default_factory=list)
+
+    def gather(self, tensor):
+        return torch.stack([of_one.rows for of_one in self.of_both])
+
+
+def of_two():
+    """Return the histories of two ranks."""
+    both = []
+    both += [history(places, launch=OfTwo(rank, 2, of_both=both)) for rank, places in enumerate(PLACES)]
+    return both
 
 
 def add(found, loss=1.0, skipped=0, losses=LOSSES):
     own = torch.tensor(losses)[found.places.long()]
     found.add(torch.tensor(loss), torch.tensor(float(skipped)), own.split(2))
-
-
-def rows(*found):
-    return [of_one.rows[: of_one.num_rows].tolist() for of_one in found]
 
 
 def level(found, num_steps=200):
@@ -64,34 +78,34 @@ def test_mean_and_deviation_forget_old_steps():
 def test_what_is_remembered_comes_back_from_a_checkpoint():
     found = level(history())
     add(found, skipped=1)
-    found.report(7, rows(found))
+    found.report(7)
     add(found, loss=1.5)
-    kept = json.loads(json.dumps(found.state(rows(found))))
+    kept = json.loads(json.dumps(found.state_dict()))
     other = history()
-    other.restore(kept, 0, 1)
-    assert other.state(rows(other)) == kept
+    other.load_state_dict(kept)
+    assert other.state_dict() == kept
     assert min(kept[key] for key in ("num_in_row", "mean", "variance", "num_applied")) > 0
     for _ in range(4):  # there is room for a whole window behind what was restored
         add(other)
 
 
 def test_the_largest_losses_of_all_processes_are_named_by_step_and_entry():
-    one, two = history(), [history(places) for places in PLACES]
+    one, two = history(), of_two()
     for found in (one, *two):
         add(found)
         add(found, skipped=1)
         add(found)
     expected = {"skipped_steps": [{"step": 10, "entries": [f"9/{place}" for place in LARGEST]}]}
-    assert one.report(11, rows(one)) == expected
-    assert two[0].report(11, rows(*two)) == expected
+    assert one.report(11) == expected
+    assert two[0].report(11) == expected
     assert len(LARGEST) == MAX_NAMED
 
 
 def test_the_loss_of_a_step_is_the_mean_over_processes():
-    found = [level(history(places)) for places in PLACES]
+    found = [level(of_one) for of_one in of_two()]
     add(found[0], loss=1.0)
     add(found[1], loss=9.0)
-    (spike,) = found[0].report(1, rows(*found))["loss_spikes"]
+    (spike,) = found[0].report(1)["loss_spikes"]
     assert spike["loss"] == 5.0
 
 
@@ -99,23 +113,23 @@ def test_the_loss_of_a_step_is_the_mean_over_processes():
 def test_a_loss_that_is_no_number_is_the_largest(value):
     found = history()
     add(found, skipped=1, losses=(*LOSSES[:5], value, *LOSSES[6:]))
-    (skipped,) = found.report(1, rows(found))["skipped_steps"]
+    (skipped,) = found.report(1)["skipped_steps"]
     assert skipped["entries"] == [f"0/{place}" for place in (5, 2, 6, 1)]
 
 
 def test_rows_of_two_processes_go_on_in_one_and_the_other_way_round():
-    two, one = [history(places) for places in PLACES], history()
+    two, one = of_two(), history()
     for found in two:
         add(found, loss=float(found.places[0]), skipped=1)
-    one.restore(two[0].state(rows(*two)), 0, 1)
+    one.load_state_dict(two[0].state_dict())
     assert one.rows[0, 0] == 1.0  # of 0 and 2
-    assert one.report(1, rows(one))["skipped_steps"][0]["entries"] == [f"0/{place}" for place in LARGEST]
+    assert one.report(1)["skipped_steps"][0]["entries"] == [f"0/{place}" for place in LARGEST]
     add(one, skipped=1)
-    again = [history(places) for places in PLACES]
-    for index, found in enumerate(again):
-        found.restore(one.state(rows(one)), index, 2)
+    again = of_two()
+    for found in again:
+        found.load_state_dict(one.state_dict())
         add(found)
-    (skipped,) = again[0].report(3, rows(*again))["skipped_steps"]
+    (skipped,) = again[0].report(3)["skipped_steps"]
     assert (skipped["step"], skipped["entries"]) == (2, [f"1/{place}" for place in LARGEST])
     assert again[0].num_rows == 0
 
@@ -124,25 +138,25 @@ def test_rows_of_two_processes_go_on_in_one_and_the_other_way_round():
 def test_as_many_skipped_steps_in_a_row_as_are_allowed_end_a_run(in_row, ends):
     found = history()
     add(found, skipped=1)
-    found.report(4, rows(found))
+    found.report(4)
     for _ in range(in_row - 1):
         add(found, skipped=1)
     if not ends:
-        found.report(5, rows(found))
+        found.report(5)
         return
     with pytest.raises(NotFinite, match=r"from step 4 on .*; its batch was \['3/0', ") as caught:
-        found.report(3 + in_row, rows(found))
+        found.report(3 + in_row)
     assert caught.value.details["step"] == 4
     assert [skipped["step"] for skipped in caught.value.details["skipped_steps"]] == list(
         range(5, 4 + in_row)
     )
 
 
-def test_a_step_that_landed_ends_the_row():
+def test_a_step_that_applied_ends_the_row():
     found = history()
     for skipped in (1, 1, 0, 1):
         add(found, skipped=skipped)
-    found.report(4, rows(found))
+    found.report(4)
     add(found, skipped=1)
-    found.report(5, rows(found))
+    found.report(5)
     assert found.num_in_row == 2

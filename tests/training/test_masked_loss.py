@@ -42,7 +42,7 @@ def watched(trainer):
 
     trainer.net._ids_keep = remember
     trainer.net.blocks[3].register_forward_pre_hook(lambda block, args: lengths.append(args[0].shape[1]))
-    trainer.after_first_window = None
+    trainer.speed_check = None
     return seen, lengths
 
 
@@ -97,28 +97,28 @@ def test_under_error_the_data_are_refused_before_anything_is_written(tmp_path, l
 @pytest.mark.parametrize("model", ["tread", "dit"])
 def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path, latents, model):
     trainer, _ = tiny_trainer(tmp_path / "run", *latents, f"model={model}")
-    micro_batch = next(iter(trainer.micro_batches(0)))
-    micro_batch.masks[2] = 0
-    losses = []
-    loss_fn = trainer.loss_fn
+    stored = next(iter(trainer.batches.read(0)))
+    stored.masks[2] = 0
+    trainer.batches.read = lambda step: [stored]
+    losses, loss = [], trainer.loss
 
     def remember(*args, **kwargs):
-        losses.append((loss_fn(*args, **kwargs), kwargs))
+        losses.append((loss(*args, **kwargs), kwargs))
         return losses[-1][0]
 
-    trainer.loss_fn = remember
-    trainer.train_step(iter([micro_batch]))
+    trainer.loss = remember
+    trainer.train_step(next(trainer.batches.from_step(0)))
     ((loss, arguments),) = losses
-    assert torch.equal(arguments["loss_mask"], micro_batch.masks)
+    assert torch.equal(arguments["loss_mask"], stored.masks)
     assert torch.equal(
-        arguments["force_keep"], torch.nn.functional.max_pool2d(micro_batch.masks, 2).flatten(1) > 0
+        arguments["force_keep"], torch.nn.functional.max_pool2d(stored.masks, 2).flatten(1) > 0
     )
-    assert torch.equal(loss.detach() == 0, micro_batch.masks.flatten(1).sum(dim=1) == 0)
+    assert torch.equal(loss.detach() == 0, stored.masks.flatten(1).sum(dim=1) == 0)
     assert 0 < (loss == 0).sum() < len(loss)
 
 
 def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, latents, monkeypatch):
-    monkeypatch.setattr("train.EVALUATION_BATCH", 3)  # of four entries
+    monkeypatch.setattr("builders.evaluators.EVALUATION_BATCH", 3)  # of four entries
     trainer, _ = tiny_trainer(tmp_path, *latents, "train.eval_every=2")
     ((_, evaluator),) = trainer.evaluators
     seen = []
@@ -154,10 +154,10 @@ def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, 
         "ema.warmup=true",
     )
     trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options, f"routing.force_keep_overflow={overflow}")
-    loader = iter(trainer.micro_batches(0))
-    micro_batches = [next(loader), next(loader)]
-    trainer.step = 1  # step 0 looks at its batch, on purpose
+    loader = iter(trainer.batches.read(1))
+    stored = [next(loader), next(loader)]
+    trainer.batches.read = lambda step: stored
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trainer.train_step(iter(micro_batches))
+        trainer.train_step(next(trainer.batches.from_step(1)))  # step 0 looks at its batch, on purpose
         with pytest.raises(DataDependentOutputException):
             trainer.log_training()  # which does ask

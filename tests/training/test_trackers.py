@@ -16,14 +16,15 @@ import wandb
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import train
 from tests.runs import metrics, tiny_run, tiny_trainer
-from training.trackers import BackgroundTracker, MetricsFile, TensorBoardTracker, WandbTracker
+from training.fit import run_training
+from training.recorder import MetricsFile
+from training.trackers import BackgroundTracker, TensorBoardTracker, WandbTracker
 
 GREY = ("data.in_channels=1", "train.log_every=3")
 
 
-class Recorder:
+class Remembering:
     """A tracker that does at each line what it is told."""
 
     def __init__(self, at_line=lambda step: None, at_close=lambda: None, at_open=lambda: None):
@@ -42,20 +43,20 @@ def fail(*_):
 
 
 def test_every_line_reaches_the_tracker_before_it_is_closed(tmp_path):
-    recorder, said = Recorder(lambda step: time.sleep(0.05)), []
-    tracker = BackgroundTracker(recorder, said.append)
+    remembering, said = Remembering(lambda step: time.sleep(0.05)), []
+    tracker = BackgroundTracker(remembering, said.append)
     for step in range(5):
         tracker.log({"loss": 1.0}, step)
-    assert len(recorder.lines) < 5
+    assert len(remembering.lines) < 5
     tracker.close()
-    assert [step for _, step in recorder.lines] == list(range(5))
+    assert [step for _, step in remembering.lines] == list(range(5))
     assert said == []
 
 
 @pytest.mark.parametrize("when", ["open", "line", "close"])
 def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
-    recorder, said = Recorder(**{f"at_{when}": fail}), []
-    tracker = BackgroundTracker(recorder, said.append)
+    remembering, said = Remembering(**{f"at_{when}": fail}), []
+    tracker = BackgroundTracker(remembering, said.append)
     for step in range(3):
         tracker.log({"loss": 1.0}, step)
         time.sleep(0.02)
@@ -65,12 +66,12 @@ def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
         "every line"
     ]
     if when != "close":
-        assert recorder.lines == []
+        assert remembering.lines == []
 
 
 def test_a_tracker_that_does_not_end_is_left_behind():
     for_ever, said = Event(), []
-    tracker = BackgroundTracker(Recorder(lambda step: for_ever.wait()), said.append)
+    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait()), said.append)
     start = time.monotonic()
     for step in range(100):
         tracker.log({"loss": 1.0}, step)
@@ -83,7 +84,7 @@ def test_a_tracker_that_does_not_end_is_left_behind():
 
 def test_a_tracker_that_was_left_behind_has_no_last_word():
     for_ever, said = Event(), []
-    tracker = BackgroundTracker(Recorder(lambda step: for_ever.wait() and fail()), said.append)
+    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait() and fail()), said.append)
     tracker.log({"loss": 1.0}, 0)
     tracker.close(0.2)
     for_ever.set()
@@ -94,7 +95,7 @@ def test_a_tracker_that_was_left_behind_has_no_last_word():
 def test_lines_of_steps_that_will_be_run_again_are_cut_off(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.log({"loss": 1.0}, 1)
-    size = file.state()["metrics_size"]
+    size = file.state()["size"]
     file.log({"loss": 2.0}, 2)
     file.close()
     MetricsFile(tmp_path / "metrics.jsonl", size).close()
@@ -103,18 +104,18 @@ def test_lines_of_steps_that_will_be_run_again_are_cut_off(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("cut", "kept"), [(1, 2), (2, 1), (20, 1), (21, 1), (22, 1), (41, 0), (42, 0)])
+@pytest.mark.parametrize(("cut", "kept"), [(1, 1), (2, 1), (20, 1), (21, 1), (22, 1), (41, 0), (42, 0)])
 def test_a_file_that_was_cut_goes_on_with_whole_lines(tmp_path, cut, kept):
-    """At any byte; a line that lacks no more than its end is kept."""
+    """At any byte."""
     path, said = tmp_path / "metrics.jsonl", []
     file = MetricsFile(path)
     for step in (1, 2):
         file.log({"loss": 1.5}, step)
     state = file.state()
     file.close()
-    assert path.stat().st_size == 2 * 25 == state["metrics_size"]
-    os.truncate(path, state["metrics_size"] - cut)
-    again = MetricsFile(path, state["metrics_size"], show=said.append)
+    assert path.stat().st_size == 2 * 25 == state["size"]
+    os.truncate(path, state["size"] - cut)
+    again = MetricsFile(path, state["size"], show=said.append)
     assert len(path.read_bytes().splitlines(keepends=True)) == kept, "before the next line, too"
     again.log({}, 3)
     again.close()
@@ -137,10 +138,10 @@ def test_a_checkpoint_knows_of_whole_lines_where_a_disk_took_a_part_of_one(tmp_p
     file.log({"loss": 2.5}, 2)
     file.log({"loss": 3.5}, 3)
     state = file.state()
-    assert (state["metrics_size"], len(state["metrics_waiting"].splitlines())) == (50, 1)
+    assert (state["size"], len(state["waiting"].splitlines())) == (50, 1)
     monkeypatch.undo()
     file.close()
-    MetricsFile(tmp_path / "metrics.jsonl", *state.values()).close()
+    MetricsFile(tmp_path / "metrics.jsonl", **state).close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
         1,
         2,
@@ -160,8 +161,8 @@ def test_numbers_that_are_not_finite_are_null_and_told_of(tmp_path):
 def test_a_training_goes_on_without_its_tracker(tmp_path, capsys):
     tiny_run(tmp_path / "plain")
     trainer, run = tiny_trainer(tmp_path / "tracked")
-    trainer.tracker = BackgroundTracker(Recorder(at_open=fail), trainer.show)
-    train.run_training(trainer, run)
+    trainer.recorder.tracker = BackgroundTracker(Remembering(at_open=fail), trainer.recorder.show)
+    run_training(trainer, run)
     assert metrics(tmp_path / "tracked") == metrics(tmp_path / "plain")
     assert capsys.readouterr().out.count("the tracker is switched off") == 1
 
@@ -233,7 +234,7 @@ def deaf_server():
 def test_wandb_online_without_a_server_never_stops_training(
     tmp_path, network, deaf_server, monkeypatch, capsys
 ):
-    monkeypatch.setattr("training.trainer.CLOSE_WITHIN_SEC", 2.0)
+    monkeypatch.setattr("training.recorder.CLOSE_WITHIN_SEC", 2.0)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", deaf_server if network == "deaf" else "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")

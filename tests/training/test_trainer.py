@@ -11,12 +11,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import train
+from builders.evaluators import GRID_SAMPLES
 from data import LatentManifest, LatentWriter
 from runtime.config import build_node
 from runtime.provenance import flatten
-from tests.runs import TINY, interrupted, metrics, tiny_run, tiny_trainer, validated
+from tests.runs import TINY, before_each_step, interrupted, metrics, tiny_run, tiny_trainer, validated
 from training.checkpoint import latest_checkpoint, steps_in
+from training.fit import run_training
 from training.run_folder import RunFolder
 
 VARIANTS = {
@@ -90,19 +91,6 @@ def test_a_longer_run_continues_a_finished_one_as_if_it_had_not_stopped(tmp_path
     assert_same_run(tmp_path / "whole", tmp_path / "raised")
 
 
-def test_a_run_of_before_a_key_was_there_continues(tmp_path):
-    """The key that came later has the value of what the run did; another value is still refused."""
-    tiny_run(tmp_path, "train.total_steps=2")
-    file = tmp_path / "config.yaml"
-    without = "".join(line for line in file.read_text().splitlines(keepends=True) if "attention:" not in line)
-    assert len(without) < len(file.read_text())
-    file.write_text(without)
-    with pytest.raises(ValueError, match=r"model\.attention: auto -> explicit"):
-        tiny_trainer(tmp_path, "model.attention=explicit")
-    tiny_run(tmp_path)
-    assert metrics(tmp_path)[-1]["step"] == 6
-
-
 def test_the_total_may_not_fall_below_what_is_done(tmp_path):
     tiny_run(tmp_path / "raised")
     with pytest.raises(ValueError, match=r"train\.total_steps=3 must be at least the 6 steps"):
@@ -129,12 +117,12 @@ def test_gradient_checkpointing_may_change_on_the_way_and_changes_nothing(tmp_pa
 def test_results_without_a_checkpoint_are_not_overwritten_either(tmp_path):
     trainer, run = tiny_trainer(tmp_path, "train.log_every=1")
 
-    def stop(must):
+    def stop(step, parts):
         raise KeyboardInterrupt
 
-    trainer._save = stop
+    trainer.checkpoints.save = stop
     with pytest.raises(KeyboardInterrupt):
-        train.run_training(trainer, run)
+        run_training(trainer, run)
     with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.0001 -> 0\.01"):
         tiny_trainer(tmp_path, "train.log_every=1", "optimizer.lr=0.01")
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
@@ -187,50 +175,20 @@ def test_metrics_have_a_line_per_log_point(tmp_path):
     assert {"commit", "versions", "device", "command", "data"} <= manifest.keys()
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path):
-    trainer, run = tiny_trainer(tmp_path / "run")
-    to_latents, step = trainer.to_latents, trainer.train_step
-    states = []
-
-    def poison(stored, generator):
-        return to_latents(stored, generator) * (float("nan") if trainer.step == 4 else 1)
-
-    def remember(micro_batches):
-        step(micro_batches)
-        state = [*trainer.net.parameters(), *trainer.ema.net.parameters(), trainer.ema.num_updates]
-        states.append([tensor.detach().clone() for tensor in state])
-
-    trainer.to_latents, trainer.train_step = poison, remember
-    train.run_training(trainer, run)
-    assert all(torch.equal(a, b) for a, b in zip(states[3], states[4], strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(states[4], states[5], strict=True))
-    assert all(tensor.isfinite().all() for tensor in states[5])
-    lines = metrics(tmp_path / "run")
-    assert [line["num_skipped_steps"] for line in lines] == [0, 1]
-    assert all(0 < line["loss"] < 10 for line in lines)
-
-
 def test_accumulation_sums_to_the_gradient_of_the_whole_batch(tmp_path):
     """The draws of a micro-batch are its own, so the parts are compared with the same parts taken alone."""
     trainer, _ = tiny_trainer(tmp_path / "parts", "train.micro_batch_size=2")
-    micro_batches = list(zip(range(4), trainer.micro_batches(0), strict=False))
-    gradients = []
-    for index, (stored, labels, *_) in micro_batches:
+    gradients, seen = [], []
+    trainer.net.train()
+    for batch in next(trainer.batches.from_step(0)):
         trainer.net.zero_grad()
-        trainer.net.train()
-        generator = trainer._generator(index)
-        x = trainer.to_latents(stored, generator)
-        trainer.loss_fn(trainer.precond, x, labels, generator=generator).mean().backward()
+        losses = trainer.loss(trainer.precond, batch.x, batch.class_labels, generator=batch.generator)
+        losses.mean().backward()
         gradients.append([parameter.grad.clone() for parameter in trainer.parameters])
     trainer.net.zero_grad()
-    seen = []
-
-    def look(loss):
-        seen.extend(parameter.grad.clone() for parameter in trainer.parameters)
-        return torch.zeros(())
-
-    trainer.update_weights = look
-    trainer.train_step(iter(trainer.micro_batches(0)))
+    trainer.optimizer.step = lambda: seen.extend(p.grad.clone() for p in trainer.parameters)
+    trainer.train_step(next(trainer.batches.from_step(0)))
+    assert len(gradients) == 4
     for total, *parts in zip(seen, *gradients, strict=True):
         torch.testing.assert_close(total, sum(parts) / 4)
 
@@ -239,7 +197,7 @@ def test_the_average_takes_part_in_the_step_that_was_taken(tmp_path):
     trainer, _ = tiny_trainer(tmp_path, "ema.decay=0.5", "optimizer.lr=0.1")
     before = [parameter.clone() for parameter in trainer.ema.net.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.net.parameters(), strict=True))
-    trainer.train_step(iter(trainer.micro_batches(0)))
+    trainer.train_step(next(trainer.batches.from_step(0)))
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.net.parameters(), strict=True))
     for old, new, average in zip(before, trainer.net.parameters(), trainer.ema.net.parameters(), strict=True):
         torch.testing.assert_close(average, (old + new) / 2)
@@ -253,7 +211,7 @@ def test_pictures_are_of_the_average_and_losses_of_what_they_are_named(tmp_path)
         net.register_forward_pre_hook(lambda _, inputs, name=name: used.append((name, len(inputs[0]))))
     (_, grid), (_, losses) = trainer.evaluators
     list(grid.run(2))
-    assert set(used) == {("average", 2 * train.GRID_SAMPLES)}, "guidance evaluates each sample twice"
+    assert set(used) == {("average", 2 * GRID_SAMPLES)}, "guidance evaluates each sample twice"
     for key, name in (("val_loss_dense", "net"), ("val_loss_dense_ema", "average")):
         used.clear()
         losses.denoisers[key](torch.zeros(1, 4, 8, 8), torch.ones(1), torch.zeros(1, dtype=torch.int64))
@@ -263,12 +221,9 @@ def test_pictures_are_of_the_average_and_losses_of_what_they_are_named(tmp_path)
 def test_what_is_logged_are_means_over_the_steps_that_applied(tmp_path):
     for name, log_every in (("single", 1), ("window", 3)):
         trainer, run = tiny_trainer(tmp_path / name, f"train.log_every={log_every}", "train.total_steps=3")
-        loss_fn = trainer.loss_fn
-        trainer.loss_fn = lambda *a, trainer=trainer, loss_fn=loss_fn, **k: (
-            loss_fn(*a, **k) / (trainer.step != 1 or not torch.is_grad_enabled())
-        )
-        trainer.after_first_window = None
-        train.run_training(trainer, run)
+        loss = trainer.loss
+        trainer.loss = lambda *a, trainer=trainer, loss=loss, **k: loss(*a, **k) / (trainer.step != 1)
+        run_training(trainer, run)
     (first, skipped, last), (window,) = metrics(tmp_path / "single"), metrics(tmp_path / "window")
     assert skipped["loss"] is None
     for key in ("loss", "grad_norm"):
@@ -357,24 +312,23 @@ def test_preconditioning_and_loss_are_as_they_were_asked_for(tmp_path):
     trainer, _ = tiny_trainer(tmp_path, *asked)
     ((_, evaluator),) = trainer.evaluators
     assert [precond.sigma_data for precond in (trainer.precond, *evaluator.denoisers.values())] == [0.7] * 3
-    for loss_fn in (trainer.loss_fn, evaluator.loss_fn):
-        assert (loss_fn.sigma_data, loss_fn.P_mean) == (0.7, -0.4)
+    for loss in (trainer.loss, evaluator.loss_fn):
+        assert (loss.sigma_data, loss.P_mean) == (0.7, -0.4)
 
 
 def test_entries_are_named_that_were_read(tmp_path):
     options = ("seed=3", "train.micro_batch_size=4")
     trainer, _ = tiny_trainer(tmp_path, *options)
-    read = [micro_batch.stored for _, micro_batch in zip(range(2), trainer.micro_batches(5), strict=False)]
+    read = [batch.x for batch in next(trainer.batches.from_step(5))]
     dataset = build_node(validated(*TINY, *options), "data")()
-    assert torch.equal(torch.cat(read), dataset.read(np.array(trainer.history.entries(5)))[0])
+    assert torch.equal(torch.cat(read), dataset.read(np.array(trainer.batches.entries(5)))[0])
 
 
 def test_a_failure_is_recorded_with_the_step_that_failed(tmp_path):
     trainer, run = tiny_trainer(tmp_path)
-    step = trainer.train_step
-    trainer.train_step = lambda micro_batches: step(micro_batches) if trainer.step < 3 else 1 / 0
+    before_each_step(trainer, lambda step: 1 / (step - 3))
     with pytest.raises(ZeroDivisionError):
-        train.run_training(trainer, run)
+        run_training(trainer, run)
     failure = run.manifest()["failure"]
     assert (failure["reason"], failure["step"]) == ("ZeroDivisionError: division by zero", 3)
     assert [step for step, _ in steps_in(tmp_path / "checkpoints")] == [2]
@@ -384,8 +338,8 @@ def test_draws_depend_on_seed_step_and_micro_batch(tmp_path):
     trainer, _ = tiny_trainer(tmp_path)
 
     def draw(seed, step, micro_index):
-        trainer.seed, trainer.step = seed, step
-        return torch.rand(4, generator=trainer._generator(micro_index)).tolist()
+        trainer.batches.seed = seed
+        return torch.rand(4, generator=trainer.batches.generator(step, micro_index)).tolist()
 
     draws = [draw(*key) for key in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
     assert len({tuple(values) for values in draws}) == 4
@@ -410,7 +364,7 @@ def test_no_evaluation_takes_the_average_out_of_eval_mode(tmp_path):
     for _, evaluator in trainer.evaluators:
         list(evaluator.run(2))
         assert not any(module.training for module in trainer.ema.net.modules())
-    trainer.train_step(iter(trainer.micro_batches(0)))
+    trainer.train_step(next(trainer.batches.from_step(0)))
     assert all(module.training for module in trainer.net.modules())
 
 
@@ -454,7 +408,7 @@ def test_tokens_drawn_depend_on_seed_step_and_micro_batch_alone(tmp_path):
         trainer, _ = tiny_trainer(tmp_path / folder, "train.micro_batch_size=4", *overrides)
         ids, draw = [], trainer.net._ids_keep
         trainer.net._ids_keep = lambda *args: ids.append(draw(*args)) or ids[-1]
-        trainer.after_first_window = None
+        trainer.speed_check = None
         trainer.fit()
         return [tuple(x.flatten().tolist()) for x in ids]
 
@@ -474,7 +428,7 @@ def test_a_route_schedule_lowers_the_ratio_in_levels_and_ends_dense(tmp_path):
     trainer, _ = tiny_trainer(tmp_path / "run", *overrides, "routing.num_levels=2")
     lengths = []
     trainer.net.blocks[3].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    trainer.after_first_window = None
+    trainer.speed_check = None
     trainer.fit()
     assert lengths == [8, 8, 12, 12, 16, 16]
     assert [line["selection_ratio"] for line in metrics(tmp_path / "run")] == [0.5, 0.5, 0.25, 0.25, 0, 0]
@@ -501,7 +455,8 @@ def test_a_dense_finetune_starts_from_the_averaged_weights_of_a_routed_run(tmp_p
 @pytest.mark.parametrize("model", ["tread", "dit"])
 @pytest.mark.parametrize("precision", ["bf16", "no"])
 def test_a_run_says_what_its_block_in_fp32_costs(tmp_path, capsys, monkeypatch, model, precision):
-    monkeypatch.setattr("train.fp32_slowdown", lambda net, device, bf16: 2.5 if net.routes and bf16 else 1.0)
+    slowdown = "builders.trainer.fp32_slowdown"
+    monkeypatch.setattr(slowdown, lambda net, device, bf16: 2.5 if net.routes and bf16 else 1.0)
     run = (f"model={model}", "parity=official", f"train.mixed_precision={precision}", "train.total_steps=3")
     tiny_run(tmp_path / "run", *run)
     said, manifest = capsys.readouterr().out, json.loads((tmp_path / "run" / "manifest.json").read_text())
@@ -527,8 +482,8 @@ def test_a_run_says_what_its_block_in_fp32_costs(tmp_path, capsys, monkeypatch, 
 def test_measuring_the_speed_up_changes_nothing(tmp_path):
     tiny_run(tmp_path / "measured")
     trainer, run = tiny_trainer(tmp_path / "plain")
-    trainer.after_first_window = None
-    train.run_training(trainer, run)
+    trainer.speed_check = None
+    run_training(trainer, run)
     assert_same_run(tmp_path / "measured", tmp_path / "plain")
     manifest = json.loads((tmp_path / "measured" / "manifest.json").read_text())
     assert manifest["speed_check"]["measured_speedup"] > 0

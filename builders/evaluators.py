@@ -1,0 +1,83 @@
+"""What is evaluated while a network trains: pictures, the held-out loss, scores of samples."""
+
+from functools import partial
+from typing import Any
+
+import torch.nn as nn
+
+from builders.network import build_precond
+from builders.rules import FITTED_EVALUATORS
+from data import (
+    LatentDataset,
+    ShardDataset,
+    encoder_for,
+    held_out_batches,
+    image_decoder,
+    open_images,
+    real_images,
+)
+from diffusion import ImageSource
+from evaluation import DenseLoss, SampleGrid
+from runtime.config import build_node
+from runtime.launch import Launch
+from training.run_folder import RunFolder
+
+GRID_SAMPLES, GRID_COLUMNS = 10, 10
+EVALUATION_BATCH = 64
+
+
+def build_evaluators(
+    config: dict[str, Any],
+    run: RunFolder,
+    dataset: LatentDataset | ShardDataset,
+    launch: Launch,
+    net: nn.Module,
+    ema_net: nn.Module,
+    loss: Any,
+) -> list[tuple[int, Any]]:
+    """Return (every how many steps, evaluator)."""
+    settings, device = config["train"], launch.device
+    share = {"process_index": launch.rank, "num_processes": launch.world_size}
+    # Around the networks themselves: evaluation needs no gradients of other ranks, nor autocast.
+    denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
+    evaluators = []
+    if settings["sample_every"] or config["evaluation"]:  # the encoder may not be at hand for anything else
+        source, encoder = _image_source(config, dataset, launch, ema_denoiser)
+    if settings["sample_every"]:
+        grid = SampleGrid(source, run.path / "samples", GRID_SAMPLES, GRID_COLUMNS, write=launch.is_main)
+        evaluators.append((settings["sample_every"], grid))
+    if settings["eval_every"] and len(dataset.held_out_ids):
+        with_masks = settings["masked_loss"]
+        batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share, with_masks=with_masks)
+        denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
+        evaluators.append((settings["eval_every"], DenseLoss(denoisers, loss, batches, total=launch.sum)))
+    if settings["eval_every"] and config["evaluation"]:
+        build = build_node(config, "evaluation")
+        if config["evaluation"]["_target_"] in FITTED_EVALUATORS:
+            evaluator = build(reference=real_images(dataset, dataset.train_ids, encoder), source=source)
+        else:
+            evaluator = build(source=source, open_images=open_images, device=device, launch=launch)
+        evaluators.append((settings["eval_every"], evaluator))
+    return evaluators
+
+
+def _image_source(
+    config: dict[str, Any], dataset: LatentDataset | ShardDataset, launch: Launch, denoiser: nn.Module
+) -> tuple[ImageSource, Any]:
+    """Return what draws images, and their encoder."""
+    official = config["decoding"] == "official"
+    try:
+        encoder = encoder_for(dataset.manifest, launch.device, dataset.encoder, official=official)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Training goes without: train.sample_every=null evaluation=none"
+        ) from error
+    source = ImageSource(
+        denoiser,
+        build_node(config, "sampler"),
+        image_decoder(dataset.manifest, encoder, official),
+        batch_size=EVALUATION_BATCH,
+        guidance_scale=config["guidance"]["guidance_scale"],
+        launch=launch,
+    )
+    return source, encoder

@@ -1,0 +1,248 @@
+"""The trainer of a configuration, with all its parts; a run that has a checkpoint goes on from its newest."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
+
+from builders.auto import resolve_auto
+from builders.evaluators import build_evaluators
+from builders.network import build_net, build_precond, build_route_plan
+from builders.summary import summary
+from data import (
+    LatentDataset,
+    ShardDataset,
+    ShardStream,
+    count_forced,
+    entries_by_step,
+    mask_coverage,
+    shards_by_step,
+    stream,
+)
+from evaluation import AdmEvaluator
+from models import cost_of, resolve_attention, token_mask
+from routing import RoutePlan
+from runtime.config import build_node
+from runtime.files import sha256
+from runtime.launch import Launch
+from runtime.machine import keep_freed_memory
+from runtime.provenance import environment, flatten, source_sha256
+from training.batches import Batches
+from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
+from training.ema import EMA
+from training.recorder import Recorder
+from training.run_folder import RunFolder, changes
+from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
+from training.stopping import StopRequest
+from training.trainer import Settings, Trainer
+
+SETTINGS = ("total_steps", "log_every", "save_every", "grad_clip", "max_skipped_steps")
+ENTRIES_AT_ONCE = 1024
+
+TrainingData = LatentDataset | ShardDataset
+
+
+def check_files(config: dict[str, Any], run: RunFolder) -> None:
+    """Check that what is read is there, before any device is touched.
+
+    Raises:
+        FileNotFoundError, ValueError: with the key and the value.
+    """
+    if config["train"]["init_from"] and not latest_checkpoint(run.path):
+        check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
+    for key in ("reference", "weights"):
+        file = config["evaluation"].get(key)
+        if file is not None and not Path(file).exists():
+            raise FileNotFoundError(
+                f"evaluation.{key}={file} not found: `python -m evaluation.fetch` lists what can be "
+                "downloaded"
+            )
+
+
+def check_init_from(source: str, objective: str | None) -> None:
+    """Check that the weights to start from are there, and that it is known what they predict."""
+    own = is_own_checkpoint(source)
+    if own and objective:
+        raise ValueError(
+            f"train.init_from_objective={objective} must not be given for a run of this project, {source}"
+        )
+    if not own and objective is None:
+        raise ValueError(
+            f"train.init_from={source} does not tell what it predicts: give train.init_from_objective=edm "
+            "(TREAD with EDM), ddpm (DiT: noise, timesteps 0 to 999) or flow (SiT, TREAD with flow matching: "
+            "velocity, times 0 to 1)"
+        )
+
+
+def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
+    """Open the data of a run, in the first process before the others, and make sure that all start alike.
+
+    Raises:
+        ValueError: the data do not have what the configuration needs, or ranks disagree.
+    """
+    with launch.main_first():
+        dataset = build_node(config, "data")()
+    if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
+        raise ValueError(
+            "train.masked_loss=true needs masks: conditioning_type of the latent manifest is null, "
+            "it must be mask or segmentation (data/README.md)"
+        )
+    # Ranks that train on different things would average nonsense.
+    data = {"fingerprint of the data": dataset.describe()["fingerprint"], "code (sha256)": source_sha256()}
+    launch.assert_ranks_agree({**flatten(config), **data, "torch": torch.__version__})
+    return dataset
+
+
+def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData, launch: Launch) -> Trainer:
+    """Build all that a run needs, load its newest checkpoint if it has one, and only then begin to write.
+
+    The folder must be locked.
+
+    Raises:
+        ValueError, OSError: what is in the folder does not allow this run.
+    """
+    train, device = config["train"], launch.device
+    resolved = _resolve(config, run, launch)
+    bf16, micro_batch_size = resolved["mixed_precision"] == "bf16", resolved["micro_batch_size"]
+
+    torch.manual_seed(config["seed"])
+    net = build_net(config).to(device)
+    init_from = _load_init(net, config, run)
+    ema = EMA(net, **config["ema"])
+    plan = build_route_plan(config, net)
+    prepared = _prepare(net, resolved["compile"], len(plan.lengths(train["masked_loss"])))
+    precond = build_precond(config, prepared)
+    bare_loss = build_node(config, "diffusion.loss")()
+    loss = torch.autocast(device.type, torch.bfloat16, enabled=bf16)(bare_loss)
+    optimizer = build_node(config, "optimizer")(net.named_parameters(), fused=True)
+
+    recorder = Recorder(launch, run)
+    evaluators = build_evaluators(config, run, dataset, launch, net, ema.net, bare_loss)
+    batches = _build_batches(config, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
+    folder = run.path / "checkpoints"
+    checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
+    stop = StopRequest(train["max_time_sec"])
+    settings = Settings(**{key: train[key] for key in SETTINGS})
+
+    slowdown = fp32_slowdown(net, device, bf16)
+    step = micro_step(precond, net, loss, micro_batch_size, device)
+    speed_check = SpeedCheck(step, partial(_predicted_speedup, net, slowdown), device, recorder)
+    parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
+    trainer = Trainer(*parts, stop, settings, speed_check)
+
+    coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
+    if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
+        trainer.resume(checkpoint)
+    launch.barrier()  # all have read what the first process is about to change
+    if launch.is_main:
+        details = {
+            "resolved": resolved,
+            "num_processes": launch.world_size,
+            **environment(device),
+            "routes": plan.describe(train["masked_loss"]),
+            "cost": cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown).describe(),
+            "data": dataset.describe(),
+            **({"init_from": init_from} if init_from else {}),
+            "scores": [each.describe() for _, each in evaluators if isinstance(each, AdmEvaluator)],
+        }
+        details["changes"] = changes(run.manifest(), details) if checkpoint else []
+        run.begin(config, details, trainer.step)
+        recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
+        print(summary(config, details, net, resumed_step=trainer.step), flush=True)
+    return trainer
+
+
+def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str, Any]:
+    """Decide what the configuration leaves open, on all ranks alike."""
+    saved = run.manifest()["resolved"] if run.has_results() else {}
+    resolved = resolve_auto(config, saved, launch.device, launch.world_size)
+    agreed = ("mixed_precision", "compile", "micro_batch_size")
+    launch.assert_ranks_agree({key: resolved[key] for key in agreed})
+    if resolved["keep_freed_memory"]:
+        keep_freed_memory()
+    dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
+    attention = resolve_attention(config["model"]["attention"], launch.device.type, dtype)
+    return {**resolved, "attention": attention}
+
+
+def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:
+    """Load the weights that a new run starts from, and return what is recorded of them."""
+    source = config["train"]["init_from"]
+    if not source or latest_checkpoint(run.path):
+        return None
+    loaded = load_weights(net, source)
+    objective = config["train"]["init_from_objective"] or "edm"
+    return {**loaded, "objective": objective, "sha256": sha256(Path(loaded["file"]))}
+
+
+def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
+    """Compile the blocks of a network in place, and return it with its ranks synchronised."""
+    # A sweep runs job after job in one process: nothing of the last one may be left.
+    AcceleratorState._reset_state()
+    torch._dynamo.reset()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
+    torch._dynamo.config.recompile_limit = most_graphs(num_lengths)
+    if compiled:
+        for block in net.blocks:
+            block.compile(dynamic=False)
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # The loss runs under autocast; accelerate's own would stay on the network when it is evaluated.
+    return Accelerator(mixed_precision="no", kwargs_handlers=[ddp]).prepare_model(net)
+
+
+def _predicted_speedup(net: nn.Module, slowdown: float, ratios: tuple[float, ...]) -> float:
+    return cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup
+
+
+def _build_batches(
+    config: dict[str, Any],
+    micro_batch_size: int,
+    num_workers: int,
+    dataset: TrainingData,
+    plan: RoutePlan,
+    recorder: Recorder,
+) -> Batches:
+    launch, seed, masked = recorder.launch, config["seed"], config["train"]["masked_loss"]
+    sizes = {"batch_size": config["train"]["batch_size"], "micro_batch_size": micro_batch_size}
+    share = {"process_index": launch.rank, "num_processes": launch.world_size}
+    order = {"seed": seed, **sizes, **share, "pin_memory": launch.device.type == "cuda"}
+    masks_to_tokens = partial(token_mask, patch_size=config["model"]["patch_size"]) if masked else None
+    if isinstance(dataset, ShardDataset):
+        read = partial(ShardStream, dataset, **order)
+        entries = shards_by_step(dataset, seed, **sizes, num_processes=launch.world_size)
+    else:
+        counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
+        masking = {"with_masks": masked, "token_mask": counting}
+        read = partial(stream, dataset, **order, **masking, num_workers=num_workers)
+        entries = entries_by_step(dataset, seed, sizes["batch_size"])
+
+    def check_std(std: torch.Tensor) -> None:
+        if warning := dataset.manifest.std_warning(std):
+            recorder.show(warning)
+
+    to_latents = dataset.manifest.to_latents
+    return Batches(launch, read, entries, to_latents, masks_to_tokens, check_std, seed, **sizes)
+
+
+def _mask_coverage(
+    plan: RoutePlan,
+    dataset: TrainingData,
+    masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
+    batch_size: int,
+) -> float:
+    """Return the fraction of tokens that masks keep; refuse masks that the plan refuses."""
+    if masks_to_tokens is None:
+        return 0.0
+    if plan.force_keep_overflow == "error":
+        num_forced = np.zeros(dataset.manifest.count, dtype=int)
+        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // ENTRIES_AT_ONCE):
+            num_forced[ids] = count_forced(dataset, ids, masks_to_tokens)
+        plan.check_force_keep(num_forced)
+    return mask_coverage(dataset, masks_to_tokens, batch_size) if plan.force_keep_overflow == "grow" else 0.0

@@ -1,0 +1,82 @@
+"""The micro-batches of this rank, ready for the network.
+
+Every random draw is a function of (seed, step, index of the micro-batch within the global batch), so that a
+resumed run, or one on another number of ranks, draws the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from runtime.launch import Launch
+
+Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
+
+
+class MicroBatch(NamedTuple):
+    """What one forward takes, on the device."""
+
+    x: torch.Tensor  # (N, C, H, W) clean latents
+    class_labels: torch.Tensor | None  # (N,)
+    masks: torch.Tensor | None  # (N, H, W) weights of the loss
+    force_keep: torch.Tensor | None  # (N, T) tokens that the masks force to stay
+    num_forced: int  # the largest number of those in a sample of the step, on all ranks
+    generator: torch.Generator  # draws all that is random in this micro-batch
+
+
+class Batches:
+    """The endless stream of this rank's micro-batches.
+
+    Args:
+        read: gives stored micro-batches (entries, labels, masks, num_forced) of this rank from a step on.
+        entries: names the entries of the global batch after so many steps, in its order.
+        to_latents: turns stored entries into what the network sees, with a generator for what it draws.
+        token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay; None without masks.
+        check_std: looks at the standard deviation of the first micro-batch of a run.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        read: Callable[[int], Iterable[Stored]],
+        entries: Callable[[int], Sequence[Any]],
+        to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
+        token_mask: Callable[[torch.Tensor], torch.Tensor] | None,
+        check_std: Callable[[torch.Tensor], None],
+        seed: int,
+        batch_size: int,
+        micro_batch_size: int,
+    ):
+        self.device, self.read, self.entries = launch.device, read, entries
+        self.to_latents, self.token_mask, self.check_std = to_latents, token_mask, check_std
+        self.seed, self.batch_size = seed, batch_size
+        # Which micro-batches of a step are this rank's, and where their samples lie in the global batch.
+        self.indices = range(launch.rank, batch_size // micro_batch_size, launch.world_size)
+        self.places = torch.arange(batch_size).view(-1, micro_batch_size)[self.indices].flatten()
+
+    def from_step(self, step: int) -> Iterator[Iterator[MicroBatch]]:
+        """Yield the micro-batches of each step from `step` on, for ever."""
+        stored = iter(self.read(step))
+        for now in count(step):
+            yield self._of_step(now, stored)
+
+    def generator(self, step: int, index: int) -> torch.Generator:
+        """Return what draws in micro-batch `index` of the global batch of a step."""
+        state = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
+        return torch.Generator(self.device).manual_seed(int(state[0]))
+
+    def _of_step(self, step: int, stored: Iterator[Stored]) -> Iterator[MicroBatch]:
+        for index in self.indices:
+            *tensors, num_forced = next(stored)
+            entries, labels, masks = (
+                t if t is None else t.to(self.device, non_blocking=True) for t in tensors
+            )
+            generator = self.generator(step, index)
+            x = self.to_latents(entries, generator)
+            if step == index == 0:
+                self.check_std(x.std())  # SYNC: once in a run
+            force_keep = None if masks is None else self.token_mask(masks)
+            yield MicroBatch(x, labels, masks, force_keep, num_forced, generator)

@@ -1,0 +1,83 @@
+"""A training from its first step here to its end, however it ends, and what is told of that."""
+
+from runtime.errors import UserError
+from runtime.launch import is_peer_failure
+from training.history import NotFinite
+from training.run_folder import Moved, RunFolder
+from training.stopping import TIME_LIMIT
+from training.trainer import Trainer
+
+AGAIN = "run the same command again to go on"
+
+
+def run_training(trainer: Trainer, run: RunFolder) -> str:
+    """Fit, and record in the manifest how it ended.
+
+    Returns:
+        Why it was stopped before the end; empty at the end.
+
+    Raises:
+        UserError: the run could not go on, for a reason that one line tells.
+    """
+    with trainer.stop.listening():
+        try:
+            reason = _fit(trainer, run)
+        except Moved as error:
+            raise UserError(str(error)) from error
+        trainer.launch.barrier()  # a launcher ends the others where one has ended
+    if reason == TIME_LIMIT and trainer.step == trainer.first_step:
+        raise UserError(
+            "train.max_time_sec leaves no time for a step: of what is left when the run has started, "
+            f"{trainer.clock.longest_sec['save']:.0f} s are kept for saving and a few for the end of the "
+            "process"
+        )
+    if reason:
+        saved = "which is saved" if trainer.step else "before the first"
+        trainer.recorder.show(f"stopped at step {trainer.step}, {saved} ({reason}): {AGAIN}")
+    else:
+        sample = f"accelerate launch sample.py run={run.path} num_samples=500"
+        trainer.recorder.show(f"{run.path} is finished. Sample from it: {sample}")
+    return reason
+
+
+def _fit(trainer: Trainer, run: RunFolder) -> str:
+    reason = ""
+
+    def record_end() -> None:
+        trainer.recorder.metrics_file.flush()
+        run.update({"status": "stopped" if reason else "finished", "reason": reason, "step": trainer.step})
+
+    try:
+        reason = trainer.fit()
+        trainer.launch.broadcast_from_main(record_end)
+    except Moved:  # is recorded nowhere: the manifest there may be that of another start
+        raise
+    except KeyboardInterrupt:
+        if trainer.launch.is_main:
+            run.update({"status": "interrupted", "step": trainer.step})
+        trainer.recorder.show(
+            f"interrupted at step {trainer.step}: {AGAIN} from the checkpoint of step {trainer.saved_step}"
+        )
+        raise
+    except Exception as error:
+        _fail(trainer, run, error)
+        raise
+    finally:
+        trainer.recorder.close(hurried=bool(reason))
+        run.unlock()
+    return reason
+
+
+def _fail(trainer: Trainer, run: RunFolder, error: Exception) -> None:
+    """Record what went wrong, and raise a UserError for what one line tells."""
+    rank, reason = trainer.launch.rank, f"{type(error).__name__}: {error}"
+    if is_peer_failure(error):
+        reason = f"another process is gone: {reason}"
+    details = error.details if isinstance(error, NotFinite) else {}
+    first = run.fail(rank, reason, {"step": trainer.step, **details})
+    if first["process"] != rank and not isinstance(error, NotFinite):  # which ends all of them alike
+        raise UserError(f"process {first['process']} failed first: {first['reason']}") from error
+    if is_peer_failure(error):
+        raise UserError(reason) from error
+    if isinstance(error, NotFinite | OSError):
+        raise UserError(str(error)) from error

@@ -1,0 +1,189 @@
+"""Where a run tells what it does: `metrics.jsonl`, a tracker, and the terminal.
+
+None of them can stop a training: lines that cannot be written wait for room.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from runtime.files import finite
+from runtime.launch import Launch
+from training.run_folder import RunFolder
+from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, Tracker
+
+HURRIED_SEC = 5.0  # for the tracker, where the run is asked to stop
+
+
+class MetricsFile:
+    """Append one JSON object per log point to `metrics.jsonl`.
+
+    Lines that a full disk does not take are kept, in memory and in checkpoints, and written as soon as there
+    is room.
+
+    Args:
+        size: length in bytes to cut an existing file back to: what lies behind belongs to steps that will be
+            run again.
+        waiting: lines that had no room when `size` was measured.
+        show: prints a warning.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, size: int = 0, waiting: str = "", show: Callable[[str], None] = print):
+        self.path, self.show = path, show
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        found = os.fstat(self._descriptor).st_size
+        self._size, self._waiting, self._warned = size, waiting.encode(), False
+        if found < size:
+            show(
+                f"warning: {path} has {found} bytes, the checkpoint knows of {size}: lines from before it "
+                "are missing"
+            )
+            self._size = os.pread(self._descriptor, found, 0).rfind(b"\n") + 1  # to the last complete line
+        if found > self._size:
+            os.ftruncate(self._descriptor, self._size)
+        self._write()
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Write a line, or keep it until there is room."""
+        for key, value in values.items():
+            if value is not None and finite(value) is None:
+                self.show(f"warning: {key}={value} of step {step} is not finite: null in {self.path}")
+        self._waiting += (json.dumps(finite({"step": step, **values})) + "\n").encode()
+        self._write()
+
+    def flush(self) -> None:
+        """Write the lines that wait.
+
+        Raises:
+            OSError: there is still no room.
+        """
+        num_written = 0
+        try:
+            while num_written < len(self._waiting):
+                # At a place, not at the end: what an attempt without room left there is written over.
+                num_written += os.pwrite(
+                    self._descriptor, self._waiting[num_written:], self._size + num_written
+                )
+        except OSError as error:
+            raise OSError(
+                f"{self.path}: {error}; its lines wait, in checkpoints too, until there is room"
+            ) from error
+        finally:  # a line that is there in part waits from its beginning
+            complete = self._waiting.rfind(b"\n", 0, num_written) + 1
+            self._size, self._waiting = self._size + complete, self._waiting[complete:]
+        self._warned = False
+
+    def state(self) -> dict[str, Any]:
+        """Return what to open the file with again, after what is in it has reached the disk."""
+        if not self._waiting:
+            os.fsync(self._descriptor)
+        return {"size": self._size, "waiting": self._waiting.decode()}
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _write(self) -> None:
+        try:
+            self.flush()
+        except OSError as error:
+            if not self._warned:
+                self.show(f"warning: {error}")
+            self._warned = True
+
+
+class Recorder:
+    """Write and show what a run does, on its first rank; on the others, nothing.
+
+    Args:
+        folder: of the run, in which all is written.
+    """
+
+    def __init__(self, launch: Launch, folder: RunFolder):
+        self.launch, self.folder = launch, folder
+        self.metrics_file: MetricsFile | None = None
+        self.tracker: BackgroundTracker | None = None
+        self.bar = tqdm(disable=True)
+        self._kept = {"size": 0, "waiting": ""}
+
+    def open(self, tracker: Tracker | None) -> None:
+        """Begin to write, behind what a checkpoint that was loaded knows of."""
+        self.metrics_file = MetricsFile(self.folder.path / "metrics.jsonl", **self._kept, show=self.show)
+        self.tracker = None if tracker is None else BackgroundTracker(tracker, self.show)
+
+    def log(self, step: int, num_images: int, values: Mapping[str, Any]) -> None:
+        """Write a line of values of a step; a tracker gets their numbers and pictures.
+
+        Raises:
+            Moved: the folder is not in its place any more.
+        """
+        self.check_place()  # a tracker would open its file at the old place
+        if self.metrics_file and (line := without_pictures(values)):
+            self.metrics_file.log({"num_images": num_images, **line}, step)
+        if self.tracker:
+            shown = {key: v for key, v in values.items() if isinstance(v, int | float | np.ndarray)}
+            self.tracker.log({"num_images": num_images, **shown}, step)
+
+    def note(self, fields: dict[str, Any]) -> None:
+        """Write fields into the manifest, if there is room."""
+        try:
+            if self.launch.is_main:
+                self.folder.update(fields)
+        except OSError as error:
+            self.show(f"warning: {self.folder.manifest_file}: {error}")
+
+    def show(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        if self.launch.is_main:
+            tqdm.write(text)
+
+    @contextmanager
+    def progress(self, step: int, total_steps: int) -> Iterator[None]:
+        """Show a progress bar."""
+        options = {"desc": "train", "unit": "step", "mininterval": 1.0, "disable": not self.launch.is_main}
+        with tqdm(initial=step, total=total_steps, **options) as self.bar:
+            yield
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show beside the progress bar what is done instead of training."""
+        self.bar.set_description(what)
+        yield
+        self.bar.set_description("train")
+
+    def check_place(self) -> None:
+        """Raise Moved, on all ranks, if the folder is not in its place any more."""
+        self.launch.broadcast_from_main(self.folder.check_place)
+
+    @property
+    def closing_sec(self) -> float:
+        """How long a hurried `close` may take."""
+        return HURRIED_SEC if self.tracker else 0.0
+
+    def close(self, hurried: bool) -> None:
+        """Close the file, and wait for the tracker; a few seconds only if the run was asked to stop."""
+        if self.metrics_file:
+            self.metrics_file.close()
+        if self.tracker:
+            self.tracker.close(HURRIED_SEC if hurried else CLOSE_WITHIN_SEC)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the lines end that belong to this state."""
+        return self.launch.broadcast_from_main(lambda: self.metrics_file.state())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the file cut back to a checkpoint when it is opened."""
+        self._kept = state
+
+
+def without_pictures(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a line of text can hold."""
+    return {key: value for key, value in values.items() if not isinstance(value, np.ndarray)}

@@ -1,0 +1,71 @@
+"""Sums over the steps since the last log point, and what is logged of them."""
+
+from typing import Any
+
+import torch
+
+from runtime.launch import Launch
+from training.clock import Clock
+
+SUMS = ("loss", "grad_norm", "applied", "skipped", "selection_ratio", "num_forced_bypassed")
+
+
+class Window:
+    """The steps since the last log point, summed on the device.
+
+    Args:
+        batch_size: images of a step, on all ranks together.
+        routed: True if the network has routes, of which there is something to log.
+    """
+
+    def __init__(self, launch: Launch, clock: Clock, batch_size: int, routed: bool):
+        self.launch, self.clock, self.batch_size, self.routed = launch, clock, batch_size, routed
+        self.sums = torch.zeros(len(SUMS), device=launch.device)
+
+    def add_step(
+        self, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, selection_ratio: float
+    ) -> None:
+        """Add a step; loss and norm count where it was not skipped (0 or 1, 0-d)."""
+        applied = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
+        self.sums[:3] += applied.nan_to_num(0.0, 0.0, 0.0)
+        self.sums[SUMS.index("skipped")] += skipped
+        self.sums[SUMS.index("selection_ratio")] += selection_ratio
+
+    def add_bypassed(self, num_tokens: torch.Tensor) -> None:
+        """Add the tokens of a micro-batch that bypassed although a mask forces them to stay."""
+        self.sums[SUMS.index("num_forced_bypassed")] += num_tokens
+
+    def values(self) -> dict[str, Any]:
+        """Return what is logged of these steps: means over all that applied, on all ranks."""
+        # SYNC: the sums come to the host.
+        sums = dict(zip(SUMS, self.launch.sum(self.sums).div(self.launch.world_size).tolist(), strict=True))
+        applied, num_steps = sums["applied"], sums["applied"] + sums["skipped"]
+        values = {
+            "loss": sums["loss"] / applied if applied else None,
+            "grad_norm": sums["grad_norm"] / applied if applied else None,
+            "num_skipped_steps": int(sums["skipped"]),
+            "images_per_sec": num_steps * self.batch_size / self.clock.window_sec,
+            "train_time_sec": self.clock.train_time_sec,
+        }
+        if self.routed:
+            values["selection_ratio"] = sums["selection_ratio"] / num_steps
+            values["num_forced_bypassed"] = round(sums["num_forced_bypassed"] * self.launch.world_size)
+        return values
+
+    def start(self) -> None:
+        """Begin the next window."""
+        self.sums.zero_()
+        self.clock.start_window()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of each rank, so that a resumed window adds up bitwise."""
+        return {"sums": self.launch.gather(self.sums).tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the sums of a checkpoint; on another number of ranks each takes their mean, and its
+        share of what is counted.
+        """
+        sums = torch.tensor(state["sums"], device=self.sums.device)
+        same = len(sums) == self.launch.world_size
+        self.sums = sums[self.launch.rank] if same else sums.mean(dim=0)
+        self.sums[SUMS.index("num_forced_bypassed")] *= len(sums) / self.launch.world_size
