@@ -43,8 +43,8 @@ from evaluation import (
     open_reference,
 )
 from evaluation.adm import Scores
+from evaluation.detectors.inception import check_weights_file
 from evaluation.files import fingerprint
-from evaluation.inception import check_weights_file
 from runtime.arrays import read_member
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_positive

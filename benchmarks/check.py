@@ -26,7 +26,7 @@ from benchmarks.runs import compose_config, perturb
 from builders.network import build_net, build_precond
 from diffusion import edm_sampler, guided_denoiser
 from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
-from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
+from evaluation.detectors.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from evaluation.precision import strict_fp32
 from models import token_mask
 from runtime.config import build_node

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from evaluation.detectors.inception import NUM_POOL_FEATURES, InceptionDetector
 from evaluation.extraction import SPLIT_SIZE, Batches, Images, ImageSetStatistics, extract
 from evaluation.files import fingerprint
-from evaluation.inception import NUM_POOL_FEATURES, InceptionDetector
-from evaluation.metrics import frechet_distance, kernel_distance, precision_recall
+from evaluation.metrics.frechet import frechet_distance
+from evaluation.metrics.kernel import kernel_distance
+from evaluation.metrics.precision_recall import precision_recall
 from evaluation.reference import STATISTICS, open_reference
 from evaluation.statistics import FeatureStatistics
 from runtime.launch import Launch

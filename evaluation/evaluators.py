@@ -11,8 +11,9 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from evaluation.detectors import DigitJudge, GlyphJudge
-from evaluation.metrics import frechet_distance
+from evaluation.detectors.digits import DigitJudge
+from evaluation.detectors.glyphs import GlyphJudge
+from evaluation.metrics.frechet import frechet_distance
 from evaluation.pictures import save_grid, text_picture
 from evaluation.statistics import FeatureStatistics
 

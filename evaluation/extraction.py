@@ -10,7 +10,12 @@ from typing import Protocol
 import numpy as np
 from tqdm import tqdm
 
-from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
+from evaluation.detectors.inception import (
+    NUM_CLASSES,
+    NUM_POOL_FEATURES,
+    NUM_SPATIAL_FEATURES,
+    InceptionDetector,
+)
 from evaluation.statistics import FeatureStatistics, SplitScores
 from runtime.launch import ALONE, Launch
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from evaluation.detectors.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
 from evaluation.extraction import Images, evenly_spaced, extract, in_order, select
-from evaluation.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
 from runtime.arrays import read_header, read_member
 from runtime.files import atomic_write
 from runtime.launch import Launch

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torchvision.models import inception_v3
 
-from evaluation.inception import (
+from evaluation.detectors.inception import (
     NUM_CLASSES,
     NUM_POOL_FEATURES,
     NUM_SPATIAL_FEATURES,

@@ -19,7 +19,7 @@ from data import open_images, read_manifest, shards
 from data.importers import FORMATS
 from data.listing import list_images
 from data.verify import damages
-from evaluation import inception
+from evaluation.detectors import inception
 from examples import finetune
 from fid import read_labelled
 from tests.outside import (

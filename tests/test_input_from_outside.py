@@ -20,7 +20,7 @@ from data.encoders import load_encoder
 from data.images import IMAGE_ERRORS
 from data.importers import FORMATS
 from data.listing import list_images
-from evaluation import inception
+from evaluation.detectors import inception
 from fid import read_labelled
 from tests.outside import (
     images_with_labels,

@@ -22,8 +22,8 @@ import sample
 import train
 from data import LatentManifest, LatentWriter, open_images
 from evaluation import AdmSuite, make_reference
+from evaluation.detectors.inception import InceptionFeatures
 from evaluation.extraction import evenly_spaced
-from evaluation.inception import InceptionFeatures
 from runtime.launch import Launch
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run

@@ -24,7 +24,7 @@ from builders import config as configuration
 from builders import rules, sampling
 from data import convert, encode
 from diffusion import EDMLoss
-from evaluation import inception
+from evaluation.detectors import inception
 from examples import finetune
 from models import DiT, layers
 from routing import RoutePlan, routes

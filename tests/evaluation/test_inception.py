@@ -3,7 +3,7 @@ import pytest
 import torch
 from torchvision.models import inception_v3
 
-from evaluation.inception import InceptionDetector, graph_names, read_weights
+from evaluation.detectors.inception import InceptionDetector, graph_names, read_weights
 from tests.inception import random_state, write_random_weights
 
 RNG = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation import FeatureStatistics, frechet_distance, inception_score, kernel_distance, precision_recall
-from evaluation.metrics import _squared_distances
+from evaluation.metrics.precision_recall import _squared_distances
 from evaluation.statistics import SplitScores
 
 RNG = np.random.default_rng(0)

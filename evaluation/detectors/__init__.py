@@ -1,0 +1,1 @@
+"""Detectors, one file each: what is seen in images (N, H, W, C) uint8."""

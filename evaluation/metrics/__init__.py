@@ -1,0 +1,1 @@
+"""Metrics, one file each: metric(reference, samples) -> {key: value}."""
