@@ -26,7 +26,7 @@ from tqdm import tqdm
 from builders import config as configuration
 from builders.auto import resolve_auto
 from builders.network import build_net, build_precond, build_route_plan
-from builders.rules import FITTED_EVALUATORS
+from builders.scoring import build_suite, reference_of
 from builders.summary import summary
 from data import (
     LatentDataset,
@@ -39,12 +39,11 @@ from data import (
     image_decoder,
     mask_coverage,
     open_images,
-    real_images,
     shards_by_step,
     stream,
 )
 from diffusion import ImageSource
-from evaluation import AdmEvaluator, DenseLoss, SampleGrid
+from evaluation import DenseLoss, SampleGrid, open_reference
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
 from runtime.config import build_node, run_main, user_mistakes
@@ -244,9 +243,7 @@ def build_trainer(
             "data": dataset.describe(),
         }
         details |= {"init_from": init_from} if init_from else {}
-        details["scores"] = [
-            evaluator.describe() for _, evaluator in evaluators if isinstance(evaluator, AdmEvaluator)
-        ]
+        details["scores"] = [evaluator.describe() for _, evaluator in evaluators]
         metrics_file, tracker = _begin(run, config, details, net, state)
     batch_sizes = {"batch_size": settings["batch_size"], "micro_batch_size": resolved["micro_batch_size"]}
     share = {"process_index": launch.rank, "num_processes": launch.world_size}
@@ -483,12 +480,11 @@ def _evaluators(
         loss = DenseLoss(denoisers, loss_fn, batches, total=launch.sum)
         evaluators.append((settings["eval_every"], loss))
     if settings["eval_every"] and config["evaluation"]:
-        build = build_node(config, "evaluation")
-        if config["evaluation"]["_target_"] in FITTED_EVALUATORS:
-            evaluator = build(reference=real_images(dataset, dataset.train_ids, encoder), source=source)
-        else:
-            evaluator = build(source=source, open_images=open_images, device=device, launch=launch)
-        evaluators.append((settings["eval_every"], evaluator))
+        path = config["evaluation"].get("reference")
+        reference = (
+            open_reference(Path(path), open_images) if path else reference_of(dataset, encoder, "data")
+        )
+        evaluators.append((settings["eval_every"], build_suite(config, reference, launch, source)))
     return evaluators
 
 

@@ -44,7 +44,7 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
 class Evaluator(Protocol):
     """What the trainer asks of an evaluator."""
 
-    def run(self, step: int) -> Iterator[tuple[str, float | np.ndarray]]: ...
+    def __call__(self, step: int) -> dict[str, float | np.ndarray]: ...
 
 
 class RoutePlan(Protocol):
@@ -326,7 +326,7 @@ class Trainer:
                 return stop
             self.launch.broadcast_from_main(self.check_place)  # evaluators write to the folder, too
             self.progress.set_description("evaluate")
-            values |= evaluator.run(self.step)
+            values |= evaluator(self.step)
             self.longest_evaluation_sec = max(self.longest_evaluation_sec, time.perf_counter() - start)
         self.progress.set_description("train")
         if values:

@@ -3,7 +3,28 @@
 import numpy as np
 import torch
 
+from evaluation.features import FeatureSet
+from evaluation.metrics import Metric
 from evaluation.metrics.comparable import Array
+from evaluation.statistics import FeatureStatistics
+
+
+class FrechetDistance(Metric):
+    """The distance of Gaussians that have the mean and the covariance of the features.
+
+    Args:
+        key: of the score; it names the features.
+        features: their name, as the detector gives them.
+    """
+
+    def __init__(self, key: str, features: str):
+        self.keys, self.features = (key,), features
+        self.needs = ((FeatureStatistics, features),)
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        ours, theirs = (found[FeatureStatistics, self.features] for found in (samples, reference))
+        distance = frechet_distance(ours.mean, ours.covariance, theirs.mean, theirs.covariance)
+        return {self.keys[0]: distance}
 
 
 def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> float:

@@ -3,7 +3,26 @@
 import numpy as np
 import torch
 
+from evaluation.features import FeatureSet
+from evaluation.metrics import Metric
 from evaluation.metrics.comparable import Array, comparable
+from evaluation.statistics import AllFeatures
+
+
+class KernelDistance(Metric):
+    """The kernel distance of the pool features, over subsets of at most half of the smaller set."""
+
+    keys = ("kid", "kid_std")
+    needs = ((AllFeatures, "pool"),)
+
+    def __init__(self, subset_size: int = 1000, num_subsets: int = 100, seed: int = 0):
+        self.subset_size, self.num_subsets, self.seed = subset_size, num_subsets, seed
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        theirs, ours = (found[AllFeatures, "pool"].features for found in (reference, samples))
+        subset_size = max(2, min(self.subset_size, min(len(theirs), len(ours)) // 2))
+        found = kernel_distance(theirs, ours, subset_size, self.num_subsets, self.seed)
+        return dict(zip(self.keys, found, strict=True))
 
 
 def kernel_distance(

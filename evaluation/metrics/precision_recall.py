@@ -2,8 +2,32 @@
 
 import torch
 
+from evaluation.features import FeatureSet
+from evaluation.metrics import Metric
 from evaluation.metrics.comparable import Array, comparable
 from evaluation.precision import strict_fp32
+from evaluation.statistics import AllFeatures
+
+
+class PrecisionRecall(Metric):
+    """Improved precision and recall of the pool features.
+
+    Args:
+        exact: distances in fp32; those of the original are rounded to fp16.
+        device: where to compute; None: on the CPU.
+    """
+
+    keys = ("precision", "recall")
+    needs = ((AllFeatures, "pool"),)
+
+    def __init__(self, exact: bool = False, device: torch.device | None = None, k: int = 3):
+        self.k, self.exact, self._device = k, exact, device
+        self.min_images = k + 1
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        theirs, ours = (found[AllFeatures, "pool"].features for found in (reference, samples))
+        found = precision_recall(theirs, ours, k=self.k, exact=self.exact, device=self._device)
+        return dict(zip(self.keys, found, strict=True))
 
 
 def precision_recall(

@@ -41,7 +41,7 @@ def timed(folder, clock, *overrides):
 
     trainer.train_step = taking(STEP_SEC, trainer.train_step)
     trainer.checkpoints.save = taking(SAVE_SEC, trainer.checkpoints.save)
-    trainer.evaluators = [(2, SimpleNamespace(run=taking(EVALUATION_SEC, lambda step: [("score", 1.0)])))]
+    trainer.evaluators = [(2, taking(EVALUATION_SEC, lambda step: {"score": 1.0}))]
     trainer.after_first_window = taking(CHECK_SEC, lambda ratios: None)
     trainer.stop_request.agreed = lambda reserve_sec: asked.append((trainer.step, reserve_sec)) or ""
     return trainer, run, asked

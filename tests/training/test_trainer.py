@@ -252,7 +252,7 @@ def test_pictures_are_of_the_average_and_losses_of_what_they_are_named(tmp_path)
     for name, net in (("net", trainer.net), ("average", trainer.ema.net)):
         net.register_forward_pre_hook(lambda _, inputs, name=name: used.append((name, len(inputs[0]))))
     (_, grid), (_, losses) = trainer.evaluators
-    list(grid.run(2))
+    grid(2)
     assert set(used) == {("average", 2 * train.GRID_SAMPLES)}, "guidance evaluates each sample twice"
     for key, name in (("val_loss_dense", "net"), ("val_loss_dense_ema", "average")):
         used.clear()
@@ -317,7 +317,7 @@ def test_scores_of_one_run_are_made_in_one_way(short_run, tmp_path):
     before, data = run.config(), run.manifest()["data"]
     guided = before | {"guidance": {"guidance_scale": 3.0}}
     run.check(guided, data)  # pictures alone may change
-    scored = {"_target_": "evaluation.DigitsEvaluator", "num_samples": 500, "labels": "random"}
+    scored = {"_target_": "evaluation.Suite", "num_samples": 500, "labels": "random"}
     run.check(before | {"evaluation": scored}, data)  # they begin where there were none
     run.config_file.write_text(yaml.safe_dump(before | {"evaluation": scored}))
     for key, changed in (
@@ -398,7 +398,7 @@ def test_dense_evaluation_sees_all_tokens_and_draws_the_same_each_time(tmp_path)
     trainer.net.train()
     lengths = set()
     trainer.net.blocks[3].register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].shape[1]))
-    first, second = dict(evaluator.run(2)), dict(evaluator.run(4))
+    first, second = evaluator(2), evaluator(4)
     assert first == second
     assert set(first) == {"val_loss_dense", "val_loss_dense_ema"}
     assert lengths == {16}
@@ -408,7 +408,7 @@ def test_no_evaluation_takes_the_average_out_of_eval_mode(tmp_path):
     """Samples would be drawn with routes and dropped labels."""
     trainer, _ = tiny_trainer(tmp_path, "train.eval_every=2", "train.sample_every=2", "sampler.num_steps=2")
     for _, evaluator in trainer.evaluators:
-        list(evaluator.run(2))
+        evaluator(2)
         assert not any(module.training for module in trainer.ema.net.modules())
     trainer.train_step(iter(trainer.micro_batches(0)))
     assert all(module.training for module in trainer.net.modules())
