@@ -331,7 +331,6 @@ WRONG = [
         r"guidance\.guidance_scale=1\.5 must be 1 for an unconditional",
     ),
     (["evaluation=digits", "evaluation.num_samples=0"], r"evaluation\.num_samples=0 must be at least 2"),
-    (["evaluation=digits", "data=synthetic"], r"needs data=digits"),
     (["sampler.num_steps=0"], r"sampler\.num_steps=0 must be greater than 0"),
     (["model=dit", "model.depth=0"], r"model\.depth=0 must be greater than 0"),
     (["model.num_heads=0"], r"model\.num_heads=0 must be greater than 0"),
