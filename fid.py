@@ -57,12 +57,13 @@ def score(request: dict[str, Any], launch: Launch) -> None:
     samples = open_samples(request, launch)
     suite = open_suite(request, samples.count, launch)
     suite.check(samples.count, samples.shape, samples.name)
+    labels = samples.labels() if any(metric.needs_labels for metric in suite.metrics) else None
     with launch.claimed_by_main("out", samples.out, (), request["overwrite"]):
         record = {"num_processes": launch.world_size, "environment": environment(launch.device)}
         if launch.is_main:
             record |= {"suite": request["suite"], "protocol": suite.describe(), "samples": samples.record()}
         batches = samples.batches(suite.batch_size, launch)
-        scores = suite.score(batches, samples.count, samples.shape, samples.labels)
+        scores = suite.score(batches, samples.count, samples.shape, labels)
         others = comparisons(suite, samples.count)
         if launch.is_main:
             tell(scores, others)

@@ -163,7 +163,7 @@ def drawn(request: dict[str, Any]) -> dict[str, Any]:
 def open_suite(request: dict[str, Any], num_samples: int, launch: Launch) -> Suite:
     """Build the suite that is asked for, with its reference: a file, or where its file says null, latents."""
     config = suite_config(request)
-    if config["evaluation"]["reference"] is not None:
+    if config["evaluation"].get("reference") is not None:
         reference = open_reference(Path(request["reference"]), open_images)
     else:
         manifest = read_manifest(request["reference"])
@@ -193,9 +193,13 @@ class KeptSamples:
             )
         name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
         self.out = Path(request["out"] or self.path.parent / f"{name}.scores.json")
-        self.labels = read_labels(self.path) if self.path.suffix == ".npz" else None
-        if self.labels is not None and self.labels.shape != (self.count,):
-            raise ValueError(f"{self.name} must hold a label (arr_1) for each image (arr_0)")
+
+    def labels(self) -> np.ndarray:
+        """Return the class that was asked for in each image."""
+        labels = read_labels(self.path) if self.path.suffix == ".npz" else None
+        if labels is None or labels.shape != (self.count,):
+            raise ValueError(f"{self.name} must be an .npz with a label (arr_1) for each image (arr_0)")
+        return labels
 
     def batches(self, batch_size: int | None, launch: Launch) -> Iterator[tuple[int, np.ndarray]]:
         """Yield this process's batches; None: of all images."""
@@ -231,9 +235,15 @@ class DrawnSamples:
         self._source = ImageSource(
             self.run.precond, self.run.sampler, decode, **self.run.drawing, launch=launch
         )
-        self.shape, labels = self._source.image_shape, self._source.labels(self.count)
-        self.labels = None if labels is None else labels.numpy()
+        self.shape = self._source.image_shape
         self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{self.run.name}.json")
+
+    def labels(self) -> np.ndarray:
+        """Return the class that is asked for in each image."""
+        labels = self._source.labels(self.count)
+        if labels is None:
+            raise ValueError(f"{self.name} is unconditional: its samples have no labels")
+        return labels.numpy()
 
     def batches(self, batch_size: int | None, launch: Launch) -> Iterator[tuple[int, np.ndarray]]:
         """Yield this process's batches, of the size that they are drawn in."""

@@ -104,7 +104,7 @@ def test_commands_compose_and_validate(command):
 
 def test_the_documents_have_commands_and_examples():
     assert len(COMMANDS) > 10
-    assert len(EXAMPLES) == 8
+    assert len(EXAMPLES) == 9
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -14,11 +14,13 @@ class Metric:
         keys: what it gives.
         needs: the statistics that it looks at.
         min_images: fewer cannot be scored.
+        needs_labels: whether it looks at the labels of the samples.
     """
 
     keys: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
     min_images = 2
+    needs_labels = False
 
     @property
     def needs_of_reference(self) -> tuple[Need, ...]:

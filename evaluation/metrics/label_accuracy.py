@@ -11,9 +11,8 @@ class LabelAccuracy(Metric):
     keys = ("label_accuracy",)
     needs = ((AllFeatures, "classes"),)
     needs_of_reference = ()
+    needs_labels = True
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
-        if samples.labels is None:
-            raise ValueError("label_accuracy needs a label of each sample (arr_1 of an .npz)")
         classes = samples[AllFeatures, "classes"].features
         return {"label_accuracy": float((classes == samples.labels).mean())}
