@@ -22,7 +22,7 @@ from torchvision.models import inception_v3
 from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.results import markdown, measured, write_results
 from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
-from evaluation.inception import NUM_CLASSES, NUM_POOL_FEATURES
+from evaluation.detectors.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from runtime.machine import start_process
 from runtime.provenance import environment
 from training.speed import interleaved_seconds

@@ -1,12 +1,13 @@
 """What is evaluated while a network trains: pictures, the held-out loss, scores of samples."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.nn as nn
 
 from builders.network import build_precond
-from builders.rules import FITTED_EVALUATORS
+from builders.scoring import build_suite, reference_of
 from data import (
     LatentDataset,
     ShardDataset,
@@ -14,10 +15,9 @@ from data import (
     held_out_batches,
     image_decoder,
     open_images,
-    real_images,
 )
 from diffusion import ImageSource
-from evaluation import DenseLoss, SampleGrid
+from evaluation import DenseLoss, SampleGrid, open_reference
 from runtime.config import build_node
 from runtime.launch import Launch
 from training.run_folder import RunFolder
@@ -37,7 +37,7 @@ def build_evaluators(
 ) -> list[tuple[int, Any]]:
     """Return (every how many steps, evaluator)."""
     settings, device = config["train"], launch.device
-    share = {"process_index": launch.rank, "num_processes": launch.world_size}
+    share = {"rank": launch.rank, "world_size": launch.world_size}
     # Around the networks themselves: evaluation needs no gradients of other ranks, nor autocast.
     denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
     evaluators = []
@@ -52,12 +52,12 @@ def build_evaluators(
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
         evaluators.append((settings["eval_every"], DenseLoss(denoisers, loss, batches, total=launch.sum)))
     if settings["eval_every"] and config["evaluation"]:
-        build = build_node(config, "evaluation")
-        if config["evaluation"]["_target_"] in FITTED_EVALUATORS:
-            evaluator = build(reference=real_images(dataset, dataset.train_ids, encoder), source=source)
+        path = config["evaluation"].get("reference")
+        if path:
+            reference = open_reference(Path(path), open_images)
         else:
-            evaluator = build(source=source, open_images=open_images, device=device, launch=launch)
-        evaluators.append((settings["eval_every"], evaluator))
+            reference = reference_of(dataset, encoder, "data")
+        evaluators.append((settings["eval_every"], build_suite(config, reference, launch, source)))
     return evaluators
 
 

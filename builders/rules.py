@@ -5,8 +5,6 @@ from typing import Any
 
 from runtime.errors import check_choice, check_not_negative, check_positive
 
-# Evaluators that are given real images to fit on, and the data that they are made for.
-FITTED_EVALUATORS = {"evaluation.DigitsEvaluator": "digits", "evaluation.GlyphsEvaluator": "glyphs"}
 STREAMED_DATA = "data.open_shards"
 SYNTHETIC_DATA = "data.synthetic"
 METHODS = ("dit", "tread")
@@ -110,7 +108,7 @@ def check_groups(config: dict[str, Any]) -> None:
     if "mode" in config["tracker"]:
         check_choice("tracker.mode", config["tracker"]["mode"], TRACKER_MODES)
     evaluation = config["evaluation"]
-    if "batch_size" in evaluation:
+    if evaluation.get("batch_size") is not None:
         check_positive("evaluation.batch_size", evaluation["batch_size"])
     if "labels" in evaluation:
         check_choice("evaluation.labels", evaluation["labels"], LABELS)
@@ -127,11 +125,8 @@ def check_groups(config: dict[str, Any]) -> None:
         raise ValueError(
             f"train.num_workers={train['num_workers']} must be 0 for data=stream, which reads ahead by itself"
         )
-    scored = FITTED_EVALUATORS.get(evaluation.get("_target_"))
-    if scored and data["_target_"] != f"data.{scored}":
-        raise ValueError(
-            f"evaluation._target_={evaluation['_target_']} scores {scored}: it needs data={scored}"
-        )
+    if data["_target_"] == STREAMED_DATA and evaluation and evaluation.get("reference") is None:
+        raise ValueError("evaluation.reference=null, the training images, must be a file for data=stream")
 
 
 def check_finite(node: Any, key: str = "") -> None:

@@ -143,19 +143,19 @@ class ScoreConfig(SamplingConfig):
     """What `fid.py` is asked."""
 
     mode: str = "score"  # or reference: make one from images
-    suite: str = "adm"  # or digits, glyphs
+    suite: str = "adm"  # or digits, glyphs: a file of configs/evaluation/
     samples: str | None = None  # an .npz, a folder or a zip
     run: str | None = None  # draw samples and score them without files
     reference: str | None = None
     images: str | None = None
     resolution: int | None = None
     out: str | None = None  # None: beside the samples, or inside the run
-    weights: str = "evaluation_files/weights-inception-2015-12-05-6726825d.pth"
-    allow_unpublished_weights: bool = False
-    precision_recall: bool = True
-    exact_distances: bool = False
-    kid: bool = False
-    detector_batch_size: int = 64
+    weights: str | None = None  # these: None: as the suite's file says
+    allow_unpublished_weights: bool | None = None
+    precision_recall: bool | None = None
+    exact_distances: bool | None = None
+    kid: bool | None = None
+    detector_batch_size: int | None = None
     overwrite: bool = False
 
 

@@ -26,7 +26,6 @@ from data import (
     shards_by_step,
     stream,
 )
-from evaluation import AdmEvaluator
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan
 from runtime.config import build_node
@@ -150,7 +149,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
             "cost": cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown).describe(),
             "data": dataset.describe(),
             **({"init_from": init_from} if init_from else {}),
-            "scores": [each.describe() for _, each in evaluators if isinstance(each, AdmEvaluator)],
+            "scores": [evaluator.describe() for _, evaluator in evaluators],
         }
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
         run.begin(config, details, trainer.step)
@@ -211,12 +210,12 @@ def _build_batches(
 ) -> Batches:
     launch, seed, masked = recorder.launch, config["seed"], config["train"]["masked_loss"]
     sizes = {"batch_size": config["train"]["batch_size"], "micro_batch_size": micro_batch_size}
-    share = {"process_index": launch.rank, "num_processes": launch.world_size}
+    share = {"rank": launch.rank, "world_size": launch.world_size}
     order = {"seed": seed, **sizes, **share, "pin_memory": launch.device.type == "cuda"}
     masks_to_tokens = partial(token_mask, patch_size=config["model"]["patch_size"]) if masked else None
     if isinstance(dataset, ShardDataset):
         read = partial(ShardStream, dataset, **order)
-        entries = shards_by_step(dataset, seed, **sizes, num_processes=launch.world_size)
+        entries = shards_by_step(dataset, seed, **sizes, world_size=launch.world_size)
     else:
         counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
         masking = {"with_masks": masked, "token_mask": counting}

@@ -1,25 +1,34 @@
-"""Scores of generated images: features, their statistics, metrics, and evaluators."""
+"""Scores of generated images: detectors, metrics of their features, references, suites, evaluators."""
 
-from evaluation.adm import AdmEvaluator, AdmSuite
-from evaluation.detectors import DigitJudge, GlyphJudge, PixelDetector
-from evaluation.evaluators import DenseLoss, DigitsEvaluator, GlyphsEvaluator, SampleGrid
-from evaluation.inception import InceptionDetector
-from evaluation.metrics import frechet_distance, inception_score, kernel_distance, precision_recall
-from evaluation.reference import make_reference, open_reference
+from evaluation.adm import AdmSuite
+from evaluation.detectors.digits import DigitClassifier, PixelDetector
+from evaluation.detectors.glyphs import GlyphClassifier
+from evaluation.detectors.inception import InceptionDetector
+from evaluation.evaluators import DenseLoss, SampleGrid
+from evaluation.features import ArrayImages
+from evaluation.metrics.frechet import FrechetDistance, frechet_distance
+from evaluation.metrics.inception_score import inception_score
+from evaluation.metrics.kernel import kernel_distance
+from evaluation.metrics.label_accuracy import LabelAccuracy
+from evaluation.metrics.precision_recall import precision_recall
+from evaluation.reference import Reference, make_reference, open_reference
 from evaluation.statistics import FeatureStatistics
+from evaluation.suite import Suite
 
 __all__ = [
-    "AdmEvaluator",
     "AdmSuite",
+    "ArrayImages",
     "DenseLoss",
-    "DigitJudge",
-    "DigitsEvaluator",
+    "DigitClassifier",
     "FeatureStatistics",
-    "GlyphJudge",
-    "GlyphsEvaluator",
+    "FrechetDistance",
+    "GlyphClassifier",
     "InceptionDetector",
+    "LabelAccuracy",
     "PixelDetector",
+    "Reference",
     "SampleGrid",
+    "Suite",
     "frechet_distance",
     "inception_score",
     "kernel_distance",

@@ -1,6 +1,4 @@
-"""Evaluators: evaluator.run(step) yields (key, number or picture). What they look at is given to them; they
-build nothing.
-"""
+"""Evaluators: evaluator(step) -> {key: number or picture}. What they look at is given to them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,10 +9,7 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from evaluation.detectors import DigitJudge, GlyphJudge
-from evaluation.metrics import frechet_distance
 from evaluation.pictures import save_grid, text_picture
-from evaluation.statistics import FeatureStatistics
 
 ImageSource = Callable[[int], tuple[np.ndarray, np.ndarray | None]]
 
@@ -42,9 +37,14 @@ class DenseLoss:
     ):
         self.denoisers, self.loss_fn, self.batches, self.total = denoisers, loss_fn, batches, total
 
+    def describe(self) -> dict[str, Any]:
+        """Return what moves a number."""
+        return {"name": type(self).__name__, "keys": list(self.denoisers)}
+
     @torch.no_grad()
-    def run(self, step: int) -> Iterator[tuple[str, float]]:
-        """Yield each denoiser's mean loss; it is in eval mode from then on."""
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return each denoiser's mean loss; it is in eval mode from then on."""
+        means = {}
         for key, denoiser in self.denoisers.items():
             # and left so: a training step sets its network's mode itself, the average has no other
             denoiser.eval()
@@ -59,7 +59,8 @@ class DenseLoss:
                     sums[0] += losses.double().sum()
                     sums[1] += len(losses)
             loss, count = self.total(sums).tolist()
-            yield key, loss / count
+            means[key] = loss / count
+        return means
 
 
 class SampleGrid:
@@ -79,93 +80,20 @@ class SampleGrid:
             write,
         )
 
-    def run(self, step: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the picture (height, width, C) uint8."""
+    def describe(self) -> dict[str, Any]:
+        """Return what moves the picture."""
+        return {"name": type(self).__name__, "num_samples": self.num_samples}
+
+    def __call__(self, step: int) -> dict[str, np.ndarray]:
+        """Return the picture (height, width, C) uint8, on the first process."""
         images, _ = self.source(self.num_samples)
-        if self.write:
-            file = self.folder / f"step_{step:08d}.png"
-            try:
-                yield "samples", save_grid(images, file, self.columns)
-                tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
-            except OSError as error:  # a full disk, say: a picture is no reason to end a training
-                tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
-
-
-class FittedEvaluator:
-    """Scores by a judge that is fitted on real images: distance in its features, and how many show the class
-    of their label.
-
-    A sibling says which judge: judge(images, labels) is fitted on them, and then gives (features (N, F),
-    classes (N,)) of images; and the name of the distance.
-
-    Args:
-        reference: real training images (N, H, W, C) uint8 and their labels.
-        source: gives images and labels.
-        num_samples: how many `run` scores; None where only `score` and `compare` are asked.
-        labels: of the samples, `random` or `balanced`.
-    """
-
-    judge: Callable[[np.ndarray, np.ndarray], Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]
-    distance: str
-
-    def __init__(
-        self,
-        reference: tuple[np.ndarray, np.ndarray],
-        source: Any = None,
-        num_samples: int | None = None,
-        labels: str = "random",
-    ):
-        self.source = None if source is None else source.with_labels(labels)
-        self.num_samples = num_samples
-        self._judge = self.judge(*reference)
-        self._images_of_reference, self._labels_of_reference = reference
-        self._reference = self._statistics(self._judge(reference[0])[0])
-
-    def run(self, step: int) -> Iterator[tuple[str, float]]:
-        """Generate and yield the scores."""
-        yield from self.score(*self.source(self.num_samples)).items()
-
-    def score(self, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Return the scores of images (N, H, W, C) uint8 with labels (N,)."""
-        features, classes = self._judge(images)
-        statistics = self._statistics(features)
-        distance = frechet_distance(
-            statistics.mean, statistics.covariance, self._reference.mean, self._reference.covariance
-        )
-        return {self.distance: distance, "label_accuracy": float((classes == labels).mean())}
-
-    def compare(
-        self, images: np.ndarray, labels: np.ndarray, held_out: tuple[np.ndarray, np.ndarray] | None
-    ) -> dict[str, dict[str, float]]:
-        """Return the scores of samples, of class means and of real held-out images, each with its count."""
-        rows = {"samples": (images, labels), "class means": self.class_means(len(images))}
-        if held_out is not None:
-            rows["held-out real"] = held_out
-        return {name: {"n": len(row[0]), **self.score(*row)} for name, row in rows.items()}
-
-    def class_means(self, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean image of each class in turn: what a model that knows the classes and nothing else
-        would draw.
-        """
-        images, labels = self._images_of_reference, self._labels_of_reference
-        num_classes = labels.max() + 1
-        means = np.stack(
-            [images[labels == label].mean(axis=0).round().astype(np.uint8) for label in range(num_classes)]
-        )
-        classes = np.arange(num_samples) % num_classes
-        return means[classes], classes
-
-    def _statistics(self, features: np.ndarray) -> FeatureStatistics:
-        return FeatureStatistics(features.shape[1]).update(features)
-
-
-class DigitsEvaluator(FittedEvaluator):
-    """Scores of generated digits, by their pixels and a support vector classifier."""
-
-    judge, distance = DigitJudge, "fd_pixel"
-
-
-class GlyphsEvaluator(FittedEvaluator):
-    """Scores of generated glyphs, by a small convolutional classifier and its last hidden layer."""
-
-    judge, distance = GlyphJudge, "fd_classifier"
+        if not self.write:
+            return {}
+        file = self.folder / f"step_{step:08d}.png"
+        try:
+            grid = save_grid(images, file, self.columns)
+        except OSError as error:  # a full disk, say: a picture is no reason to end a training
+            tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
+            return {}
+        tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
+        return {"samples": grid}

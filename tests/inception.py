@@ -3,18 +3,18 @@ download.
 """
 
 from typing import ClassVar
+from unittest import mock
 
 import numpy as np
 import torch
 from torchvision.models import inception_v3
 
-from evaluation.inception import (
+from evaluation import AdmSuite
+from evaluation.detectors.inception import (
     NUM_CLASSES,
-    NUM_POOL_FEATURES,
-    NUM_SPATIAL_FEATURES,
     InceptionDetector,
-    InceptionFeatures,
 )
+from runtime.launch import ALONE
 
 
 def random_state():
@@ -54,10 +54,11 @@ class Remembering(InceptionDetector):
         keys = [(image.shape, image.tobytes()) for image in images]
         new = {key: image for key, image in zip(keys, images, strict=True) if key not in self._known}
         if new:
-            self._known |= zip(
-                new, zip(*super().__call__(np.stack(list(new.values()))), strict=True), strict=True
-            )
-        return InceptionFeatures(*map(torch.stack, zip(*(self._known[key] for key in keys), strict=True)))
+            found = super().__call__(np.stack(list(new.values())))
+            for i, key in enumerate(new):
+                self._known[key] = {name: features[i] for name, features in found.items()}
+        names = self._known[keys[0]]
+        return {name: torch.stack([self._known[key][name] for key in keys]) for name in names}
 
 
 class Projections:
@@ -65,12 +66,23 @@ class Projections:
 
     device = torch.device("cpu")
     record: ClassVar = {"path": "none", "checked": "names and shapes", "tensors_sha256": "none"}
+    num_features = InceptionDetector.num_features
 
     def __call__(self, images):
         pixels, generator = (
             torch.from_numpy(images).flatten(1).double() / 255,
             torch.Generator().manual_seed(0),
         )
-        sizes = (NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES)
-        weights = (torch.randn(pixels.shape[1], size, generator=generator).double() for size in sizes)
-        return InceptionFeatures(*((pixels @ weight).float() for weight in weights))
+        found = {}
+        for name, size in self.num_features.items():
+            weight = torch.randn(pixels.shape[1], size, generator=generator).double()
+            found[name] = (pixels @ weight).float()
+        return {**found, "probs": found["probs"].softmax(dim=1)}
+
+
+def adm_suite(detector, reference, **options):
+    """Build an ADM suite that looks through a detector of the test's."""
+    asked = {"precision_recall": True, "exact_distances": False, "kid": True, "batch_size": 8, **options}
+    asked = {"num_samples": 5, "labels": "random", "launch": ALONE, **asked}
+    with mock.patch("evaluation.adm.InceptionDetector", lambda *_: detector):
+        return AdmSuite(reference, weights="", allow_unpublished_weights=True, **asked)

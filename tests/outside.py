@@ -14,7 +14,8 @@ from data import LatentManifest, LatentWriter, open_images, open_latents, open_s
 from data.make_shards import write_shards
 from data.parts import PartFolder
 from data.shards import read_shard_manifest
-from evaluation import inception, open_reference
+from evaluation import open_reference
+from evaluation.detectors import inception
 from tests.networks import small_dit
 from training.checkpoint import load_weights
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
+from builders.scoring import read_labels
 from data import open_images, read_manifest, shards
 from data.importers import FORMATS
 from data.listing import list_images
 from data.verify import damages
-from evaluation import inception
+from evaluation.detectors import inception
 from examples import finetune
-from fid import read_labelled
 from tests.outside import (
     declared,
     images_with_labels,
@@ -255,7 +255,7 @@ FILES = {
     "header of samples": (read_images, lambda: npz(arr_0=b"\x93NUMPY\x01\x00\x10\x27" + b"(" * 10_000)),
     "length of a header of samples": (read_images, lambda: long_header("a.npz", "arr_0")),
     "length of a header of version 3": (read_images, lambda: long_header("a.npz", "arr_0", version=3)),
-    "labels of samples": (read_labelled, lambda: npz(arr_0=LABELLED, arr_1=declared((HUGE,)))),
+    "labels of samples": (read_labels, lambda: npz(arr_0=LABELLED, arr_1=declared((HUGE,)))),
     "reference": (read_reference, lambda: npz(mu=declared((HUGE,), "<f8"), sigma=declared((HUGE,), "<f8"))),
     "numbers of a reference": (
         read_reference,

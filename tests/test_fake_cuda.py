@@ -18,9 +18,11 @@ from data import LatentManifest
 from data.encoders import to_uint8
 from data.manifest import _column
 from diffusion import EDMLoss, EDMPrecond, edm_sampler, guided_denoiser
-from evaluation.statistics import FeatureStatistics, SplitScores
+from evaluation.metrics.inception_score import SplitScores
+from evaluation.statistics import FeatureStatistics
 from models import DiT
 from routing import Route, attach
+from runtime.launch import ALONE
 from tests.networks import PAPER
 from tests.routing.families import FAMILIES
 from training.ema import EMA
@@ -128,11 +130,11 @@ def test_latents_on_their_way_in_and_out(kind, channels):
 
 
 def test_statistics():
-    statistics, scores = FeatureStatistics(5, CUDA), SplitScores(8, 5, 3, CUDA)
+    statistics, scores = FeatureStatistics(5, CUDA), SplitScores(5, CUDA, 8, 3)
     for start in (0, 4):
         statistics.update(torch.rand(4, 5, device=CUDA))
-        scores.update(start, torch.rand(4, 5, device=CUDA))
-    assert statistics.covariance.device.type == scores.merge(lambda sums: sums)._sums.device.type == "cuda"
+        scores.update(torch.rand(4, 5, device=CUDA), start)
+    assert statistics.covariance.device.type == scores.merge(ALONE)._sums.device.type == "cuda"
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"flux"}))

@@ -22,7 +22,7 @@ from data.images import IMAGE_ERRORS, read_image
 from data.importers import FORMATS
 from data.manifest import LatentManifest, load_manifest, to_json
 from data.unpickle import unpickle_array
-from evaluation import inception
+from evaluation.detectors import inception
 from tests.networks import small_dit
 from tests.outside import (
     latent_folder,

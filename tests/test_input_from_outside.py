@@ -14,14 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
+from builders.scoring import read_labels
 from data import read_manifest
 from data.encoders import load_encoder
 from data.images import IMAGE_ERRORS
 from data.importers import FORMATS
 from data.listing import list_images
 from data.masks import read_mask
-from evaluation import inception
-from fid import read_labelled
+from evaluation.detectors import inception
 from tests.outside import (
     images_with_labels,
     latent_folder,
@@ -91,7 +91,7 @@ MALICIOUS_FILES = {
     "samples": (read_images, lambda: npz(arr_0=npy(OBJECTS))),
     "samples that are a pickle": (read_images, lambda: npz(arr_0=MALICIOUS)),
     "labels of samples": (
-        read_labelled,
+        read_labels,
         lambda: npz(arr_0=npy(np.zeros((2, 8, 8, 1), np.uint8)), arr_1=npy(OBJECTS)),
     ),
     "latents": (read_latents, lambda: spoilt(latent_folder(), "latents.npy", npy(OBJECTS))),

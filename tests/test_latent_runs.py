@@ -18,11 +18,10 @@ import train
 from builders.network import build_net, build_precond
 from data import KLEncoder, centre_crop, encode, open_images, read_manifest
 from diffusion import edm_sampler, random_labels
-from evaluation import AdmSuite, open_reference
+from evaluation import open_reference
 from runtime.errors import UserError
 from runtime.files import sha256
-from runtime.launch import Launch
-from tests.inception import Projections, write_random_weights
+from tests.inception import Projections, adm_suite, write_random_weights
 from tests.photos import write_autoencoder, write_photographs
 from tests.runs import TINY, composed, metrics, tiny_run
 from training.checkpoint import latest_checkpoint
@@ -150,7 +149,8 @@ def test_a_run_is_scored_without_files(folder, tmp_path):
 
 
 def test_what_fid_is_asked_reaches_the_scores(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fid, "InceptionDetector", lambda *_: Projections())
+    for place in ("fid", "evaluation.adm"):
+        monkeypatch.setattr(f"{place}.InceptionDetector", lambda *_: Projections())
     with (tmp_path / "weights.pth").open("wb") as weights:
         weights.truncate(2**24)
     reference, out = tmp_path / "reference.npz", tmp_path / "scores.json"
@@ -178,15 +178,10 @@ def test_what_fid_is_asked_reaches_the_scores(folder, tmp_path, monkeypatch):
             config_name="fid",
         )
     )
-    suite = AdmSuite(
-        Projections(),
-        *open_reference(reference, open_images),
-        launch=Launch(),
-        batch_size=64,
-        **choices,
-    )
+    suite = adm_suite(Projections(), open_reference(reference, open_images), batch_size=64, **choices)
     record = json.loads(out.read_text())
-    assert record["protocol"]["precision_recall"]["distances"] == "fp32"
+    (of_neighbours,) = (each for each in record["protocol"]["metrics"] if each["name"] == "PrecisionRecall")
+    assert of_neighbours["exact"]
     assert record["values"] == suite.score([(0, images)], 5, images.shape[1:]).values
     assert record["samples"]["drawn"]["weights_sha256"] == sha256(
         latest_checkpoint(folder / "run") / "ema.safetensors"

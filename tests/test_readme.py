@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
-import fid
 from benchmarks import gpu
 from builders import config as configuration
 from builders.schemas import ConvertConfig, EncodeConfig, RoutingConfig, ScoreConfig, TrainConfig
+from builders.scoring import check_request
 from data import encode
 from evaluation.files import PUBLISHED
 from examples import finetune
@@ -89,7 +89,7 @@ def test_commands_compose_and_validate(command):
     if program != "train.py":
         request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
         checks = {
-            "fid.py": fid.check_request,
+            "fid.py": check_request,
             "data.encode": encode.check_request,
             "examples.finetune": finetune.check_request,
         }
@@ -104,7 +104,7 @@ def test_commands_compose_and_validate(command):
 
 def test_the_documents_have_commands_and_examples():
     assert len(COMMANDS) > 10
-    assert len(EXAMPLES) == 8
+    assert len(EXAMPLES) == 9
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from diffusion import random_labels
-from evaluation import AdmEvaluator, AdmSuite, SampleGrid
+from evaluation import AdmSuite, SampleGrid
+from runtime.files import sha256
 from tests.evaluation.test_adm import REFERENCE, SAMPLES
 from tests.inception import write_random_weights
 from tests.programs import start
@@ -120,8 +121,9 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
         assert drawn["sampler"]["num_steps"] == 2
         assert drawn["data"]["manifest"]["encoder"] == "identity"
         assert len(drawn["weights_sha256"]) == 64
-        assert record["reference"]["sha256"] == kept["reference"]["sha256"]
-        assert record["protocol"]["precision_recall"] == {"k": 3, "distances": "fp16"}
+        protocol = record["protocol"]
+        assert protocol["reference"]["sha256"] == sha256(folder / "reference.npz")
+        assert {"name": "PrecisionRecall", "k": 3, "exact": False, "min_images": 4} in protocol["metrics"]
         assert record["environment"]["versions"]["torch-fidelity"]
     assert kept["samples"]["sha256"] == kept["samples"]["drawn"]["samples_sha256"]
 
@@ -221,10 +223,10 @@ def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
     for line in lines:
         assert {"fid6", "sfid6", "is6", "precision6", "recall6"} <= line.keys()
     assert lines[0]["fid6"] != lines[1]["fid6"]
-    (record,) = json.loads((tmp_path / "run/manifest.json").read_text())["scores"]
+    *_, record = json.loads((tmp_path / "run/manifest.json").read_text())["scores"]
     assert record["num_samples"] == 6
     assert record["reference"]["path"] == f"{folder}/few.npz"
-    assert record["weights"]["checked"] == "names and shapes"
+    assert record["detector"]["checked"] == "names and shapes"
     scored = fid(
         folder,
         f"run={tmp_path}/run",
@@ -261,18 +263,19 @@ def test_a_training_scores_samples_of_the_labels_that_it_records(folder, tmp_pat
     trainer, run = tiny_trainer(tmp_path / "run", *adm(folder), *asked, "train.sample_every=4")
     evaluators = {type(evaluator): evaluator for _, evaluator in trainer.evaluators}
     expected = {"random": random_labels(range(40), 10), "balanced": torch.arange(40) % 10}
-    assert evaluators[AdmEvaluator].source.labels(40).tolist() == expected[labels].tolist()
+    assert evaluators[AdmSuite].source.labels(40).tolist() == expected[labels].tolist()
     assert evaluators[SampleGrid].source.labels(40).tolist() == expected["balanced"].tolist(), (
         "pictures stay balanced"
     )
-    (record,) = run.manifest()["scores"]
-    distances = record["precision_recall"]["distances"]
-    assert (record["labels"], bool(record["kid"]), distances) == (labels, exact, "fp32" if exact else "fp16")
+    *_, record = run.manifest()["scores"]
+    metrics = {metric["name"]: metric for metric in record["metrics"]}
+    assert (record["labels"], "KernelDistance" in metrics) == (labels, exact)
+    assert metrics["PrecisionRecall"]["exact"] == exact
     run.unlock()
 
 
 def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypatch):
-    def fail(suite, batches, num_images, shape):
+    def fail(*_):
         raise RuntimeError("out of luck")
 
     trainer, run = tiny_trainer(tmp_path / "run", *adm(folder))

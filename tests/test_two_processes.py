@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 import sample
 from data import LatentManifest, LatentWriter, open_images
-from evaluation import AdmSuite, make_reference
-from evaluation.extraction import evenly_spaced
-from evaluation.inception import InceptionFeatures
+from evaluation import Reference, make_reference
+from evaluation.reference import evenly_spaced
 from runtime.launch import Launch
+from tests.inception import adm_suite
 from tests.runs import TINY, before_each_step, composed, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
@@ -55,19 +55,18 @@ class Pixels:
     """
 
     device, record = torch.device("cpu"), {"checked": "sha256", "tensors_sha256": "0"}
+    num_features = dict.fromkeys(("pool", "spatial", "probs"), 3 * SIDE**2)
 
     def __call__(self, images):
         pixels = torch.from_numpy(images).flatten(1) / 255
-        return InceptionFeatures(pixels, pixels.square(), 20 * pixels)
+        return {"pool": pixels, "spatial": pixels.square(), "probs": (20 * pixels).softmax(dim=1)}
 
 
 def shrink(patch):
     """Have batches that do not divide by the processes, of few and small images."""
     patch.setattr("builders.evaluators.EVALUATION_BATCH", 4)
     patch.setattr("evaluation.reference.NUM_KEPT", NUM_KEPT)
-    patch.setattr("evaluation.extraction.SPLIT_SIZE", 10)
-    for name in ("NUM_POOL_FEATURES", "NUM_SPATIAL_FEATURES", "NUM_CLASSES"):
-        patch.setattr(f"evaluation.extraction.{name}", 3 * SIDE**2)
+    patch.setattr("evaluation.metrics.inception_score.SPLIT_SIZE", 10)
 
 
 def write_inputs(folder):
@@ -121,7 +120,7 @@ def scored(folder, launch):
     images, samples = (open_images(folder / f"{name}.npz") for name in ("reference", "samples"))
     make_reference(Pixels(), images, folder / f"made_by_{launch.world_size}.npz", 4, launch)
     options = {"batch_size": 4, "precision_recall": True, "exact_distances": True, "kid": True}
-    suite = AdmSuite(Pixels(), {}, images, launch=launch, **options)
+    suite = adm_suite(Pixels(), Reference(images=images), launch=launch, **options)
     return suite.score(samples.batches(4, launch), samples.count, samples.shape).values
 
 

@@ -21,11 +21,11 @@ import sample
 import train
 from benchmarks import advise
 from builders import config as configuration
-from builders import rules, sampling
+from builders import rules, sampling, scoring
 from builders.trainer import check_files, check_init_from
 from data import convert, encode
 from diffusion import EDMLoss
-from evaluation import inception
+from evaluation.detectors import inception
 from examples import finetune
 from models import DiT, layers
 from routing import RoutePlan, routes
@@ -149,7 +149,12 @@ KEYS = {
         ("sampler.S_min=2 sampler.S_max=1", "must be greater than sampler.S_min=2.0"),
         ("sampler.S_noise=-1", NOT_NEGATIVE),
         ("guidance.guidance_scale=-1", NOT_NEGATIVE),
-        ("evaluation=digits evaluation._target_=evaluation.Nothing", "must be evaluation.AdmEvaluator or "),
+        ("evaluation=digits evaluation._target_=evaluation.Nothing", "must be evaluation.AdmSuite or evaluation.Suite, as"),
+        ("evaluation=digits evaluation.detector._target_=os.system", "must be evaluation.DigitClassifier or "),
+        ("evaluation=digits evaluation.metrics.distance._target_=os.system", f"must be evaluation.FrechetDistance, {NAMED}"),
+        ("evaluation=digits evaluation.metrics.distance.key=[1]", A_TEXT),
+        ("evaluation=digits evaluation.metrics.distance.features=[1]", A_TEXT),
+        ("evaluation=digits evaluation.metrics.accuracy._target_=os.system", f"must be evaluation.LabelAccuracy, {NAMED}"),
         ("evaluation=digits evaluation.num_samples=1", "must be at least 2"),
         ("evaluation=digits evaluation.labels=alphabetical", "must be one of random, balanced"),
         ("evaluation=adm_5k evaluation.reference=nowhere", "not found: `python -m evaluation.fetch` lists what can be"),
@@ -309,8 +314,8 @@ RULES = [
     ("train", "routing.schedule=linear", "routing.schedule=linear needs routing.end_factor"),
     ("train", f"{SYNTHETIC} data.num_classes=0 guidance=cfg", "guidance.guidance_scale=1.5 must be 1 for an unconditional"),
     ("train", "evaluation=digits train.save_every=300", "train.eval_every=500 must be a multiple of train.save_every=300"),
-    ("train", "evaluation=digits data=synthetic", "evaluation._target_=evaluation.DigitsEvaluator scores digits: it needs"),
-    ("train", "evaluation=glyphs data=digits", "evaluation._target_=evaluation.GlyphsEvaluator scores glyphs: it needs"),
+    ("train", "evaluation=digits train.num_workers=0 data._target_=data.open_shards",
+     "evaluation.reference=null, the training images, must be a file for data=stream"),
     ("train", "data=glyphs data.seed=-1", "data.seed=-1 must not be negative"),
     ("train", "data._target_=data.open_shards train.num_workers=2",
      "train.num_workers=2 must be 0 for data=stream, which reads ahead by itself"),
@@ -402,7 +407,7 @@ TOLD_BY = [
     routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__, EDMLoss.__init__,
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, check_files, check_init_from,
     sampling.find_checkpoint, sampling._checkpoints_of, sampling._settings, sampling.read_run, sample.main,
-    fid.main, fid.check_request, fid.check_out, fid.check_files,
+    fid.main, scoring.suite_config, scoring.check_request, scoring.check_files,
     encode.check_request, encode.check_out, encode.check_sources, convert.check_request,
     advise.main, advise._resolved, advise._find_data,
     finetune.check_request, finetune.read_routes, finetune.check_output, finetune.open_inputs, finetune._open, finetune._try,

@@ -55,8 +55,7 @@ class Trainer:
         precond: the preconditioning around what runs in a step: the network, or what synchronises it.
         loss: loss(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) -> (N,).
         route_plan: gives the ratio of each route at each step.
-        evaluators: (every how many steps, evaluator), of which evaluator.run(step) yields (key, number or
-            picture).
+        evaluators: (every how many steps, evaluator): evaluator(step) -> {key: number or picture}.
         stop: says when all ranks are to save and end.
         speed_check: called with the ratios of the last step at the first log point where tokens bypass, when
             everything is compiled.
@@ -239,7 +238,7 @@ class Trainer:
                 return reason
             self.recorder.check_place()  # evaluators write to the folder, too
             with self.recorder.doing("evaluate"), self.clock.timing("evaluation"):
-                values |= evaluator.run(self.step)
+                values |= evaluator(self.step)
         if values:
             self._log(values)
         if numbers := without_pictures(values):

@@ -8,9 +8,9 @@ from accelerate import PartialState
 from PIL import Image
 from safetensors.torch import load_file
 
-import fid
 import sample
 from builders import config as configuration
+from builders import scoring
 from builders.sampling import find_checkpoint, open_run
 from diffusion import random_labels
 from runtime.errors import UserError
@@ -158,8 +158,8 @@ def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside
 
 
 def test_of_a_run_are_scored_as_many_samples_as_published_scores_are_of():
-    assert fid.drawn({"num_samples": None})["num_samples"] == 50_000
-    assert fid.drawn({"num_samples": 7})["num_samples"] == 7
+    assert scoring.drawn({"num_samples": None})["num_samples"] == 50_000
+    assert scoring.drawn({"num_samples": 7})["num_samples"] == 7
 
 
 def test_samples_at_the_place_inside_the_run_are_not_overwritten_either(run):

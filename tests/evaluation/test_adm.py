@@ -1,7 +1,6 @@
 """The suite on a few images, with an Inception network of random weights."""
 
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,27 +10,20 @@ from scipy.linalg import sqrtm
 
 from data import open_images
 from evaluation import (
-    AdmSuite,
     InceptionDetector,
+    Reference,
     kernel_distance,
     make_reference,
     open_reference,
     precision_recall,
 )
 from evaluation.adm import with_count
-from evaluation.extraction import extract, split
+from evaluation.features import extract, split
+from evaluation.statistics import AllFeatures, FeatureStatistics
 from runtime.launch import Launch
 from runtime.machine import start_process
 from tests.evaluation.test_metrics import plain_precision_recall
-from tests.inception import Remembering, random_state, write_random_weights
-
-OPTIONS = {
-    "launch": Launch(),
-    "batch_size": 8,
-    "precision_recall": True,
-    "exact_distances": False,
-    "kid": True,
-}
+from tests.inception import Remembering, adm_suite, random_state, write_random_weights
 
 
 def pictures(count, seed):
@@ -79,7 +71,7 @@ def plain_distance(one, other):
 
 def scores(detector, folder, reference, **options):
     samples = open_images(folder / "samples.npz")
-    suite = AdmSuite(detector, *open_reference(folder / reference, open_images), **{**OPTIONS, **options})
+    suite = adm_suite(detector, open_reference(folder / reference, open_images), **options)
     return suite.score(samples.batches(8), samples.count, samples.shape)
 
 
@@ -88,14 +80,14 @@ def test_scores_agree_with_the_definitions(detector, features, folder):
     assert not found.left_out
     values, one, other = found.values, features["samples"], features["reference"]
     # The covariances are singular, and the matrix square root of such is good to some digits only.
-    assert values["fid22"] == pytest.approx(plain_distance(one.pool, other.pool), rel=1e-3)
-    assert values["sfid22"] == pytest.approx(plain_distance(one.spatial, other.spatial), rel=1e-3)
-    p = one.logits.double().softmax(1).numpy()
+    assert values["fid22"] == pytest.approx(plain_distance(one["pool"], other["pool"]), rel=1e-3)
+    assert values["sfid22"] == pytest.approx(plain_distance(one["spatial"], other["spatial"]), rel=1e-3)
+    p = one["logits"].double().softmax(1).numpy()
     divergence = (p * (np.log(p) - np.log(p.mean(0)))).sum(1).mean()
     assert values["is22"] == pytest.approx(np.exp(divergence), rel=1e-6)
-    expected = plain_precision_recall(other.pool.numpy(), one.pool.numpy(), 3, 10_000)
+    expected = plain_precision_recall(other["pool"].numpy(), one["pool"].numpy(), 3, 10_000)
     assert (values["precision22"], values["recall22"]) == pytest.approx(expected, abs=0.06)
-    expected = kernel_distance(other.pool, one.pool, subset_size=8)  # half of the smaller set
+    expected = kernel_distance(other["pool"], one["pool"], subset_size=8)  # half of the smaller set
     assert (values["kid22"], values["kid_std22"]) == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert values.keys() == {"fid22", "sfid22", "is22", "precision22", "recall22", "kid22", "kid_std22"}
 
@@ -109,7 +101,7 @@ def test_the_same_images_are_at_distance_zero_and_covered(detector, folder):
 
 
 def test_what_a_reference_does_not_hold_is_left_out_with_the_reason(detector, features, folder):
-    mu, sigma = moments(features["reference"].pool)
+    mu, sigma = moments(features["reference"]["pool"])
     np.savez(folder / "edm.npz", mu=mu, sigma=sigma)
     found = scores(detector, folder, "edm.npz")
     assert found.values.keys() == {"fid22", "is22"}
@@ -152,7 +144,7 @@ def test_a_reference_is_of_no_use_to_other_weights(detector, folder, tmp_path):
     )
     for _ in range(2):  # the reference stays what it is
         with pytest.raises(ValueError, match=r"made with other weights than .*other.pth"):
-            AdmSuite(other, *reference, **OPTIONS)
+            adm_suite(other, reference)
 
 
 def test_batches_and_order_matter_only_for_splits(weights, folder):
@@ -161,12 +153,17 @@ def test_batches_and_order_matter_only_for_splits(weights, folder):
     def statistics(images, batch_size):
         np.savez(folder / "x.npz", images)
         opened = open_images(folder / "x.npz")
-        return extract(detector, opened.batches(batch_size), opened.count, **EXTRACTION, keep=np.arange(7))
+        needs = [(FeatureStatistics, "pool"), (FeatureStatistics, "spatial"), (AllFeatures, "pool")]
+        found = extract(detector, opened.batches(batch_size), opened.count, needs, **EXTRACTION)
+        return (*(found[need] for need in needs),)
 
-    one, other = statistics(SAMPLES[:7], 4), statistics(SAMPLES[6::-1], 3)
-    torch.testing.assert_close(one.pool.mean, other.pool.mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(one.spatial.covariance, other.spatial.covariance, rtol=1e-3, atol=1e-5)
-    np.testing.assert_allclose(one.features, other.features[::-1], rtol=1e-3, atol=1e-4)
+    (pool, spatial, kept), (others, other_spatial, others_kept) = (
+        statistics(SAMPLES[:7], 4),
+        statistics(SAMPLES[6::-1], 3),
+    )
+    torch.testing.assert_close(pool.mean, others.mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(spatial.covariance, other_spatial.covariance, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(kept.features, others_kept.features[::-1], rtol=1e-3, atol=1e-4)
 
 
 def test_the_detector_sees_no_more_images_at_a_time_than_it_is_told():
@@ -182,7 +179,7 @@ def test_the_detector_sees_no_more_images_at_a_time_than_it_is_told():
 def test_lost_images_are_noticed(detector, folder):
     images = open_images(folder / "images.npz")
     with pytest.raises(ValueError, match="8 images came instead of 17"):
-        extract(detector, images.batches(8, 1, 2), images.count, **EXTRACTION, keep=None)
+        extract(detector, images.batches(8, Launch(1, 2)), images.count, [], **EXTRACTION)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +224,13 @@ def test_damaged_and_missing_references_are_refused(tmp_path):
             3,
             (8, 8, 3),
             {},
-            r"3 image\(s\) are too few: at least 4 are needed; precision_recall=false needs 2",
+            r"3 image\(s\) are too few: at least 4 are needed for precision, recall",
         ),
         (9, (8, 8, 1), {}, r"images are \(8, 8, 1\), must be \(H, W, 3\)"),
     ],
 )
 def test_images_that_cannot_be_scored_are_refused(detector, num_images, shape, options, message):
-    suite = AdmSuite(detector, {"mu": np.zeros(2048), "sigma": np.eye(2048)}, None, **{**OPTIONS, **options})
+    suite = adm_suite(detector, Reference(), **options)
     with pytest.raises(ValueError, match=message):
         suite.check(num_images, shape, "samples")
 
@@ -249,16 +246,7 @@ def test_half_precision_is_the_default_and_can_be_turned_off(detector, folder):
     )
     half, exact = ((values["precision12"], values["recall12"]) for values in (half, exact))
     assert half != exact
-    assert exact == precision_recall(detector(images[12:]).pool, detector(images[:12]).pool, exact=True)
-
-
-@pytest.mark.parametrize("count", [17, 50_000])  # the sample batches of [ADM] hold 50,000
-def test_precision_and_recall_look_at_all_images_of_a_reference(detector, count):
-    images = SimpleNamespace(count=count, shape=(24, 24, 3))
-    for needed in (True, False):
-        suite = AdmSuite(detector, {}, images, **{**OPTIONS, "precision_recall": needed, "kid": False})
-        assert suite.protocol["reference_features"] == (count if needed else 0)
-        assert suite.protocol["reference_images"] == {"count": count, "shape": (24, 24, 3)}
+    assert exact == precision_recall(detector(images[12:])["pool"], detector(images[:12])["pool"], exact=True)
 
 
 def test_scores_are_strict_fp32_whatever_else_is_allowed(detector, monkeypatch):
@@ -278,7 +266,7 @@ def test_scores_are_strict_fp32_whatever_else_is_allowed(detector, monkeypatch):
     start_process()
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
     hook = detector._network.Conv2d_1a_3x3.register_forward_hook(look)
-    features = InceptionDetector.__call__(detector, SAMPLES[:5]).pool
+    features = InceptionDetector.__call__(detector, SAMPLES[:5])["pool"]
     hook.remove()
     for exact in (False, True):
         precision_recall(features, features, exact=exact)
@@ -291,7 +279,7 @@ def test_a_reference_that_cannot_be_used_shows_before_samples_are_drawn(detector
     (tmp_path / "images").mkdir()
     for i, mode in enumerate(("RGB", "RGB", "RGB", "RGB", "L")):
         Image.fromarray(REFERENCE[i]).convert(mode).save(tmp_path / "images" / f"{i}.png")
-    suite = AdmSuite(detector, *open_reference(tmp_path / "images", open_images), **OPTIONS)
+    suite = adm_suite(detector, open_reference(tmp_path / "images", open_images))
 
     def drawn():
         raise AssertionError("a sample was drawn")
@@ -334,8 +322,9 @@ def test_published_scores_of_adm(tmp_path):
     weights, reference, samples = (os.environ[name] for name in GOLDEN)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images = open_images(samples)
-    options = {**OPTIONS, "batch_size": 64, "kid": False}
-    suite = AdmSuite(InceptionDetector(weights, device), *open_reference(reference, open_images), **options)
+    launch = Launch(device=torch.device(device))
+    options = {"batch_size": 64, "kid": False, "launch": launch}
+    suite = adm_suite(InceptionDetector(weights, device), open_reference(reference, open_images), **options)
     values = suite.score(images.batches(64), images.count, images.shape).values
     expected = {
         "is": (215.837, 0.3),

@@ -3,13 +3,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import fid
+from builders import scoring
 from data import IdentityEncoder, digits, real_images
-from evaluation import DigitsEvaluator
+from evaluation import Suite
 from evaluation.pictures import in_turn, save_grid, text_picture
-from tests.runs import TINY, composed, tiny_trainer
+from runtime.launch import ALONE
+from tests.runs import TINY, composed, tiny_trainer, validated
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +22,26 @@ def dataset(tmp_path_factory):
     )
 
 
+def suite_of(name, dataset, **options):
+    """Build the suite of a file of configs/evaluation/ against the training images."""
+    config = {"evaluation": validated(f"evaluation={name}")["evaluation"] | options}
+    return scoring.build_suite(config, scoring.reference_of(dataset, IdentityEncoder(), "data"), ALONE)
+
+
+def scored(suite, images, labels):
+    return suite.score([(0, images)], len(images), images.shape[1:], labels).values
+
+
 def test_scores_tell_good_from_bad(dataset):
-    evaluator = DigitsEvaluator(real_images(dataset, dataset.train_ids, IdentityEncoder()))
+    suite = suite_of("digits", dataset)
     images, labels = real_images(dataset, dataset.held_out_ids, IdentityEncoder())
-    real = evaluator.score(images, labels)
+    real = scored(suite, images, labels)
     assert real["label_accuracy"] > 0.98
     assert real["fd_pixel"] < 0.2
-    assert evaluator.score(images, (labels + 1) % 10)["label_accuracy"] < 0.02
+    assert scored(suite, images, (labels + 1) % 10)["label_accuracy"] < 0.02
     noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
-    assert evaluator.score(noise, labels)["fd_pixel"] > 3
-    assert evaluator.score(images[:1].repeat(50, axis=0), labels[:50])["fd_pixel"] > 3
+    assert scored(suite, noise, labels)["fd_pixel"] > 3
+    assert scored(suite, images[:1].repeat(50, axis=0), labels[:50])["fd_pixel"] > 3
 
 
 def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
@@ -39,47 +52,58 @@ def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
     images, labels = reference[0][:40], reference[1][:40]
     np.savez(tmp_path / "s.npz", images, labels)
     folder = Path(dataset.stored.filename).parent
-    fid.main(
-        composed("suite=digits", f"samples={tmp_path / 's.npz'}", f"reference={folder}", config_name="fid")
-    )
-    found = json.loads((tmp_path / "s.scores.json").read_text())["scores"]
-    evaluator = DigitsEvaluator(reference)
-    means = np.stack([reference[0][reference[1] == i % 10].mean(axis=0).round() for i in range(40)]).astype(
-        np.uint8
-    )
-    rows = {
-        "samples": (images, labels),
-        "class means": (means, np.arange(40) % 10),
-        "held-out real": held_out,
+    asked = ("suite=digits", f"samples={tmp_path / 's.npz'}", f"reference={folder}")
+    fid.main(composed(*asked, config_name="fid"))
+    found = json.loads((tmp_path / "s.scores.json").read_text())
+    suite = suite_of("digits", dataset)
+    means = [reference[0][reference[1] == i % 10].mean(axis=0).round() for i in range(40)]
+    rows = {"class means": (np.stack(means).astype(np.uint8), np.arange(40) % 10), "held-out real": held_out}
+    assert found["values"] == scored(suite, images, labels)
+    assert found["comparisons"] == {
+        name: {"n": len(row[0]), **scored(suite, *row)} for name, row in rows.items()
     }
-    assert found == {name: {"n": len(row[0]), **evaluator.score(*row)} for name, row in rows.items()}
     options = ("data=digits", *TINY[1:], f"data.path={folder}", "evaluation=digits", "train.eval_every=2")
     trainer, run = tiny_trainer(tmp_path / "run", *options)
-    (of_run,) = (evaluator for _, evaluator in trainer.evaluators if isinstance(evaluator, DigitsEvaluator))
-    assert of_run.score(*held_out) == evaluator.score(*held_out)
+    (of_run,) = (evaluator for _, evaluator in trainer.evaluators if isinstance(evaluator, Suite))
+    assert scored(of_run, *held_out) == scored(suite, *held_out)
+    *_, record = run.manifest()["scores"]
+    assert (record["detector"]["name"], record["num_samples"]) == ("DigitClassifier", 500)
     run.unlock()
 
 
 class Source:
-    """The first of some images; it remembers which labels were asked for."""
+    """The first of some images, in two batches; it remembers which labels were asked for."""
 
     def __init__(self, images, labels):
-        self.images, self.labels = images, labels
+        self.images, self._labels, self.image_shape = images, labels, images.shape[1:]
 
     def with_labels(self, labels):
         self.asked = labels
         return self
 
-    def __call__(self, num_samples):
-        return self.images[:num_samples], self.labels[:num_samples]
+    def labels(self, num_samples):
+        return torch.from_numpy(self._labels[:num_samples])
+
+    def batches(self, num_samples):
+        yield 150, self.images[150:num_samples]
+        yield 0, self.images[:150]
 
 
 @pytest.mark.parametrize("labels", ["random", "balanced"])
-def test_run_scores_what_the_source_gives(dataset, labels):
-    reference = real_images(dataset, dataset.train_ids, IdentityEncoder())
-    evaluator = DigitsEvaluator(reference, source := Source(*reference), num_samples=200, labels=labels)
-    assert dict(evaluator.run(step=1)) == evaluator.score(reference[0][:200], reference[1][:200])
+def test_a_training_scores_what_the_source_gives(dataset, labels):
+    images, classes = real_images(dataset, dataset.train_ids, IdentityEncoder())
+    config = {"evaluation": validated("evaluation=digits", f"evaluation.labels={labels}")["evaluation"]}
+    config["evaluation"]["num_samples"] = 200
+    reference = scoring.reference_of(dataset, IdentityEncoder(), "data")
+    suite = scoring.build_suite(config, reference, ALONE, source := Source(images, classes))
+    assert suite(step=1) == scored(suite, images[:200], classes[:200])
     assert source.asked == labels
+
+
+def test_a_reference_too_large_for_memory_is_refused(dataset, monkeypatch):
+    monkeypatch.setattr("builders.scoring.MAX_REFERENCE_BYTES", 1000)
+    with pytest.raises(ValueError, match="has too many images to decode them all"):
+        scoring.reference_of(dataset, IdentityEncoder(), "data")
 
 
 def test_classes_take_turns_in_a_picture():

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torchvision.models import inception_v3
 
-from evaluation.inception import InceptionDetector, graph_names, read_weights
+from evaluation.detectors.inception import InceptionDetector, graph_names, read_weights
 from tests.inception import random_state, write_random_weights
 
 RNG = np.random.default_rng(0)
@@ -22,13 +22,18 @@ def detector(weights):
 
 def test_features_have_the_shapes_of_the_suite(detector):
     features = detector(IMAGES)
-    assert [tuple(f.shape) for f in features] == [(3, 2048), (3, 2023), (3, 1008)]
-    assert all(f.dtype == torch.float32 and f.std() > 0.01 for f in features)
+    assert [tuple(f.shape) for f in features.values()] == [(3, 2048), (3, 2023), (3, 1008), (3, 1008)]
+    assert all(
+        features[name].dtype == torch.float32 and features[name].std() > 0.01 for name in ("pool", "logits")
+    )
+    assert torch.equal(features["probs"], features["logits"].softmax(dim=1))
 
 
 def test_logits_have_no_bias(detector):
     features, state = detector(IMAGES), random_state()
-    torch.testing.assert_close(features.logits, features.pool @ state["fc.weight"].T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        features["logits"], features["pool"] @ state["fc.weight"].T, rtol=1e-4, atol=1e-4
+    )
     assert (state["fc.bias"].abs() > 0.01).any()
 
 
@@ -36,7 +41,7 @@ def test_spatial_features_are_the_first_seven_channels_row_by_row(detector):
     seen = []
     branch = detector._network.Mixed_6d.branch1x1
     hook = branch.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    spatial = detector(IMAGES).spatial
+    spatial = detector(IMAGES)["spatial"]
     hook.remove()
     (output,) = seen
     assert output.shape == (3, 192, 17, 17)
@@ -83,18 +88,18 @@ def test_the_network_is_not_that_of_torchvision(detector):
     image = RNG.integers(0, 256, (1, 299, 299, 3), dtype=np.uint8)
     with torch.inference_mode():
         theirs = network((torch.from_numpy(image).permute(0, 3, 1, 2).float() - 128) / 128)
-    assert not torch.allclose(theirs, detector(image).pool, rtol=0.05)
+    assert not torch.allclose(theirs, detector(image)["pool"], rtol=0.05)
 
 
 def test_features_do_not_depend_on_the_rest_of_the_batch(detector):
-    for alone, together in zip(detector(IMAGES[1:2]), detector(IMAGES), strict=True):
+    for alone, together in zip(detector(IMAGES[1:2]).values(), detector(IMAGES).values(), strict=True):
         torch.testing.assert_close(alone, together[1:2], rtol=1e-4, atol=1e-5)
 
 
 def test_features_are_fp32_inside_autocast(detector):
     with torch.autocast("cpu", torch.bfloat16):
         inside = detector(IMAGES)
-    assert torch.equal(inside.pool, detector(IMAGES).pool)
+    assert torch.equal(inside["pool"], detector(IMAGES)["pool"])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,7 @@ def test_the_original_graph_gives_the_same_features(detector, tmp_path):
     from_graph = InceptionDetector(file)
     assert from_graph.record["checked"] == "names and shapes"
     assert from_graph.record["tensors_sha256"] == detector.record["tensors_sha256"]
-    for ours, theirs in zip(from_graph(IMAGES), detector(IMAGES), strict=True):
+    for ours, theirs in zip(from_graph(IMAGES).values(), detector(IMAGES).values(), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -235,5 +240,5 @@ def test_a_gpu_sees_what_the_cpu_sees(weights, detector, monkeypatch):
     """In fp32 without TF32, whatever the defaults of the process are."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     on_gpu = InceptionDetector(weights, "cuda", allow_unpublished=True)(IMAGES)
-    for ours, theirs in zip(on_gpu, detector(IMAGES), strict=True):
+    for ours, theirs in zip(on_gpu.values(), detector(IMAGES).values(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)

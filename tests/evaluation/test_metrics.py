@@ -1,5 +1,6 @@
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation import FeatureStatistics, frechet_distance, inception_score, kernel_distance, precision_recall
-from evaluation.metrics import _squared_distances
-from evaluation.statistics import SplitScores
+from evaluation.metrics.inception_score import SplitScores
+from evaluation.metrics.precision_recall import _squared_distances
 
 RNG = np.random.default_rng(0)
 
@@ -284,7 +285,10 @@ def together(objects):
         barrier.wait()
         return sum(sums[i, len(calls)] for i in range(len(objects)))
 
-    threads = [threading.Thread(target=o.merge, args=(partial(total, i, []),)) for i, o in enumerate(objects)]
+    launches = [SimpleNamespace(sum=partial(total, i, [])) for i in range(len(objects))]
+    threads = [
+        threading.Thread(target=o.merge, args=(launch,)) for o, launch in zip(objects, launches, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -299,11 +303,11 @@ def test_statistics_of_parts_are_those_of_the_whole(batches, processes, offset):
     features = rng.standard_normal((37, 5)) * 3 + offset
     probs = rng.dirichlet(np.ones(6), 37)
     moments = [FeatureStatistics(5) for _ in range(processes)]
-    scores = [SplitScores(37, 6, split_size=10) for _ in range(processes)]
+    scores = [SplitScores(6, "cpu", 37, split_size=10) for _ in range(processes)]
     start = 0
     for i, (part, part_probs) in enumerate(zip(parts(features, batches), parts(probs, batches), strict=True)):
         moments[i % processes].update(part)
-        scores[i % processes].update(start, part_probs)
+        scores[i % processes].update(part_probs, start)
         start += len(part)
     whole = together(moments)
     assert whole.count == 37

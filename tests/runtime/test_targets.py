@@ -18,9 +18,12 @@ data                 data.open_shards                     configs/data/stream.ya
 data                 data.synthetic                       configs/data/synthetic.yaml
 diffusion.loss       diffusion.EDMLoss                    configs/diffusion/edm.yaml
 diffusion.precond    diffusion.EDMPrecond                 configs/diffusion/edm.yaml
-evaluation           evaluation.AdmEvaluator              configs/evaluation/adm_5k.yaml
-evaluation           evaluation.DigitsEvaluator           configs/evaluation/digits.yaml
-evaluation           evaluation.GlyphsEvaluator           configs/evaluation/glyphs.yaml
+evaluation           evaluation.AdmSuite                  configs/evaluation/adm.yaml
+evaluation           evaluation.Suite                     configs/evaluation/digits.yaml
+evaluation.detector  evaluation.DigitClassifier           configs/evaluation/digits.yaml
+evaluation.detector  evaluation.GlyphClassifier           configs/evaluation/glyphs.yaml
+evaluation.metrics.accuracy evaluation.LabelAccuracy             configs/evaluation/digits.yaml
+evaluation.metrics.distance evaluation.FrechetDistance           configs/evaluation/digits.yaml
 model                models.DiT                           configs/config.yaml
 optimizer            torch.optim.AdamW                    configs/optimizer/adamw.yaml
 sampler              diffusion.edm_sampler                configs/sampler/edm.yaml

@@ -42,7 +42,7 @@ def timed(folder, clock, *overrides):
 
     before_each_step(trainer, taking(STEP_SEC, lambda step: None))
     trainer.checkpoints.save = taking(SAVE_SEC, trainer.checkpoints.save)
-    trainer.evaluators = [(2, SimpleNamespace(run=taking(EVALUATION_SEC, lambda step: [("score", 1.0)])))]
+    trainer.evaluators = [(2, taking(EVALUATION_SEC, lambda step: {"score": 1.0}))]
     trainer.speed_check = taking(CHECK_SEC, lambda ratios: None)
     trainer.stop.agreed = lambda reserve_sec: asked.append((trainer.step, reserve_sec)) or ""
     return trainer, run, asked

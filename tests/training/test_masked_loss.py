@@ -125,7 +125,7 @@ def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, l
     evaluator.denoisers["val_loss_dense"].register_forward_hook(
         lambda _, args, output: seen.append((args[1], output))
     )
-    found = dict(evaluator.run(0))["val_loss_dense"]
+    found = evaluator(0)["val_loss_dense"]
     errors = []
     for (_, x, _, masks), (sigma, denoised) in zip(evaluator.batches(), seen, strict=True):
         assert masks.max() == pytest.approx(200 / 255)

@@ -210,7 +210,7 @@ def test_pictures_are_of_the_average_and_losses_of_what_they_are_named(tmp_path)
     for name, net in (("net", trainer.net), ("average", trainer.ema.net)):
         net.register_forward_pre_hook(lambda _, inputs, name=name: used.append((name, len(inputs[0]))))
     (_, grid), (_, losses) = trainer.evaluators
-    list(grid.run(2))
+    grid(2)
     assert set(used) == {("average", 2 * GRID_SAMPLES)}, "guidance evaluates each sample twice"
     for key, name in (("val_loss_dense", "net"), ("val_loss_dense_ema", "average")):
         used.clear()
@@ -352,7 +352,7 @@ def test_dense_evaluation_sees_all_tokens_and_draws_the_same_each_time(tmp_path)
     trainer.net.train()
     lengths = set()
     trainer.net.blocks[3].register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].shape[1]))
-    first, second = dict(evaluator.run(2)), dict(evaluator.run(4))
+    first, second = evaluator(2), evaluator(4)
     assert first == second
     assert set(first) == {"val_loss_dense", "val_loss_dense_ema"}
     assert lengths == {16}
@@ -362,7 +362,7 @@ def test_no_evaluation_takes_the_average_out_of_eval_mode(tmp_path):
     """Samples would be drawn with routes and dropped labels."""
     trainer, _ = tiny_trainer(tmp_path, "train.eval_every=2", "train.sample_every=2", "sampler.num_steps=2")
     for _, evaluator in trainer.evaluators:
-        list(evaluator.run(2))
+        evaluator(2)
         assert not any(module.training for module in trainer.ema.net.modules())
     trainer.train_step(next(trainer.batches.from_step(0)))
     assert all(module.training for module in trainer.net.modules())

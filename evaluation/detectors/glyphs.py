@@ -1,4 +1,4 @@
-"""Features of images: detector(images_uint8) -> features; a judge gives the classes that it sees as well."""
+"""A small convolutional classifier of glyphs, and its last hidden layer as features."""
 
 from itertools import pairwise
 
@@ -8,48 +8,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-class PixelDetector:
-    """The pixels themselves, in [0, 1]."""
-
-    def __call__(self, images: np.ndarray) -> np.ndarray:
-        """images (N, H, W, C) uint8 -> features (N, H * W * C) float64."""
-        return images.reshape(len(images), -1) / 255
-
-
-class DigitJudge:
-    """The pixels, and a support vector classifier that tells which digit an image shows.
-
-    Args:
-        images, labels: real digits (N, H, W, C) uint8 and their classes, to fit on.
-    """
-
-    def __init__(self, images: np.ndarray, labels: np.ndarray):
-        from sklearn.svm import SVC
-
-        self._detector = PixelDetector()
-        # Kernel width and penalty as in scikit-learn's own digits example (pixels 0..16, gamma 0.001), in our
-        # units.
-        self._classifier = SVC(gamma=0.001 * 16**2, C=10, random_state=0).fit(self._detector(images), labels)
-
-    def __call__(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """images (N, H, W, C) uint8 -> features (N, H * W * C) float64, classes (N,)."""
-        features = self._detector(images)
-        return features, self._classifier.predict(features)
-
-
-class GlyphJudge:
-    """A small convolutional classifier in fp32 on the CPU: the same for the same images and number of
-    threads.
-
-    Args:
-        images, labels: real images (N, H, W, C) uint8 and their classes, to fit on.
-    """
+class GlyphClassifier:
+    """A small convolutional classifier on the CPU: the same for the same images and number of threads."""
 
     WIDTHS, NUM_FEATURES = (32, 64, 128), 128
     MAX_IMAGES, EPOCHS, BATCH_SIZE, LR = 2**14, 4, 128, 5e-3
     IMAGES_AT_ONCE = 512
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray):
+    @torch.enable_grad()
+    def fit(self, images: np.ndarray, labels: np.ndarray) -> None:
+        """Fit the classifier on real images (N, H, W, C) uint8 and their classes."""
         generator = torch.Generator().manual_seed(0)
         chosen = torch.randperm(len(images), generator=generator)[: self.MAX_IMAGES].numpy()
         with torch.random.fork_rng(devices=[]):  # the draws of a training do not depend on its scores
@@ -58,13 +26,12 @@ class GlyphJudge:
         self._fit(_pixels(images[chosen]), torch.from_numpy(labels[chosen]), generator)
 
     @torch.no_grad()
-    def __call__(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """images (N, H, W, C) uint8 -> features of the last hidden layer (N, F) float64, classes (N,)."""
+    def __call__(self, images: np.ndarray) -> dict[str, np.ndarray]:
+        """images (N, H, W, C) uint8 -> the last hidden layer (N, F) float64, classes (N,)."""
         starts = range(0, len(images), self.IMAGES_AT_ONCE)
-        features = torch.cat(
-            [self._hidden(_pixels(images[i : i + self.IMAGES_AT_ONCE])) for i in starts]
-        )  # (N, F)
-        return features.double().numpy(), self._output(features).argmax(dim=1).numpy()
+        parts = [self._hidden(_pixels(images[i : i + self.IMAGES_AT_ONCE])) for i in starts]
+        hidden = torch.cat(parts)  # (N, F)
+        return {"hidden": hidden.double().numpy(), "classes": self._output(hidden).argmax(dim=1).numpy()}
 
     def _build(self, in_channels: int, num_classes: int) -> None:
         layers: list[nn.Module] = []

@@ -27,6 +27,6 @@ def test_a_held_out_loss_is_the_mean_over_all_entries_of_all_processes():
     loss = DenseLoss(
         denoisers, loss_fn, lambda: iter(BATCHES), total=lambda sums: sums + torch.tensor([33, 3])
     )
-    assert dict(loss.run(0)) == pytest.approx({"plain": (3 + 5 + 33) / 7, "average": (6 + 10 + 33) / 7})
+    assert loss(0) == pytest.approx({"plain": (3 + 5 + 33) / 7, "average": (6 + 10 + 33) / 7})
     assert seen == 2 * [(0, [0, 0, 0], None, False, False), (4, [1], MASKS, False, False)]
     assert not any(denoiser.training for denoiser in denoisers.values()), "who trains sets the mode for it"

@@ -5,17 +5,18 @@ import pytest
 
 from data import NpzImages, open_images
 from evaluation import (
-    AdmSuite,
     inception_score,
     kernel_distance,
     make_reference,
     open_reference,
     precision_recall,
 )
-from evaluation.extraction import evenly_spaced, extract
+from evaluation.features import extract
+from evaluation.metrics.inception_score import SplitScores
+from evaluation.reference import evenly_spaced
+from evaluation.statistics import AllFeatures, FeatureStatistics
 from runtime.launch import Launch
-from tests.evaluation.test_adm import OPTIONS
-from tests.inception import Projections
+from tests.inception import Projections, adm_suite
 
 RNG = np.random.default_rng(0)
 # Of one colour each: in three dimensions some lie near each other, and some do not.
@@ -41,21 +42,19 @@ def folder(tmp_path):
 
 
 def scores(folder, reference, **options):
-    suite = AdmSuite(DETECTOR, *open_reference(folder / reference, open_images), **{**OPTIONS, **options})
+    suite = adm_suite(DETECTOR, open_reference(folder / reference, open_images), **options)
     return suite.score(InAnyOrder(folder / "samples.npz").batches(5), 22, SAMPLES.shape[1:]).values
 
 
 def test_features_are_kept_and_split_by_the_positions_of_their_images(folder, monkeypatch):
-    monkeypatch.setattr("evaluation.extraction.SPLIT_SIZE", 9)
-    batches, keep = InAnyOrder(folder / "samples.npz").batches(5), np.array([1, 4, 5, 9, 20, 21])
-    found = extract(DETECTOR, batches, 22, batch_size=3, keep=keep, launch=Launch(), description="features")
-    features = DETECTOR(SAMPLES)
-    np.testing.assert_allclose(found.features, features.pool[keep], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(
-        found.spatial.mean, features.spatial.double().mean(dim=0), rtol=1e-5, atol=1e-5
-    )
-    expected = inception_score(features.logits.softmax(dim=1), split_size=9)
-    assert found.split_scores.score() == pytest.approx(expected, rel=1e-6)
+    monkeypatch.setattr("evaluation.metrics.inception_score.SPLIT_SIZE", 9)
+    batches = InAnyOrder(folder / "samples.npz").batches(5)
+    needs = [(AllFeatures, "pool"), (FeatureStatistics, "spatial"), (SplitScores, "probs")]
+    found = extract(DETECTOR, batches, 22, needs, batch_size=3, launch=Launch(), description="features")
+    features, (kept, spatial, splits) = DETECTOR(SAMPLES), (found[need] for need in needs)
+    np.testing.assert_allclose(kept.features, features["pool"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(spatial.mean, features["spatial"].double().mean(dim=0), rtol=1e-5, atol=1e-5)
+    assert splits.score() == pytest.approx(inception_score(features["probs"], split_size=9), rel=1e-6)
 
 
 def test_a_reference_keeps_images_evenly_spaced_and_the_statistics_of_all(folder, monkeypatch):
@@ -67,12 +66,12 @@ def test_a_reference_keeps_images_evenly_spaced_and_the_statistics_of_all(folder
     of_all, of_kept = (scores(folder, name) for name in ("images.npz", "made.npz"))
     for metric in ("fid22", "sfid22"):
         assert of_kept[metric] == pytest.approx(of_all[metric], rel=1e-6)
-    kept, samples = DETECTOR(REFERENCE[[0, 2, 5, 8, 11, 14]]).pool, DETECTOR(SAMPLES).pool
+    kept, samples = DETECTOR(REFERENCE[[0, 2, 5, 8, 11, 14]])["pool"], DETECTOR(SAMPLES)["pool"]
     assert (of_kept["precision22"], of_kept["recall22"]) == precision_recall(kept, samples)
 
 
 def test_precision_recall_and_kernel_distance_are_asked_as_the_protocol_says(folder):
-    reference, samples = (DETECTOR(images).pool for images in (REFERENCE, SAMPLES))
+    reference, samples = (DETECTOR(images)["pool"] for images in (REFERENCE, SAMPLES))
     for exact in (False, True):
         found = scores(folder, "images.npz", exact_distances=exact)
         assert (found["precision22"], found["recall22"]) == precision_recall(

@@ -13,7 +13,7 @@ import pickle
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -42,16 +42,8 @@ LOAD_ERRORS = (
 LOAD_ERRORS += (AssertionError, OverflowError, MemoryError, struct.error)
 
 
-class InceptionFeatures(NamedTuple):
-    """What the suite looks at: pool (N, 2048), spatial (N, 2023), logits (N, 1008), all fp32."""
-
-    pool: torch.Tensor
-    spatial: torch.Tensor
-    logits: torch.Tensor
-
-
 class InceptionDetector:
-    """detector(images) -> InceptionFeatures, in fp32 without TF32.
+    """The ADM suite's pool (N, 2048), spatial (N, 2023), logits and probs (N, 1008), in fp32 without TF32.
 
     Args:
         weights: file of weights: the published state dict, or the original graph (.pb).
@@ -61,6 +53,12 @@ class InceptionDetector:
         FileNotFoundError: there is no such file.
         ValueError: it is another file than expected.
     """
+
+    num_features: ClassVar = {
+        "pool": NUM_POOL_FEATURES,
+        "spatial": NUM_SPATIAL_FEATURES,
+        "probs": NUM_CLASSES,
+    }
 
     def __init__(
         self, weights: str | Path, device: torch.device | str = "cpu", allow_unpublished: bool = False
@@ -100,8 +98,8 @@ class InceptionDetector:
 
     @strict_fp32()
     @torch.inference_mode()
-    def __call__(self, images: np.ndarray) -> InceptionFeatures:
-        """images (N, H, W, 3) uint8 -> features.
+    def __call__(self, images: np.ndarray) -> dict[str, torch.Tensor]:
+        """images (N, H, W, 3) uint8 -> features, all fp32.
 
         Raises:
             ValueError: images of another type or shape, or features that are not finite.
@@ -119,7 +117,7 @@ class InceptionDetector:
             raise ValueError(
                 "the Inception network gives features that are not finite: its weights must be damaged"
             )
-        return InceptionFeatures(pool, spatial, logits)
+        return {"pool": pool, "spatial": spatial, "logits": logits, "probs": logits.softmax(dim=1)}
 
 
 def check_weights_file(file: Path) -> None:

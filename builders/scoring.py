@@ -1,0 +1,307 @@
+"""Suites, and what `fid.py` is asked: checked, opened, and told."""
+
+import zipfile
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from builders import config as configuration
+from builders.sampling import check_run, open_run
+from builders.schemas import SamplingConfig, ScoreConfig
+from data import (
+    encoder_for,
+    encoder_record,
+    image_decoder,
+    manifest_from,
+    open_images,
+    open_latents,
+    read_manifest,
+    real_images,
+)
+from data.images import ZIP_ERRORS
+from diffusion import ImageSource
+from evaluation import ArrayImages, Reference, Suite, open_reference
+from evaluation.detectors.inception import check_weights_file
+from evaluation.files import fingerprint
+from evaluation.suite import Scores
+from runtime.arrays import read_member
+from runtime.config import build_node, config_folders
+from runtime.errors import check_choice, check_positive
+from runtime.files import read_json, sha256
+from runtime.launch import Launch
+from runtime.output import check_free, place_of
+
+NUM_SAMPLES = 50_000  # of a run, unless told
+MAX_REFERENCE_BYTES = 2**33
+SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
+# Keys of a suite that can be set on the command line, by their names in its file.
+SUITE_KEYS = {
+    "weights": "weights",
+    "allow_unpublished_weights": "allow_unpublished_weights",
+    "batch_size": "detector_batch_size",
+    "precision_recall": "precision_recall",
+    "exact_distances": "exact_distances",
+    "kid": "kid",
+}
+
+
+def build_suite(
+    config: dict[str, Any], reference: Reference, launch: Launch, source: ImageSource | None = None
+) -> Suite:
+    """Build the suite of `evaluation`, with the detector and the metrics that its file names, if any."""
+    node, parts = config["evaluation"], {}
+    if "detector" in node:
+        parts["detector"] = build_node(config, "evaluation.detector")()
+    if "metrics" in node:
+        parts["metrics"] = {key: build_node(config, f"evaluation.metrics.{key}")() for key in node["metrics"]}
+    return build_node(config, "evaluation")(reference=reference, launch=launch, source=source, **parts)
+
+
+def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
+    """Return the training images of latents as a reference, and the held-out ones to compare with."""
+    one, _ = real_images(dataset, dataset.train_ids[:1], encoder)
+    if one.nbytes * len(dataset.train_ids) > MAX_REFERENCE_BYTES:
+        raise ValueError(f"{name} has too many images to decode them all: score against a file of statistics")
+    images, labels = real_images(dataset, dataset.train_ids, encoder)
+    ids = dataset.held_out_ids
+    held_out = real_images(dataset, ids, encoder) if len(ids) > 1 else None
+    data = dataset.describe()
+    return Reference(name, images=ArrayImages(images), labels=labels, held_out=held_out, data=data)
+
+
+def suite_config(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the suite that is asked for, with what is set of it on the command line.
+
+    Raises:
+        ValueError: there is no such suite, or its file breaks a rule.
+    """
+    files = {
+        file.stem: file for folder in config_folders() for file in sorted(folder.glob("evaluation/*.yaml"))
+    }
+    nodes = {name: yaml.safe_load(file.read_text()) for name, file in files.items()}
+    nodes = {name: node for name, node in nodes.items() if node and "_target_" in node}
+    check_choice("suite", request["suite"], sorted(nodes))
+    node = nodes[request["suite"]]
+    given = {name: request[key] for name, key in SUITE_KEYS.items() if name in node}
+    node |= {name: value for name, value in given.items() if value is not None}
+    if node.get("reference") is not None:
+        node["reference"] = request["reference"]
+    return configuration.resolve(OmegaConf.create({"evaluation": node}))
+
+
+def check_request(request: dict[str, Any]) -> None:
+    """Check that the keys that are given belong together.
+
+    Raises:
+        ValueError: with the key and the rule.
+    """
+    check_choice("mode", request["mode"], ("score", "reference"))
+    suite = suite_config(request)["evaluation"]
+    what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
+    if request["mode"] == "reference":
+        what, keys, needed = "mode=reference", {"images", "resolution"}, ("images", "out")
+    elif request["run"] is not None:
+        what, keys, needed = "scoring a run", {"run", "num_samples"} | SAMPLING_KEYS, ("reference",)
+    keys = {*keys, *needed, "mode", "out", "overwrite"} | ({"suite"} if request["mode"] == "score" else set())
+    for field in fields(ScoreConfig):
+        key, value = field.name, request[field.name]
+        if value == field.default:
+            continue
+        if key in SUITE_KEYS.values():
+            if not any(key == SUITE_KEYS[name] for name in suite.keys() & SUITE_KEYS.keys()):
+                raise ValueError(f"{key}={value} has no meaning for suite={request['suite']}")
+        elif key not in keys:
+            raise ValueError(f"{key}={value} has no meaning for {what}")
+    for key in needed:
+        if request[key] is None:
+            hint = " (an .npz, a folder or a zip; or run=NAME to draw from a run)" if key == "samples" else ""
+            raise ValueError(f"{key} must be given for {what}{hint}")
+    for key in ("resolution", "num_samples", "detector_batch_size"):
+        if request[key] is not None:
+            check_positive(key, request[key])
+    if request["out"] is not None:
+        suffix, out = ".npz" if request["mode"] == "reference" else ".json", Path(request["out"])
+        if out.suffix != suffix:
+            raise ValueError(f"out={out} must end in {suffix}")
+        check_free("out", out, [out.with_suffix(".json")], request["overwrite"])
+    samples = request["samples"]
+    if samples and Path(samples).is_dir() and request["num_samples"] is None:
+        raise ValueError(
+            f"samples={samples} is a folder, which may hold images of an earlier time: "
+            "say with num_samples=N how many there must be"
+        )
+
+
+def check_files(request: dict[str, Any]) -> None:
+    """Check that what is read is there, and what is asked of a run.
+
+    Raises:
+        FileNotFoundError, ValueError: with the key and the value.
+    """
+    suite = suite_config(request)["evaluation"]
+    download = ": `python -m evaluation.fetch` lists what can be downloaded" if "weights" in suite else ""
+    for key, hint in (("samples", ": sample.py writes one"), ("reference", download), ("images", "")):
+        if request[key] is not None and not Path(request[key]).exists():
+            raise FileNotFoundError(f"{key}={request[key]} not found{hint}")
+    if "weights" in suite:
+        check_weights_file(Path(suite["weights"]))
+    if request["run"] is not None:
+        check_run(drawn(request))
+
+
+def drawn(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what is asked of a run."""
+    return {**request, "num_samples": request["num_samples"] or NUM_SAMPLES}
+
+
+def open_suite(request: dict[str, Any], num_samples: int, launch: Launch) -> Suite:
+    """Build the suite that is asked for, with its reference: a file, or where its file says null, latents."""
+    config = suite_config(request)
+    if config["evaluation"].get("reference") is not None:
+        reference = open_reference(Path(request["reference"]), open_images)
+    else:
+        manifest = read_manifest(request["reference"])
+        sizes = (manifest.input_size, manifest.in_channels, manifest.num_classes)
+        dataset = open_latents(request["reference"], *sizes)
+        encoder = encoder_for(manifest, torch.device("cpu"))
+        reference = reference_of(dataset, encoder, f"reference={request['reference']}")
+    config["evaluation"]["num_samples"] = num_samples
+    return build_suite(config, reference, launch)
+
+
+def open_samples(request: dict[str, Any], launch: Launch) -> "KeptSamples | DrawnSamples":
+    """Open the samples that are asked for."""
+    return KeptSamples(request) if request["run"] is None else DrawnSamples(request, launch)
+
+
+class KeptSamples:
+    """Samples in files: their number, shape and batches, where their scores go, and a record of them."""
+
+    def __init__(self, request: dict[str, Any]):
+        self.path, self.name = Path(request["samples"]), f"samples={request['samples']}"
+        self._images = open_images(self.path)
+        self.count, self.shape = self._images.count, self._images.shape
+        if request["num_samples"] not in (None, self.count):
+            raise ValueError(
+                f"{self.name} holds {self.count} images, num_samples={request['num_samples']} must agree"
+            )
+        name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
+        self.out = Path(request["out"] or self.path.parent / f"{name}.scores.json")
+
+    def labels(self) -> np.ndarray:
+        """Return the class that was asked for in each image."""
+        labels = read_labels(self.path) if self.path.suffix == ".npz" else None
+        if labels is None or labels.shape != (self.count,):
+            raise ValueError(f"{self.name} must be an .npz with a label (arr_1) for each image (arr_0)")
+        return labels
+
+    def batches(self, batch_size: int | None, launch: Launch) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield this process's batches; None: of all images."""
+        return self._images.batches(batch_size or self.count, launch)
+
+    def record(self) -> dict[str, Any]:
+        """Return what the samples are, with what `sample.py` says of them."""
+        record = {"path": str(self.path), "sha256": fingerprint(self.path)}
+        record |= {"num_samples": self.count, "shape": self.shape}
+        beside = self.path.with_suffix(".json")
+        drawn = read_json(beside) if self.path.suffix == ".npz" and beside.is_file() else None
+        if not isinstance(drawn, dict) or "samples_sha256" not in drawn:
+            return record
+        if drawn["samples_sha256"] != record["sha256"]:
+            raise ValueError(
+                f"{self.name} is not what {beside} tells about: draw it again, or remove {beside.name}"
+            )
+        return {**record, "drawn": drawn}
+
+
+class DrawnSamples:
+    """Samples drawn from a run while they are scored: the same as of samples in files."""
+
+    def __init__(self, request: dict[str, Any], launch: Launch):
+        request = drawn(request)
+        self.count, self.name = request["num_samples"], f"run={request['run']}"
+        self.run = open_run(request, launch)
+        self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
+        manifest = manifest_from(self.run.data["manifest"], f"{request['run']}/manifest.json: data.manifest")
+        manifest.check_sizes(request["run"], **self.run.sizes)
+        self.encoder = encoder_for(manifest, launch.device, **self.run.decoding)
+        decode = image_decoder(manifest, self.encoder, self.run.decoding["official"])
+        self._source = ImageSource(
+            self.run.precond, self.run.sampler, decode, **self.run.drawing, launch=launch
+        )
+        self.shape = self._source.image_shape
+        self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{self.run.name}.json")
+
+    def labels(self) -> np.ndarray:
+        """Return the class that is asked for in each image."""
+        labels = self._source.labels(self.count)
+        if labels is None:
+            raise ValueError(f"{self.name} is unconditional: its samples have no labels")
+        return labels.numpy()
+
+    def batches(self, batch_size: int | None, launch: Launch) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield this process's batches, of the size that they are drawn in."""
+        return self._source.batches(self.count)
+
+    def record(self) -> dict[str, Any]:
+        """Return what the samples are."""
+        drawn = {**self.run.protocol, "encoder": encoder_record(self.encoder)}
+        drawn["weights_sha256"] = self.weights_sha256
+        return {"num_samples": self.count, "shape": self.shape, "drawn": drawn}
+
+
+def read_labels(file: Path) -> np.ndarray | None:
+    """Read the labels (N,) of an .npz in the layout of [ADM]; None where it has none.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            labels = read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
+    except ZIP_ERRORS as error:
+        raise ValueError(f"samples={file}: arr_1 cannot be read: {error}") from error
+    return labels
+
+
+def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
+    """Score what samples are compared with, where a reference has labels and held-out images.
+
+    The mean image of each class in turn is what a model that knows the classes and nothing else would draw.
+    """
+    reference = suite.reference
+    if reference.labels is None:
+        return {}
+    images, classes = reference.images.array, np.arange(num_samples) % (reference.labels.max() + 1)
+    means = [images[reference.labels == label].mean(axis=0).round() for label in range(classes.max() + 1)]
+    rows = {"class means": (np.stack(means).astype(np.uint8)[classes], classes)}
+    if reference.held_out is not None:
+        rows["held-out real"] = reference.held_out
+    found = {}
+    for name, (pixels, labels) in rows.items():
+        kept = ArrayImages(pixels)
+        batches = kept.batches(suite.batch_size or kept.count, suite.launch)
+        found[name] = suite.score(batches, kept.count, kept.shape, labels)
+    return found
+
+
+def tell(scores: Scores, others: dict[str, Scores]) -> None:
+    """Print scores beside those of what they are compared with, and what is to be known of them."""
+    rows = {"samples": scores, **others}
+    if others:
+        print(" " * 16 + "".join(f"{name:>16}" for name in rows))
+        print(f"{'n':16}" + "".join(f"{row.num_images:16}" for row in rows.values()))
+    for metric in scores.values:
+        print(f"{metric:16}" + "".join(f"{row.values.get(metric, np.nan):16.5g}" for row in rows.values()))
+    for metric, reason in scores.left_out.items():
+        print(f"{metric:16}   left out: {reason}")
+    for warning in scores.warnings:
+        print(f"note: {warning}")
+    if others:
+        print("A distance also depends on n: it grows as n falls.")

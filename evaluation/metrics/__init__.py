@@ -1,0 +1,37 @@
+"""Metrics, one file each: metric(reference, samples) -> {key: value}."""
+
+from typing import Any
+
+from evaluation.features import FeatureSet, Need
+
+
+class Metric:
+    """A score of the features of samples against those of a reference, which may hold statistics alone.
+
+    A sibling sets what it needs and writes `__call__`; a YAML file of `configs/evaluation/` names it.
+
+    Attributes:
+        keys: what it gives.
+        needs: the statistics that it looks at.
+        min_images: fewer cannot be scored.
+        needs_labels: whether it looks at the labels of the samples.
+    """
+
+    keys: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
+    min_images = 2
+    needs_labels = False
+
+    @property
+    def needs_of_reference(self) -> tuple[Need, ...]:
+        """The statistics of the reference that it looks at; without them it is left out."""
+        return self.needs
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        """Return the scores."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Return what moves a number."""
+        settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {"name": type(self).__name__} | {k: v for k, v in settings.items() if k != "needs"}

@@ -1,0 +1,68 @@
+"""The Frechet distance between two Gaussians (FID, sFID). [ADM]"""
+
+import numpy as np
+import torch
+
+from evaluation.features import FeatureSet
+from evaluation.metrics import Metric
+from evaluation.metrics.comparable import Array
+from evaluation.statistics import FeatureStatistics
+
+
+class FrechetDistance(Metric):
+    """The distance of Gaussians that have the mean and the covariance of the features.
+
+    Args:
+        key: of the score; it names the features.
+        features: their name, as the detector gives them.
+    """
+
+    def __init__(self, key: str, features: str):
+        self.keys, self.features = (key,), features
+        self.needs = ((FeatureStatistics, features),)
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        ours, theirs = (found[FeatureStatistics, self.features] for found in (samples, reference))
+        distance = frechet_distance(ours.mean, ours.covariance, theirs.mean, theirs.covariance)
+        return {self.keys[0]: distance}
+
+
+def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> float:
+    """Return the squared Frechet distance between two Gaussians.
+
+    DEVIATION: the original takes a matrix square root, which fails or turns complex where a covariance is
+        singular. Here
+    sigma1 = F F^T by a Cholesky decomposition with pivots, which stops at the rank, and (sigma1 sigma2)^(1/2)
+    has the trace of (F^T sigma2 F)^(1/2), which is symmetric.
+
+    Args:
+        mu1, mu2: means (F,).
+        sigma1, sigma2: covariances (F, F).
+
+    Raises:
+        ValueError: shapes that differ, or values that are not finite.
+    """
+    from scipy.linalg import eigvalsh
+
+    mu1, sigma1, mu2, sigma2 = (torch.as_tensor(a).double().cpu().numpy() for a in (mu1, sigma1, mu2, sigma2))
+    if mu1.shape != mu2.shape or sigma1.shape != sigma2.shape or sigma1.shape != (*mu1.shape, *mu1.shape):
+        raise ValueError(
+            f"features of {mu1.shape}, {sigma1.shape} and {mu2.shape}, {sigma2.shape} cannot be compared"
+        )
+    if not all(np.isfinite(a).all() for a in (mu1, sigma1, mu2, sigma2)):
+        raise ValueError("means and covariances must be finite")
+    factor = _factor(sigma1)  # (F, rank)
+    squares = eigvalsh(factor.T @ sigma2 @ factor, check_finite=False) if factor.size else np.zeros(1)
+    trace_of_root = np.sqrt(squares.clip(min=0)).sum()
+    # d^2 = |mu1 - mu2|^2 + tr(sigma1 + sigma2 - 2 (sigma1 sigma2)^(1/2))
+    return float(np.square(mu1 - mu2).sum() + np.trace(sigma1) + np.trace(sigma2) - 2 * trace_of_root)
+
+
+def _factor(sigma: np.ndarray) -> np.ndarray:
+    """Return F (n, rank) with F F^T = sigma, for a covariance sigma (n, n) of any rank."""
+    from scipy.linalg import lapack
+
+    lower, pivots, rank, _ = lapack.dpstrf(sigma, lower=1)
+    factor = np.empty((len(sigma), rank))
+    factor[pivots - 1] = np.tril(lower)[:, :rank]
+    return factor

@@ -1,0 +1,75 @@
+"""The inception score, over contiguous splits of the samples. [ADM]"""
+
+import numpy as np
+import torch
+
+from evaluation.features import FeatureSet
+from evaluation.metrics import Metric
+from evaluation.metrics.comparable import Array
+from runtime.launch import Launch
+
+SPLIT_SIZE = 5000  # images over which one score is taken
+
+
+class InceptionScore(Metric):
+    """The inception score of the probabilities of classes (`probs`) of the samples alone."""
+
+    keys = ("is",)
+    needs_of_reference = ()
+
+    def __init__(self):
+        self.needs, self.split_size = ((SplitScores, "probs"),), SPLIT_SIZE
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        return {"is": samples[SplitScores, "probs"].score()}
+
+
+class SplitScores:
+    """Inception score over contiguous splits of images that come in any order, with their positions.
+
+    Args:
+        num_images: how many there are in all.
+        split_size: images of a split; a short last split counts like the others. None: SPLIT_SIZE.
+    """
+
+    def __init__(
+        self, num_classes: int, device: torch.device | str, num_images: int, split_size: int | None = None
+    ):
+        self.split_size = split_size or SPLIT_SIZE
+        num_splits = -(-num_images // self.split_size)
+        # Of each split: its images, the sum of p log p, and the sum of p of each class.
+        self._sums = torch.zeros(num_splits, 2 + num_classes, dtype=torch.float64, device=device)
+
+    def update(self, probs: np.ndarray | torch.Tensor, start: int) -> "SplitScores":
+        """Add probabilities (N, classes) of the images from position `start` on; return self."""
+        probs = torch.as_tensor(probs).to(self._sums)
+        splits = torch.arange(start, start + len(probs), device=probs.device) // self.split_size
+        # xlogy: 0 log 0 = 0.
+        negative_entropies = torch.special.xlogy(probs, probs).sum(dim=1, keepdim=True)
+        sums = torch.cat([torch.ones_like(negative_entropies), negative_entropies, probs], dim=1)
+        self._sums.index_add_(0, splits, sums)
+        return self
+
+    def merge(self, launch: Launch) -> "SplitScores":
+        """Replace the sums of this process by those of all processes; return self."""
+        self._sums = launch.sum(self._sums)
+        return self
+
+    def score(self) -> float:
+        """Return the mean over the splits of exp(E KL(p(y|x) || p(y)))."""
+        count, negative_entropy, probs = self._sums.split([1, 1, self._sums.shape[1] - 2], dim=1)
+        marginals = probs / count
+        # E KL(p(y|x) || p(y)) = E sum p(y|x) log p(y|x) - sum p(y) log p(y)
+        entropies = torch.special.xlogy(marginals, marginals).sum(dim=1, keepdim=True)
+        divergences = negative_entropy / count - entropies
+        return float(divergences.exp().mean())
+
+
+def inception_score(probs: Array, split_size: int = 5000) -> float:
+    """Return the mean over contiguous splits, in the given order, of exp(E KL(p(y|x) || p(y))).
+
+    Args:
+        probs: (N, classes) probabilities; a short last split counts like the others.
+    """
+    probs = torch.as_tensor(probs)
+    return SplitScores(probs.shape[1], probs.device, len(probs), split_size).update(probs, 0).score()

@@ -1,0 +1,62 @@
+"""The kernel distance. [KID]"""
+
+import numpy as np
+import torch
+
+from evaluation.features import FeatureSet
+from evaluation.metrics import Metric
+from evaluation.metrics.comparable import Array, comparable
+from evaluation.statistics import AllFeatures
+
+
+class KernelDistance(Metric):
+    """The kernel distance of the pool features, over subsets of at most half of the smaller set."""
+
+    keys = ("kid", "kid_std")
+    needs = ((AllFeatures, "pool"),)
+
+    def __init__(self, subset_size: int = 1000, num_subsets: int = 100, seed: int = 0):
+        self.subset_size, self.num_subsets, self.seed = subset_size, num_subsets, seed
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        theirs, ours = (found[AllFeatures, "pool"].features for found in (reference, samples))
+        subset_size = max(2, min(self.subset_size, min(len(theirs), len(ours)) // 2))
+        found = kernel_distance(theirs, ours, subset_size, self.num_subsets, self.seed)
+        return dict(zip(self.keys, found, strict=True))
+
+
+def kernel_distance(
+    reference_features: Array,
+    sample_features: Array,
+    subset_size: int = 1000,
+    num_subsets: int = 100,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the kernel distance (KID): mean and standard deviation over random subsets. [KID]
+
+    Args:
+        reference_features, sample_features: (N, F) and (M, F).
+        subset_size: drawn from both sets without replacement; at most the smaller set.
+
+    Raises:
+        ValueError: fewer than 2 features, feature lengths that differ, or features that are not finite.
+    """
+    reference, samples = comparable(reference_features, sample_features, at_least=2)
+    subset_size = min(subset_size, len(reference), len(samples))
+    rng = np.random.default_rng(seed)
+    values = [
+        _squared_discrepancy(
+            *(f[rng.choice(len(f), subset_size, replace=False)].double() for f in (reference, samples))
+        )
+        for _ in range(num_subsets)
+    ]
+    return float(np.mean(values)), float(np.std(values))
+
+
+def _squared_discrepancy(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the unbiased estimate of the squared maximum mean discrepancy of x and y, both (n, F)."""
+    n = len(x)
+    # k(a, b) = (a.b / F + 1)^3
+    xx, yy, xy = ((a @ b.T / x.shape[1] + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
+    within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (n * (n - 1))
+    return float(within - 2 * xy.mean())

@@ -1,0 +1,104 @@
+"""Improved precision and recall, as the ADM suite computes them. [ADM]"""
+
+import torch
+
+from evaluation.features import FeatureSet
+from evaluation.metrics import Metric
+from evaluation.metrics.comparable import Array, comparable
+from evaluation.precision import strict_fp32
+from evaluation.statistics import AllFeatures
+
+
+class PrecisionRecall(Metric):
+    """Improved precision and recall of the pool features.
+
+    Args:
+        exact: distances in fp32; those of the original are rounded to fp16.
+        device: where to compute; None: on the CPU.
+    """
+
+    keys = ("precision", "recall")
+    needs = ((AllFeatures, "pool"),)
+
+    def __init__(self, exact: bool = False, device: torch.device | None = None, k: int = 3):
+        self.k, self.exact, self._device = k, exact, device
+        self.min_images = k + 1
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        theirs, ours = (found[AllFeatures, "pool"].features for found in (reference, samples))
+        found = precision_recall(theirs, ours, k=self.k, exact=self.exact, device=self._device)
+        return dict(zip(self.keys, found, strict=True))
+
+
+def precision_recall(
+    reference_features: Array,
+    sample_features: Array,
+    k: int = 3,
+    exact: bool = False,
+    device: torch.device | str | None = None,
+    block_size: int = 10_000,
+) -> tuple[float, float]:
+    """Return improved precision and recall.
+
+    Precision is the share of samples within the ball of any reference image, whose radius is the distance to
+    its k-th nearest neighbour among the reference images; recall exchanges the two sets.
+
+    Args:
+        reference_features, sample_features: (N, F) and (M, F).
+        exact: distances in fp32. The default rounds as the original does, in fp16, and takes fp32 for a block
+            in which a distance overflows.
+        device: where to compute; None: where the features are.
+        block_size: rows and columns of distances held at a time.
+
+    Raises:
+        ValueError: a set of no more than k members, feature lengths that differ, or features that are not
+            finite.
+    """
+    reference, samples = comparable(reference_features, sample_features, at_least=k + 1, device=device)
+    reference_radii, sample_radii = (
+        _radii(features, k, exact, block_size) for features in (reference, samples)
+    )
+    covered_reference, covered_samples = (
+        torch.zeros(len(f), dtype=torch.bool, device=f.device) for f in (reference, samples)
+    )
+    # Rows are reference images and columns samples, as in the original: fp16 rounds the two orders
+    # differently.
+    for i in range(0, len(reference), block_size):
+        rows = slice(i, i + block_size)
+        for j in range(0, len(samples), block_size):
+            columns = slice(j, j + block_size)
+            distances = _squared_distances(reference[rows], samples[columns], exact)
+            covered_samples[columns] |= (distances <= reference_radii[rows, None]).any(dim=0)
+            covered_reference[rows] |= (distances <= sample_radii[columns]).any(dim=1)
+    return float(covered_samples.double().mean()), float(covered_reference.double().mean())
+
+
+def _radii(features: torch.Tensor, k: int, exact: bool, block_size: int) -> torch.Tensor:
+    """Return the squared distance (N,) of each member to its k-th nearest neighbour, itself not counted."""
+    radii = []
+    for rows in features.split(block_size):
+        nearest = torch.empty(len(rows), 0, device=features.device)
+        for columns in features.split(block_size):
+            nearest = torch.cat([nearest, _squared_distances(rows, columns, exact)], dim=1)
+            nearest = nearest.topk(
+                min(k + 1, nearest.shape[1]), largest=False
+            ).values  # (rows, k + 1), ascending
+        radii.append(nearest[:, k])
+    return torch.cat(radii)
+
+
+@strict_fp32()
+def _squared_distances(a: torch.Tensor, b: torch.Tensor, exact: bool) -> torch.Tensor:
+    """Return the squared distances (n, m) fp32 of a (n, F) and b (m, F)."""
+    # |a - b|^2 = |a|^2 - 2 a.b + |b|^2
+    if not exact:
+        # PARITY: inputs, squares, norms, product and sums are rounded to fp16; sums over features accumulate
+        # in fp32.
+        half_a, half_b = a.half(), b.half()
+        norms_a, norms_b = (x.square().float().sum(dim=1).half() for x in (half_a, half_b))
+        distances = (half_a.float() @ half_b.float().T).half()
+        distances = distances.mul_(-2).add_(norms_a[:, None]).add_(norms_b).clamp_(min=0).float()
+        if distances.isfinite().all():
+            return distances
+    a, b = a.float(), b.float()
+    return (a.square().sum(dim=1)[:, None] - 2 * a @ b.T + b.square().sum(dim=1)).clamp_(min=0)

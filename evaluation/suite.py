@@ -1,0 +1,172 @@
+"""A suite: what a detector sees in samples, scored by metrics against a reference; during a training, too."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from evaluation.features import Batches, Detector, FeatureSet, Need, extract
+from evaluation.metrics import Metric
+from evaluation.reference import Reference
+from evaluation.statistics import AllFeatures, FeatureStatistics, in_order
+from runtime.launch import ALONE, Launch
+
+MANY_IMAGES = 100_000
+
+
+@dataclass
+class Scores:
+    """Metrics by name, the metrics that were left out and why, and what to keep in mind."""
+
+    num_images: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Suite:
+    """evaluator(step): draw samples from a training and score them; `score` takes any others.
+
+    What is computed from all images is computed on the first process. The reference's own images are looked
+    at once, when they are first needed.
+
+    Args:
+        reference: what to score against; in a YAML file a path, or null: the training images of the data.
+        detector: a YAML file names it, and each of the metrics.
+        num_samples: how many a training draws.
+        labels: of these, `random` or `balanced`.
+        source: gives this process's samples: source.with_labels(labels), .batches(num_samples),
+            .labels(num_samples), .image_shape. None where only `score` is asked.
+        batch_size: images that the detector takes at a time, on every process; None: all of them at once, on
+            the first, for small images.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        detector: Detector,
+        metrics: Mapping[str, Metric],
+        num_samples: int,
+        labels: str,
+        launch: Launch,
+        source: Any = None,
+        batch_size: int | None = None,
+    ):
+        self.reference, self.detector, self.metrics = reference, detector, list(metrics.values())
+        self.num_samples, self.labels, self.batch_size, self.launch = num_samples, labels, batch_size, launch
+        self.source = None if source is None else source.with_labels(labels)
+        self._features_of_reference, self._told = None, False
+        if reference.images is not None:
+            self.check(reference.images.count, reference.images.shape, "reference images")
+        if source is not None:
+            self.check(num_samples, source.image_shape, "evaluation")
+        if hasattr(detector, "fit") and launch.is_main:
+            if reference.labels is None:
+                raise ValueError(f"{reference.name} must hold images with labels, to fit a classifier on")
+            ((_, images),) = reference.images.batches(reference.images.count)
+            detector.fit(images, reference.labels)
+
+    def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
+        """Raise a ValueError where images, which errors call `name`, cannot be scored."""
+        strictest = max(self.metrics, key=lambda metric: metric.min_images)
+        if num_images < strictest.min_images:
+            raise ValueError(
+                f"{name}: {num_images} image(s) are too few: at least {strictest.min_images} are needed for "
+                f"{', '.join(strictest.keys)}"
+            )
+        if hasattr(self.detector, "fit") and shape != self.reference.images.shape:
+            raise ValueError(f"{name}: images are {shape}, the reference is {self.reference.images.shape}")
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything about the scores that moves a number."""
+        drawn = {} if self.source is None else {"num_samples": self.num_samples, "labels": self.labels}
+        return {
+            "detector": {"name": type(self.detector).__name__, **getattr(self.detector, "record", {})},
+            "metrics": [metric.describe() for metric in self.metrics],
+            "batch_size": self.batch_size,
+            "reference": self.reference.describe(),
+            **drawn,
+        }
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Draw samples and return their scores, on the first process; warn the first time."""
+        labels = self.source.labels(self.num_samples)
+        scores = self.score(
+            self.source.batches(self.num_samples),
+            self.num_samples,
+            self.source.image_shape,
+            None if labels is None else labels.numpy(),
+        )
+        if not self._told:
+            for metric, reason in scores.left_out.items():
+                tqdm.write(f"{metric} is left out: {reason}")
+            for warning in scores.warnings:
+                tqdm.write(f"note: {warning}")
+        self._told = True
+        return scores.values
+
+    def score(
+        self, batches: Batches, num_images: int, shape: tuple[int, ...], labels: np.ndarray | None = None
+    ) -> Scores:
+        """Return the scores of images (num_images, *shape) on the first process; the others take part and
+        return none.
+        """
+        if self._features_of_reference is None:  # first: what cannot be used shows before a sample is drawn
+            self._features_of_reference = self._look_at_reference()
+        reference = self._features_of_reference
+        needs = {need for metric in self.metrics for need in metric.needs}
+        samples = self._extract(batches, num_images, needs, "features of samples")
+        if not self.launch.is_main:
+            return Scores()
+        samples.labels = labels
+        scores = Scores(num_images, warnings=self.warnings(num_images, shape))
+        for metric in self.metrics:
+            lacking = [need for need in metric.needs_of_reference if need not in reference.statistics]
+            if lacking:
+                reason = self.reference.why_without(lacking[0])
+                scores.left_out |= {self.named(key, num_images): reason for key in metric.keys}
+            else:
+                values = metric(reference, samples)
+                scores.values |= {self.named(key, num_images): value for key, value in values.items()}
+        return scores
+
+    def named(self, key: str, num_images: int) -> str:
+        """Return the name of a score of so many images."""
+        return key
+
+    def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
+        """Return what to keep in mind of scores."""
+        return []
+
+    def _look_at_reference(self) -> FeatureSet:
+        known, images = self.reference.statistics, self.reference.images
+        needs = {need for metric in self.metrics for need in metric.needs_of_reference}
+        if known:  # are of all images, of which a reference may carry some
+            needs = {(kind, name) for kind, name in needs if kind is not FeatureStatistics}
+        if not needs or images is None:
+            return FeatureSet(statistics=dict(known))
+        if (
+            images.count > MANY_IMAGES
+            and self.launch.is_main
+            and any(kind is AllFeatures for kind, _ in needs)
+        ):
+            tqdm.write(
+                f"note: precision and recall compare with all {images.count:,} images of the reference, "
+                "which takes memory and hours: a reference made by mode=reference carries 10,000 of them"
+            )
+        batches = images.batches(self.batch_size or images.count, self.launch)
+        found = self._extract(batches, images.count, needs, "features of reference")
+        return FeatureSet(images.count, {**known, **found.statistics})
+
+    def _extract(self, batches: Batches, num_images: int, needs: set[Need], description: str) -> FeatureSet:
+        launch = self.launch
+        if self.batch_size is None:
+            parts = launch.gather_items(list(batches))
+            if not launch.is_main:
+                return FeatureSet()
+            batches, launch = [(0, np.concatenate(in_order(parts)))], ALONE
+        options = {"batch_size": self.batch_size, "launch": launch, "description": description}
+        return extract(self.detector, batches, num_images, needs, **options)
