@@ -87,20 +87,17 @@ class DrawnByGenerator(TorchFunctionMode):
         return function(*args, **{**kwargs, "device": generator.device}).to(device)
 
 
-class InDouble(nn.Module):
-    """A network in float64 between a preconditioning and a loss in fp32, whose own rounding is 1e-7."""
+def in_double(net: nn.Module) -> nn.Module:
+    """Return a copy in float64, between a preconditioning and a loss in fp32, whose own rounding is 1e-7."""
 
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net = deepcopy(net).double()
-        ids_keep = self.net._ids_keep
-        self.net._ids_keep = lambda x, *others: ids_keep(x.float(), *others)  # importance is one of fp32
+    def to_double(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(x.double() if x.is_floating_point() else x for x in inputs)
 
-    def forward(
-        self, x: torch.Tensor, c_noise: torch.Tensor, class_labels: torch.Tensor, **others: Any
-    ) -> torch.Tensor:
-        """Return F_x in float64."""
-        return self.net(x.double(), c_noise.double(), class_labels, **others)
+    net = deepcopy(net).double()
+    net.register_forward_pre_hook(to_double)
+    ids_keep = net._ids_keep
+    net._ids_keep = lambda x, *others: ids_keep(x.float(), *others)  # importance is one of fp32
+    return net
 
 
 @contextmanager
@@ -193,7 +190,7 @@ def errors(
     rows = []
     for name, way in ways.items():
         with DrawnByGenerator():
-            wanted = way(config, InDouble(reference), CPU, "fp32")
+            wanted = way(config, in_double(reference), CPU, "fp32")
             for precision in ("fp32", *["tf32"] * (device.type == "cuda"), "bf16"):
                 rows += apart(f"{name}, {precision}", way(config, net, device, precision), wanted, precision)
     return rows
