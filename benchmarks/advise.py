@@ -10,8 +10,8 @@ another candidate is faster by 5 % and lets its tokens rejoin a state that is as
 published quality is known for the published window alone.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -33,7 +33,7 @@ from models import cost_of, token_mask
 from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
 from runtime.config import build_node, run_main, user_mistakes
 from runtime.errors import check_positive
-from runtime.files import atomic_write, write_json, write_text
+from runtime.files import write_json, write_text
 from runtime.machine import start_process
 from runtime.output import claimed, place_of
 from runtime.provenance import environment
@@ -41,36 +41,43 @@ from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, spee
 
 MAX_BATCH = 4096  # that a run from elsewhere may ask for
 MIN_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
-COLORS = {0.25: "tab:gray", 0.5: "tab:blue"}
-RATIOS = tuple(COLORS)  # published: 0.75 is worse than dense
+RATIOS = (0.25, 0.5)  # published: 0.75 is worse than dense
 PUBLISHED = Route(0.5, 2, -4)
-FASTER_BY = 1.05
+FASTER_BY, MIN_SPEEDUP = 1.05, 1.05  # than the published window; than no route at all
 LESS_ALIKE_BY = 0.01
 NEARLY_ALIKE = 0.97  # blocks start as the identity: then all states are alike, and that says nothing
-MIN_SPEEDUP = 1.05  # below it routes do not pay for what they may cost in quality
+NOTES = """
+Times are of a forward and backward pass; windows of one length share one measurement.
+Similarity: mean cosine between the states in which tokens leave and in which they rejoin, without routes.
+Candidates are what published results allow: blocks 1 to 3 to depth-5 to depth-3, ratio up to 0.5.
+"""
+TRAINED_WITH_ROUTES = """\
+This run was trained with routes, which makes the states of its own window alike: ask a dense run for an
+opinion that is free of it.
+"""
+HARDLY_TRAINED = """\
+All states are nearly the same: this network has hardly been trained, and similarity says nothing yet. Ask
+again later.
+"""
 
 configuration.register()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One route, what it promises and what was measured; `num_kept` includes what masks force to stay.
-
-    Times are of a forward and backward pass; the predicted one is the dense time over the promised speed-up.
-    """
+    """One route, what it promises and what was measured; `num_kept` includes what masks force to stay."""
 
     route: Route
     num_kept: int
     predicted_speedup: float
     measured_speedup: float
-    predicted_sec: float
     measured_sec: float
     similarity: float
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="advise")
 def main(cfg: DictConfig) -> None:
-    """Measure, recommend, and write table, figures and picture."""
+    """Measure, recommend, and write table and figures."""
     with user_mistakes():
         request = configuration.resolve(cfg)
         config, details = read_run(request["run"])
@@ -78,8 +85,7 @@ def main(cfg: DictConfig) -> None:
         if depth < MIN_DEPTH:
             raise ValueError(
                 f"run={request['run']}: routes make no sense at model.depth={depth}, it must be at least "
-                f"{MIN_DEPTH}: "
-                "the first and the last blocks must see all tokens, and hardly any would be left to bypass"
+                f"{MIN_DEPTH}: the first and the last blocks must see all tokens"
             )
         for key in ("num_samples", "repeats", "batch_size"):
             if request[key] is not None:
@@ -94,16 +100,12 @@ def main(cfg: DictConfig) -> None:
         dataset = build_node(config, "data")()
         coverage = _coverage(request["mask_coverage"], config, dataset)
         file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
-        with claimed(
-            "output", file, [file.with_suffix(".md"), file.with_suffix(".png")], request["overwrite"]
-        ):
+        with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
             batch_size = resolved["micro_batch_size"]
             alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
-            candidates = measure(
-                config, resolved, net, alike, coverage, batch_size, request["repeats"], device
-            )
+            candidates = measure(config, resolved, net, alike, coverage, request["repeats"], device)
             best = recommend(candidates, depth)
-            text = report(candidates, best, depth, coverage, routed=bool(config["model"]["routes"]))
+            text = report(candidates, best, depth, routed=bool(config["model"]["routes"]))
             figures = {
                 "checkpoint": str(checkpoint),
                 "mask_coverage": coverage,
@@ -115,13 +117,11 @@ def main(cfg: DictConfig) -> None:
             }
             write_text(file.with_suffix(".md"), text + "\n")
             write_json(file, figures)
-            with atomic_write(file.with_suffix(".png")) as partial:
-                draw(alike, candidates, best, partial)
-    print(f"{text}\n\ntable   {file.with_suffix('.md')}\npicture {file.with_suffix('.png')}")
+    print(f"{text}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
 
 
 def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-    """Return precision, mode and batch of the run, as its manifest tells them, and as the request changes
+    """Return precision, mode and batch of the run as its manifest tells them, and as the request changes
     them.
     """
     told = details.get("resolved")
@@ -183,9 +183,8 @@ def similarity(
         stored, labels = dataset.read(ids[start : start + batch_size])
         latents = dataset.manifest.to_latents(stored.to(device), generator)
         loss_fn(precond, latents, None if labels is None else labels.to(device), generator=generator)
-        unit = torch.stack(
-            [F.normalize(x[:, net.num_prefix_tokens :].float(), dim=-1) for x in states]
-        ).flatten(1)
+        unit = [F.normalize(x[:, net.num_prefix_tokens :].float(), dim=-1) for x in states]
+        unit = torch.stack(unit).flatten(1)  # (depth + 1, N * T * D)
         total += (unit @ unit.T).double() / net.num_tokens
         states.clear()
     for hook in hooks:
@@ -199,15 +198,14 @@ def measure(
     net: nn.Module,
     alike: np.ndarray,
     coverage: float,
-    batch_size: int,
     repeats: int,
     device: torch.device,
 ) -> list[Candidate]:
     """Return all candidates, with the time of a forward and backward pass in the precision and mode of the
     run.
     """
-    depth, T = len(net.blocks), net.num_tokens
-    num_forced = int(np.ceil(coverage * T))
+    depth, T, batch_size = len(net.blocks), net.num_tokens, resolved["micro_batch_size"]
+    bf16 = resolved.get("mixed_precision") == "bf16"
     if resolved.get("compile"):
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         torch._dynamo.config.recompile_limit = most_graphs(len(RATIOS) + 1)
@@ -219,60 +217,45 @@ def measure(
 
     def step(route: Route) -> None:
         net.routes = (route,)
-        with torch.autocast(device.type, torch.bfloat16, enabled=resolved.get("mixed_precision") == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss_fn(precond, x, labels).mean().backward()
         net.zero_grad()
+        bar.update()
 
-    windows = sorted(
-        {(start, end) for start, end in product((1, 2, 3), (depth - 5, depth - 4, depth - 3)) if start < end}
-    )
+    grown = {ratio: grow_ratio(ratio, T, int(np.ceil(coverage * T))) for ratio in RATIOS}
+    windows = [window for window in product((1, 2, 3), range(depth - 5, depth - 2)) if window[0] < window[1]]
     # Time depends on how long a window is, not on where it is: each length is measured once.
     lengths = {end - start + 1: (start, end) for start, end in windows}
-    steps = {"dense": lambda: step(Route(0.0, 2, depth - 4))}
+    steps = {"dense": partial(step, Route(0.0, 2, depth - 4))}
     for (length, window), ratio in product(lengths.items(), RATIOS):
-        route = Route(grow_ratio(ratio, T, num_forced), *window)
-        steps[length, ratio] = lambda route=route: step(route)
+        steps[length, ratio] = partial(step, Route(grown[ratio], *window))
     with tqdm(total=len(steps) * (repeats + 1), desc="time", unit="step") as bar:
-        seconds = interleaved_seconds(
-            {key: _counted(step, bar) for key, step in steps.items()}, device, repeats
-        )
-    slowdown = fp32_slowdown(net, device, bf16=resolved.get("mixed_precision") == "bf16")
-    candidates = []
+        seconds = interleaved_seconds(steps, device, repeats)
+    slowdown, candidates = fp32_slowdown(net, device, bf16=bf16), []
     for (start, end), ratio in product(windows, RATIOS):
-        grown = grow_ratio(ratio, T, num_forced)
         net.routes = resolve_routes([Route(ratio, start, end)], depth)
+        routed_sec = seconds[end - start + 1, ratio]
         candidates.append(
             Candidate(
                 Route(ratio, start, end),
-                num_tokens_kept(T, grown),
-                promised := cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown).predicted_speedup,
-                speedup(seconds["dense"], seconds[end - start + 1, ratio]),
-                median(seconds["dense"]) / promised,
-                median(seconds[end - start + 1, ratio]),
-                float(alike[start, end + 1]),
+                num_kept=num_tokens_kept(T, grown[ratio]),
+                predicted_speedup=cost_of(net, None, coverage, slowdown).predicted_speedup,
+                measured_speedup=speedup(seconds["dense"], routed_sec),
+                measured_sec=median(routed_sec),
+                similarity=float(alike[start, end + 1]),
             )
         )
     return candidates
 
 
-def _counted(function: Callable[[], None], bar: tqdm) -> Callable[[], None]:
-    def run() -> None:
-        function()
-        bar.update()
-
-    return run
-
-
 def recommend(candidates: list[Candidate], depth: int) -> Candidate | None:
     """Return the candidate to take by the rule above; None where routes save too little to be worth it."""
     (published_route,) = resolve_routes([PUBLISHED], depth)
-    (published,) = (c for c in candidates if c.route == published_route)
-    eligible = [c for c in candidates if c.similarity >= published.similarity - LESS_ALIKE_BY]
+    (best,) = (c for c in candidates if c.route == published_route)
+    eligible = [c for c in candidates if c.similarity >= best.similarity - LESS_ALIKE_BY]
     fastest = max(eligible, key=lambda c: c.measured_speedup)
-    deviates = fastest.measured_speedup >= FASTER_BY * published.measured_speedup and not hardly_trained(
-        candidates
-    )
-    best = fastest if deviates else published
+    if fastest.measured_speedup >= FASTER_BY * best.measured_speedup and not hardly_trained(candidates):
+        best = fastest
     return best if best.measured_speedup >= MIN_SPEEDUP else None
 
 
@@ -282,117 +265,35 @@ def hardly_trained(candidates: list[Candidate]) -> bool:
 
 
 def override(route: Route, depth: int) -> str:
-    """Return the route as it is given on the command line, its end counted from the last block as in
+    """Return the route as the command line takes it, its end counted from the last block as in
     `model/routes`.
     """
-    fields = ", ".join(
-        f"{k}: {v}" for k, v in asdict(replace(route, end_layer_idx=route.end_layer_idx - depth)).items()
-    )
-    return f"'model.routes=[{{{fields}}}]'"
+    given = asdict(replace(route, end_layer_idx=route.end_layer_idx - depth))
+    return "'model.routes=[{" + ", ".join(f"{key}: {value}" for key, value in given.items()) + "}]'"
 
 
-def report(
-    candidates: list[Candidate], best: Candidate | None, depth: int, coverage: float, routed: bool
-) -> str:
-    """Return the table and the recommendation as markdown; `routed` says that the run was trained with
-    routes.
-    """
+def report(candidates: list[Candidate], best: Candidate | None, depth: int, routed: bool) -> str:
+    """Return the table and the recommendation as markdown; `routed`: the run was trained with routes."""
     lines = [
-        f"Candidate routes at depth {depth}"
-        + (f", masks force up to {coverage:.0%} of the tokens to stay" if coverage else ""),
-        "",
-        "| blocks bypassed | ratio | tokens kept | predicted | measured | predicted ms | measured ms | "
-        "similarity at end | |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|---|",
+        "| blocks bypassed | ratio | tokens kept | predicted | measured | ms | similarity at end | |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for c in sorted(candidates, key=lambda c: -c.measured_speedup):
-        notes = [
-            *(["published"] if (c.route,) == resolve_routes([PUBLISHED], depth) else []),
-            *(["recommended"] if c == best else []),
-        ]
+        route = c.route
+        note = "recommended" if c == best else ""
         lines.append(
-            f"| {c.route.start_layer_idx} to {c.route.end_layer_idx} | {c.route.selection_ratio} | "
-            f"{c.num_kept} "
-            f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x "
-            f"| {1000 * c.predicted_sec:.1f} | {1000 * c.measured_sec:.1f} | {c.similarity:.3f} | "
-            f"{', '.join(notes)} |"
+            f"| {route.start_layer_idx} to {route.end_layer_idx} | {route.selection_ratio} | {c.num_kept} "
+            f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x | {1000 * c.measured_sec:.1f} "
+            f"| {c.similarity:.3f} | {note} |"
         )
+    lines.append(NOTES)
+    lines += [TRAINED_WITH_ROUTES] if routed else []
+    lines += [HARDLY_TRAINED] if hardly_trained(candidates) else []
     if best is None:
         advice = f"No route makes a step {MIN_SPEEDUP:.2f}x as fast here: train the dense twin, model=dit."
     else:
         advice = f"Recommended: model=tread {override(best.route, depth)} run_name=NAME"
-    dense_sec = candidates[0].predicted_sec * candidates[0].predicted_speedup
-    notes = [
-        f"Times are of a forward and backward pass; a dense one takes {1000 * dense_sec:.1f} ms. Windows of "
-        "one length "
-        "share one measurement: time does not depend on where a window lies.",
-        "Similarity: mean cosine between the state in which tokens leave and the one in which they rejoin, "
-        "without routes.",
-        "Candidates are what published results allow: first block 1 to 3, last block depth-5 to depth-3, "
-        "ratio up to 0.5.",
-    ]
-    if routed:
-        notes.append(
-            "This run was trained with routes, which makes the states of its own window alike: ask a dense "
-            "run for an opinion "
-            "that is free of it."
-        )
-    if hardly_trained(candidates):
-        notes.append(
-            "All states are nearly the same: this network has hardly been trained, and similarity says "
-            "nothing yet. "
-            "Ask again later."
-        )
-    return "\n".join([*lines, "", *notes, "", advice])
-
-
-def draw(alike: np.ndarray, candidates: list[Candidate], best: Candidate | None, file: Path) -> None:
-    """Draw the similarity of the layers, and speed-up against similarity for the candidates."""
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    image = left.imshow(alike, vmin=alike.min(), vmax=1, cmap="viridis", origin="lower")
-    figure.colorbar(image, ax=left, label="cosine similarity of tokens")
-    left.set(
-        title="How alike the states are" + (" (red: the recommended window)" if best else ""),
-        xlabel="before block (last: output)",
-        ylabel="before block (last: output)",
-    )
-    for c in candidates:
-        name, chosen = f"{c.route.start_layer_idx}..{c.route.end_layer_idx}", c == best
-        color = "tab:red" if chosen else COLORS[c.route.selection_ratio]
-        right.scatter(c.similarity, c.measured_speedup, color=color, zorder=3 if chosen else 2)
-        below = c.route.selection_ratio == RATIOS[0]
-        offset = (4, -11 if below else 4)
-        right.annotate(
-            name, (c.similarity, c.measured_speedup), xytext=offset, textcoords="offset points", fontsize=8
-        )
-    labels = {color: f"ratio {ratio}" for ratio, color in COLORS.items()} | (
-        {"tab:red": "recommended"} if best else {}
-    )
-    for color, label in labels.items():
-        right.scatter([], [], color=color, label=label)
-    right.set(
-        title="What each window gives",
-        xlabel="similarity where tokens rejoin",
-        ylabel="measured speed-up of a step",
-    )
-    right.margins(x=0.08)
-    right.axhline(1, color="black", linewidth=0.8, linestyle=":")
-    right.legend()
-    if best:
-        start, end = best.route.start_layer_idx, best.route.end_layer_idx + 1
-        left.scatter(
-            [start, end],
-            [end, start],
-            marker="s",
-            s=120,
-            facecolors="none",
-            edgecolors="tab:red",
-            linewidths=2,
-        )
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    return "\n".join([*lines, advice])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Each row tells an error that was found and the bound that it must keep.
 """
 
 import gc
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,16 +16,16 @@ import numpy as np
 import torch
 import torch.nn as nn
 from torch.overrides import TorchFunctionMode
-from torchvision.models import inception_v3
 
 from benchmarks import check_runs
-from benchmarks.check_runs import BATCH_SIZE, TINY, Rows, compared, relative
-from benchmarks.evaluation_speed import features
+from benchmarks.check_runs import BATCH_SIZE, TINY, compared, relative
+from benchmarks.evaluation_speed import features, random_detectors
+from benchmarks.results import Rows
 from benchmarks.runs import compose_config, perturb
 from builders.network import build_net, build_precond
 from diffusion import edm_sampler, guided_denoiser
-from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
-from evaluation.detectors.inception import NUM_CLASSES, NUM_POOL_FEATURES
+from evaluation import FeatureStatistics, frechet_distance, precision_recall
+from evaluation.detectors.inception import NUM_POOL_FEATURES
 from evaluation.precision import strict_fp32
 from models import token_mask
 from runtime.config import build_node
@@ -45,18 +44,13 @@ BOUNDS = {
 }
 BOUNDS["tf32"] = {what: bound / 8 for what, bound in BOUNDS["bf16"].items()}
 # Features as above, where 1e-6 was found. Sums in float64; counts of images, few of which may lie at an edge.
-SCORE_BOUNDS = {
-    "pool": 5e-5,
-    "spatial": 5e-5,
-    "logits": 5e-5,
-    "Frechet distance": 1e-9,
-    "precision": 5e-3,
-    "recall": 5e-3,
-}
+FEATURE_BOUND = 5e-5
+SCORE_BOUNDS = {"Frechet distance": 1e-9, "precision": 5e-3, "recall": 5e-3}
+Tensors = dict[str, list[torch.Tensor]]
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
-    """Return what measures each setting; the records are all that `out` gets."""
+    """Return what measures each setting; see `benchmarks.gpu`."""
     measures = {
         "gpu tests": check_runs.gpu_tests,
         "precision": precision,
@@ -93,30 +87,17 @@ class DrawnByGenerator(TorchFunctionMode):
         return function(*args, **{**kwargs, "device": generator.device}).to(device)
 
 
-class InDouble(nn.Module):
-    """A network in float64 between a preconditioning and a loss in fp32, whose own rounding is 1e-7."""
+def in_double(net: nn.Module) -> nn.Module:
+    """Return a copy in float64, between a preconditioning and a loss in fp32, whose own rounding is 1e-7."""
 
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net = deepcopy(net).double()
-        ids_keep = self.net._ids_keep
-        self.net._ids_keep = lambda x, *arguments: ids_keep(
-            x.float(), *arguments
-        )  # importance is only known in fp32
+    def to_double(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(x.double() if x.is_floating_point() else x for x in inputs)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        c_noise: torch.Tensor,
-        class_labels: torch.Tensor,
-        *,
-        selection_ratio: float | tuple[float, ...] | None = None,
-        force_keep: torch.Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Return F_x in float64."""
-        routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
-        return self.net(x.double(), c_noise.double(), class_labels, **routing, generator=generator)
+    net = deepcopy(net).double()
+    net.register_forward_pre_hook(to_double)
+    ids_keep = net._ids_keep
+    net._ids_keep = lambda x, *others: ids_keep(x.float(), *others)  # importance is one of fp32
+    return net
 
 
 @contextmanager
@@ -128,11 +109,16 @@ def computing(precision: str) -> Iterator[None]:
         yield
 
 
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Have the products of a forward pass in bf16, if that is the precision."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
 def model(kind: str, tiny: bool) -> tuple[dict[str, Any], nn.Module]:
     """Return configuration and network of a routed or a dense DiT, without the zeros of fresh weights."""
     size = ("data.input_size=8", *TINY) if tiny else ("data.input_size=32", "model/size=s_2")
-    overrides = ("data=synthetic", "data.num_classes=1000", "model.class_dropout_prob=0.5", *size)
-    config = compose_config((f"model={'tread' if kind == 'routed' else 'dit'}", *overrides))
+    data = ("data=synthetic", "data.num_classes=1000", "model.class_dropout_prob=0.5")
+    config = compose_config((f"model={'tread' if kind == 'routed' else 'dit'}", *data, *size))
     torch.manual_seed(0)
     net = build_net(config)
     perturb(net)
@@ -142,9 +128,8 @@ def model(kind: str, tiny: bool) -> tuple[dict[str, Any], nn.Module]:
 def batch(config: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return latents and labels, the same on every device."""
     sizes, generator = config["model"], torch.Generator().manual_seed(1)
-    x = torch.randn(
-        BATCH_SIZE, sizes["in_channels"], sizes["input_size"], sizes["input_size"], generator=generator
-    )
+    shape = (BATCH_SIZE, sizes["in_channels"], sizes["input_size"], sizes["input_size"])
+    x = torch.randn(shape, generator=generator)
     return x.to(device), torch.randint(sizes["num_classes"], (BATCH_SIZE,), generator=generator).to(device)
 
 
@@ -155,20 +140,19 @@ def loss_and_gradients(
     precision: str,
     masked: bool = False,
     draw_on: torch.device = CPU,
-) -> dict[str, list[torch.Tensor]]:
+) -> Tensors:
     """Return the losses of samples and the gradients of all parameters, as a training step has them."""
-    precond, loss_fn = build_precond(config, net), build_node(config, "diffusion.loss")()
+    precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
     x, labels = batch(config, device)
-    mask = torch.zeros(len(x), *x.shape[2:], device=device)
-    mask[:, : mask.shape[1] // 4] = 1  # fewer tokens than a route keeps
-    masks = (
-        {"force_keep": token_mask(mask, config["model"]["patch_size"]), "loss_mask": mask} if masked else {}
-    )
+    masks = {}
+    if masked:
+        mask = torch.zeros(len(x), *x.shape[2:], device=device)
+        mask[:, : mask.shape[1] // 4] = 1  # fewer tokens than a route keeps
+        masks = {"force_keep": token_mask(mask, config["model"]["patch_size"]), "loss_mask": mask}
+    generator = torch.Generator(draw_on).manual_seed(0)
     with computing(precision):
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            losses = loss_fn(
-                precond.train(), x, labels, generator=torch.Generator(draw_on).manual_seed(0), **masks
-            )
+        with autocast(precision, device):
+            losses = loss_fn(precond, x, labels, generator=generator, **masks)
         losses.mean().backward()
     gradients = [parameter.grad for parameter in net.parameters()]
     net.zero_grad()
@@ -176,14 +160,12 @@ def loss_and_gradients(
 
 
 @torch.no_grad()
-def samples(
-    config: dict[str, Any], net: nn.Module, device: torch.device, precision: str
-) -> dict[str, list[torch.Tensor]]:
+def samples(config: dict[str, Any], net: nn.Module, device: torch.device, precision: str) -> Tensors:
     """Return guided samples of a few steps."""
     noise, labels = batch(config, device)
     precond = build_precond(config, net).eval()
     denoise = guided_denoiser(precond, labels, config["model"]["num_classes"], GUIDANCE_SCALE)
-    with computing(precision), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+    with computing(precision), autocast(precision, device):
         return {"samples": [edm_sampler(denoise, noise, num_steps=NUM_SAMPLING_STEPS)]}
 
 
@@ -201,74 +183,50 @@ def errors(
 ) -> Rows:
     """Compare a network on a device with the same in float64 on the CPU."""
     ways = {kind: loss_and_gradients}
-    # A network that has routes samples as one that has none.
-    ways |= (
-        {"routed, masks": partial(loss_and_gradients, masked=True)}
-        if kind == "routed"
-        else {"dense, guided": samples}
-    )
+    if kind == "routed":  # it samples as a dense one does
+        ways["routed, masks"] = partial(loss_and_gradients, masked=True)
+    else:
+        ways["dense, guided"] = samples
     rows = []
     for name, way in ways.items():
         with DrawnByGenerator():
-            wanted = way(config, InDouble(reference), CPU, "fp32")
+            wanted = way(config, in_double(reference), CPU, "fp32")
             for precision in ("fp32", *["tf32"] * (device.type == "cuda"), "bf16"):
-                found = way(config, net, device, precision)
-                rows += [
-                    compared(
-                        f"{name}, {precision}: {what}",
-                        relative(found[what], wanted[what]),
-                        BOUNDS[precision][what],
-                    )
-                    for what in wanted
-                ]
+                rows += apart(f"{name}, {precision}", way(config, net, device, precision), wanted, precision)
     return rows
+
+
+def apart(name: str, found: Tensors, wanted: Tensors, precision: str) -> Rows:
+    """Return the rows that hold tensors against others."""
+    bounds = BOUNDS[precision]
+    return [compared(f"{name}: {what}", relative(found[what], wanted[what]), bounds[what]) for what in wanted]
 
 
 def scores(device: torch.device, tiny: bool) -> Rows:
-    """Hold the features of the Inception network against float64, and scores of features against those on the
-    CPU.
-    """
-    rng, num_images = np.random.default_rng(0), 4 if tiny else 64
-    images = rng.integers(0, 256, (num_images, 64, 64, 3), dtype=np.uint8)
-    net = inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False)
-    for parameter in net.parameters():
-        if parameter.ndim == 4:
-            nn.init.kaiming_normal_(parameter)  # else hardly anything is left of the images behind 48 layers
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(net.state_dict(), file := Path(folder) / "random.pth")
-        detector, reference = (
-            InceptionDetector(file, where, allow_unpublished=True) for where in (device, CPU)
-        )
-    reference._network.double().feature_extractor_internal_dtype = torch.float64
-    found, wanted = detector(images), reference(images)
-    assert all(part.dtype == torch.float32 for part in found.values())
+    """Hold the features of the Inception network and scores of features against those on the CPU."""
+    num_images, count, length = (4, 500, 256) if tiny else (64, 5000, NUM_POOL_FEATURES)
+    images = np.random.default_rng(0).integers(0, 256, (num_images, 64, 64, 3), dtype=np.uint8)
+    found, wanted = (detector(images) for detector in random_detectors(device, CPU))
     rows = [
-        compared(
-            f"Inception network: {what}",
-            relative([found[what]], [wanted[what]]),
-            SCORE_BOUNDS[what],
-        )
-        for what in ("pool", "spatial", "logits")
+        compared(f"Inception network: {what}", relative([found[what]], [wanted[what]]), FEATURE_BOUND)
+        for what in wanted
     ]
-    count, length = (500, 256) if tiny else (5000, NUM_POOL_FEATURES)
-    found, wanted = (
-        scores_of(features(count, length, 1), features(count, length, 2), d) for d in (device, CPU)
-    )
-    rows += [
-        compared(what, abs(found[what] - wanted[what]) / wanted[what], SCORE_BOUNDS[what]) for what in wanted
-    ]
+    both = features(count, length, 1), features(count, length, 2)
+    found, wanted = (scores_of(*(part.to(where) for part in both)) for where in (device, CPU))
+    for what, bound in SCORE_BOUNDS.items():
+        rows.append(compared(what, abs(found[what] - wanted[what]) / wanted[what], bound))
     return rows
 
 
-def scores_of(reference: torch.Tensor, found: torch.Tensor, device: torch.device) -> dict[str, float]:
-    """Return the scores of features, accumulated and compared on a device."""
-    both, moments = [reference.to(device), found.to(device)], []
-    for part in both:
-        statistics = FeatureStatistics(part.shape[1], device)
+def scores_of(reference: torch.Tensor, samples: torch.Tensor) -> dict[str, float]:
+    """Return the scores of features, accumulated and compared on their device."""
+    moments = []
+    for part in (reference, samples):
+        statistics = FeatureStatistics(part.shape[1], part.device)
         for rows in part.split(64):
             statistics.update(rows)
         moments += [statistics.mean, statistics.covariance]
-    precision, recall = precision_recall(*both)
+    precision, recall = precision_recall(reference, samples)
     return {"Frechet distance": frechet_distance(*moments), "precision": precision, "recall": recall}
 
 
@@ -276,32 +234,19 @@ def compiled(device: torch.device, tiny: bool) -> Rows:
     """Hold compiled blocks against eager ones, on the device, with the same seeds."""
     if not can_compile(device):
         return [{"what": "not compared: there is no compiler", "failed": ""}]
+    kinds, precisions = (("routed",), ("fp32",)) if tiny else (("routed", "dense"), ("fp32", "bf16"))
     rows = []
-    for kind in ("routed",) if tiny else ("routed", "dense"):
+    for kind in kinds:
         config, net = model(kind, tiny)
-        net.to(device)
-        ways = {
-            p: partial(loss_and_gradients, config, net, device, p, draw_on=device)
-            for p in ("fp32", "bf16")[: 2 - tiny]
-        }
-        eager = {precision: way() for precision, way in ways.items()}
+        way = partial(loss_and_gradients, config, net.to(device), device, draw_on=device)
+        eager = {precision: way(precision) for precision in precisions}
         num_graphs = _num_graphs()
         for block in net.blocks:
             block.compile(dynamic=False)
-        for precision, way in ways.items():
-            found, wanted = way(), eager[precision]
-            rows += [
-                compared(
-                    f"{kind}, {precision}: {what}",
-                    relative(found[what], wanted[what]),
-                    BOUNDS[precision][what],
-                )
-                for what in wanted
-            ]
-        compiled_anew = _num_graphs() > num_graphs
-        rows.append(
-            {"what": f"{kind}: blocks were compiled", "failed": "" if compiled_anew else "they were not"}
-        )
+        for precision in precisions:
+            rows += apart(f"{kind}, {precision}", way(precision), eager[precision], precision)
+        failed = "" if _num_graphs() > num_graphs else "they were not"
+        rows.append({"what": f"{kind}: blocks were compiled", "failed": failed})
     return rows
 
 

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,11 +22,11 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from benchmarks.processes import ProcessFailed, run_apart
+from benchmarks.processes import ProcessFailed, start_apart
+from benchmarks.results import Rows
 from benchmarks.runs import Setting, build, composed, overrides_of, perturb, write_latents
 from runtime.provenance import PROJECT
 from training.trainer import Trainer
-from training.window import SUMS
 
 TINY = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "model.patch_size=2")
 BATCH_SIZE, COVERAGE = 8, 0.25
@@ -38,83 +37,61 @@ TOTAL_STEPS, SAVE_EVERY, KILLED_IN = 8, 4, 6
 RUN_BOUNDS = {"weights": 2e-4, "average": 1e-7, "losses": 1e-5}
 SPREAD = 5  # times what parts two runs with one seed, a resumed one may be apart
 
-Rows = list[dict[str, Any]]
-
 
 def compared(what: str, error: float, bound: float) -> dict[str, Any]:
     """Return the row of an error; one that is not a number fails, too."""
-    return {
-        "what": what,
-        "error": error,
-        "bound": bound,
-        "failed": "" if error <= bound else "more than the bound",
-    }
+    failed = "" if error <= bound else "more than the bound"
+    return {"what": what, "error": error, "bound": bound, "failed": failed}
 
 
 def relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     """Return the norm of the difference of all tensors over the norm of those that are wanted."""
-    pairs = [
-        (a.detach().cpu().double(), b.detach().cpu().double()) for a, b in zip(found, wanted, strict=True)
-    ]
-    difference, norm = sum((a - b).square().sum() for a, b in pairs), sum(b.square().sum() for _, b in pairs)
-    return (difference / norm).sqrt().item()
+    wanted = [tensor.detach().cpu().double() for tensor in wanted]
+    apart = [a.detach().cpu().double() - b for a, b in zip(found, wanted, strict=True)]
+    return (torch.nn.utils.get_total_norm(apart) / torch.nn.utils.get_total_norm(wanted)).item()
 
 
 def gpu_tests(device: torch.device, tiny: bool) -> Rows:
     """Run the tests that need a GPU, which nothing else runs."""
-    files = sorted(
-        str(file) for file in (PROJECT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text()
-    )
+    tests = (PROJECT / "tests").rglob("test_*.py")
+    files = sorted(str(file) for file in tests if "mark.gpu" in file.read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
     result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     if result.returncode:
         print(result.stdout + result.stderr, flush=True)
-    return outcomes(result.stdout, result.returncode, device)
+    return [outcome(result.stdout, result.returncode, device)]
 
 
-def outcomes(said: str, status: int, device: torch.device) -> Rows:
-    """Return a row for each outcome that pytest tells; without a GPU all may be skipped."""
-    last = said.strip().rpartition("\n")[2]
-    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    counts |= {
-        what.rstrip("s"): int(count)
-        for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
-    }
-    rows = {what: {"what": f"{count} {what}", "failed": ""} for what, count in counts.items()}
+def outcome(said: str, status: int, device: torch.device) -> dict[str, str]:
+    """Return the row of what pytest tells; without a GPU all may be skipped."""
+    last, failed = said.strip().rpartition("\n")[2], ""
     if status:
-        named = " ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M))
-        rows["failed"]["failed"] = f"pytest ended with status {status}: {named or last}"
-    if device.type != "cuda":
-        rows["skipped"]["what"] += ": there is no GPU"
-    elif not counts["passed"]:
-        rows["passed"]["failed"] = "no test has passed on a GPU"
-    return list(rows.values())
+        failed = f"pytest ended with status {status}"
+    elif device.type == "cuda" and " passed" not in last:
+        failed = "no test has passed on a GPU"
+    return {"what": last, "failed": failed}
+
+
+@contextmanager
+def small_trainer(tiny: bool, *overrides: str, mask_coverage: float | None = None) -> Iterator[Trainer]:
+    """Build the trainer that train.py would build, on latents of noise."""
+    setting = setting_of(tiny, *overrides, mask_coverage=mask_coverage)
+    with tempfile.TemporaryDirectory() as folder:
+        write_latents(Path(folder) / "latents", setting)
+        yield build(Path(folder), overrides_of(setting, "routed", Path(folder)))[0]
 
 
 def setting_of(tiny: bool, *overrides: str, mask_coverage: float | None = None) -> Setting:
     """Return a small training: S/2 at batch 8, or less."""
     # What keeps freed memory would keep it in the settings that follow.
-    own = (
-        f"train.batch_size={BATCH_SIZE}",
-        "train.compile=false",
-        "train.keep_freed_memory=false",
-        *overrides,
-    )
-    return Setting(
-        "check", (*(TINY if tiny else ("model/size=s_2",)), *own), 8 if tiny else 32, mask_coverage
-    )
-
-
-def trainer_in(folder: str, setting: Setting) -> Trainer:
-    """Return the trainer that train.py would build, on latents of noise."""
-    write_latents(Path(folder) / "latents", setting)
-    return build(Path(folder), overrides_of(setting, "routed", Path(folder)))[0]
+    own = (f"train.batch_size={BATCH_SIZE}", "train.compile=false", "train.keep_freed_memory=false")
+    size, side = (TINY, 8) if tiny else (("model/size=s_2",), 32)
+    return Setting("check", (*size, *own, *overrides), side, mask_coverage)
 
 
 def skipped_step(device: torch.device, tiny: bool) -> Rows:
     """Train on latents that are not a number for a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_in(folder, setting_of(tiny))
+    with small_trainer(tiny) as trainer:
         perturb(trainer.net)  # fresh weights are mostly zero, and most gradients with them
         return spoil_one_step(trainer)
 
@@ -135,11 +112,6 @@ def spoil_one_step(trainer: Trainer) -> Rows:
     return [
         compared(f"{of}, changed by a step of NaN", len(changed), 0),
         compared(f"{of}, left by the good step after it", len(stayed), 0),
-        compared(
-            "steps counted as skipped, beside the one",
-            abs(trainer.window.sums[SUMS.index("skipped")].item() - 1),
-            0,
-        ),
     ]
 
 
@@ -147,9 +119,8 @@ def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
     state = {"updates of the average": trainer.ema.num_updates}
     state |= {f"average/{name}": parameter for name, parameter in trainer.ema.net.named_parameters()}
     for name, parameter in trainer.net.named_parameters():
-        state |= {name: parameter} | {
-            f"{key}/{name}": value for key, value in trainer.optimizer.state[parameter].items()
-        }
+        kept = trainer.optimizer.state[parameter]
+        state |= {name: parameter, **{f"{key}/{name}": value for key, value in kept.items()}}
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
@@ -161,11 +132,8 @@ def no_host_synchronisation(device: torch.device, tiny: bool) -> Rows:
     rows = []
     for name, (coverage, compiled) in kinds.items():
         overrides = (f"train.micro_batch_size={BATCH_SIZE // 2}", f"train.compile={compiled}")
-        with tempfile.TemporaryDirectory() as folder:
-            failed = steps_without_waiting(
-                trainer_in(folder, setting_of(tiny, *overrides, mask_coverage=coverage))
-            )
-        rows.append({"what": f"steps {name}{unwatched}", "failed": failed})
+        with small_trainer(tiny, *overrides, mask_coverage=coverage) as trainer:
+            rows.append({"what": f"steps {name}{unwatched}", "failed": steps_without_waiting(trainer)})
     return rows
 
 
@@ -179,16 +147,13 @@ def steps_without_waiting(trainer: Trainer) -> str:
             try:
                 trainer.train_step(next(batches))
             except RuntimeError as error:
+                frames = traceback.extract_tb(error.__traceback__)
                 ours = [
-                    frame for frame in traceback.extract_tb(error.__traceback__) if _is_ours(frame.filename)
+                    f for f in frames if f.filename.startswith(f"{PROJECT}/") and "/.venv/" not in f.filename
                 ]
                 return f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}: {error}"
         trainer.step += 1
     return ""
-
-
-def _is_ours(file: str) -> bool:
-    return Path(file).is_relative_to(PROJECT) and "site-packages" not in file
 
 
 @contextmanager
@@ -209,40 +174,39 @@ def kill_and_resume(device: torch.device, tiny: bool) -> Rows:
     """Compare a run that is killed and started again with one that is not, and this one with another of its
     seed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        # No processes that read ahead: those of a killed run would live on.
-        every = ("train.num_workers=0", "train.log_every=2")
-        every += (f"train.save_every={SAVE_EVERY}", f"train.total_steps={TOTAL_STEPS}")
-        setting = setting_of(tiny, *every)
-        write_latents(Path(folder) / "latents", setting)
-        overrides = overrides_of(setting, "routed", Path(folder))
-        undisturbed, resumed, again = runs = [
-            Path(folder) / name for name in ("undisturbed", "resumed", "again")
-        ]
-        _expect(-signal.SIGKILL, [*overrides, f"output_dir={resumed}"], KILLED_IN)
-        for run in runs:
-            _expect(0, [*overrides, f"output_dir={run}"])
+    # No processes that read ahead: those of a killed run would live on.
+    every = ("train.num_workers=0", "train.log_every=2", f"train.save_every={SAVE_EVERY}")
+    setting = setting_of(tiny, *every, f"train.total_steps={TOTAL_STEPS}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_latents(folder / "latents", setting)
+        overrides = overrides_of(setting, "routed", folder)
+        undisturbed, resumed, again = (folder / name for name in ("undisturbed", "resumed", "again"))
+        _train(resumed, overrides, -signal.SIGKILL, KILLED_IN)
+        for run in (undisturbed, resumed, again):
+            _train(run, overrides, 0)
         starts = [start["step"] for start in json.loads((resumed / "manifest.json").read_text())["starts"]]
         assert starts == [0, SAVE_EVERY], f"the killed run began at steps {starts}"
         return compared_runs(undisturbed, resumed, again, device)
 
 
-def _expect(status: int, overrides: Sequence[str], killed_in: int | None = None) -> None:
-    found = run_apart(train_here, overrides, killed_in)
-    if found != status:
-        raise ProcessFailed(f"a training ended with status {found}, not {status}, as it says above")
+def _train(run: Path, overrides: Sequence[str], status: int, killed_in: int | None = None) -> None:
+    process = start_apart(train_here, [*overrides, f"output_dir={run}"], killed_in)
+    process.join()
+    if process.exitcode != status:
+        raise ProcessFailed(f"a training ended with {process.exitcode}, not {status}, as it says above")
 
 
-def train_here(overrides: Sequence[str], killed_in: int | None = None) -> None:
-    """Train as the command line would, in a process of its own, which a kill may end within a step."""
-    update_weights = Trainer.update_weights
+def train_here(overrides: Sequence[str], killed_in: int | None) -> None:
+    """Train as the command line would; a kill may end the process at a step."""
+    train_step = Trainer.train_step
 
-    def killed(trainer: Trainer, loss: torch.Tensor) -> torch.Tensor:
+    def killed(trainer: Trainer, *batches: Any) -> None:
         if trainer.step + 1 == killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
-        return update_weights(trainer, loss)
+        train_step(trainer, *batches)
 
-    Trainer.update_weights = killed
+    Trainer.train_step = killed
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         train.main(composed(overrides))
 
@@ -255,27 +219,18 @@ def compared_runs(undisturbed: Path, resumed: Path, again: Path, device: torch.d
     if device.type == "cuda":
         bounds = {what: max(bound, SPREAD * spread[what]) for what, bound in RUN_BOUNDS.items()}
         spread_bounds = dict.fromkeys(spread, math.inf)
-    return [
-        *_rows("two runs with one seed", spread, spread_bounds),
-        *_rows("killed and resumed", found, bounds),
-    ]
-
-
-def _rows(name: str, errors: dict[str, float], bounds: dict[str, float]) -> Rows:
-    told = {what: "bit for bit" if error == 0 else "not bit for bit" for what, error in errors.items()}
-    return [compared(f"{name}: {what}, {told[what]}", error, bounds[what]) for what, error in errors.items()]
+    rows = [compared(f"two runs with one seed: {what}", spread[what], spread_bounds[what]) for what in spread]
+    return rows + [compared(f"killed and resumed: {what}", found[what], bounds[what]) for what in found]
 
 
 def differences(wanted: Path, found: Path) -> dict[str, float]:
     """Return how far weights, average and logged losses of a run are from those of another."""
     errors = {}
     for what, file in (("weights", "net"), ("average", "ema")):
-        a, b = (
-            load_file(run / f"checkpoints/step_{TOTAL_STEPS:08d}/{file}.safetensors")
-            for run in (found, wanted)
-        )
+        files = (run / f"checkpoints/step_{TOTAL_STEPS:08d}/{file}.safetensors" for run in (found, wanted))
+        a, b = (load_file(weights) for weights in files)
         errors[what] = relative([a[key] for key in b], list(b.values()))
-    logged = [(run / "metrics.jsonl").read_text().splitlines() for run in (found, wanted)]
+    logged = ((run / "metrics.jsonl").read_text().splitlines() for run in (found, wanted))
     a, b = (torch.tensor([json.loads(line)["loss"] for line in lines]) for lines in logged)
     errors["losses"] = relative([a], [b])
     return errors

@@ -5,70 +5,51 @@
 Times a few uncompiled steps of the digits recipe and a few forwards of its sampler, and adds them up.
 """
 
-from pathlib import Path
 from statistics import median
 
 import torch
-from hydra import compose, initialize_config_dir
 
-from builders import config as configuration
+from benchmarks.runs import compose_config
 from builders.auto import resolve_auto
 from builders.network import build_net, build_precond
 from runtime.config import build_node
 from runtime.machine import keep_freed_memory, start_process
 from training.speed import interleaved_seconds
 
-NUM_SAMPLES = 500  # as in the Makefile
-SAMPLING_BATCH = 100
+NUM_SAMPLES, SAMPLING_BATCH = 500, 100  # as in the Makefile
 STARTUP_SEC = 60  # imports, compilation, grids, scores; measured on two cores
 REPEATS = 3
 
 
 def main() -> None:
     """Measure and print."""
-    configuration.register()
-    with initialize_config_dir(
-        config_dir=str(Path(__file__).resolve().parents[1] / "configs"), version_base="1.3"
-    ):
-        config = configuration.validate(compose("config", overrides=["run_name=demo"]))
-    launch = start_process()
-    resolved = resolve_auto(config, {}, launch.device, 1)
+    config, device = compose_config(()), start_process().device
+    resolved = resolve_auto(config, {}, device, 1)
     if resolved["keep_freed_memory"]:
         keep_freed_memory()
-    net = build_net(config).to(launch.device)
-    precond = build_precond(config, net)
+    precond = build_precond(config, build_net(config).to(device))
     loss_fn = build_node(config, "diffusion.loss")()
-    data, train = config["data"], config["train"]
+    data, settings, bf16 = config["data"], config["train"], resolved["mixed_precision"] == "bf16"
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        images = torch.randn(
-            size, data["in_channels"], data["input_size"], data["input_size"], device=launch.device
-        )
-        return images, torch.zeros(size, dtype=torch.int64, device=launch.device)
+        shape = (size, data["in_channels"], data["input_size"], data["input_size"])
+        return torch.randn(shape, device=device), torch.zeros(size, dtype=torch.int64, device=device)
 
     def step() -> None:
-        with torch.autocast(
-            launch.device.type, torch.bfloat16, enabled=resolved["mixed_precision"] == "bf16"
-        ):
-            loss_fn(precond.train(), *batch(train["batch_size"])).mean().backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            loss_fn(precond.train(), *batch(settings["batch_size"])).mean().backward()
 
     @torch.no_grad()
     def forward() -> None:
         images, labels = batch(SAMPLING_BATCH)
-        precond.eval()(images, torch.ones((), device=launch.device), labels)
+        precond.eval()(images, torch.ones((), device=device), labels)
 
+    seconds = interleaved_seconds({"step": step, "forward": forward}, device, REPEATS)
     num_forwards = (2 * config["sampler"]["num_steps"] - 1) * NUM_SAMPLES / SAMPLING_BATCH
-    seconds = interleaved_seconds({"step": step, "forward": forward}, launch.device, REPEATS)
-    training_sec = train["total_steps"] * median(seconds["step"])
-    sampling_sec = num_forwards * median(seconds["forward"])
-    minutes = (STARTUP_SEC + training_sec + sampling_sec) / 60
-    precision = (
-        "bf16" if resolved["mixed_precision"] == "bf16" else "fp32: this processor has no bf16 instructions"
-    )
-    print(
-        f"The demo will take about {minutes:.0f} minutes here ({launch.device.type}, {precision}).",
-        flush=True,
-    )
+    training_sec = settings["total_steps"] * median(seconds["step"])
+    minutes = (STARTUP_SEC + training_sec + num_forwards * median(seconds["forward"])) / 60
+    precision = "bf16" if bf16 else "fp32: this processor has no bf16 instructions"
+    print(f"The demo will take about {minutes:.0f} minutes here ({device.type}, {precision}).", flush=True)
 
 
 if __name__ == "__main__":

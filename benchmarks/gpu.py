@@ -1,10 +1,9 @@
 """All that only a GPU can tell, in one command: stages of at most eight minutes each, recorded row by row.
 
-    python -m benchmarks.gpu OUT                       all stages, in this order; an estimated hour on an H200
-    python -m benchmarks.gpu OUT step sample           some of them: check, step, sample, score, families,
-    twins python -m benchmarks.gpu OUT --tiny                all of them in minutes, at sizes that a CPU can
-    do: a rehearsal python -m benchmarks.gpu --collect OUT             records to benchmarks/results/, figures
-    into README.md and RESULTS.md
+    python -m benchmarks.gpu OUT                    all stages, in this order; an estimated hour on an H200
+    python -m benchmarks.gpu OUT step sample        some of check, step, sample, score, families, twins
+    python -m benchmarks.gpu OUT --tiny             all of them in minutes, at sizes that a CPU can do
+    python -m benchmarks.gpu --collect OUT          records to benchmarks/results/, figures to the pages
 
 OUT holds a record and a log of each stage, written after every row. Given again, the same command goes on
 where it was stopped, and measures again what has failed. benchmarks/README.md tells what each stage does.
@@ -21,15 +20,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import check, evaluation_speed, families, sampling, train_step, twins
 from benchmarks.collect import collect
-from benchmarks.results import Record, markdown, read_results
+from benchmarks.results import Record, Rows, markdown, read_results
 from runtime.config import run_main
 from runtime.errors import UserError
 from runtime.machine import start_process
@@ -39,13 +37,10 @@ LIMIT_SEC, GRACE_SEC = 420, 60  # of a stage: when its rows should have ended, a
 TIME_IS_UP = 3
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What measures each setting, in order: plan(device, tiny, folder of the records); and how its rows are
-    shown.
-    """
+class Stage(NamedTuple):
+    """What measures each setting, in order, and how its rows are shown."""
 
-    plan: Callable[[torch.device, bool, Path], dict[str, Callable[[], Sequence[dict[str, Any]]]]]
+    plan: Callable[[torch.device, bool, Path], dict[str, Callable[[], Rows]]]  # device, tiny, records' folder
     columns: dict[str, str]
 
 
@@ -68,15 +63,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("out", type=Path, help="folder of the records")
     parser.add_argument("stages", nargs="*", metavar="stage", help="none: all")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a rehearsal: the same code at sizes that take seconds"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_SEC, help=f"seconds for each stage; default {LIMIT_SEC}"
-    )
-    parser.add_argument(
-        "--here", action="store_true", help="run one stage in this very process, without a log"
-    )
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same code in seconds")
+    parser.add_argument("--limit", type=float, default=LIMIT_SEC, help="seconds for each stage")
+    parser.add_argument("--here", action="store_true", help="run one stage in this process, without a log")
     parser.add_argument("--collect", action="store_true", help="put the records of OUT into the project")
     parser.add_argument("--into", type=Path, default=PROJECT, help="with --collect: a copy of the project")
     asked = parser.parse_intermixed_args(arguments)
@@ -88,40 +77,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Run stages, or collect their records."""
-    arguments = parse()
-    if arguments.collect:
-        collect(
-            arguments.out,
-            {name: stage.columns for name, stage in STAGES.items()},
-            arguments.into,
-            arguments.tiny,
-        )
+    asked = parse()
+    if asked.collect:
+        columns = {name: stage.columns for name, stage in STAGES.items()}
+        collect(asked.out, columns, asked.into, asked.tiny)
         return
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.here:
-        sys.exit(run_stage(arguments.stages[0], arguments.out, arguments.tiny, arguments.limit))
-    ends = {
-        name: run_apart(name, arguments.out, arguments.tiny, arguments.limit) for name in arguments.stages
-    }
+    asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.here:
+        sys.exit(run_stage(asked.stages[0], asked.out, asked.tiny, asked.limit))
+    ends = {name: run_apart(name, asked.out, asked.tiny, asked.limit) for name in asked.stages}
     for name, end in ends.items():
         print(f"\n{name}: {end}")
-        for file in arguments.out.glob(f"gpu_{name}_*.csv"):
+        for file in asked.out.glob(f"gpu_{name}_*.csv"):
             print(markdown(read_results(file), STAGES[name].columns))
     sys.exit(any(end != "done" for end in ends.values()))
 
 
 def run_apart(name: str, out: Path, tiny: bool, limit_sec: float) -> str:
     """Run a stage in a process of its own, so that none brings down another; return in words how it ended."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        str(out),
-        name,
-        "--here",
-        f"--limit={limit_sec}",
-        *["--tiny"] * tiny,
-    ]
+    command = [sys.executable, "-m", "benchmarks.gpu", str(out), name, "--here", f"--limit={limit_sec}"]
+    command += ["--tiny"] * tiny
     print(f"\n{name}: the log is {out / name}.log", flush=True)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": PROJECT, "process_group": 0}
     with subprocess.Popen(command, **options) as process:
@@ -149,8 +124,10 @@ def _copy(source: Any, log: Path) -> None:
 
 
 def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
-    """Measure row after row while there is time; return 0 where all is done, 1 where rows have failed, or
-    `TIME_IS_UP`.
+    """Measure row after row while there is time.
+
+    Returns:
+        0 where all is done, 1 where rows have failed, or `TIME_IS_UP`.
     """
     begun, row_sec, stage = time.perf_counter(), 0.0, STAGES[name]
     device = start_process().device
@@ -166,13 +143,13 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
         record.add(setting, [{"failed": "begun and not ended"}])
         print(setting, flush=True)
         try:
-            rows = list(measure())
+            rows = measure()
         except (Exception, UserError) as error:  # the other settings are worth the time of the device
             traceback.print_exc()
             rows = [{"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}]
         row_sec = time.perf_counter() - row_begun
         record.add(setting, rows)
-        print(f"{markdown(record.rows_of(setting), stage.columns)}\n({row_sec:.0f} s)", flush=True)
+        print(f"{markdown(rows, stage.columns)}\n({row_sec:.0f} s)", flush=True)
         gc.collect()  # compiled blocks refer to themselves
         if device.type == "cuda":
             torch.cuda.empty_cache()

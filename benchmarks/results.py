@@ -13,27 +13,25 @@ from typing import Any
 from runtime.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
+Rows = list[dict[str, Any]]
 
 
 def write_results(
     name: str, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], folder: Path = RESULTS
 ) -> Path:
-    """Write rows, which may have different columns, to a file named by program, device and torch; return its
-    path.
+    """Write rows, which may have different columns, to a file named by program, device and torch.
 
     Args:
         environment: of `runtime.provenance`, as it was when the measurement began.
     """
     file = _file_of(name, environment, folder)
-    folder.mkdir(parents=True, exist_ok=True)
     _write(file, rows, {"date": date.today().isoformat(), **environment})
     print(f"recorded in {file}")
     return file
 
 
 class Record:
-    """The record of a stage: written after every setting, and gone on with by the same code on the same
-    device.
+    """The record of a stage, written after every setting; the same code on the same device goes on with it.
 
     Raises:
         ValueError: other code began it, or it is of a rehearsal and this is not.
@@ -46,9 +44,8 @@ class Record:
             begun, self.rows = read_environment(self.file), read_results(self.file)
             for key in ("source_sha256", "tiny"):
                 if begun[key] != str(environment[key]):
-                    raise ValueError(
-                        f"{self.file} is of {key} {begun[key]}, not {environment[key]}: give another folder"
-                    )
+                    now = f"{begun[key]}, not {environment[key]}"
+                    raise ValueError(f"{self.file} is of {key} {now}: give another folder")
             self.environment["date"] = begun["date"]
 
     def add(self, setting: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -56,10 +53,6 @@ class Record:
         kept = [row for row in self.rows if row["setting"] != setting]
         self.rows = [*kept, *({"setting": setting, **row} for row in rows)]
         _write(self.file, self.rows, self.environment)
-
-    def rows_of(self, setting: str) -> list[Mapping[str, Any]]:
-        """Return the rows of a setting."""
-        return [row for row in self.rows if row["setting"] == setting]
 
     def begun(self) -> set[str]:
         """Return the settings that have rows."""
@@ -89,29 +82,22 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], ever
         columns: key -> format; "{}" is given what there is, the others a number.
         everything: keep the columns of which no row has a value.
     """
-    has = {
-        key: form
-        for key, form in columns.items()
-        if everything or any(row.get(key) not in (None, "") for row in rows)
-    }
-    lines = ["| " + " | ".join(has) + " |", "|---|" + "--:|" * (len(has) - 1)]
-    lines += [
-        "| " + " | ".join(_cell(row.get(key), form) for key, form in has.items()) + " |" for row in rows
-    ]
-    return "\n".join(lines)
+    has = [key for key in columns if everything or any(row.get(key) not in (None, "") for row in rows)]
+    cells = [[_cell(row.get(key), columns[key]) for key in has] for row in rows]
+    lines = ["| " + " | ".join(line) + " |" for line in (has, *cells)]
+    return "\n".join([lines[0], "|---|" + "--:|" * (len(has) - 1), *lines[1:]])
 
 
-def measured(what: str, unit: str, values: float | Sequence[float]) -> dict[str, Any]:
+def spread(seconds: Sequence[float]) -> dict[str, Any]:
+    """Return the columns of times: median, least and most in milliseconds, and how many there were."""
+    ms = [1000 * sec for sec in seconds]
+    return {"ms": median(ms), "ms_least": min(ms), "ms_most": max(ms), "n": len(ms)}
+
+
+def measured(what: str, unit: str, *values: float) -> dict[str, Any]:
     """Return the row of one quantity that was measured once or several times."""
-    values = [values] if isinstance(values, int | float) else list(values)
-    return {
-        "what": what,
-        "unit": unit,
-        "median": median(values),
-        "least": min(values),
-        "most": max(values),
-        "n": len(values),
-    }
+    middle = {"median": median(values), "least": min(values), "most": max(values)}
+    return {"what": what, "unit": unit, **middle, "n": len(values)}
 
 
 def _file_of(name: str, environment: Mapping[str, Any], folder: Path) -> Path:
@@ -127,7 +113,9 @@ def _write(file: Path, rows: Sequence[Mapping[str, Any]], environment: Mapping[s
         text.write(f"# {key}: {json.dumps(value) if isinstance(value, dict) else value}\n")
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({key: _short(value) for key, value in row.items()} for row in rows)
+    for row in rows:
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, text.getvalue())
 
 
@@ -135,7 +123,3 @@ def _cell(value: Any, form: str) -> str:
     if value in (None, ""):
         return ""
     return form.format(value if form == "{}" else float(value))
-
-
-def _short(value: Any) -> Any:
-    return f"{value:.6g}" if isinstance(value, float) else value

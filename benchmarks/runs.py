@@ -1,4 +1,4 @@
-"""Runs as train.py would make them, for programs that time them: their settings, data and trainers."""
+"""The trainers that are timed: those that train.py builds, on a folder of latents that are noise."""
 
 import io
 import tempfile
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn as nn
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
@@ -17,18 +18,23 @@ from builders import config as configuration
 from builders.network import build_net
 from builders.trainer import build_trainer
 from data import LatentManifest, LatentWriter, mask_coverage
-from models import DiT, cost_of
+from models import cost_of
 from runtime.config import build_node, user_mistakes
 from runtime.machine import start_process
+from runtime.provenance import PROJECT
 from training.run_folder import RunFolder
 from training.speed import fp32_slowdown
 from training.trainer import Trainer
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUM_CLASSES, IN_CHANNELS = 1000, 4
 ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # a dense twin has none
-QUIET = ("train.eval_every=null", "train.sample_every=null", "evaluation=none", "train.total_steps=1000000")
-QUIET += ("train.log_every=1000",)  # no step that is timed logs
+QUIET = (  # no step that is timed logs, saves or evaluates
+    "train.total_steps=1000000",
+    "train.log_every=1000",
+    "train.eval_every=null",
+    "train.sample_every=null",
+    "evaluation=none",
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,11 @@ class Setting:
 
 def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
     """Return the overrides of the dense or the routed run of a setting."""
-    own = (
-        setting.overrides if setting.mask_coverage is None else (*setting.overrides, "train.masked_loss=true")
-    )
+    own = setting.overrides
     if kind == "dense":
         own = tuple(override for override in own if not override.startswith(ROUTED_KEYS))
+    if setting.mask_coverage is not None:
+        own += ("train.masked_loss=true",)
     model = "model=dit" if kind == "dense" else "model=tread"
     return (model, "data=latents", f"data.path={folder / 'latents'}", *QUIET, *own)
 
@@ -58,14 +64,15 @@ def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
 def write_latents(path: Path, setting: Setting) -> None:
     """Write moments of noise, with masks that cover the upper part of the image where masks are asked for."""
     count, side = 512 * 32 // max(32, setting.input_size), setting.input_size
-    shape = (2 * IN_CHANNELS, side, side)
-    masks = None
+    rng, masks = np.random.default_rng(0), None
+    stored = rng.standard_normal((count, 2 * IN_CHANNELS, side, side), dtype=np.float32)
+    stored[:, IN_CHANNELS:] = -10  # the logarithm of a small variance
     if setting.mask_coverage is not None:
         masks = np.zeros((count, side, side), np.uint8)
         masks[:, : round(side * setting.mask_coverage)] = 255
     manifest = LatentManifest(
         count,
-        shape,
+        stored.shape[1:],
         "float16",
         "moments",
         NUM_CLASSES,
@@ -73,10 +80,7 @@ def write_latents(path: Path, setting: Setting) -> None:
         scale=0.5,
         conditioning_type=None if masks is None else "mask",
     )
-    rng = np.random.default_rng(0)
     with LatentWriter(path, manifest) as writer:
-        stored = rng.standard_normal((count, *shape), dtype=np.float32)
-        stored[:, IN_CHANNELS:] = -10  # the logarithm of a small variance
         writer.append(stored, rng.integers(NUM_CLASSES, size=count), masks)
 
 
@@ -89,44 +93,41 @@ def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return what Hydra would give train.py with these overrides."""
     configuration.register()
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+    with initialize_config_dir(config_dir=str(PROJECT / "configs"), version_base="1.3"):
         return compose("config", overrides=["run_name=benchmark", *overrides])
 
 
 def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
-    """Build the trainer that train.py would build, in a folder of its own; return it and a row that describes
-    it.
-    """
+    """Build the trainer that train.py would build, in a folder of its own; return it and what it is."""
     config = compose_config(overrides)
     run, dataset = RunFolder(tempfile.mkdtemp(dir=folder)), build_node(config, "data")()
     with redirect_stdout(io.StringIO()):  # the summary of a run
         trainer = build_trainer(config, run, dataset, start_process())
-    masks_to_tokens = trainer.batches.token_mask
-    coverage = (
-        mask_coverage(dataset, masks_to_tokens, config["train"]["batch_size"]) if masks_to_tokens else 0.0
-    )
+    coverage = 0.0
+    if config["train"]["masked_loss"]:
+        coverage = mask_coverage(dataset, trainer.batches.token_mask, config["train"]["batch_size"])
     return trainer, describe(trainer.net, run.manifest()["resolved"], config, coverage)
 
 
-def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverage: float) -> dict[str, Any]:
+def describe(
+    net: nn.Module, resolved: dict[str, Any], config: dict[str, Any], coverage: float
+) -> dict[str, Any]:
     """Return what is timed; model FLOPs do not count what checkpointing computes twice."""
     with torch.device("meta"):
-        plain_net = build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
-    cost = cost_of(plain_net, mask_coverage=coverage)
+        unchecked = build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
+    cost = cost_of(unchecked, mask_coverage=coverage)
     slowdown = fp32_slowdown(net, next(net.parameters()).device, bf16=resolved["mixed_precision"] == "bf16")
-    routes = " ".join(f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes)
+    chosen = ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")
     return {
         "parameters": cost.num_parameters,
         "hidden_size": config["model"]["hidden_size"],
-        "depth": config["model"]["depth"],
         "num_tokens": net.num_tokens,
-        "routes": routes,
+        "routes": " ".join(
+            f"{route.start_layer_idx}-{route.end_layer_idx}:{route.selection_ratio:g}" for route in net.routes
+        ),
         "batch_size": config["train"]["batch_size"],
-        **{
-            key: resolved[key]
-            for key in ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")
-        },
-        "gradient_checkpointing": net.gradient_checkpointing,
+        **{key: resolved[key] for key in chosen},
+        "gradient_checkpointing": config["model"]["gradient_checkpointing"],
         "threads": torch.get_num_threads(),
         "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
         "predicted_speedup": cost_of(net, None, coverage, slowdown).predicted_speedup if net.routes else None,
@@ -134,7 +135,7 @@ def describe(net: DiT, resolved: dict[str, Any], config: dict[str, Any], coverag
 
 
 @torch.no_grad()
-def perturb(net: DiT) -> None:
+def perturb(net: nn.Module) -> None:
     """Randomise the weights that start at zero: they would hide most of the network."""
     torch.manual_seed(0)
     for parameter in net.parameters():

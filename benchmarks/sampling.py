@@ -1,43 +1,33 @@
 """What a sample costs: evaluations of the denoiser, guided and not, in several precisions and batches, and
-whole samples.
+whole samples. The stage `sample` of `python -m benchmarks.gpu`.
 
-    python -m benchmarks.sampling                          DiT-S/2, batch 4, printed
-    python -m benchmarks.sampling --size b_2 --batch 16
-    python -m benchmarks.gpu OUT sample                    DiT-XL/2, batches of 4 to 512, on a GPU
-
-On latents of 4x32x32 (256 tokens at patch 2; 1024 for the size tiny, whose patch is 1). Images per second are
-those of a whole sample of 40 Heun steps, 79 evaluations; the last rows draw such samples.
+DiT-XL/2 on latents of 4x32x32. Images per second are those of a whole sample of 40 Heun steps, 79
+evaluations; the first setting draws such samples.
 """
 
-import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from benchmarks.memory import peak_gib, reset_peak
-from benchmarks.results import markdown, write_results
+from benchmarks.results import Rows, spread
 from benchmarks.runs import compose_config, perturb
-from benchmarks.train_step import peak_flops
+from benchmarks.train_step import peaks_of
 from builders.network import build_net, build_precond
 from diffusion import edm_sampler, guided_denoiser
 from evaluation.precision import strict_fp32
 from models import cost_of
-from runtime.config import run_main
-from runtime.machine import start_process
-from runtime.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
-GUIDANCE_SCALE, NUM_STEPS = 1.5, 40
-REPEATS, GPU_REPEATS = 15, 5
-IMAGES_A_TURN = {"cpu": 1, "cuda": 128}
+GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
+IMAGES_A_TURN = {"cpu": 1, "cuda": 128}  # small batches are over before a clock is sure of them
 AGREE = {"bf16": 2e-2, "TF32": 3e-3, "fp32": 3e-5}  # one batched forward with two, of the norm
-BATCHES, WHOLE_BATCH = (4, 32, 128, 512), 128
+XL, BATCHES, WHOLE_BATCH = ("model/size=xl_2",), (4, 32, 128, 512), 128
 TINY = ("model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
 PRECISIONS = {"cpu": ("bf16", "fp32"), "cuda": ("bf16", "TF32", "fp32")}
 COLUMNS = {
@@ -54,63 +44,23 @@ COLUMNS = {
 }
 
 
-def main() -> None:
-    """Measure, print and record."""
-    device = start_process().device
-    found = environment(device)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sampling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--size", default="s_2", help="a file of configs/model/size")
-    parser.add_argument("--batch", type=int, default=4, help="images drawn at once; default 4")
-    parser.add_argument(
-        "--record", help="name of the record, sampling for the committed one; default: none is written"
-    )
-    arguments = parser.parse_args()
-    if arguments.batch < 1:
-        parser.error(f"--batch {arguments.batch} must be at least 1")
-    print(f"{arguments.size}, batch {arguments.batch}: some minutes on a CPU", flush=True)
-    settings = settings_of(
-        device, (f"model/size={arguments.size}",), (arguments.batch,), arguments.batch, REPEATS
-    )
-    rows = [{"setting": setting, **row} for setting, measure in settings.items() for row in measure()]
-    print(markdown(rows, COLUMNS))
-    if arguments.record:
-        write_results(arguments.record, rows, found)
-
-
-def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], list[dict[str, Any]]]]:
-    """Return what measures each setting; see `benchmarks.gpu`."""
-    if tiny:
-        return settings_of(device, TINY, (2,), 2, repeats=1)
-    return settings_of(device, ("model/size=xl_2",), BATCHES, WHOLE_BATCH, GPU_REPEATS)
-
-
-def settings_of(
-    device: torch.device, size: tuple[str, ...], batches: tuple[int, ...], whole_batch: int, repeats: int
-) -> dict[str, Callable[[], list[dict[str, Any]]]]:
-    """Return what measures each precision, compiled and not, at each batch, and whole samples."""
-    name = f"bf16, compiled, batch {whole_batch}, whole samples"
-    settings: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        name: partial(whole_samples, size, whole_batch, device)
-    }
+def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
+    """Return what measures whole samples, then each precision, compiled and not, at each batch."""
+    size, batches, whole_batch, repeats = (TINY, (2,), 2, 1) if tiny else (XL, BATCHES, WHOLE_BATCH, REPEATS)
+    whole = partial(whole_samples, size, whole_batch, device)
+    settings = {f"bf16, compiled, batch {whole_batch}, whole samples": whole}
     for precision in PRECISIONS[device.type]:
-        for compiled in (True, False):
+        for how in ("compiled", "eager"):
             for batch in batches:
-                name = f"{precision}, {'compiled' if compiled else 'eager'}, batch {batch}"
-                settings[name] = partial(evaluations, size, batch, precision, compiled, repeats, device)
+                measure = partial(evaluations, size, batch, precision, how == "compiled", repeats, device)
+                settings[f"{precision}, {how}, batch {batch}"] = measure
     return settings
 
 
 def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Module:
-    """Return a dense network in its preconditioning, with random weights, for latents of 4x32x32; size: keys
-    of its model.
-    """
-    config = compose_config(
-        ("model=dit", "data=synthetic", "data.input_size=32", "data.num_classes=1000", *size)
-    )
+    """Return a dense network with random weights in its preconditioning; size: keys of its model."""
+    shape = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
+    config = compose_config(("model=dit", *shape, *size))
     torch.manual_seed(0)
     with device:  # weights are drawn where they are needed
         net = build_net(config).to(device)
@@ -125,13 +75,13 @@ def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Mod
 @torch.no_grad()
 def evaluations(
     size: tuple[str, ...], batch: int, precision: str, compiled: bool, repeats: int, device: torch.device
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Time one evaluation in each way, in turn; return a row for each."""
     precond = build(size, device, compiled)
     noise, labels = inputs(precond, batch, device)
     sigma = torch.ones((), device=device)
-    batched = guided_denoiser(precond, labels, precond.net.num_classes, GUIDANCE_SCALE)
     null = torch.full_like(labels, precond.net.num_classes)
+    batched = guided_denoiser(precond, labels, precond.net.num_classes, GUIDANCE_SCALE)
 
     def twice(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         D_cond, D_uncond = precond(x, sigma, labels), precond(x, sigma, null)
@@ -142,49 +92,37 @@ def evaluations(
         "guided, two forwards": within(precision, device, twice, noise, sigma),
         "unguided": within(precision, device, lambda x, sigma: precond(x, sigma, labels), noise, sigma),
     }
-    one, two = (ways[name]() for name in list(ways)[:2])
+    one, two = ways["guided"](), ways["guided, two forwards"]()
     error = ((one - two).norm() / two.norm()).item()
     assert error <= AGREE[precision], f"one batched forward and two differ by {error:.1e} of their norm"
-    num_calls = max(
-        1, IMAGES_A_TURN[device.type] // batch
-    )  # small batches are over before a clock is sure of them
-    turns = interleaved_seconds(
-        {name: partial(repeated, way, num_calls) for name, way in ways.items()}, device, repeats
-    )
-    seconds = {name: [sec / num_calls for sec in times] for name, times in turns.items()}
-    flops = cost_of(precond.net).dense_forward_flops * batch
-    peak, _ = peak_flops("bf16", device) if precision == "bf16" else (None, "")
-    rows = []
+    num_calls = max(1, IMAGES_A_TURN[device.type] // batch)
+    turns = {name: partial(repeated, way, num_calls) for name, way in ways.items()}
+    seconds = interleaved_seconds(turns, device, repeats)
+    flops, rows = cost_of(precond.net).dense_forward_flops * batch, {}
     for name, times in seconds.items():
-        row = {
-            "evaluation": name,
-            "ms": 1000 * median(times),
-            "ms_least": 1000 * min(times),
-            "ms_most": 1000 * max(times),
-        }
         reset_peak(device)
         ways[name]()
-        row |= rate(batch, (2 * NUM_STEPS - 1) * median(times)) | {
-            "n": repeats,
-            "peak_memory_gib": peak_gib(device),
-        }
-        if peak:
-            row["utilisation"] = (1 if name == "unguided" else 2) * flops / median(times) / peak
-        rows.append(row)
-    rows[0]["speedup_over_two"] = speedup(seconds["guided, two forwards"], seconds["guided"])
-    return rows
+        row = {"evaluation": name, "peak_memory_gib": peak_gib(device)}
+        row |= spread([sec / num_calls for sec in times])
+        rows[name] = row | rate(batch, (2 * NUM_STEPS - 1) * row["ms"] / 1000)
+    if precision == "bf16":
+        peak, _ = peaks_of(device)["bf16"]
+        for name, row in rows.items():
+            num_forwards = 1 if name == "unguided" else 2
+            row["utilisation"] = num_forwards * flops / (row["ms"] / 1000) / peak
+    rows["guided"]["speedup_over_two"] = speedup(seconds["guided, two forwards"], seconds["guided"])
+    return list(rows.values())
 
 
 @torch.no_grad()
-def whole_samples(size: tuple[str, ...], batch: int, device: torch.device) -> list[dict[str, Any]]:
+def whole_samples(size: tuple[str, ...], batch: int, device: torch.device) -> Rows:
     """Time guided samples, once, after one evaluation that compiles."""
     precond = build(size, device, compiled=True)
     noise, labels = inputs(precond, batch, device)
     denoise = guided_denoiser(precond, labels, precond.net.num_classes, GUIDANCE_SCALE)
-    within("bf16", device, denoise, noise, torch.ones((), device=device))()
     draw = within("bf16", device, lambda z: edm_sampler(denoise, z, num_steps=NUM_STEPS), noise)
-    ((sec,),) = interleaved_seconds({"draw": draw}, device, repeats=1).values()
-    return [{"evaluation": "guided, 40 Heun steps", "ms": 1000 * sec, **rate(batch, sec), "n": 1}]
+    (seconds,) = interleaved_seconds({"draw": draw}, device, repeats=1).values()
+    return [{"evaluation": "guided, 40 Heun steps", **spread(seconds), **rate(batch, seconds[0])}]
 
 
 def repeated(function: Callable[[], Any], count: int) -> None:
@@ -196,9 +134,8 @@ def repeated(function: Callable[[], Any], count: int) -> None:
 def inputs(precond: nn.Module, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return noise (batch, C, H, W) and labels (batch,)."""
     net, generator = precond.net, torch.Generator(device).manual_seed(0)
-    noise = torch.randn(
-        batch, net.in_channels, net.input_size, net.input_size, generator=generator, device=device
-    )
+    shape = (batch, net.in_channels, net.input_size, net.input_size)
+    noise = torch.randn(shape, generator=generator, device=device)
     return noise, torch.arange(batch, device=device) % net.num_classes
 
 
@@ -218,7 +155,3 @@ def within(
 def rate(num_images: int, sec: float) -> dict[str, float]:
     """Return images per second, and hours for 50,000."""
     return {"images_per_sec": num_images / sec, "hours_50k": 50_000 * sec / num_images / 3600}
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -3,7 +3,7 @@
 python -m benchmarks.speed_picture RECORD.csv OUT.png
 """
 
-import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -18,24 +18,11 @@ SIDES = (16, 32, 64, 128)
 
 def main() -> None:
     """Read, predict, draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speed_picture",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("record", type=Path)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
-    rows = [
-        row
-        for row in read_results(arguments.record)
-        if row["setting"].endswith(" tokens") and row["step"] == "routed"
-    ]
-    draw(
-        {int(row["num_tokens"]): float(row["speedup_over_dense"]) for row in rows},
-        int(rows[0]["hidden_size"]),
-        arguments.out,
-    )
+    record, out = map(Path, sys.argv[1:])
+    rows = [row for row in read_results(record) if row["setting"].endswith(" tokens")]
+    rows = [row for row in rows if row["step"] == "routed"]
+    measured = {int(row["num_tokens"]): float(row["speedup_over_dense"]) for row in rows}
+    draw(measured, int(rows[0]["hidden_size"]), out)
 
 
 def predictions(hidden_size: int, depth: int, num_heads: int) -> dict[int, float]:
@@ -60,18 +47,12 @@ def draw(measured: dict[int, float], hidden_size: int, out: Path) -> None:
         predicted = predictions(*size)
         (line,) = axes.plot(list(predicted), list(predicted.values()), label=f"{name}, predicted from FLOPs")
         if size[0] == hidden_size:
-            axes.plot(
-                list(measured),
-                list(measured.values()),
-                "o",
-                color=line.get_color(),
-                label=f"{name}, measured",
-            )
+            style = {"color": line.get_color(), "label": f"{name}, measured"}
+            axes.plot(list(measured), list(measured.values()), "o", **style)
     axes.set_ylim(bottom=1.0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(predicted), [str(tokens) for tokens in predicted])
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("dense step / routed step")
+    axes.set(xlabel="tokens", ylabel="dense step / routed step")
     axes.set_title("Half of the tokens bypass blocks 2 to depth-4", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

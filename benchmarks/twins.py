@@ -6,6 +6,8 @@ one of both 2,000 steps further by `train.py`, which scores it in the end.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.processes import run_program
+from benchmarks.results import Rows
+from runtime.provenance import PROJECT
 
 STEPS, TURNS = 2000, 25  # a turn
 SCORES = ("fd_classifier", "label_accuracy", "val_loss_dense_ema")
@@ -45,69 +48,52 @@ COLUMNS = {
 }
 
 
-def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
     """Return what trains each run on, in turn; see `benchmarks.gpu`."""
     steps, turns, overrides = (1, 2, TINY) if tiny else (STEPS, TURNS, ())
+    folder = (out / "twins").resolve()
     return {
-        f"{kind}, {turn * steps} steps": partial(
-            train_on, kind, turn * steps, steps, overrides, out / "twins"
-        )
+        f"{kind}, {turn * steps} steps": partial(train_on, kind, turn * steps, steps, overrides, folder)
         for turn in range(1, turns + 1)
         for kind in MODELS
     }
 
 
-def train_on(
-    kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path
-) -> list[dict[str, Any]]:
-    """Train one of both runs to a step, and return its scores beside those that the dense one had after the
-    same seconds.
+def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path) -> Rows:
+    """Train one of both runs to a step; return its scores beside those that the dense one had after the same
+    seconds.
     """
-    folder = folder.resolve()
     if total_steps > steps and not (folder / kind).exists():
         raise ValueError(f"{folder / kind} is gone: begin in another folder")
-    run_program(
-        "train.py",
-        MODELS[kind],
-        "data=glyphs",
-        f"data.path={folder / 'latents'}",
-        "evaluation=glyphs",
-        f"output_dir={folder / kind}",
-        f"train.total_steps={total_steps}",
-        f"train.eval_every={steps}",
-        f"train.save_every={steps}",
-        "train.sample_every=null",
-        *overrides,
-    )
-    scores = {name: scores_of(folder / name) for name in MODELS if (folder / name).exists()}
-    found = scores[kind][-1]
+    data = ("data=glyphs", f"data.path={folder / 'latents'}", "evaluation=glyphs")
+    intervals = (f"train.eval_every={steps}", f"train.save_every={steps}", "train.sample_every=null")
+    asked = (MODELS[kind], *data, f"output_dir={folder / kind}", f"train.total_steps={total_steps}")
+    subprocess.run([sys.executable, "train.py", *asked, *intervals, *overrides], cwd=PROJECT, check=True)
+    found = scores_of(folder / kind)[-1]
     row = {"kind": kind, **found, "images_per_sec": found["num_images"] / found["train_sec"]}
     if kind == "routed":
-        row |= {
-            f"{key}_dense_at_equal_sec": at_second(scores["dense"], key, found["train_sec"]) for key in SCORES
-        }
+        dense = scores_of(folder / "dense")
+        row |= {f"{key}_dense_at_equal_sec": at_second(dense, key, found["train_sec"]) for key in SCORES}
     return [row]
 
 
-def scores_of(run: Path) -> list[dict[str, Any]]:
+def scores_of(run: Path) -> Rows:
     """Return step, images, seconds of training and scores of each evaluation of a run."""
     found, rates = [], []
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         if "images_per_sec" in line:
             rates.append(line["images_per_sec"])
         if SCORES[0] in line:
-            # Each turn compiles anew within its first window, which a median leaves out and the run's own
-            # clock does not.
+            # Each turn compiles again within its first window: a median leaves that out, the run's clock does
+            # not.
             train_sec = line["num_images"] / median(rates)
-            found.append({"step": line["step"], "num_images": line["num_images"], "train_sec": train_sec})
-            found[-1] |= {key: line[key] for key in SCORES}
+            scores = {key: line[key] for key in ("step", "num_images", *SCORES)}
+            found.append(scores | {"train_sec": train_sec})
     return found
 
 
 def at_second(scores: Sequence[Mapping[str, Any]], key: str, train_sec: float) -> float | None:
-    """Return a score after so many seconds of training, between evaluations on a straight line; None outside
-    of them.
-    """
+    """Return a score after so many seconds of training, between evaluations on a line; None outside."""
     seconds = [found["train_sec"] for found in scores]
     if not seconds[0] <= train_sec <= seconds[-1]:
         return None

@@ -26,7 +26,7 @@ PUBLISHED = {
     "sdxl": "stabilityai/sdxl-vae",
 }
 # An autoencoder works on so many pixels at once: 8 images of 256x256. A fixed number, so that no result
-# depends on how much memory happens to be free. benchmarks/encoding.py measures what it takes.
+# depends on how much memory happens to be free. RESULTS.md has what it takes.
 PIXELS_AT_ONCE = 8 * 256 * 256
 TIMEOUT_SEC = 10
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError)

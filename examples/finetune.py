@@ -15,9 +15,8 @@ Shapes: N samples, latents x (N, C, H, W), or (N, C, F, H, W) of F frames, T tok
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 import numpy as np
@@ -38,10 +37,11 @@ from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.files import atomic_write, finite, write_json, write_text
 from runtime.machine import start_process
+from runtime.provenance import PROJECT
 
-RECIPES = Path(__file__).resolve().parents[1] / "configs" / "model" / "routes"
+RECIPES = PROJECT / "configs" / "model" / "routes"
 ARRAYS = ("latents", "text", "pooled", "references", "masks")
-QUANTIZATIONS = ("int8", "int4", "nf4")
+POSITIVE = ("total_steps", "batch_size", "rank", "lr", "shift", "save_every", "eval_every", "log_every")
 INT4_GROUP_SIZE = 32  # weights that share a scale
 TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr are added to
 PATCH_SIZE = 2  # of all these families; FLUX folds its patches before they reach the network
@@ -49,14 +49,12 @@ MAX_GRAD_NORM = 1.0
 EVALUATED_AT_ONCE = 8
 MAY_CHANGE = ("total_steps", "save_every", "eval_every", "log_every", "output_dir")  # when a run goes on
 Batch = dict[str, torch.Tensor]
-RoutingKeywords = dict[str, Any]  # those that `routing.attach` adds to a model's forward
+Routing = dict[str, Any]  # the keywords that `routing.attach` adds to a model's forward
 
 configuration.register()
 
 
-def flux(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
-) -> torch.Tensor:
+def flux(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing) -> torch.Tensor:
     N, C, H, W = x.shape
     images = [x, *([batch["references"]] if "references" in batch else [])]
     positions = [_positions(image.shape[-2] // 2, image.shape[-1] // 2, i) for i, image in enumerate(images)]
@@ -84,37 +82,26 @@ def _positions(height: int, width: int, image: int) -> torch.Tensor:
     return torch.stack([torch.full_like(rows, image), rows, columns], dim=-1).view(-1, 3)  # (T, 3)
 
 
-def sd3(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
-) -> torch.Tensor:
+def sd3(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing) -> torch.Tensor:
     return model(x, batch["text"], batch["pooled"], 1000 * t, return_dict=False, **routing)[0]
 
 
 def auraflow(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing
 ) -> torch.Tensor:
     return model(x, batch["text"], t, return_dict=False, **routing)[0]
 
 
-def wan(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
-) -> torch.Tensor:
+def wan(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing) -> torch.Tensor:
     return model(x, 1000 * t, batch["text"], return_dict=False, **routing)[0]
 
 
-@dataclass(frozen=True)
-class Family:
-    """How a class of diffusers is called.
+class Family(NamedTuple):
+    """How a class of diffusers is called: velocity(model, x, t (N,), batch, routing) has the shape of x."""
 
-    Args:
-        velocity: returns what the network says of latents at times t (N,), in the shape of the latents.
-        needs: the arrays that must be there.
-        takes: the arrays that may be there.
-    """
-
-    velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, RoutingKeywords], torch.Tensor]
-    needs: tuple[str, ...] = ("latents", "text")
-    takes: tuple[str, ...] = ("masks",)
+    velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, Routing], torch.Tensor]
+    needs: tuple[str, ...] = ("latents", "text")  # arrays that must be there
+    takes: tuple[str, ...] = ("masks",)  # and may be there
 
 
 FAMILIES = {
@@ -149,50 +136,36 @@ def main(cfg: DictConfig) -> None:
             run.fit()
         except KeyboardInterrupt:
             raise SystemExit("stopped: the same command goes on from the newest checkpoint") from None
-    run.save_model()
+    if accelerator.is_main_process:  # adapters in the format of peft, all weights in that of diffusers
+        network.save_pretrained(run.folder / "model")
+        print(f"saved {run.folder / 'model'}; the losses are in {run.folder / 'metrics.jsonl'}")
 
 
 def check_request(request: dict[str, Any]) -> None:
     """Raise ValueError with key, value and rule for what is wrong in itself."""
+    routes, file, train = request["routes"], request["tread_config"], request["train"]
     if not request["output_dir"].strip():
         raise ValueError(f"output_dir='{request['output_dir']}' must not be empty")
     check_not_negative("seed", request["seed"])
-    for key in (
-        "total_steps",
-        "batch_size",
-        "rank",
-        "lr",
-        "shift",
-        "save_every",
-        "eval_every",
-        "log_every",
-        "num_held_out",
-    ):
+    for key in (*POSITIVE, "num_held_out"):
         check_positive(key, request[key])
-    check_choice("train", request["train"], ("lora", "lokr", "full"))
+    check_choice("train", train, ("lora", "lokr", "full"))
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
     if not 0 <= request["mask_area"] < 1:
         raise ValueError(f"mask_area={request['mask_area']} must be in [0, 1)")
-    if request["tread_config"] and request["routes"]:
-        raise ValueError(
-            f"tread_config={request['tread_config']} and routes={request['routes']}: only one may be given"
-        )
-    if request["importance_weight"] and not (request["routes"] or request["tread_config"]):
+    if file and routes:
+        raise ValueError(f"tread_config={file} and routes={routes}: only one may be given")
+    if request["importance_weight"] and not (routes or file):
         raise ValueError(f"importance_weight={request['importance_weight']} has no meaning without routes")
-    if quantize := request["quantize"]:
-        check_choice("quantize", quantize, QUANTIZATIONS)
-        if quantize == "nf4" and request["train"] != "lora":
-            raise ValueError(
-                "quantize=nf4 needs train=lora: peft has no other adapters for weights of bitsandbytes here"
-            )
-        if request["train"] == "full":
-            raise ValueError(
-                f"quantize={quantize} needs train=lora or train=lokr: weights in few bits are not trained"
-            )
-        if request["mixed_precision"] == "no":
-            raise ValueError(
-                f"quantize={quantize} needs mixed_precision=bf16, in which such weights are multiplied"
-            )
+    if (quantize := request["quantize"]) is None:
+        return
+    check_choice("quantize", quantize, ("int8", "int4", "nf4"))
+    if quantize == "nf4" and train != "lora":
+        raise ValueError("quantize=nf4 needs train=lora: peft has no other adapters for such weights here")
+    if train == "full":
+        raise ValueError(f"quantize={quantize} needs train=lora or train=lokr: few bits are not trained")
+    if request["mixed_precision"] == "no":
+        raise ValueError(f"quantize={quantize} needs mixed_precision=bf16, in which weights are multiplied")
 
 
 def read_routes(request: dict[str, Any]) -> Any:
@@ -206,33 +179,29 @@ def read_routes(request: dict[str, Any]) -> Any:
     try:
         return [vars(route) for route in from_simpletuner(json.loads(Path(file).read_text()))]
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"tread_config={file} cannot be read as a configuration of SimpleTuner: {error}"
-        ) from error
+        told = f"tread_config={file} cannot be read as a configuration of SimpleTuner"
+        raise ValueError(f"{told}: {error}") from error
 
 
 def check_output(request: dict[str, Any], num_processes: int) -> dict[str, Any]:
     """Return what a run that goes on must have in common with its beginning; raise ValueError if the folder
     is not its own.
     """
-    folder = Path(request["output_dir"])
-    settings = {key: value for key, value in request.items() if key not in MAY_CHANGE} | {
-        "num_processes": num_processes
-    }
+    settings = {key: value for key, value in request.items() if key not in MAY_CHANGE}
     settings |= {key: str(Path(request[key])) for key in ("transformer", "inputs")}
+    settings["num_processes"] = num_processes
+    folder = Path(request["output_dir"])
+    file = folder / "finetune.json"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder} must be a folder")
-    file = folder / "finetune.json"
-    if not file.exists():
-        if folder.exists() and any(".partial" not in found.name for found in folder.iterdir()):
-            raise ValueError(f"output_dir={folder} holds something else: choose another")
-        return settings
-    before = json.loads(file.read_text())
-    changed = [
-        f"{key}: {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value
-    ]
-    if changed:
-        raise ValueError(f"output_dir={folder} holds a run with other settings: {', '.join(changed)}")
+    if file.exists():
+        before = json.loads(file.read_text())
+        keys = [key for key, value in settings.items() if before.get(key) != value]
+        if keys:
+            changed = ", ".join(f"{key}: {before.get(key)} -> {settings[key]}" for key in keys)
+            raise ValueError(f"output_dir={folder} holds a run with other settings: {changed}")
+    elif folder.exists() and any(".partial" not in found.name for found in folder.iterdir()):
+        raise ValueError(f"output_dir={folder} holds something else: choose another")
     return settings
 
 
@@ -242,22 +211,19 @@ def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]
     """
     import diffusers
 
-    file, folder = Path(request["transformer"]) / "config.json", Path(request["inputs"])
+    transformer, folder = f"transformer={request['transformer']}", Path(request["inputs"])
+    file = Path(request["transformer"]) / "config.json"
     if not file.is_file():
-        raise ValueError(
-            f"transformer={request['transformer']} must be a folder that holds a transformer: {file} not "
-            "found"
-        )
+        raise ValueError(f"{transformer} must be a folder that holds a transformer: {file} not found")
     config = json.loads(file.read_text())
     kind = config.get("_class_name")
     if kind not in FAMILIES:
-        raise ValueError(
-            f"transformer={request['transformer']} is a {kind}, must be one of {', '.join(FAMILIES)}"
-        )
+        raise ValueError(f"{transformer} is a {kind}, must be one of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
     if not folder.is_dir():
         raise ValueError(f"inputs={folder} must be a folder of arrays: latents.npy, text.npy")
     files = {name: folder / f"{name}.npy" for name in ARRAYS}
-    family, arrays = FAMILIES[kind], {name: _open(file) for name, file in files.items() if file.exists()}
+    arrays = {name: _open(file) for name, file in files.items() if file.exists()}
     for name in family.needs:
         if name not in arrays:
             raise ValueError(f"inputs={folder} has no {name}.npy, which {kind} needs")
@@ -265,18 +231,15 @@ def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]
         if name not in (*family.needs, *family.takes):
             raise ValueError(f"inputs={folder} has {name}.npy, which this program does not give to {kind}")
     lengths = {name: len(array) for name, array in arrays.items()}
+    num_rows, num_held_out = lengths["latents"], request["num_held_out"]
     if len(set(lengths.values())) > 1:
         raise ValueError(f"inputs={folder} has arrays of different lengths: {lengths}")
-    if request["num_held_out"] >= lengths["latents"]:
-        raise ValueError(
-            f"num_held_out={request['num_held_out']} must be less than the {lengths['latents']} rows of "
-            f"{folder}"
-        )
-    if "masks" in arrays and arrays["masks"].shape[1:] != arrays["latents"].shape[2:]:
-        raise ValueError(
-            f"inputs={folder}: masks.npy has shape {arrays['masks'].shape}, latents.npy "
-            f"{arrays['latents'].shape}"
-        )
+    if num_held_out >= num_rows:
+        raise ValueError(f"num_held_out={num_held_out} must be less than the {num_rows} rows of {folder}")
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if "masks" in arrays and shapes["masks"][1:] != shapes["latents"][2:]:
+        told = f"masks.npy has shape {shapes['masks']}, latents.npy {shapes['latents']}"
+        raise ValueError(f"inputs={folder}: {told}")
     with torch.device("meta"):  # rules of the transformer and of its routes, and a pass, without its memory
         network = getattr(diffusers, kind).from_config(config)
         _attach(network, request)
@@ -290,14 +253,10 @@ def _open(file: Path) -> np.ndarray:
             read_header(opened)  # numpy would read one of any length
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(
-            f"{file} cannot be read as an array of numbers: it is damaged, or of something else"
-        ) from error
+        raise ValueError(f"{file} cannot be read as an array of numbers: {error}") from error
     if array.ndim < 2 or array.dtype.kind not in "fiub":
-        raise ValueError(
-            f"{file} has shape {array.shape} and type {array.dtype}: it must hold a row of numbers for each "
-            "image"
-        )
+        found = f"shape {array.shape} and type {array.dtype}"
+        raise ValueError(f"{file} has {found}: it must hold a row of numbers for each image")
     return array
 
 
@@ -305,26 +264,18 @@ def _try(network: nn.Module, family: Family, arrays: dict[str, np.ndarray], fold
     """Raise ValueError if a row does not go through the network."""
     batch = {name: torch.empty(1, *array.shape[1:]) for name, array in arrays.items()}
     shapes = ", ".join(f"{name} {tuple(batch[name].shape)}" for name in batch)
+    kind = type(network).__name__
     try:
         v = velocity(network.eval(), family, batch["latents"], torch.empty(1), batch, {})
     except (RuntimeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"inputs={folder}: a {type(network).__name__} does not take {shapes}: {reason}"
-        ) from error
+        raise ValueError(f"inputs={folder}: a {kind} does not take {shapes}: {reason}") from error
     if v.shape != batch["latents"].shape:
-        raise ValueError(
-            f"inputs={folder}: from {shapes} a {type(network).__name__} makes {tuple(v.shape)}, not latents"
-        )
+        raise ValueError(f"inputs={folder}: from {shapes} a {kind} makes {tuple(v.shape)}, not latents")
 
 
 def velocity(
-    network: nn.Module,
-    family: Family,
-    x: torch.Tensor,
-    t: torch.Tensor,
-    batch: Batch,
-    routing: RoutingKeywords,
+    network: nn.Module, family: Family, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing
 ) -> torch.Tensor:
     """Return what a network, or what wraps it, says of latents x at times t (N,), in the shape of x."""
     inner = network.module if isinstance(network, DistributedDataParallel) else network
@@ -334,9 +285,7 @@ def velocity(
 
 
 def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
-    """Return the transformer, all of its weights to train or new adapters in it, and the routes that it has
-    now.
-    """
+    """Return the transformer, all of its weights to train or new adapters in it, and its routes."""
     import diffusers
 
     # AutoModel looks up the class that the folder names.
@@ -351,10 +300,8 @@ def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
     from peft import LoKrConfig, LoraConfig, get_peft_model
 
     torch.manual_seed(request["seed"])
-    adapters = {"lora": LoraConfig, "lokr": LoKrConfig}[request["train"]](
-        r=request["rank"], target_modules=TARGETS
-    )
-    return get_peft_model(transformer, adapters).train(), routes
+    kind = {"lora": LoraConfig, "lokr": LoKrConfig}[request["train"]]
+    return get_peft_model(transformer, kind(r=request["rank"], target_modules=TARGETS)).train(), routes
 
 
 def _attach(transformer: nn.Module, request: dict[str, Any]) -> tuple[Route, ...]:
@@ -366,30 +313,22 @@ def _base_weights(request: dict[str, Any]) -> dict[str, Any]:
     """Return how they are loaded: in fp32 if they are trained, else as coarse as was asked for."""
     if request["train"] == "full" or request["mixed_precision"] == "no":
         return {"torch_dtype": torch.float32}
-    name = request["quantize"]
-    if name in (None, "nf4"):
+    if request["quantize"] in (None, "nf4"):
         return {"torch_dtype": torch.bfloat16}
-    from diffusers import TorchAoConfig
+    from diffusers import AutoModel, TorchAoConfig
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup
 
-    if name == "int8":
-        config = TorchAoConfig(Int8WeightOnlyConfig())
-    else:
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    if request["quantize"] == "int4":
+        with torch.device("meta"):
+            layers = AutoModel.from_config(request["transformer"]).named_modules()
+        linear = {path: layer for path, layer in layers if isinstance(layer, nn.Linear)}
+        # Inputs that do not divide into groups: those of AuraFlow's patches are.
+        others = [path for path, layer in linear.items() if layer.in_features % INT4_GROUP_SIZE]
         few_bits = IntxWeightOnlyConfig(torch.int4, PerGroup(INT4_GROUP_SIZE))
-        config = TorchAoConfig(few_bits, modules_to_not_convert=_not_in_groups(request["transformer"]))
+        config = TorchAoConfig(few_bits, modules_to_not_convert=others)
     return {"quantization_config": config, "torch_dtype": torch.bfloat16}
-
-
-def _not_in_groups(folder: str) -> list[str]:
-    """Return the linear layers whose inputs do not divide into groups: that of AuraFlow's patches is one."""
-    import diffusers
-
-    with torch.device("meta"):
-        layers = diffusers.AutoModel.from_config(folder).named_modules()
-    return [
-        path for path, layer in layers if isinstance(layer, nn.Linear) and layer.in_features % INT4_GROUP_SIZE
-    ]
 
 
 def _to_nf4(transformer: nn.Module) -> None:
@@ -404,13 +343,10 @@ def _to_nf4(transformer: nn.Module) -> None:
         layer = transformer.get_submodule(path)
         if layer.weight.dtype == torch.float32:  # diffusers keeps it so
             continue
-        small = Linear4bit(
-            layer.in_features, layer.out_features, compute_dtype=torch.bfloat16, device="meta", **how
-        )
-        small.weight, small.bias = (
-            Params4bit(layer.weight.detach(), requires_grad=False, module=small, **how),
-            layer.bias,
-        )
+        sizes = (layer.in_features, layer.out_features)
+        small = Linear4bit(*sizes, compute_dtype=torch.bfloat16, device="meta", **how)
+        small.weight = Params4bit(layer.weight.detach(), requires_grad=False, module=small, **how)
+        small.bias = layer.bias
         # In eval() mode it would pack the weights for some CPUs, and leave them so: no gradients flow through
         # packed ones.
         small.support_avx512bf16_for_cpu = False
@@ -431,13 +367,13 @@ class Finetuning:
     ):
         self.request, self.family, self.arrays, self.network = request, family, arrays, network
         self.routes, self.accelerator = routes, accelerator
+        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(self.trained.values(), lr=request["lr"], weight_decay=0.0)
-        # Weights that are not trained are the same everywhere: nothing to send, and weights in few bits can
-        # not be sent.
-        network._ddp_params_and_buffers_to_ignore = [
-            n for n, p in network.named_parameters() if not p.requires_grad
-        ]
+        # Weights that are not trained are the same everywhere: nothing to send, and weights in few bits
+        # cannot be sent.
+        frozen = [name for name, p in network.named_parameters() if not p.requires_grad]
+        network._ddp_params_and_buffers_to_ignore = frozen
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
         self.folder, self.step = Path(request["output_dir"]), 0
         num_held_out, num_rows = request["num_held_out"], len(arrays["latents"])
@@ -445,56 +381,53 @@ class Finetuning:
             np.arange(num_held_out, num_rows),
             seed=request["seed"],
             batch_size=request["batch_size"],
-            micro_batch_size=request["batch_size"] // accelerator.num_processes,
+            micro_batch_size=request["batch_size"] // self.world_size,
             start_step=0,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
+            rank=self.rank,
+            world_size=self.world_size,
         )
 
     def fit(self) -> None:
         """Train up to `total_steps`."""
-        request, process = self.request, self.accelerator.process_index
         if self.step == 0:
             self.log({"val_loss_dense": self.evaluate()})
-        hidden = not self.accelerator.is_main_process
-        with tqdm(total=request["total_steps"], initial=self.step, unit="step", disable=hidden) as bar:
-            while self.step < request["total_steps"]:
-                rows = self.order.batch(self.step)
-                state = np.random.SeedSequence([request["seed"], self.step, process]).generate_state(
-                    1, np.uint64
-                )
-                generator = torch.Generator().manual_seed(int(state[0]))
-                own_rows = rows.reshape(self.accelerator.num_processes, -1)[process]
-                loss = self.loss(
-                    self.model, own_rows, generator, self.routing_keywords(rows, own_rows, generator)
-                )
-                self.accelerator.backward(loss)
-                norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), MAX_GRAD_NORM)
-                if not norm.isfinite():  # SYNC: such weights must not be saved
-                    raise ValueError(
-                        f"inputs={request['inputs']}: loss or gradient of step {self.step + 1} is not "
-                        "finite, of rows "
-                        f"{rows.tolist()}: mend them, or lower lr={request['lr']}; what is saved is of before"
-                    )
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.step += 1
-                bar.update()
-                last = self.step == request["total_steps"]
-                if self.step % request["log_every"] == 0 or last:
-                    mean = self.accelerator.reduce(
-                        loss.detach(), reduction="mean"
-                    ).item()  # SYNC: to be shown
-                    bar.set_postfix(loss=f"{mean:.4f}")
-                    self.log({"loss": mean})
-                if self.step % request["eval_every"] == 0 or last:
-                    self.log({"val_loss_dense": self.evaluate()})
-                if self.step % request["save_every"] == 0 or last:
-                    self.save()
+        bar = tqdm(range(self.step, self.request["total_steps"]), unit="step", disable=self.rank > 0)
+        for _ in bar:
+            loss = self.train_step()
+            if self.is_due("log_every"):
+                mean = self.accelerator.reduce(loss, reduction="mean").item()  # SYNC: to be shown
+                bar.set_postfix(loss=f"{mean:.4f}")
+                self.log({"loss": mean})
+            if self.is_due("eval_every"):
+                self.log({"val_loss_dense": self.evaluate()})
+            if self.is_due("save_every"):
+                self.save()
 
-    def routing_keywords(
-        self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator
-    ) -> RoutingKeywords:
+    def is_due(self, key: str) -> bool:
+        """True at the steps of an interval, and at the last."""
+        return self.step % self.request[key] == 0 or self.step == self.request["total_steps"]
+
+    def train_step(self) -> torch.Tensor:
+        """Take a step, and return the loss of this process's rows."""
+        request, rows = self.request, self.order.batch(self.step)
+        own_rows = rows.reshape(self.world_size, -1)[self.rank]
+        state = np.random.SeedSequence([request["seed"], self.step, self.rank]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(state[0]))
+        routing = self.routing_keywords(rows, own_rows, generator)
+        loss = self.loss(self.model, own_rows, generator, routing)
+        self.accelerator.backward(loss)
+        norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), MAX_GRAD_NORM)
+        if not norm.isfinite():  # SYNC: such weights must not be saved
+            raise ValueError(
+                f"inputs={request['inputs']}: loss or gradient of step {self.step + 1} is not finite, of "
+                f"rows {rows.tolist()}: mend them, or lower lr={request['lr']}; what is saved is of before"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss.detach()
+
+    def routing_keywords(self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator) -> Routing:
         """Return how a step routes: `rows` are those of all processes, which agree on the ratio at which all
         masks fit.
         """
@@ -502,32 +435,27 @@ class Finetuning:
             return {}
         if "masks" not in self.arrays:
             return {"generator": generator}
-        masks = self.arrays["masks"]
         tokens, own_tokens = (
-            token_mask(torch.from_numpy(masks[r]), PATCH_SIZE, self.request["mask_area"])
+            token_mask(torch.from_numpy(self.arrays["masks"][r]), PATCH_SIZE, self.request["mask_area"])
             for r in (rows, own_rows)
         )
-        num_forced = int(tokens.sum(dim=1).max())
+        T, num_forced = tokens.shape[1], int(tokens.sum(dim=1).max())
         return {
             "generator": generator,
-            "selection_ratio": [
-                grow_ratio(route.selection_ratio, tokens.shape[1], num_forced) for route in self.routes
-            ],
+            "selection_ratio": [grow_ratio(route.selection_ratio, T, num_forced) for route in self.routes],
             "force_keep": own_tokens.to(self.accelerator.device),
         }
 
     def loss(
-        self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: RoutingKeywords
+        self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: Routing
     ) -> torch.Tensor:
         """Return the mean loss of some rows, a 0-d tensor; positions at which a mask is 0 do not count."""
-        device = self.accelerator.device
-        batch = {
-            name: torch.from_numpy(array[rows]).float().to(device) for name, array in self.arrays.items()
-        }
+        device, s = self.accelerator.device, self.request["shift"]
+        batch = {key: torch.from_numpy(array[rows]).float().to(device) for key, array in self.arrays.items()}
         x = batch["latents"]
         n = torch.randn(x.shape, generator=generator).to(device)
         # t = s u / (1 + (s - 1) u),  u = sigmoid(z),  z ~ N(0, 1)
-        u, s = torch.sigmoid(torch.randn(len(rows), generator=generator)).to(device), self.request["shift"]
+        u = torch.sigmoid(torch.randn(len(rows), generator=generator)).to(device)
         t = s * u / (1 + (s - 1) * u)
         # x_t = (1 - t) x + t n
         x_t = torch.lerp(x, n, t.view(-1, *[1] * (x.ndim - 1)))
@@ -543,25 +471,23 @@ class Finetuning:
     def evaluate(self) -> float:
         """Return the dense loss of the rows held out, with the same noise each time."""
         self.network.eval()
-        starts = range(0, self.request["num_held_out"], EVALUATED_AT_ONCE)
+        num_held_out = self.request["num_held_out"]
         total = torch.zeros((), device=self.accelerator.device)
-        for start in starts[self.accelerator.process_index :: self.accelerator.num_processes]:
-            rows = np.arange(start, min(start + EVALUATED_AT_ONCE, self.request["num_held_out"]))
+        for start in range(0, num_held_out, EVALUATED_AT_ONCE)[self.rank :: self.world_size]:
+            rows = np.arange(start, min(start + EVALUATED_AT_ONCE, num_held_out))
             total += len(rows) * self.loss(self.network, rows, torch.Generator().manual_seed(start), {})
         self.network.train()
-        return (
-            self.accelerator.reduce(total, reduction="sum").item() / self.request["num_held_out"]
-        )  # SYNC: to be shown
+        return self.accelerator.reduce(total, reduction="sum").item() / num_held_out  # SYNC: to be shown
 
     def log(self, values: dict[str, float]) -> None:
         """Append a line to `metrics.jsonl`."""
-        if self.accelerator.is_main_process:
+        if self.rank == 0:
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(finite({"step": self.step, **values})) + "\n")
 
     def save(self) -> None:
-        """Save what is trained and the optimizer, whole or not at all."""
-        if self.accelerator.is_main_process:
+        """Save what is trained and the optimizer, all or nothing."""
+        if self.rank == 0:
             weights = {name: parameter.detach() for name, parameter in self.trained.items()}
             state = {"step": self.step, "weights": weights, "optimizer": self.optimizer.state_dict()}
             with atomic_write(self.folder / "checkpoint.pt") as partial:
@@ -572,36 +498,22 @@ class Finetuning:
         checkpoint, metrics = self.folder / "checkpoint.pt", self.folder / "metrics.jsonl"
         if checkpoint.exists():
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-            if state["step"] > self.request["total_steps"]:
-                raise ValueError(
-                    f"total_steps={self.request['total_steps']} must be at least {state['step']}, where "
-                    f"{self.folder} stands"
-                )
+            self.step, total_steps = state["step"], self.request["total_steps"]
+            if self.step > total_steps:
+                told = f"must be at least {self.step}, where {self.folder} stands"
+                raise ValueError(f"total_steps={total_steps} {told}")
             with torch.no_grad():
                 for name, parameter in self.trained.items():
                     parameter.copy_(state["weights"][name])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
         self.accelerator.wait_for_everyone()  # all have read before anything is written
-        if self.accelerator.is_main_process:
+        if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "finetune.json", settings)
             lines = metrics.read_text().splitlines(keepends=True) if self.step else []
-            whole = [
-                line for line in lines if line.endswith("}\n")
-            ]  # a line that a kill has cut is of a later step
-            kept = [line for line in whole if json.loads(line)["step"] <= self.step]
+            # A line that a kill has cut is of a later step.
+            kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= self.step]
             write_text(metrics, "".join(kept))
-
-    def save_model(self) -> None:
-        """Save the adapters in the format of peft, or all weights in that of diffusers, as if there had been
-        no routes.
-        """
-        if self.accelerator.is_main_process:
-            self.network.save_pretrained(self.folder / "model")
-            self.accelerator.print(
-                f"saved {self.folder / 'model'}; the losses are in {self.folder / 'metrics.jsonl'}"
-            )
 
 
 if __name__ == "__main__":

@@ -345,7 +345,7 @@ LINKS = {
     "advise": (
         "advice",
         "advice",
-        (".{}.json.lock", ".{}.partial.json", ".{}.partial.md", ".{}.partial.png"),
+        (".{}.json.lock", ".{}.partial.json", ".{}.partial.md"),
     ),
 }
 

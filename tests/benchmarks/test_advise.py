@@ -12,7 +12,7 @@ from tests.runs import tiny_run, tiny_trainer, validated
 
 
 def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9):
-    return Candidate(Route(ratio, start, end), 8, 1.3, measured, 0.1, 0.1, alike)
+    return Candidate(Route(ratio, start, end), 8, 1.3, measured, 0.1, alike)
 
 
 def advise(*arguments):
@@ -39,17 +39,17 @@ def test_similarity_that_tells_nothing_apart_is_not_trusted():
     fresh = [candidate(2, 8, alike=0.99), candidate(1, 9, measured=1.5, alike=0.985)]
     best = recommend(fresh, depth=12)
     assert (best.route.start_layer_idx, best.route.end_layer_idx) == (2, 8)
-    assert "has hardly been trained" in report(fresh, best, 12, 0.0, routed=False)
+    assert "has hardly been trained" in report(fresh, best, 12, routed=False)
 
 
 def test_on_a_routed_run_the_advice_says_whom_else_to_ask():
-    assert "ask a dense run" in report([candidate(2, 8)], candidate(2, 8), 12, 0.0, routed=True)
+    assert "ask a dense run" in report([candidate(2, 8)], candidate(2, 8), 12, routed=True)
 
 
 def test_where_routes_save_nothing_the_dense_twin_is_recommended():
     slow = [candidate(2, 8, measured=MIN_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
     assert recommend(slow, depth=12) is None
-    assert "train the dense twin, model=dit" in report(slow, None, 12, 0.0, routed=False)
+    assert "train the dense twin, model=dit" in report(slow, None, 12, routed=False)
 
 
 def test_the_recommendation_is_an_override_as_the_command_line_takes_it():
@@ -76,7 +76,7 @@ def test_similarity_is_the_mean_cosine_of_tokens_between_depths(tmp_path):
     assert in_parts[0, 8] == pytest.approx(alike[0, 8], abs=0.05)  # other noise
 
 
-def test_advice_on_a_run_leaves_table_figures_and_picture(tmp_path):
+def test_advice_on_a_run_leaves_a_table_and_figures(tmp_path):
     tiny_run(tmp_path / "run", "model=dit")
     result = advise(f"run={tmp_path / 'run'}", "num_samples=8", "repeats=2")
     assert result.returncode == 0, result.stderr
@@ -84,46 +84,14 @@ def test_advice_on_a_run_leaves_table_figures_and_picture(tmp_path):
     assert "ask a dense run" not in result.stdout
     figures = json.loads((tmp_path / "run" / "advice" / "advice.json").read_text())
     assert len(figures["candidates"]) == 16
-    predicted = {
-        (c["route"]["start_layer_idx"], c["route"]["end_layer_idx"], c["route"]["selection_ratio"]): c[
-            "predicted_speedup"
-        ]
-        for c in figures["candidates"]
-    }
-    for c in figures["candidates"]:  # before the first block of the window, and after the last
-        assert (
-            c["similarity"]
-            == figures["similarity"][c["route"]["start_layer_idx"]][c["route"]["end_layer_idx"] + 1]
-        )
+    predicted = {}
+    for c in figures["candidates"]:
+        ratio, start, end = c["route"].values()
+        predicted[start, end, ratio] = c["predicted_speedup"]
+        # Before the first block of the window, and after the last.
+        assert c["similarity"] == figures["similarity"][start][end + 1]
     assert predicted[1, 5, 0.5] > predicted[2, 4, 0.5] > predicted[2, 4, 0.25] > 1
     assert (tmp_path / "run" / "advice" / "advice.md").read_text().strip() in result.stdout
-    assert (tmp_path / "run" / "advice" / "advice.png").stat().st_size > 10_000
-    covered = advise(
-        f"run={tmp_path / 'run'}",
-        "num_samples=8",
-        "repeats=1",
-        "mask_coverage=1",
-        f"output={tmp_path / 'covered'}",
-    )
+    other = ("num_samples=8", "repeats=1", "mask_coverage=1", f"output={tmp_path / 'covered'}")
+    covered = advise(f"run={tmp_path / 'run'}", *other)
     assert "| 2 to 4 | 0.5 | 16 | 1.00x |" in covered.stdout
-
-
-def test_advice_that_makes_no_sense_is_refused_in_one_line(tmp_path):
-    tiny_run(tmp_path / "shallow", "model=dit", "model.depth=7")
-    for arguments, message in (
-        ((f"run={tmp_path / 'shallow'}",), "routes make no sense at model.depth=7, it must be at least 8"),
-        ((f"run={tmp_path / 'nothing'}",), "is not a run directory"),
-        ((), "run must be given"),
-    ):
-        result = advise(*arguments)
-        assert result.returncode == 1
-        assert "Traceback" not in result.stderr
-        line = result.stderr.strip().splitlines()[-1]
-        assert line.startswith("error: ")
-        assert message in line
-    tiny_run(tmp_path / "run", "model=dit")
-    for wrong, message in (
-        ("mask_coverage=2", "mask_coverage=2.0 must be in [0, 1]"),
-        ("batch_size=0", "batch_size=0 must be"),
-    ):
-        assert message in advise(f"run={tmp_path / 'run'}", wrong).stderr
