@@ -20,20 +20,16 @@ import torch
 from omegaconf import DictConfig
 
 from builders import config as configuration
-from builders.sampling import check_run, open_run
+from builders.sampling import check_sampling, open_source
 from builders.schemas import SamplingConfig, ScoreConfig
 from data import (
     encoder_for,
-    encoder_record,
-    image_decoder,
-    manifest_from,
     open_images,
     open_latents,
     read_manifest,
     real_images,
 )
 from data.images import ZIP_ERRORS
-from diffusion import ImageSource
 from evaluation import (
     AdmSuite,
     DigitsEvaluator,
@@ -78,7 +74,7 @@ def main(cfg: DictConfig) -> None:
         check_request(request)
         check_files(request)
         if request["run"] is not None:
-            check_run(drawn(request))
+            check_sampling(drawn(request))
         launch = start_process()
         if request["mode"] == "reference":
             write_reference(request, launch)
@@ -241,25 +237,15 @@ class DrawnSamples:
 
     def __init__(self, request: dict[str, Any], launch: Launch):
         request = drawn(request)
-        num_samples, self.name = request["num_samples"], f"run={request['run']}"
-        self.run = open_run(request, launch)
-        self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
-        manifest = manifest_from(self.run.data["manifest"], f"{request['run']}/manifest.json: data.manifest")
-        manifest.check_sizes(request["run"], **self.run.sizes)
-        self.encoder = encoder_for(manifest, launch.device, **self.run.decoding)
-        decode = image_decoder(manifest, self.encoder, self.run.decoding["official"])
-        source = ImageSource(self.run.precond, self.run.sampler, decode, **self.run.drawing, launch=launch)
-        self.count, self.shape, self.batches = num_samples, source.image_shape, source.batches(num_samples)
-        self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{self.run.name}.json")
+        self.name = f"run={request['run']}"
+        source, name, self._drawn = open_source(request, launch)
+        self.count, self.shape = request["num_samples"], source.image_shape
+        self.batches = source.batches(self.count)
+        self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{name}.json")
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are."""
-        drawn = {
-            **self.run.protocol,
-            "encoder": encoder_record(self.encoder),
-            "weights_sha256": self.weights_sha256,
-        }
-        return {"num_samples": self.count, "shape": self.shape, "drawn": drawn}
+        return {"num_samples": self.count, "shape": self.shape, "drawn": self._drawn}
 
 
 def write_reference(request: dict[str, Any], launch: Launch) -> None:

@@ -25,7 +25,14 @@ from tqdm import tqdm
 
 from builders import config as configuration
 from builders.auto import resolve_auto
-from builders.network import build_net, build_precond, build_route_plan
+from builders.network import (
+    build_guidance,
+    build_loss,
+    build_net,
+    build_precond,
+    build_route_plan,
+    build_sampler,
+)
 from builders.rules import FITTED_EVALUATORS
 from builders.summary import summary
 from data import (
@@ -218,9 +225,9 @@ def build_trainer(
     if resolved["compile"]:
         for block in net.blocks:
             block.compile(dynamic=False)
-    precond = accelerator.prepare_model(build_precond(config, net))
+    precond = build_precond(config, accelerator.prepare_model(net))
     optimizer = build_node(config, "optimizer")(net.parameters(), fused=True)
-    loss_fn = build_node(config, "diffusion.loss")()
+    loss_fn = build_loss(config, net)
     evaluators = _evaluators(config, run, dataset, launch, net, ema.net, loss_fn)
     checkpoints = CheckpointFolder(
         run.path / "checkpoints", settings["keep_last"], settings["milestone_every"]
@@ -423,7 +430,9 @@ def _start_accelerator(mixed_precision: str, num_lengths: int) -> Accelerator:
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
     torch._dynamo.config.recompile_limit = most_graphs(num_lengths)
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[ddp])
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
+    accelerator.bf16 = mixed_precision == "bf16"
+    return accelerator
 
 
 def _mask_coverage(
@@ -467,10 +476,10 @@ def _evaluators(
             ) from error
         source = ImageSource(
             ema_denoiser,
-            build_node(config, "sampler"),
+            build_sampler(config),
+            build_guidance(config),
             image_decoder(dataset.manifest, encoder, official),
             batch_size=EVALUATION_BATCH,
-            guidance_scale=config["guidance"]["guidance_scale"],
             launch=launch,
         )
     if settings["sample_every"]:

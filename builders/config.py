@@ -12,14 +12,20 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from builders.network import build_net, build_route_plan
-from builders.rules import check_finite, check_groups, check_loop
+from builders.network import (
+    build_guidance,
+    build_loss,
+    build_net,
+    build_precond,
+    build_route_plan,
+    build_sampler,
+)
+from builders.rules import MUST_NAME_A_TARGET, check_finite, check_groups, check_latents, check_loop
 from builders.schemas import SCHEMAS, Config
 from data.manifest import read_manifest
 from data.shards import read_shard_manifest
 from routing import Route
 from runtime.config import (
-    build_node,
     check_arguments,
     check_keys,
     config_folders,
@@ -32,16 +38,7 @@ from runtime.targets import allowed_targets, check_apart, check_targets, load_ta
 from training.run_folder import RunFolder
 
 LONGEST_NAME = 160
-MAY_BE_EMPTY = ("evaluation", "tracker")
-GROUPS_OF_TARGETS = (
-    "model",
-    "data",
-    "diffusion.precond",
-    "diffusion.loss",
-    "optimizer",
-    "sampler",
-    *MAY_BE_EMPTY,
-)
+GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.router", "evaluation", "tracker")
 
 
 def register() -> None:
@@ -88,9 +85,27 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
     check_groups(config)
     with torch.device("meta"):
         net = build_net(config)  # the network's own rules, without its memory
+    check_latents(net, config["data"])
     build_route_plan(config, net)
-    build_node(config, "diffusion.loss")()
+    build_loss(config, net)
+    check_sampling(config)
     return config
+
+
+def check_sampling(config: dict[str, Any]) -> None:
+    """Try sampler and guidance of a configuration on a single number: they check their own keys.
+
+    Raises:
+        ValueError: with the dotted key, the value and the rule.
+    """
+    for group in ("sampler", "guidance"):
+        _check_arguments({group: config[group]})
+    with torch.device("meta"):
+        net = build_net(config)
+    build_guidance(config).check(net)
+    number = torch.zeros(1, 1, 1, 1)
+    path = build_precond(config, net).path
+    build_sampler(config)(lambda x, t: x, number, path, randn_like=torch.zeros_like)
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
@@ -159,7 +174,7 @@ def _check_arguments(node: Any, key: str = "") -> None:
         node.update(
             check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"})
         )
-    elif key in GROUPS_OF_TARGETS and (node or key not in MAY_BE_EMPTY):
+    elif key in GROUPS_OF_TARGETS and node:
         raise ValueError(f"{key}={node} must name a _target_")
     if key == "model":
         node["routes"] = check_routes("model.routes", node.get("routes", []))

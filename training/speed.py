@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 from accelerate import Accelerator
 
+from routing import Routing
+
 MIN_SHARE = 0.8  # of the predicted speed-up
 REPEATS = 7
 NARROW = 512
@@ -68,11 +70,14 @@ def micro_step(
     device = accelerator.device
 
     def step(ratios: tuple[float, ...]) -> None:
-        x = torch.zeros(num_samples, net.in_channels, net.input_size, net.input_size, device=device)
+        x = torch.zeros(num_samples, *net.latent_shape, device=device)
         labels = torch.zeros(num_samples, dtype=torch.int64, device=device) if net.num_classes else None
         generator = torch.Generator(device).manual_seed(0)
-        with accelerator.no_sync(precond):
-            losses = loss_fn(precond, x, labels, generator=generator, selection_ratio=ratios)
+        with (
+            accelerator.no_sync(precond.net),
+            torch.autocast(device.type, torch.bfloat16, enabled=accelerator.bf16),
+        ):
+            losses = loss_fn(precond, x, labels, generator=generator, routing=Routing(ratios))
             accelerator.backward(losses.mean())
         net.zero_grad()
 

@@ -18,6 +18,7 @@ import torch.nn as nn
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from routing import Routing
 from runtime.launch import Launch
 from training.checkpoint import CheckpointFolder
 from training.ema import EMA
@@ -192,25 +193,24 @@ class Trainer:
                 self.step, num_forced
             )  # the same for all micro-batches of a step
             generator = self._generator(index)
-            routing = {
-                "selection_ratio": self.ratios,
-                "force_keep": None if masks is None else self.token_mask(masks),
-            }
+            force_keep = None if masks is None else self.token_mask(masks)
+            routing = Routing(self.ratios, force_keep)
             x = self.to_latents(stored, generator)
             if self.step == 0 and index == 0 and (warning := self.check_std(x.std())):  # SYNC: once in a run
                 self.show(warning)
             last = index == indices[-1]
-            with nullcontext() if last else self.accelerator.no_sync(self.precond):
-                losses = self.loss_fn(
-                    self.precond, x, labels, generator=generator, **routing, loss_mask=masks
-                )
+            with nullcontext() if last else self.accelerator.no_sync(self.precond.net):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.accelerator.bf16):
+                    losses = self.loss_fn(
+                        self.precond, x, labels, generator=generator, routing=routing, mask=masks
+                    )
                 micro_loss = losses.mean() / len(indices)
                 # A loss that is not finite makes the gradients so too, on all processes: the step is skipped.
                 self.accelerator.backward(micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan))
             loss += micro_loss.detach()
             sample_losses.append(losses.detach())
             if masks is not None:
-                num_bypassed = self.route_plan.num_forced_bypassed(routing["force_keep"], self.ratios)
+                num_bypassed = self.route_plan.num_forced_bypassed(force_keep, self.ratios)
                 self.window[WINDOW.index("num_forced_bypassed")] += num_bypassed
         self.window[WINDOW.index("selection_ratio")] += sum(self.ratios) / max(1, len(self.ratios))
         self.history.add(loss, self.update_weights(loss), sample_losses)
