@@ -48,8 +48,6 @@ class KeptTokensLoss:
         for noise, ratio in zip(routing.noise, routing.ratios(self.net.routes, active=True), strict=True):
             ids_keep = keep_lowest(noise, num_tokens_kept(T, ratio), routing.force_keep)  # (N, K)
             kept = kept * torch.zeros_like(kept).scatter(1, ids_keep, 1.0)
-        weight = (
-            kept * T / kept.sum(dim=1, keepdim=True).clamp(min=1)
-        )  # routes may share none
+        weight = kept * T / kept.sum(dim=1, keepdim=True).clamp(min=1)  # routes may share none
         size = x.shape[-1] // grid
         return weight.view(-1, grid, grid).repeat_interleave(size, 1).repeat_interleave(size, 2)

@@ -29,7 +29,6 @@ def sample_ids_keep(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
     force_keep: torch.Tensor | None = None,
-    num_kept: int | None = None,
     num_prefix_tokens: int = 0,
 ) -> torch.Tensor:
     """Draw, for each sample on its own, the tokens that stay in the window; for a training loop of your own.
@@ -39,15 +38,13 @@ def sample_ids_keep(
         selection_ratio: fraction of the T tokens that bypass the window, in [0, 1).
         generator: source of randomness, on `device`; None is the default generator of the device.
         force_keep: (N, T) bool, tokens that must not bypass; a random part of them stays where K are fewer.
-        num_kept: K, where it is not to follow from the ratio.
 
     Returns:
         (N, P + K) int64 positions in the whole sequence of P + T tokens, unique and ascending in each row.
     """
     if not 0 <= selection_ratio < 1:
         raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1)")
-    if num_kept is None:
-        num_kept = num_tokens_kept(num_tokens, selection_ratio)
+    num_kept = num_tokens_kept(num_tokens, selection_ratio)
     noise = torch.rand(num_samples, num_tokens, generator=generator, device=device, dtype=torch.float32)
     return with_prefix(keep_lowest(noise, num_kept, force_keep), num_prefix_tokens)
 
