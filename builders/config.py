@@ -86,6 +86,8 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
     with torch.device("meta"):
         net = build_net(config)  # the network's own rules, without its memory
     check_latents(net, config["data"])
+    if "router" in config["model"]:
+        build_node(config, "model.router")(torch.zeros(1, 2, 1), 1)  # tried once: it checks its own keys
     build_route_plan(config, net)
     build_loss(config, net)
     check_sampling(config)

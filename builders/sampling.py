@@ -7,6 +7,7 @@ A run opens in three lines:
     latents = run.sampler(denoise, noise, run.precond.path)
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +89,10 @@ def check_sampling(request: dict[str, Any]) -> None:
     """
     config, _ = read_run(request["run"])
     settings = _settings(request, config)
-    configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
+    try:
+        configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
+    except ValueError as error:  # of these two keys by the names that were asked
+        raise ValueError(re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))) from error
     if request["checkpoint"] is None:
         _checkpoints_of(Path(request["run"]))
     else:

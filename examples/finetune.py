@@ -177,8 +177,9 @@ def check_request(request: dict[str, Any]) -> None:
         raise ValueError(
             f"tread_config={request['tread_config']} and routes={request['routes']}: only one may be given"
         )
-    if request["importance_weight"] and not (request["routes"] or request["tread_config"]):
-        raise ValueError(f"importance_weight={request['importance_weight']} has no meaning without routes")
+    check_choice("router", request["router"], tuple(ROUTERS))
+    if request["router"] != "random" and not (request["routes"] or request["tread_config"]):
+        raise ValueError(f"router={request['router']} has no meaning without routes")
     if quantize := request["quantize"]:
         check_choice("quantize", quantize, QUANTIZATIONS)
         if quantize == "nf4" and request["train"] != "lora":
@@ -359,7 +360,7 @@ def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
 
 def _attach(transformer: nn.Module, request: dict[str, Any]) -> tuple[Route, ...]:
     routes = [Route(**fields) for fields in configuration.check_routes("routes", request["routes"])]
-    return attach(transformer, routes, importance_weight=request["importance_weight"]) if routes else ()
+    return attach(transformer, routes, router=ROUTERS[request["router"]]) if routes else ()
 
 
 def _base_weights(request: dict[str, Any]) -> dict[str, Any]:
