@@ -2,11 +2,12 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -18,6 +19,7 @@ from builders.network import (
     build_net,
     build_precond,
     build_route_plan,
+    build_router,
     build_sampler,
 )
 from builders.rules import MUST_NAME_A_TARGET, check_finite, check_groups, check_latents, check_loop
@@ -34,10 +36,12 @@ from runtime.config import (
     register_with_hydra,
 )
 from runtime.provenance import flatten
-from runtime.targets import allowed_targets, check_apart, check_targets, load_target
+from runtime.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
 from training.run_folder import RunFolder
 
 LONGEST_NAME = 160
+NAMED_ALWAYS = ("model", "model/size", "data")
+NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes nothing of a run
 GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.router", "evaluation", "tracker")
 
 
@@ -52,22 +56,31 @@ def register() -> None:
 
 
 def _default_run_name(seed: int) -> str:
+    """Name a run by every group that differs from its default: no two of them share a folder."""
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     experiment = choices.get("experiment") or ""  # names what it is about; what it does not name is added
-    parts = [choices[group] for group in ("model", "model/size", "data")]
-    parts = [part for part in parts if f"_{part}_" not in f"_{experiment}_"]
+    parts = [choices.get(group) for group in NAMED_ALWAYS]
+    parts = [part for part in parts if part and f"_{part}_" not in f"_{experiment}_"]
     parts += ["parity"] if choices.get("parity") == "official" else []
-    name = "_".join([*filter(None, [experiment]), *parts, f"seed{seed}"])
-    if hydra.mode == RunMode.MULTIRUN and hydra.job.override_dirname:
-        # A name must be usable on Hydra's command line again, as run=runs/NAME.
-        name += "_" + re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
+    if hydra.mode == RunMode.MULTIRUN:  # a name must be usable on the command line again, as run=runs/NAME
+        told = re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
+    else:
+        told = "_".join(_chosen_groups(hydra.overrides.task))
+    name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", told]))
     # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
-    return (
-        name
-        if len(name) <= LONGEST_NAME
-        else f"{name[:LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    )
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}_{digest}"
+
+
+def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:
+    defaults = yaml.safe_load((CONFIGS / "config.yaml").read_text())["defaults"]
+    defaults = {
+        group: choice for entry in defaults if isinstance(entry, dict) for group, choice in entry.items()
+    }
+    for group, _, choice in (override.partition("=") for override in overrides):
+        if group in defaults and choice != defaults[group] and group not in (*NAMED_ALWAYS, *NAMED_OTHERWISE):
+            yield f"{group.rpartition('/')[2]}-{choice}"
 
 
 def _manifest_key(reader: Callable[[str], Any], path: str, key: str) -> Any:
@@ -87,7 +100,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
         net = build_net(config)  # the network's own rules, without its memory
     check_latents(net, config["data"])
     if "router" in config["model"]:
-        build_node(config, "model.router")(torch.zeros(1, 2, 1), 1)  # tried once: it checks its own keys
+        build_router(config)(torch.zeros(1, 2, 1), 1)  # tried once: it checks its own keys
     build_route_plan(config, net)
     build_loss(config, net)
     check_sampling(config)

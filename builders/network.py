@@ -9,7 +9,7 @@ import torch.nn as nn
 from builders.kept_tokens import KeptTokensLoss
 from diffusion import Guidance, Loss, Precond
 from models import Backbone
-from routing import Route, RoutePlan
+from routing import Route, RoutePlan, Router
 from runtime.config import build_node
 
 
@@ -18,8 +18,13 @@ def build_net(config: dict[str, Any]) -> Backbone:
     model = config["model"]
     parts = {"routes": [Route(**fields) for fields in model["routes"]]}
     if "router" in model:
-        parts["router"] = build_node(config, "model.router")
+        parts["router"] = build_router(config)
     return build_node(config, "model")(**parts)
+
+
+def build_router(config: dict[str, Any]) -> Router:
+    """Return the router of a configuration."""
+    return build_node(config, "model.router")
 
 
 def build_route_plan(config: dict[str, Any], net: Backbone) -> RoutePlan:

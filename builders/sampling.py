@@ -92,7 +92,9 @@ def check_sampling(request: dict[str, Any]) -> None:
     try:
         configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
     except ValueError as error:  # of these two keys by the names that were asked
-        raise ValueError(re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))) from error
+        raise ValueError(
+            re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
+        ) from error
     if request["checkpoint"] is None:
         _checkpoints_of(Path(request["run"]))
     else:

@@ -340,7 +340,10 @@ WRONG = [
     (["model.routes.0.selection_ratio=???"], r"model\.routes\.0\.selection_ratio must be given"),
     (["model/routes=advanced"], r"model\.routes\.1\.end_layer_idx=8 must be in \[-8, 7\] for depth=8"),
     (["model/router=norm", "model.router.weight=1.5"], r"model\.router\.weight=1\.5 must be in \(0, 1\]"),
-    (["model/router=norm", "train.kept_tokens_only=true"], r"train\.kept_tokens_only=true needs model/router=random"),
+    (
+        ["model/router=norm", "train.kept_tokens_only=true"],
+        r"train\.kept_tokens_only=true needs model/router=random",
+    ),
     (["model.block=old"], r"model\.block=old must be one of dit, modern"),
     (["routing.schedule=sine"], r"routing\.schedule=sine must be one of constant, linear, cosine"),
     (["routing.end_factor=0.5"], r"routing\.end_factor=0\.5 needs routing\.schedule=linear or cosine"),

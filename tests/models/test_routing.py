@@ -253,7 +253,7 @@ def test_forced_tokens_stay_and_a_full_mask_does_not_change_the_others():
     force_keep[0] = True
     force_keep[1, [0, 5, 15]] = True
     draw = [torch.Generator().manual_seed(0) for _ in range(2)]
-    output, ids_keep, x, _ = window_of(
+    output, ids_keep, _, _ = window_of(
         net, small_batch(), routing=Routing(force_keep=force_keep), generator=draw[0]
     )
     plain, plain_ids, _, _ = window_of(net, small_batch(), generator=draw[1])
