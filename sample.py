@@ -18,8 +18,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
-from builders.sampling import check_run, open_run
-from data import encoder_for, encoder_record, image_decoder, manifest_from
+from builders.sampling import check_sampling, open_source
 from diffusion import ImageSource
 from evaluation.pictures import in_turn, save_grid
 from runtime.config import run_main, user_mistakes
@@ -49,17 +48,10 @@ def main(cfg: DictConfig) -> None:
             check_free(
                 "output", Path(request["output"]), beside(Path(request["output"])), request["overwrite"]
             )
-        check_run(request)
+        check_sampling(request)
         launch = start_process()
-        run = open_run(request, launch)
-        weights_sha256 = sha256(run.weights)  # now: a run that still trains removes old checkpoints
-        manifest = manifest_from(run.data["manifest"], f"{request['run']}/manifest.json: data.manifest")
-        manifest.check_sizes(request["run"], **run.sizes)
-        encoder = encoder_for(manifest, launch.device, **run.decoding)
-        decode = image_decoder(manifest, encoder, run.decoding["official"])
-        source = ImageSource(run.precond, run.sampler, decode, **run.drawing, launch=launch)
-        output = place_of("output", request["output"], Path(request["run"]), f"samples/{run.name}.npz")
-        record = {**run.protocol, "encoder": encoder_record(encoder), "weights_sha256": weights_sha256}
+        source, name, record = open_source(request, launch)
+        output = place_of("output", request["output"], Path(request["run"]), f"samples/{name}.npz")
         record["environment"] = environment(launch.device)
         with launch.claimed_by_main("output", output, beside(output), request["overwrite"]):
             sample(source, request["num_samples"], request["grid_columns"], output, record, launch)

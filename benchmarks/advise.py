@@ -212,7 +212,7 @@ def measure(
         for block in net.blocks:
             block.compile(dynamic=False)
     precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
-    x = torch.zeros(batch_size, net.in_channels, net.input_size, net.input_size, device=device)
+    x = torch.zeros(batch_size, *net.latent_shape, device=device)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=device) if net.num_classes else None
 
     def step(route: Route) -> None:

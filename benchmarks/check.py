@@ -23,11 +23,12 @@ from benchmarks.evaluation_speed import features, random_detectors
 from benchmarks.results import Rows
 from benchmarks.runs import compose_config, perturb
 from builders.network import build_net, build_precond
-from diffusion import edm_sampler, guided_denoiser
+from diffusion import CFG, Branch, edm_sampler
 from evaluation import FeatureStatistics, frechet_distance, precision_recall
 from evaluation.detectors.inception import NUM_POOL_FEATURES
 from evaluation.precision import strict_fp32
 from models import token_mask
+from routing import Routing
 from runtime.config import build_node
 from runtime.machine import can_compile
 from training.speed import most_graphs
@@ -95,8 +96,6 @@ def in_double(net: nn.Module) -> nn.Module:
 
     net = deepcopy(net).double()
     net.register_forward_pre_hook(to_double)
-    ids_keep = net._ids_keep
-    net._ids_keep = lambda x, *others: ids_keep(x.float(), *others)  # importance is one of fp32
     return net
 
 
@@ -127,7 +126,7 @@ def model(kind: str, tiny: bool) -> tuple[dict[str, Any], nn.Module]:
 
 def batch(config: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return latents and labels, the same on every device."""
-    sizes, generator = config["model"], torch.Generator().manual_seed(1)
+    sizes, generator = config["data"], torch.Generator().manual_seed(1)
     shape = (BATCH_SIZE, sizes["in_channels"], sizes["input_size"], sizes["input_size"])
     x = torch.randn(shape, generator=generator)
     return x.to(device), torch.randint(sizes["num_classes"], (BATCH_SIZE,), generator=generator).to(device)
@@ -144,11 +143,12 @@ def loss_and_gradients(
     """Return the losses of samples and the gradients of all parameters, as a training step has them."""
     precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
     x, labels = batch(config, device)
-    masks = {}
+    masks = {}  # arguments of the loss
     if masked:
         mask = torch.zeros(len(x), *x.shape[2:], device=device)
         mask[:, : mask.shape[1] // 4] = 1  # fewer tokens than a route keeps
-        masks = {"force_keep": token_mask(mask, config["model"]["patch_size"]), "loss_mask": mask}
+        routing = Routing(force_keep=token_mask(mask, config["model"]["patch_size"]))
+        masks = {"routing": routing, "mask": mask}
     generator = torch.Generator(draw_on).manual_seed(0)
     with computing(precision):
         with autocast(precision, device):
@@ -164,7 +164,7 @@ def samples(config: dict[str, Any], net: nn.Module, device: torch.device, precis
     """Return guided samples of a few steps."""
     noise, labels = batch(config, device)
     precond = build_precond(config, net).eval()
-    denoise = guided_denoiser(precond, labels, config["model"]["num_classes"], GUIDANCE_SCALE)
+    denoise = CFG(GUIDANCE_SCALE)(Branch(precond, labels))
     with computing(precision), autocast(precision, device):
         return {"samples": [edm_sampler(denoise, noise, num_steps=NUM_SAMPLING_STEPS)]}
 

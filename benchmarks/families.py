@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.results import Rows
-from routing import Route, attach
+from routing import Route, Routing, attach
 from runtime.machine import has_fast_bf16
 from training.speed import interleaved_seconds, speedup
 
@@ -204,6 +204,6 @@ def measure(
 
 def _step(model: nn.Module, inputs: dict[str, Any], device: torch.device, ratio: float) -> None:
     with torch.autocast(device.type, torch.bfloat16, enabled=has_fast_bf16(device)):
-        output = model(**inputs, selection_ratio=ratio, return_dict=False)[0]
+        output = model(**inputs, routing=Routing(ratio), return_dict=False)[0]
     output.float().square().mean().backward()
     model.zero_grad(set_to_none=True)

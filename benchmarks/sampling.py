@@ -19,7 +19,7 @@ from benchmarks.results import Rows, spread
 from benchmarks.runs import compose_config, perturb
 from benchmarks.train_step import peaks_of
 from builders.network import build_net, build_precond
-from diffusion import edm_sampler, guided_denoiser
+from diffusion import CFG, Branch, edm_sampler
 from evaluation.precision import strict_fp32
 from models import cost_of
 from training.speed import interleaved_seconds, speedup
@@ -81,7 +81,7 @@ def evaluations(
     noise, labels = inputs(precond, batch, device)
     sigma = torch.ones((), device=device)
     null = torch.full_like(labels, precond.net.num_classes)
-    batched = guided_denoiser(precond, labels, precond.net.num_classes, GUIDANCE_SCALE)
+    batched = CFG(GUIDANCE_SCALE)(Branch(precond, labels))
 
     def twice(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         D_cond, D_uncond = precond(x, sigma, labels), precond(x, sigma, null)
@@ -119,7 +119,7 @@ def whole_samples(size: tuple[str, ...], batch: int, device: torch.device) -> Ro
     """Time guided samples, once, after one evaluation that compiles."""
     precond = build(size, device, compiled=True)
     noise, labels = inputs(precond, batch, device)
-    denoise = guided_denoiser(precond, labels, precond.net.num_classes, GUIDANCE_SCALE)
+    denoise = CFG(GUIDANCE_SCALE)(Branch(precond, labels))
     draw = within("bf16", device, lambda z: edm_sampler(denoise, z, num_steps=NUM_STEPS), noise)
     (seconds,) = interleaved_seconds({"draw": draw}, device, repeats=1).values()
     return [{"evaluation": "guided, 40 Heun steps", **spread(seconds), **rate(batch, seconds[0])}]
@@ -134,7 +134,7 @@ def repeated(function: Callable[[], Any], count: int) -> None:
 def inputs(precond: nn.Module, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return noise (batch, C, H, W) and labels (batch,)."""
     net, generator = precond.net, torch.Generator(device).manual_seed(0)
-    shape = (batch, net.in_channels, net.input_size, net.input_size)
+    shape = (batch, *net.latent_shape)
     noise = torch.randn(shape, generator=generator, device=device)
     return noise, torch.arange(batch, device=device) % net.num_classes
 

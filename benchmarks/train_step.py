@@ -53,7 +53,7 @@ PLAIN_KNOWS = {
     "mlp_ratio": 4.0,
     "class_dropout_prob": 0.1,
     "num_prefix_tokens": 0,
-    "importance_weight": 0.0,
+    "router": {"_target_": "routing.random_router"},
     "removal": True,
     "fp32_after_route": False,
     "learn_sigma": False,
@@ -355,7 +355,14 @@ def plain_step(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> Pl
     num_kept = num_tokens_kept(net.num_tokens, route.selection_ratio) if route else net.num_tokens
     window = (route.start_layer_idx, route.end_layer_idx) if route else (0, 0)
     attn, depth = net.blocks[0].attn, len(net.blocks)
-    sizes = (net.input_size, net.patch_size, net.in_channels, attn.proj.in_features, depth, attn.num_heads)
+    sizes = (
+        net.latent_shape[1],
+        net.patch_size,
+        net.in_channels,
+        attn.proj.in_features,
+        depth,
+        attn.num_heads,
+    )
     plain_net = PlainDiT(*sizes, net.num_classes, *window).to(trainer.launch.device)
     plain_net.load_state_dict(net.state_dict())
     return PlainStep(plain_net, *batch, net.num_classes, num_kept)
@@ -383,7 +390,7 @@ def share_outside(trainer: Trainer, step: Callable[[], None]) -> float | None:
 def _latents(trainer: Trainer, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     net, device = trainer.net, trainer.launch.device
     generator = torch.Generator(device).manual_seed(1)
-    shape = (num_samples, net.in_channels, net.input_size, net.input_size)
+    shape = (num_samples, *net.latent_shape)
     x = 0.5 * torch.randn(shape, generator=generator, device=device)
     return x, torch.randint(net.num_classes, (num_samples,), generator=generator, device=device)
 

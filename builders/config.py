@@ -2,24 +2,32 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from builders.network import build_net, build_route_plan
-from builders.rules import check_finite, check_groups, check_loop
+from builders.network import (
+    build_guidance,
+    build_loss,
+    build_net,
+    build_precond,
+    build_route_plan,
+    build_router,
+    build_sampler,
+)
+from builders.rules import MUST_NAME_A_TARGET, check_finite, check_groups, check_latents, check_loop
 from builders.schemas import SCHEMAS, Config
 from data.manifest import read_manifest
 from data.shards import read_shard_manifest
 from routing import Route
 from runtime.config import (
-    build_node,
     check_arguments,
     check_keys,
     config_folders,
@@ -28,20 +36,13 @@ from runtime.config import (
     register_with_hydra,
 )
 from runtime.provenance import flatten
-from runtime.targets import allowed_targets, check_apart, check_targets, load_target
+from runtime.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
 from training.run_folder import RunFolder
 
 LONGEST_NAME = 160
-MAY_BE_EMPTY = ("evaluation", "tracker")
-GROUPS_OF_TARGETS = (
-    "model",
-    "data",
-    "diffusion.precond",
-    "diffusion.loss",
-    "optimizer",
-    "sampler",
-    *MAY_BE_EMPTY,
-)
+NAMED_ALWAYS = ("model", "model/size", "data")
+NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes nothing of a run
+GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.router", "evaluation", "tracker")
 
 
 def register() -> None:
@@ -55,22 +56,31 @@ def register() -> None:
 
 
 def _default_run_name(seed: int) -> str:
+    """Name a run by every group that differs from its default: no two of them share a folder."""
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     experiment = choices.get("experiment") or ""  # names what it is about; what it does not name is added
-    parts = [choices[group] for group in ("model", "model/size", "data")]
-    parts = [part for part in parts if f"_{part}_" not in f"_{experiment}_"]
+    parts = [choices.get(group) for group in NAMED_ALWAYS]
+    parts = [part for part in parts if part and f"_{part}_" not in f"_{experiment}_"]
     parts += ["parity"] if choices.get("parity") == "official" else []
-    name = "_".join([*filter(None, [experiment]), *parts, f"seed{seed}"])
-    if hydra.mode == RunMode.MULTIRUN and hydra.job.override_dirname:
-        # A name must be usable on Hydra's command line again, as run=runs/NAME.
-        name += "_" + re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
+    if hydra.mode == RunMode.MULTIRUN:  # a name must be usable on the command line again, as run=runs/NAME
+        told = re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
+    else:
+        told = "_".join(_chosen_groups(hydra.overrides.task))
+    name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", told]))
     # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
-    return (
-        name
-        if len(name) <= LONGEST_NAME
-        else f"{name[:LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    )
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}_{digest}"
+
+
+def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:
+    defaults = yaml.safe_load((CONFIGS / "config.yaml").read_text())["defaults"]
+    defaults = {
+        group: choice for entry in defaults if isinstance(entry, dict) for group, choice in entry.items()
+    }
+    for group, _, choice in (override.partition("=") for override in overrides):
+        if group in defaults and choice != defaults[group] and group not in (*NAMED_ALWAYS, *NAMED_OTHERWISE):
+            yield f"{group.rpartition('/')[2]}-{choice}"
 
 
 def _manifest_key(reader: Callable[[str], Any], path: str, key: str) -> Any:
@@ -88,9 +98,29 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
     check_groups(config)
     with torch.device("meta"):
         net = build_net(config)  # the network's own rules, without its memory
+    check_latents(net, config["data"])
+    if "router" in config["model"]:
+        build_router(config)(torch.zeros(1, 2, 1), 1)  # tried once: it checks its own keys
     build_route_plan(config, net)
-    build_node(config, "diffusion.loss")()
+    build_loss(config, net)
+    check_sampling(config)
     return config
+
+
+def check_sampling(config: dict[str, Any]) -> None:
+    """Try sampler and guidance of a configuration on a single number: they check their own keys.
+
+    Raises:
+        ValueError: with the dotted key, the value and the rule.
+    """
+    for group in ("sampler", "guidance"):
+        _check_arguments({group: config[group]})
+    with torch.device("meta"):
+        net = build_net(config)
+    build_guidance(config).check(net)
+    number = torch.zeros(1, 1, 1, 1)
+    path = build_precond(config, net).path
+    build_sampler(config)(lambda x, t: x, number, path, randn_like=torch.zeros_like)
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
@@ -159,7 +189,7 @@ def _check_arguments(node: Any, key: str = "") -> None:
         node.update(
             check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"})
         )
-    elif key in GROUPS_OF_TARGETS and (node or key not in MAY_BE_EMPTY):
+    elif key in GROUPS_OF_TARGETS and node:
         raise ValueError(f"{key}={node} must name a _target_")
     if key == "model":
         node["routes"] = check_routes("model.routes", node.get("routes", []))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from builders.network import build_precond
+from builders.network import build_guidance, build_precond, build_sampler
 from builders.scoring import build_suite, reference_of
 from data import (
     LatentDataset,
@@ -18,7 +18,6 @@ from data import (
 )
 from diffusion import ImageSource
 from evaluation import DenseLoss, SampleGrid, open_reference
-from runtime.config import build_node
 from runtime.launch import Launch
 from training.run_folder import RunFolder
 
@@ -74,10 +73,10 @@ def _image_source(
         ) from error
     source = ImageSource(
         denoiser,
-        build_node(config, "sampler"),
+        build_sampler(config),
+        build_guidance(config),
         image_decoder(dataset.manifest, encoder, official),
         batch_size=EVALUATION_BATCH,
-        guidance_scale=config["guidance"]["guidance_scale"],
         launch=launch,
     )
     return source, encoder

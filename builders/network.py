@@ -1,23 +1,53 @@
-"""The network of a configuration, the plan of its routes, and the preconditioning around it."""
+"""What a configuration names of the subject: backbone, plan of routes, objective, sampler, guidance."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn as nn
 
-from routing import Route, RoutePlan
+from builders.kept_tokens import KeptTokensLoss
+from diffusion import Guidance, Loss, Precond
+from models import Backbone
+from routing import Route, RoutePlan, Router
 from runtime.config import build_node
 
 
-def build_net(config: dict[str, Any]) -> nn.Module:
+def build_net(config: dict[str, Any]) -> Backbone:
     """Build the network of a validated configuration, on the current default device."""
-    return build_node(config, "model")(routes=[Route(**fields) for fields in config["model"]["routes"]])
+    model = config["model"]
+    parts = {"routes": [Route(**fields) for fields in model["routes"]]}
+    if "router" in model:
+        parts["router"] = build_router(config)
+    return build_node(config, "model")(**parts)
 
 
-def build_route_plan(config: dict[str, Any], net: nn.Module) -> RoutePlan:
+def build_router(config: dict[str, Any]) -> Router:
+    """Return the router of a configuration."""
+    return build_node(config, "model.router")
+
+
+def build_route_plan(config: dict[str, Any], net: Backbone) -> RoutePlan:
     """Build the plan that tells the routes of a network what to do at each step."""
     return RoutePlan(net.routes, net.num_tokens, config["train"]["total_steps"], **config["routing"])
 
 
-def build_precond(config: dict[str, Any], net: nn.Module) -> nn.Module:
+def build_precond(config: dict[str, Any], net: nn.Module) -> Precond:
     """Wrap a network in the preconditioning of the configuration."""
     return build_node(config, "diffusion.precond")(net)
+
+
+def build_loss(config: dict[str, Any], net: Backbone) -> Loss | KeptTokensLoss:
+    """Build the training loss of the configuration."""
+    loss = build_node(config, "diffusion.loss")()
+    return KeptTokensLoss(loss, net) if config["train"]["kept_tokens_only"] else loss
+
+
+def build_sampler(config: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    """Return the sampler of a configuration: sampler(denoise, noise, path, randn_like=)."""
+    return build_node(config, "sampler")
+
+
+def build_guidance(config: dict[str, Any]) -> Guidance:
+    """Build the guidance of a configuration."""
+    return build_node(config, "guidance")()

@@ -1,10 +1,22 @@
 """Rules of a training configuration: for groups that have no constructor, and across groups."""
 
 import math
+from functools import reduce
+from operator import getitem
 from typing import Any
 
+from models import Backbone
 from runtime.errors import check_choice, check_not_negative, check_positive
 
+MUST_NAME_A_TARGET = (
+    "model",
+    "data",
+    "diffusion.precond",
+    "diffusion.loss",
+    "optimizer",
+    "sampler",
+    "guidance",
+)
 STREAMED_DATA = "data.open_shards"
 SYNTHETIC_DATA = "data.synthetic"
 METHODS = ("dit", "tread")
@@ -21,7 +33,6 @@ LABELS = ("random", "balanced")  # of samples
 TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
 MAY_BE_INFINITE = ("sampler.S_max",)
 MAX_SYNTHETIC = 2**28  # numbers of random latents: 1 GiB
-MAX_SAMPLER_STEPS = 100_000  # 8 MB of noise levels; a run from elsewhere could ask for all memory
 NUM_SEEDS = 2**32  # what the CPU's generator tells apart
 
 
@@ -86,25 +97,23 @@ def check_groups(config: dict[str, Any]) -> None:
         raise ValueError(
             f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread"
         )
-    diffusion, data, num_classes = config["diffusion"], config["data"], config["model"]["num_classes"]
-    check_positive("diffusion.sigma_data", diffusion["sigma_data"])
-    for key in ("precond", "loss"):
-        own = diffusion[key].get("sigma_data", diffusion["sigma_data"])
-        if own != diffusion["sigma_data"]:
-            raise ValueError(
-                f"diffusion.{key}.sigma_data={own} must be diffusion.sigma_data={diffusion['sigma_data']}"
-            )
-    for key in ("input_size", "in_channels", "num_classes"):
-        if config["model"][key] != data[key]:
-            raise ValueError(f"model.{key}={config['model'][key]} must be data.{key}={data[key]}")
+    data = config["data"]
+    for key in MUST_NAME_A_TARGET:
+        if "_target_" not in reduce(getitem, key.split("."), config):
+            raise ValueError(f"{key} must name a _target_, as the files of its group do")
+    if (
+        config["train"]["kept_tokens_only"]
+        and config["model"]["router"]["_target_"] != "routing.random_router"
+    ):
+        raise ValueError(
+            "train.kept_tokens_only=true needs model/router=random: who is kept must be known before"
+        )
     if data["_target_"] == SYNTHETIC_DATA:
         check_synthetic(data)
     if "num_images" in data:
         check_positive("data.num_images", data["num_images"])
     if "seed" in data:
         check_not_negative("data.seed", data["seed"])
-    check_sampler(config["sampler"])
-    check_guidance("guidance.guidance_scale", config["guidance"]["guidance_scale"], num_classes)
     if "mode" in config["tracker"]:
         check_choice("tracker.mode", config["tracker"]["mode"], TRACKER_MODES)
     evaluation = config["evaluation"]
@@ -156,34 +165,21 @@ def check_synthetic(data: dict[str, Any]) -> None:
         )
 
 
-def check_sampler(sampler: dict[str, Any]) -> None:
-    """Raise a ValueError unless the noise levels of a sampler fall from the largest to the smallest."""
-    for key in ("num_steps", "sigma_min", "rho"):
-        if key in sampler:
-            check_positive(f"sampler.{key}", sampler[key])
-    if sampler.get("num_steps", 0) > MAX_SAMPLER_STEPS:
-        raise ValueError(f"sampler.num_steps={sampler['num_steps']} must be at most {MAX_SAMPLER_STEPS}")
-    for key in ("S_churn", "S_min", "S_noise"):
-        if key in sampler:
-            check_not_negative(f"sampler.{key}", sampler[key])
-    for low, high in (("sigma_min", "sigma_max"), ("S_min", "S_max")):
-        if {low, high} <= sampler.keys() and not sampler[low] < sampler[high]:
-            raise ValueError(
-                f"sampler.{high}={sampler[high]} must be greater than sampler.{low}={sampler[low]}"
-            )
-
-
-def check_guidance(key: str, guidance_scale: float, num_classes: int) -> None:
-    """Raise a ValueError where guidance has no meaning."""
-    check_not_negative(key, guidance_scale)
-    if guidance_scale != 1 and not num_classes:
-        raise ValueError(f"{key}={guidance_scale} must be 1 for an unconditional network (num_classes=0)")
-
-
 def check_split(batch_size: int, micro_batch_size: int, num_processes: int) -> None:
     """Raise a ValueError unless the batch divides into the micro-batches of the processes."""
     if batch_size % (micro_batch_size * num_processes):
         raise ValueError(
             f"train.batch_size={batch_size} must be a multiple of train.micro_batch_size={micro_batch_size} "
             f"times the number of processes={num_processes}"
+        )
+
+
+def check_latents(net: Backbone, data: dict[str, Any]) -> None:
+    """Raise a ValueError unless a network is made for the latents and the classes of the data."""
+    shape = (data["in_channels"], data["input_size"], data["input_size"])
+    if net.latent_shape != shape:
+        raise ValueError(f"the model takes latents of {net.latent_shape}, those of the data are {shape}")
+    if net.num_classes != data["num_classes"]:
+        raise ValueError(
+            f"model.num_classes={net.num_classes} must be data.num_classes={data['num_classes']}"
         )

@@ -1,7 +1,13 @@
-"""A run to draw samples from: what `sample.py` and `fid.py` are asked, checked, and completed by what the run
-says.
+"""A run to draw samples from, and what `sample.py` and `fid.py` are asked of one.
+
+A run opens in three lines:
+
+    run = open_run("runs/NAME")
+    denoise = run.guidance(Branch(run.precond, class_labels))
+    latents = run.sampler(denoise, noise, run.precond.path)
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,112 +15,137 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from builders import config as configuration
-from builders.network import build_net, build_precond
-from builders.rules import DECODINGS, LABELS, NUM_SEEDS, check_guidance
-from runtime.config import build_node
+from builders.network import build_guidance, build_net, build_precond, build_sampler
+from builders.rules import DECODINGS, LABELS, NUM_SEEDS
+from data import encoder_for, encoder_record, image_decoder, manifest_from
+from diffusion import Guidance, ImageSource, Precond
+from models import Backbone
 from runtime.errors import check_choice, check_positive
-from runtime.launch import Launch
+from runtime.files import sha256
+from runtime.launch import ALONE, Launch
 from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
 from training.run_folder import RunFolder
 
-FIRST_BLOCK = "blocks.0."
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
+Node = dict[str, Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class OpenedRun:
     """A run that is ready to be sampled from.
 
     Args:
-        precond: the averaged weights in their preconditioning, in eval mode.
-        sampler: as the run and the request say.
-        drawing: the arguments of an ImageSource that say what is drawn.
-        decoding: the arguments of data.encoder_for that say what decodes it.
-        name: tells sets of samples of one run apart.
-        weights: the file of the averaged weights.
-        data: what the run trained on.
-        sizes: the arguments of LatentManifest.check_sizes that the run expects.
-        protocol: everything that moves a number, to be kept beside what is made from the samples.
+        config, details: its configuration and its manifest.
+        weights: the file of the averaged weights, which `precond` has, in eval mode.
     """
 
-    precond: nn.Module
-    sampler: Callable[..., Any]
-    drawing: dict[str, Any]
-    decoding: dict[str, Any]
-    name: str
+    path: Path
+    config: dict[str, Any]
+    details: dict[str, Any]
     weights: Path
-    data: dict[str, Any]
-    sizes: dict[str, int]
-    protocol: dict[str, Any]
+    precond: Precond
+    sampler: Callable[..., torch.Tensor]
+    guidance: Guidance
 
 
-def check_run(request: dict[str, Any]) -> None:
-    """Check what is asked of a run before any device is touched.
+def open_run(
+    path: str | Path,
+    checkpoint: str | None = None,
+    *,
+    sampler: Node | None = None,
+    guidance: Node | None = None,
+    launch: Launch = ALONE,
+) -> OpenedRun:
+    """Load the averaged weights of a run.
 
     Args:
-        request: `run`, and the keys of SamplingConfig.
+        checkpoint: a step, a name or a path; None: the newest that is intact.
+        sampler, guidance: in place of those of the run, as its configuration has them.
+
+    Raises:
+        FileNotFoundError: there is no such run, or it has no such checkpoint.
+        ValueError: with the key, the value and the rule.
+    """
+    run = Path(path)
+    config, details = read_run(run)
+    # The first rank chooses: a run that still trains may save between the looks of two.
+    chosen = launch.broadcast_from_main(partial(find_checkpoint, run, checkpoint, launch.print))
+    weights = chosen / "ema.safetensors"
+    net = load_net(config, weights).to(launch.device)
+    precond = build_precond(config, net).eval()
+    config = {**config, "sampler": sampler or config["sampler"], "guidance": guidance or config["guidance"]}
+    return OpenedRun(run, config, details, weights, precond, build_sampler(config), build_guidance(config))
+
+
+def check_sampling(request: dict[str, Any]) -> None:
+    """Check what is asked of a run, the keys of SamplingConfig and `run`, before any device is touched.
 
     Raises:
         FileNotFoundError: there is no such run, or it has no such checkpoint.
         ValueError: with the key, the value and the rule.
     """
     config, _ = read_run(request["run"])
-    _settings(request, config)
+    settings = _settings(request, config)
+    try:
+        configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
+    except ValueError as error:  # of these two keys by the names that were asked
+        raise ValueError(
+            re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
+        ) from error
     if request["checkpoint"] is None:
         _checkpoints_of(Path(request["run"]))
     else:
         find_checkpoint(Path(request["run"]), request["checkpoint"])
 
 
-def open_run(request: dict[str, Any], launch: Launch) -> OpenedRun:
-    """Load the averaged weights of a run.
-
-    Args:
-        request: `run`, and the keys of SamplingConfig.
-
-    Raises:
-        FileNotFoundError: there is no such run, or it has no checkpoint yet.
-        ValueError: with the key, the value and the rule.
-    """
-    run = Path(request["run"])
-    config, details = read_run(run)
+def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
+    """Return what draws the images that are asked for, their name, and a record of all that moves them."""
+    config, _ = read_run(request["run"])
     settings = _settings(request, config)
-    # The first process chooses: a run that still trains may save between the looks of two.
-    checkpoint = launch.broadcast_from_main(
-        partial(find_checkpoint, run, request["checkpoint"], launch.print)
+    run = open_run(
+        request["run"],
+        request["checkpoint"],
+        sampler=settings["sampler"],
+        guidance=settings["guidance"],
+        launch=launch,
     )
-    weights = checkpoint / "ema.safetensors"
-    net = load_net(config, weights).to(launch.device).eval()
-    drawing = {
-        key: settings[key] for key in ("batch_size", "guidance_scale", "first_seed", "labels", "class_label")
+    manifest = manifest_from(run.details["data"]["manifest"], f"{run.path}/manifest.json: data.manifest")
+    sizes = ("input_size", "in_channels", "num_classes")
+    manifest.check_sizes(str(run.path), **{key: config["data"][key] for key in sizes})
+    bf16, official = settings["mixed_precision"] == "bf16", settings["decoding"] == "official"
+    encoder = encoder_for(
+        manifest,
+        launch.device,
+        request["encoder"] or config["data"].get("encoder"),
+        allow_other=request["allow_other_encoder"],
+        bf16=bf16,
+        official=official,
+    )
+    source = ImageSource(
+        run.precond,
+        run.sampler,
+        run.guidance,
+        image_decoder(manifest, encoder, official),
+        batch_size=settings["batch_size"],
+        launch=launch,
+        labels=request["labels"],
+        class_label=settings["class_label"],
+        first_seed=settings["first_seed"],
+        bf16=bf16,
+    )
+    record = {
+        **settings,
+        "run": str(run.path),
+        "checkpoint": str(run.weights.parent),
+        "ema": config["ema"],
+        "data": run.details["data"],
+        "encoder": encoder_record(encoder),
+        "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
     }
-    bf16 = settings["mixed_precision"] == "bf16"
-    return OpenedRun(
-        precond=build_precond(config, net).eval(),
-        sampler=build_node(settings, "sampler"),
-        drawing={**drawing, "bf16": bf16},
-        decoding={
-            "encoder": request["encoder"] or config["data"].get("encoder"),
-            "allow_other": request["allow_other_encoder"],
-            "bf16": bf16,
-            "official": settings["decoding"] == "official",
-        },
-        name=_name(checkpoint, settings),
-        weights=weights,
-        data=details["data"],
-        sizes={key: config["data"][key] for key in ("input_size", "in_channels", "num_classes")},
-        protocol={
-            **settings,
-            "run": str(run),
-            "checkpoint": str(checkpoint),
-            "ema": config["ema"],
-            "data": details["data"],
-        },
-    )
+    return source, _name(run, config, settings), record
 
 
 def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -132,7 +163,7 @@ def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, details
 
 
-def load_net(config: dict[str, Any], weights: Path) -> nn.Module:
+def load_net(config: dict[str, Any], weights: Path) -> Backbone:
     """Build the network of a run with its weights; no memory is taken for more than the weights are.
 
     Raises:
@@ -145,40 +176,35 @@ def load_net(config: dict[str, Any], weights: Path) -> nn.Module:
 
 
 def _check_shapes(config: dict[str, Any], weights: Path) -> None:
-    """Hold the sizes that a configuration declares against the shapes in the weights, block by block."""
-    model, found = config["model"], shapes_in(weights)
+    """Hold what a configuration declares against the shapes in the weights, before memory is taken."""
+    found, depth = shapes_in(weights), config["model"].get("depth", 1)
+    if depth > len(found):
+        raise ValueError(f"{weights} holds {len(found)} tensors, not those of model.depth={depth}")
     with torch.device("meta"):
-        net = build_net(config | {"model": model | {"depth": 1, "routes": []}})
+        net = build_net(config)
     if net.num_tokens > MAX_TOKENS:
-        raise ValueError(f"model.input_size={model['input_size']} must give at most {MAX_TOKENS} tokens")
-    one = net.state_dict()
-    block = {name: tensor for name, tensor in one.items() if name.startswith(FIRST_BLOCK)}
-    rest = {name: tuple(tensor.shape) for name, tensor in one.items() if name not in block}
-    if len(found) != len(rest) + model["depth"] * len(block):
-        raise ValueError(f"{weights} holds {len(found)} tensors, not those of model.depth={model['depth']}")
-    for i in range(model["depth"]):
-        rest |= {
-            f"blocks.{i}.{name.removeprefix(FIRST_BLOCK)}": tuple(tensor.shape)
-            for name, tensor in block.items()
-        }
-    for name, shape in rest.items():
-        if found.get(name) != shape:
-            raise ValueError(f"{weights}: {name} is {found.get(name)}, the model of the run needs {shape}")
+        raise ValueError(
+            f"{net.num_tokens} tokens of latents {net.latent_shape} must be at most {MAX_TOKENS}"
+        )
+    expected = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name):
+            shapes = f"{name} is {found.get(name)}, the model of the run has {expected.get(name)}"
+            raise ValueError(f"{weights}: weights do not match the model: {shapes}")
 
 
 def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], None] = print) -> Path:
-    """Return the folder of a checkpoint: the newest that is whole, or the one that is asked for by path, name
-    or step.
+    """Return the folder of a checkpoint: the newest intact one, or that of a path, a name or a step.
 
     Args:
         show: is told what is passed over.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: none is whole.
+        ValueError: none is intact.
     """
     if asked is None:
-        return _newest_whole(run_folder, show)
+        return _newest_intact(run_folder, show)
     named = dict(steps_in(run_folder / "checkpoints")).get(int(asked)) if asked.isdigit() else None
     for folder in (named, run_folder / "checkpoints" / asked, Path(asked)):
         if folder and folder.is_dir():
@@ -194,7 +220,7 @@ def _checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
     return found
 
 
-def _newest_whole(run_folder: Path, show: Callable[[str], None]) -> Path:
+def _newest_intact(run_folder: Path, show: Callable[[str], None]) -> Path:
     for _, path in reversed(_checkpoints_of(run_folder)):
         damage = damage_of(path, ["ema.safetensors"])
         if damage is None:
@@ -204,50 +230,43 @@ def _newest_whole(run_folder: Path, show: Callable[[str], None]) -> Path:
 
 
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return everything about the drawing that moves a number, completed by what the run says."""
     for key in ("num_samples", "batch_size"):
         check_positive(key, request[key])
-    if not 0 <= request["first_seed"] <= NUM_SEEDS - request["num_samples"]:
-        raise ValueError(
-            f"first_seed={request['first_seed']} must not be negative, and the last seed less than "
-            f"{NUM_SEEDS}"
-        )
+    last = request["first_seed"] + request["num_samples"]
+    if request["first_seed"] < 0 or last > NUM_SEEDS:
+        raise ValueError(f"first_seed={request['first_seed']} must give seeds in [0, {NUM_SEEDS})")
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
     check_choice("labels", request["labels"], LABELS)
-    num_classes, label = config["model"]["num_classes"], request["class_label"]
+    num_classes, label = config["data"]["num_classes"], request["class_label"]
     if label is not None and not 0 <= label < num_classes:
-        classes = (
-            f"in [0, {num_classes - 1}]"
-            if num_classes
-            else "null for an unconditional network (num_classes=0)"
-        )
+        classes = f"in [0, {num_classes - 1}]" if num_classes else "null: the run has no classes"
         raise ValueError(f"class_label={label} must be {classes}")
     if label is not None and request["labels"] == "balanced":
         raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
-    scale = (
-        config["guidance"]["guidance_scale"]
-        if request["guidance_scale"] is None
-        else request["guidance_scale"]
-    )
-    check_guidance("guidance_scale", scale, num_classes)
-    sampler = config["sampler"]
-    if request["num_steps"] is not None:
-        check_positive("num_steps", request["num_steps"])
-        sampler = {**sampler, "num_steps": request["num_steps"]}
     decoding = config["decoding"] if request["decoding"] is None else request["decoding"]
     check_choice("decoding", decoding, DECODINGS)
-    settings = {key: request[key] for key in RECORDED}
-    settings |= {"guidance_scale": scale, "sampler": sampler, "decoding": decoding}
+    settings = {key: request[key] for key in RECORDED} | {"decoding": decoding}
+    for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
+        node = request[group] or config[group]
+        settings[group] = node if request[key] is None else {**node, key: request[key]}
     return settings if label is None else {**settings, "labels": None}
 
 
-def _name(checkpoint: Path, settings: dict[str, Any]) -> str:
-    parts = [checkpoint.name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
+def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Name what is drawn by its checkpoint and all that was asked for."""
+    parts = [run.weights.parent.name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
     if settings["class_label"] is not None:
         parts += [f"class{settings['class_label']}"]
     elif settings["labels"] == "balanced":
         parts += ["balanced"]
-    parts += [f"guidance{settings['guidance_scale']:g}"] if settings["guidance_scale"] != 1 else []
-    parts += [f"{settings['sampler']['num_steps']}steps"]
+    scale = settings["guidance"].get("guidance_scale", 1)
+    parts += [f"guidance{scale:g}"] if scale != 1 else []
+    parts += [f"{settings['sampler']['num_steps']}steps"] if "num_steps" in settings["sampler"] else []
+    for group in ("sampler", "guidance"):
+        for key, value in settings[group].items():
+            if key not in ("num_steps", "guidance_scale") and value != config[group].get(key):
+                parts += [value.rpartition(".")[2] if key == "_target_" else f"{key}{value}"]
     parts += ["bf16"] if settings["mixed_precision"] == "bf16" else []
     parts += ["official"] if settings["decoding"] == "official" else []
     return "_".join(parts)

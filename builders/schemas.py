@@ -35,6 +35,7 @@ class TrainConfig:
         None  # edm, ddpm or flow: what a file predicts that this project did not write
     )
     masked_loss: bool = False
+    kept_tokens_only: bool = False  # an ablation: the loss of the tokens that every route kept
 
 
 @dataclass
@@ -69,22 +70,6 @@ class EMAConfig:
 
 
 @dataclass
-class DiffusionConfig:
-    """Preconditioning and loss, fed from one sigma_data."""
-
-    sigma_data: float = MISSING
-    precond: dict[str, Any] = field(default_factory=dict)
-    loss: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class GuidanceConfig:
-    """Guidance of the samples drawn during training."""
-
-    guidance_scale: float = 1.0
-
-
-@dataclass
 class Config:
     """Root of the training configuration."""
 
@@ -99,11 +84,11 @@ class Config:
     )  # before the model, which takes its sizes: a mistake is told here
     model: dict[str, Any] = field(default_factory=dict)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
-    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    diffusion: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     sampler: dict[str, Any] = field(default_factory=dict)
-    guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
+    guidance: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     tracker: dict[str, Any] = field(default_factory=dict)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -121,6 +106,8 @@ class SamplingConfig:
     class_label: int | None = None  # this class alone, in place of labels
     guidance_scale: float | None = None
     num_steps: int | None = None
+    sampler: dict[str, Any] = field(default_factory=dict)  # chosen as sampler=OPTION
+    guidance: dict[str, Any] = field(default_factory=dict)
     mixed_precision: str = "no"  # of the network and of the encoder that decodes
     decoding: str | None = None  # rounded or official
     encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
@@ -218,7 +205,7 @@ class FinetuneConfig:
     mask_area: float = (
         0.0  # a mask that covers more than this fraction of a token's patch holds it; 0: any that touches it
     )
-    importance_weight: float = 0.0
+    router: str = "random"  # or norm
     train: str = "lora"  # or lokr, full
     rank: int = 16
     quantize: str | None = None  # int8, int4 or nf4: of the base weights

@@ -12,13 +12,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from builders import config as configuration
-from builders.sampling import check_run, open_run
+from builders.sampling import check_sampling, open_source
 from builders.schemas import SamplingConfig, ScoreConfig
 from data import (
     encoder_for,
-    encoder_record,
-    image_decoder,
-    manifest_from,
     open_images,
     open_latents,
     read_manifest,
@@ -33,7 +30,7 @@ from evaluation.suite import Scores
 from runtime.arrays import read_member
 from runtime.config import build_node, config_folders
 from runtime.errors import check_choice, check_positive
-from runtime.files import read_json, sha256
+from runtime.files import read_json
 from runtime.launch import Launch
 from runtime.output import check_free, place_of
 
@@ -152,7 +149,7 @@ def check_files(request: dict[str, Any]) -> None:
     if "weights" in suite:
         check_weights_file(Path(suite["weights"]))
     if request["run"] is not None:
-        check_run(drawn(request))
+        check_sampling(drawn(request))
 
 
 def drawn(request: dict[str, Any]) -> dict[str, Any]:
@@ -226,17 +223,9 @@ class DrawnSamples:
     def __init__(self, request: dict[str, Any], launch: Launch):
         request = drawn(request)
         self.count, self.name = request["num_samples"], f"run={request['run']}"
-        self.run = open_run(request, launch)
-        self.weights_sha256 = sha256(self.run.weights)  # now: a run that still trains removes old checkpoints
-        manifest = manifest_from(self.run.data["manifest"], f"{request['run']}/manifest.json: data.manifest")
-        manifest.check_sizes(request["run"], **self.run.sizes)
-        self.encoder = encoder_for(manifest, launch.device, **self.run.decoding)
-        decode = image_decoder(manifest, self.encoder, self.run.decoding["official"])
-        self._source = ImageSource(
-            self.run.precond, self.run.sampler, decode, **self.run.drawing, launch=launch
-        )
+        self._source, name, self._record = open_source(request, launch)
         self.shape = self._source.image_shape
-        self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{self.run.name}.json")
+        self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{name}.json")
 
     def labels(self) -> np.ndarray:
         """Return the class that is asked for in each image."""
@@ -251,9 +240,7 @@ class DrawnSamples:
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are."""
-        drawn = {**self.run.protocol, "encoder": encoder_record(self.encoder)}
-        drawn["weights_sha256"] = self.weights_sha256
-        return {"num_samples": self.count, "shape": self.shape, "drawn": drawn}
+        return {"num_samples": self.count, "shape": self.shape, "drawn": self._record}
 
 
 def read_labels(file: Path) -> np.ndarray | None:

@@ -11,6 +11,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
     """Return what a user wants to see before a run starts."""
     train, resolved, cost = config["train"], details["resolved"], details["cost"]
     blind = train["eval_every"] and not details["data"]["manifest"]["num_held_out"]
+    attention = f", {resolved['attention']} attention" if "attention" in resolved else ""
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
     lines = [
         f"run        {config['output_dir']}" + (f", resumed at step {resumed_step}" if resumed_step else ""),
@@ -26,7 +27,7 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         "precision  fp32 weights, "
         f"{'bf16 autocast' if resolved['mixed_precision'] == 'bf16' else 'no autocast'}, "
         f"{'TF32 for what is in fp32, ' if details['tf32'] else ''}"
-        f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks, {resolved['attention']} attention",
+        f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks{attention}",
         *(
             [f"memory     what a step frees is {_freed(resolved)} (train.keep_freed_memory)"]
             if details["device"] == "cpu"
@@ -48,8 +49,8 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
 
 
 def _saving(net: nn.Module, cost: dict[str, float]) -> str:
-    if not net.removal:
-        return "none: with model.removal=false the blocks process all tokens"
+    if cost["routed_training_flops"] == cost["dense_training_flops"]:
+        return "none: the blocks of the windows process all tokens"
     return (
         f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps can be "
         f"{cost['predicted_speedup']:.2f}x as "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import resolve_auto
 from builders.evaluators import build_evaluators
-from builders.network import build_net, build_precond, build_route_plan
+from builders.network import build_loss, build_net, build_precond, build_route_plan
 from builders.summary import summary
 from data import (
     LatentDataset,
@@ -27,7 +28,7 @@ from data import (
     stream,
 )
 from models import cost_of, resolve_attention, token_mask
-from routing import RoutePlan
+from routing import RoutePlan, Routing
 from runtime.config import build_node
 from runtime.files import sha256
 from runtime.launch import Launch
@@ -118,7 +119,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     plan = build_route_plan(config, net)
     prepared = _prepare(net, resolved["compile"], len(plan.lengths(train["masked_loss"])))
     precond = build_precond(config, prepared)
-    bare_loss = build_node(config, "diffusion.loss")()
+    bare_loss = build_loss(config, net)
     loss = torch.autocast(device.type, torch.bfloat16, enabled=bf16)(bare_loss)
     optimizer = build_node(config, "optimizer")(net.named_parameters(), fused=True)
 
@@ -131,7 +132,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     settings = Settings(**{key: train[key] for key in SETTINGS})
 
     slowdown = fp32_slowdown(net, device, bf16)
-    step = micro_step(precond, net, loss, micro_batch_size, device)
+    step = micro_step(precond, net, loss, micro_batch_size, device, Routing)
     speed_check = SpeedCheck(step, partial(_predicted_speedup, net, slowdown), device, recorder)
     parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
     trainer = Trainer(*parts, stop, settings, speed_check)
@@ -166,9 +167,11 @@ def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str
     launch.assert_ranks_agree({key: resolved[key] for key in agreed})
     if resolved["keep_freed_memory"]:
         keep_freed_memory()
-    dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
-    attention = resolve_attention(config["model"]["attention"], launch.device.type, dtype)
-    return {**resolved, "attention": attention}
+    if "attention" in config["model"]:
+        dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
+        attention = resolve_attention(config["model"]["attention"], launch.device.type, dtype)
+        resolved |= {"attention": attention}
+    return resolved
 
 
 def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:
@@ -212,7 +215,8 @@ def _build_batches(
     sizes = {"batch_size": config["train"]["batch_size"], "micro_batch_size": micro_batch_size}
     share = {"rank": launch.rank, "world_size": launch.world_size}
     order = {"seed": seed, **sizes, **share, "pin_memory": launch.device.type == "cuda"}
-    masks_to_tokens = partial(token_mask, patch_size=config["model"]["patch_size"]) if masked else None
+    patch_size = config["data"]["input_size"] // isqrt(plan.num_tokens)
+    masks_to_tokens = partial(token_mask, patch_size=patch_size) if masked else None
     if isinstance(dataset, ShardDataset):
         read = partial(ShardStream, dataset, **order)
         entries = shards_by_step(dataset, seed, **sizes, world_size=launch.world_size)

@@ -1,48 +1,51 @@
-"""Preconditioning and training loss of [EDM], in the paper's symbols."""
+"""Preconditioning and training loss of [EDM], in the paper's symbols; time is sigma."""
+
+from typing import Any
 
 import torch
 import torch.nn as nn
 
+from diffusion.objective import Loss, Precond
+from diffusion.path import EDMPath
+from runtime.errors import check_positive
 
-class EDMPrecond(nn.Module):
-    """Turn a raw network F_x into a denoiser D_x whose input, output and target have unit variance.
+
+class EDMPrecond(Precond):
+    """A denoiser D_x whose network has input, output and target of unit variance.
 
     Args:
-        net: called as net(x, c_noise, class_labels, and the keywords of `forward`) -> F_x.
-        sigma_data: standard deviation of the latents, the same number that the loss is given.
+        sigma_data: standard deviation of the latents.
     """
 
+    path = EDMPath()
+
     def __init__(self, net: nn.Module, sigma_data: float = 0.5):
-        super().__init__()
-        self.net = net
+        check_positive("diffusion.sigma_data", sigma_data)
+        super().__init__(net)
         self.sigma_data = sigma_data
 
-    def forward(
+    def predict(
         self,
         x: torch.Tensor,
-        sigma: torch.Tensor,
+        t: torch.Tensor,
         class_labels: torch.Tensor | None,
         *,
-        selection_ratio: float | tuple[float, ...] | None = None,
-        force_keep: torch.Tensor | None = None,
+        routing: Any = None,
         generator: torch.Generator | None = None,
-        return_kept: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return D_x (N, C, H, W) in fp32 for x (N, C, H, W) at noise level sigma, (N,) or 0-d.
-
-        The keywords go to the network as they are; with `return_kept` its pixels (N, 1, H, W) bool come
-        second.
-        """
+    ) -> torch.Tensor:
+        """Return F_x(c_in(sigma) x; c_noise(sigma))."""
         x = x.float()
-        sigma = sigma.to(x).expand(x.shape[0])  # (N,)
-        c_skip, c_out, c_in, c_noise = self.coefficients(sigma.view(-1, 1, 1, 1))
-        routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
-        routing |= {"return_kept": True} if return_kept else {}
-        output = self.net(c_in * x, c_noise.flatten(), class_labels, **routing, generator=generator)
-        F_x, *kept = output if return_kept else (output,)  # (N, C, H, W)
+        sigma = t.to(x).expand(x.shape[0])  # (N,)
+        _, _, c_in, c_noise = self.coefficients(sigma.view(-1, 1, 1, 1))
+        return self.net(c_in * x, c_noise.flatten(), class_labels, routing=routing, generator=generator)
+
+    def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return D_x in fp32, of the first C channels of F_x."""
+        x = x.float()
+        sigma = t.to(x).flatten().expand(x.shape[0])  # (N,)
+        c_skip, c_out, _, _ = self.coefficients(sigma.view(-1, 1, 1, 1))
         # D(x; sigma) = c_skip(sigma) x + c_out(sigma) F(c_in(sigma) x; c_noise(sigma)), [EDM] eq. 7.
-        D_x = c_skip * x + c_out * F_x.float()
-        return (D_x, *kept) if return_kept else D_x
+        return c_skip * x + c_out * F_x[:, : x.shape[1]].float()
 
     def coefficients(
         self, sigma: torch.Tensor
@@ -57,66 +60,28 @@ class EDMPrecond(nn.Module):
         return c_skip, c_out, c_in, c_noise
 
 
-class EDMLoss:
+class EDMLoss(Loss):
     """Weighted denoising error at log-normal noise levels, [EDM] section 5.
 
     Args:
         P_mean, P_std: mean and standard deviation of ln(sigma).
-        sigma_data: standard deviation of the latents, the same number that the preconditioning is given.
-        kept_tokens_only: leave the pixels of tokens that bypassed a window out of the mean, as the first
-            version of TREAD did (an ablation).
-
-    Raises:
-        ValueError: all noise levels are the same.
     """
 
-    def __init__(
-        self,
-        P_mean: float = -1.2,
-        P_std: float = 1.2,
-        sigma_data: float = 0.5,
-        kept_tokens_only: bool = False,
-    ):
-        if not P_std > 0:
-            raise ValueError(f"diffusion.loss.P_std={P_std} must be greater than 0")
-        self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
-        self.kept_tokens_only = kept_tokens_only
+    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2):
+        check_positive("diffusion.loss.P_std", P_std)
+        self.P_mean, self.P_std = P_mean, P_std
 
-    def __call__(
-        self,
-        precond: nn.Module,
-        x: torch.Tensor,
-        class_labels: torch.Tensor | None,
-        *,
-        generator: torch.Generator | None = None,
-        selection_ratio: float | tuple[float, ...] | None = None,
-        force_keep: torch.Tensor | None = None,
-        loss_mask: torch.Tensor | None = None,
+    def draw_t(
+        self, num_samples: int, generator: torch.Generator | None, device: torch.device
     ) -> torch.Tensor:
-        """Return the loss (N,) of clean latents x (N, C, H, W), in fp32, as a mean over C, H, W.
-
-        Args:
-            generator: draws the noise level, then the noise, then whatever the network draws.
-            selection_ratio, force_keep: of the network's routes.
-            loss_mask: (N, H, W) weight of each position. The mean stays one over all positions, so that a
-                position counts the same in every sample; a sample whose mask is empty has loss 0.
-        """
-        x = x.float()
-        shape = (x.shape[0], 1, 1, 1)
+        """Draw sigma (N,)."""
         # ln(sigma) ~ N(P_mean, P_std^2), [EDM] Table 1.
-        sigma = (torch.randn(shape, generator=generator, device=x.device) * self.P_std + self.P_mean).exp()
+        return (torch.randn(num_samples, generator=generator, device=device) * self.P_std + self.P_mean).exp()
+
+    def error(
+        self, precond: EDMPrecond, F_x: torch.Tensor, x: torch.Tensor, eps: torch.Tensor, t: torch.Tensor
+    ) -> torch.Tensor:
+        """Return lambda(sigma) (D(x + sigma eps; sigma) - x)^2."""
         # lambda(sigma) = 1 / c_out^2, [EDM] Table 1.
-        weight = (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
-        noise = sigma * torch.randn(x.shape, generator=generator, device=x.device)
-        routing = {"selection_ratio": selection_ratio, "force_keep": force_keep}
-        routing |= {"return_kept": True} if self.kept_tokens_only else {}
-        output = precond(x + noise, sigma.flatten(), class_labels, **routing, generator=generator)
-        D_x, *kept = output if self.kept_tokens_only else (output,)
-        error = weight * (D_x.float() - x) ** 2  # (N, C, H, W)
-        if loss_mask is not None:
-            error = error * loss_mask.unsqueeze(1)
-        if self.kept_tokens_only:
-            (kept,) = kept  # (N, 1, H, W)
-            num_kept = kept.sum(dim=(1, 2, 3)).clamp(min=1)  # several routes may keep no token in common
-            return (error * kept).mean(dim=1).sum(dim=(1, 2)) / num_kept  # (N,)
-        return error.mean(dim=(1, 2, 3))  # (N,)
+        weight = (t**2 + precond.sigma_data**2) / (t * precond.sigma_data) ** 2
+        return weight * (precond.denoised(F_x, x + t * eps, t) - x) ** 2

@@ -1,6 +1,4 @@
-"""Generate latents from seeds: one seed per sample, so that a sample does not depend on its batch or its
-process.
-"""
+"""Generate latents, each from a seed of its own: a sample does not depend on its batch or its rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -8,9 +6,9 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn as nn
 
-from diffusion.guidance import guided_denoiser
+from diffusion.guidance import Branch, Guidance
+from diffusion.objective import Precond
 from runtime.launch import Launch
 
 LABEL_STREAM = 1  # tells the draw of a label from other draws of the same seed
@@ -30,41 +28,41 @@ def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor | None
 
 @torch.no_grad()
 def generate(
-    precond: nn.Module,
+    precond: Precond,
     sampler: Callable[..., torch.Tensor],
+    guidance: Guidance,
     *,
     seeds: Sequence[int],
     class_labels: torch.Tensor | None,
     batch_size: int,
     launch: Launch,
-    guidance_scale: float = 1.0,
     bf16: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (position of the first seed, latents (n, C, H, W) in fp32), n <= batch_size, for this process's
-    batches.
+    """Yield (position of the first seed, latents (n, C, H, W) in fp32), n <= batch_size, of this rank.
 
     Args:
-        precond: denoiser in eval mode; precond.net tells the shape of the latents and the null class.
-        sampler: called as sampler(denoise, noise, randn_like=).
-        seeds: one for each sample; it fixes the initial noise, bitwise, and the churn noise.
+        precond: in eval mode, around a bare backbone.
+        sampler: called as sampler(denoise, noise, path, randn_like=).
+        seeds: one for each sample; it fixes the initial noise, bitwise, and the noise that the sampler adds.
         class_labels: (len(seeds),) int64; None for an unconditional network.
         bf16: evaluate the network under bf16 autocast.
     """
-    net = precond.net
-    shape = (net.in_channels, net.input_size, net.input_size)
+    device = launch.device
     for start in range(launch.rank * batch_size, len(seeds), launch.world_size * batch_size):
         generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + batch_size]]
         randn_like = partial(_randn_like, generators=generators)
-        noise = randn_like(torch.empty(len(generators), *shape, device=launch.device))  # (n, C, H, W)
-        labels = None if class_labels is None else class_labels[start : start + batch_size].to(launch.device)
-        denoise = guided_denoiser(precond, labels, net.num_classes, guidance_scale)
-        with torch.autocast(launch.device.type, torch.bfloat16, enabled=bf16):
-            latents = sampler(denoise, noise, randn_like=randn_like).float()
+        noise = randn_like(
+            torch.empty(len(generators), *precond.net.latent_shape, device=device)
+        )  # (n, C, H, W)
+        labels = None if class_labels is None else class_labels[start : start + batch_size].to(device)
+        denoise = guidance(Branch(precond, labels))
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            latents = sampler(denoise, noise, precond.path, randn_like=randn_like).float()
         yield start, latents
 
 
 class ImageSource:
-    """Generate images on all processes, from the seeds first_seed, first_seed + 1, ...
+    """Generate images on all ranks, from the seeds first_seed, first_seed + 1, ...
 
     Args:
         decode: turns latents into images (n, H, W, channels) uint8.
@@ -75,21 +73,20 @@ class ImageSource:
 
     def __init__(
         self,
-        precond: nn.Module,
+        precond: Precond,
         sampler: Callable[..., torch.Tensor],
+        guidance: Guidance,
         decode: Callable[[torch.Tensor], np.ndarray],
         *,
         batch_size: int,
-        guidance_scale: float,
         launch: Launch,
         labels: str = "balanced",
         class_label: int | None = None,
         first_seed: int = 0,
         bf16: bool = False,
     ):
-        self.precond, self.sampler, self.decode = precond.eval(), sampler, decode
-        self.batch_size, self.guidance_scale, self.launch = batch_size, guidance_scale, launch
-        self.first_seed, self.bf16 = first_seed, bf16
+        self.precond, self.sampler, self.guidance, self.decode = precond.eval(), sampler, guidance, decode
+        self.batch_size, self.launch, self.first_seed, self.bf16 = batch_size, launch, first_seed, bf16
         self._labels, self._class_label = labels, class_label
 
     def with_labels(self, labels: str) -> "ImageSource":
@@ -101,10 +98,9 @@ class ImageSource:
     @property
     def image_shape(self) -> tuple[int, ...]:
         """(H, W, channels) of an image."""
-        net = self.precond.net
-        return self.decode(
-            torch.zeros(1, net.in_channels, net.input_size, net.input_size, device=self.launch.device)
-        ).shape[1:]
+        return self.decode(torch.zeros(1, *self.precond.net.latent_shape, device=self.launch.device)).shape[
+            1:
+        ]
 
     def seeds(self, num_samples: int) -> range:
         """Return the seed of each sample."""
@@ -121,22 +117,22 @@ class ImageSource:
 
     @torch.no_grad()
     def batches(self, num_samples: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (position of the first, images) of this process's batches."""
+        """Yield (position of the first, images) of this rank's batches."""
         batches = generate(
             self.precond,
             self.sampler,
+            self.guidance,
             seeds=self.seeds(num_samples),
             class_labels=self.labels(num_samples),
             batch_size=self.batch_size,
             launch=self.launch,
-            guidance_scale=self.guidance_scale,
             bf16=self.bf16,
         )
         for start, latents in batches:
             yield start, self.decode(latents)
 
     def __call__(self, num_samples: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return all images (num_samples, H, W, channels) and labels (num_samples,), on every process."""
+        """Return all images (num_samples, H, W, channels) and labels (num_samples,), on every rank."""
         parts = self.launch.gather_items(list(self.batches(num_samples)))
         images = np.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])
         labels = self.labels(num_samples)

@@ -55,7 +55,7 @@ class DenseLoss:
             with torch.compiler.set_stance("force_eager"):
                 for index, latents, labels, masks in self.batches():
                     generator = torch.Generator(latents.device).manual_seed(index)
-                    losses = self.loss_fn(denoiser, latents, labels, generator=generator, loss_mask=masks)
+                    losses = self.loss_fn(denoiser, latents, labels, generator=generator, mask=masks)
                     sums[0] += losses.double().sum()
                     sums[1] += len(losses)
             loss, count = self.total(sums).tolist()

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from builders import config as configuration
 from data import StreamOrder
 from models import token_mask
-from routing import Route, attach, from_simpletuner, grow_ratio
+from routing import Route, Routing, attach, from_simpletuner, grow_ratio, norm_router, random_router
 from runtime.arrays import read_header
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
@@ -49,12 +49,15 @@ MAX_GRAD_NORM = 1.0
 EVALUATED_AT_ONCE = 8
 MAY_CHANGE = ("total_steps", "save_every", "eval_every", "log_every", "output_dir")  # when a run goes on
 Batch = dict[str, torch.Tensor]
-Routing = dict[str, Any]  # the keywords that `routing.attach` adds to a model's forward
+RoutingKeywords = dict[str, Any]  # what `routing.attach` adds to a model's forward
+ROUTERS = {"random": random_router, "norm": norm_router}
 
 configuration.register()
 
 
-def flux(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing) -> torch.Tensor:
+def flux(
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+) -> torch.Tensor:
     N, C, H, W = x.shape
     images = [x, *([batch["references"]] if "references" in batch else [])]
     positions = [_positions(image.shape[-2] // 2, image.shape[-1] // 2, i) for i, image in enumerate(images)]
@@ -82,24 +85,28 @@ def _positions(height: int, width: int, image: int) -> torch.Tensor:
     return torch.stack([torch.full_like(rows, image), rows, columns], dim=-1).view(-1, 3)  # (T, 3)
 
 
-def sd3(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing) -> torch.Tensor:
+def sd3(
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+) -> torch.Tensor:
     return model(x, batch["text"], batch["pooled"], 1000 * t, return_dict=False, **routing)[0]
 
 
 def auraflow(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
 ) -> torch.Tensor:
     return model(x, batch["text"], t, return_dict=False, **routing)[0]
 
 
-def wan(model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing) -> torch.Tensor:
+def wan(
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+) -> torch.Tensor:
     return model(x, 1000 * t, batch["text"], return_dict=False, **routing)[0]
 
 
 class Family(NamedTuple):
     """How a class of diffusers is called: velocity(model, x, t (N,), batch, routing) has the shape of x."""
 
-    velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, Routing], torch.Tensor]
+    velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, RoutingKeywords], torch.Tensor]
     needs: tuple[str, ...] = ("latents", "text")  # arrays that must be there
     takes: tuple[str, ...] = ("masks",)  # and may be there
 
@@ -155,8 +162,9 @@ def check_request(request: dict[str, Any]) -> None:
         raise ValueError(f"mask_area={request['mask_area']} must be in [0, 1)")
     if file and routes:
         raise ValueError(f"tread_config={file} and routes={routes}: only one may be given")
-    if request["importance_weight"] and not (routes or file):
-        raise ValueError(f"importance_weight={request['importance_weight']} has no meaning without routes")
+    check_choice("router", request["router"], tuple(ROUTERS))
+    if request["router"] != "random" and not (routes or file):
+        raise ValueError(f"router={request['router']} has no meaning without routes")
     if (quantize := request["quantize"]) is None:
         return
     check_choice("quantize", quantize, ("int8", "int4", "nf4"))
@@ -275,7 +283,12 @@ def _try(network: nn.Module, family: Family, arrays: dict[str, np.ndarray], fold
 
 
 def velocity(
-    network: nn.Module, family: Family, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: Routing
+    network: nn.Module,
+    family: Family,
+    x: torch.Tensor,
+    t: torch.Tensor,
+    batch: Batch,
+    routing: RoutingKeywords,
 ) -> torch.Tensor:
     """Return what a network, or what wraps it, says of latents x at times t (N,), in the shape of x."""
     inner = network.module if isinstance(network, DistributedDataParallel) else network
@@ -306,7 +319,7 @@ def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
 
 def _attach(transformer: nn.Module, request: dict[str, Any]) -> tuple[Route, ...]:
     routes = [Route(**fields) for fields in configuration.check_routes("routes", request["routes"])]
-    return attach(transformer, routes, importance_weight=request["importance_weight"]) if routes else ()
+    return attach(transformer, routes, router=ROUTERS[request["router"]]) if routes else ()
 
 
 def _base_weights(request: dict[str, Any]) -> dict[str, Any]:
@@ -427,7 +440,9 @@ class Finetuning:
         self.step += 1
         return loss.detach()
 
-    def routing_keywords(self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator) -> Routing:
+    def routing_keywords(
+        self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator
+    ) -> RoutingKeywords:
         """Return how a step routes: `rows` are those of all processes, which agree on the ratio at which all
         masks fit.
         """
@@ -440,14 +455,11 @@ class Finetuning:
             for r in (rows, own_rows)
         )
         T, num_forced = tokens.shape[1], int(tokens.sum(dim=1).max())
-        return {
-            "generator": generator,
-            "selection_ratio": [grow_ratio(route.selection_ratio, T, num_forced) for route in self.routes],
-            "force_keep": own_tokens.to(self.accelerator.device),
-        }
+        ratios = [grow_ratio(route.selection_ratio, T, num_forced) for route in self.routes]
+        return {"generator": generator, "routing": Routing(ratios, own_tokens.to(self.accelerator.device))}
 
     def loss(
-        self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: Routing
+        self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: RoutingKeywords
     ) -> torch.Tensor:
         """Return the mean loss of some rows, a 0-d tensor; positions at which a mask is 0 do not count."""
         device, s = self.accelerator.device, self.request["shift"]

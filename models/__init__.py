@@ -1,7 +1,8 @@
-"""Networks: the diffusion transformer, and what it costs."""
+"""Backbones: networks that predict, and what they cost."""
 
+from models.backbone import Backbone, Flops
 from models.cost import Cost, cost_of
 from models.dit import DiT
 from models.layers import resolve_attention, token_mask
 
-__all__ = ["Cost", "DiT", "cost_of", "resolve_attention", "token_mask"]
+__all__ = ["Backbone", "Cost", "DiT", "Flops", "cost_of", "resolve_attention", "token_mask"]

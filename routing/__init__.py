@@ -1,18 +1,17 @@
-"""Which tokens travel: the routes of TREAD, and the gather and scatter that carry tokens around a window of
-layers.
-"""
+"""Which tokens travel: the routes of TREAD, and the gather and scatter that carry tokens around layers."""
 
 from routing.adapter import Adapter, BlockList, Kept
 from routing.attached import attach, detach
 from routing.plan import RoutePlan, grow_ratio
-from routing.routes import Route, from_simpletuner, resolve_routes
+from routing.routers import norm_router, random_router
+from routing.routes import Route, Router, Routing, from_simpletuner, resolve_routes
 from routing.tokens import (
     end_route,
     gather_tokens,
     num_tokens_kept,
     sample_ids_keep,
     start_route,
-    token_importance,
+    with_prefix,
 )
 
 __all__ = [
@@ -21,15 +20,19 @@ __all__ = [
     "Kept",
     "Route",
     "RoutePlan",
+    "Router",
+    "Routing",
     "attach",
     "detach",
     "end_route",
     "from_simpletuner",
     "gather_tokens",
     "grow_ratio",
+    "norm_router",
     "num_tokens_kept",
+    "random_router",
     "resolve_routes",
     "sample_ids_keep",
     "start_route",
-    "token_importance",
+    "with_prefix",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from routing.tokens import gather_tokens
+from routing.tokens import gather_tokens, with_prefix
 
 Arguments = Mapping[str, Any]  # of a forward, by name; those that were not given are missing
 
@@ -37,19 +37,15 @@ class Kept:
         return self._gather(x, self.ids, dim, self.num_tokens)
 
     def gather_joint(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Take the prefix and each sample's kept tokens: (N or 1, ..., P + T + S, ...) -> (N, ..., P + K + S,
-        ...).
-        """
+        """The same for a prefix and its tokens: (N or 1, ..., P + T + S, ...) -> (N, ..., P + K + S, ...)."""
         P = self.num_prefix_tokens
-        prefix = torch.arange(P, device=self.ids.device).expand(self.ids.shape[0], -1)
-        return self._gather(x, torch.cat([prefix, self.ids + P], dim=1), dim, P + self.num_tokens)
+        return self._gather(x, with_prefix(self.ids, P), dim, P + self.num_tokens)
 
     def _gather(self, x: torch.Tensor, ids: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         if x.shape[dim] != length or x.shape[0] not in (1, ids.shape[0]):
             raise ValueError(
-                f"a tensor of shape {tuple(x.shape)} cannot be gathered by token along dimension {dim}: it "
-                "must have "
-                f"{length} tokens there, and 1 or {ids.shape[0]} samples first"
+                f"a tensor of shape {tuple(x.shape)} cannot be gathered by token along dimension {dim}: "
+                f"it must have {length} tokens there, and 1 or {ids.shape[0]} samples first"
             )
         return gather_tokens(x, ids, dim)
 
@@ -63,7 +59,7 @@ class BlockList:
         tokens: the argument that holds the tokens, (N, T + S, D).
         joint: `tokens` holds the prefix too, (N, P + T + S, D).
         output: at which place of a tuple a block returns the tokens; None where it returns a tensor.
-        by_token: for each argument that is indexed by token, how it is gathered: `lambda mask, kept:
+        by_token: how each argument that is indexed by token is gathered: `lambda mask, kept:
             kept.gather(mask)`.
         shared: arguments that do not depend on the token.
     """
@@ -86,8 +82,7 @@ def _no_check(model: nn.Module, arguments: Arguments) -> None:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A transformer, as far as routing is concerned. Functions get the model and the arguments of its
-    forward.
+    """A transformer, as far as routing goes. Functions get the model and the arguments of its forward.
 
     Args:
         block_lists: in the order in which layers are counted.

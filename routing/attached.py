@@ -9,9 +9,10 @@ Shapes: as in routing/adapter.py.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,14 +21,11 @@ import torch.nn as nn
 
 from routing.adapter import Adapter, Arguments, BlockList, Kept
 from routing.diffusers import adapter_of
-from routing.routes import Route, resolve_routes
-from routing.tokens import end_route, sample_ids_keep, token_importance
+from routing.routers import random_router
+from routing.routes import Route, Router, Routing, resolve_routes
+from routing.tokens import end_route
 
-KEYWORDS = (
-    "selection_ratio",
-    "force_keep",
-    "generator",
-)  # what an attached model takes besides its own arguments
+KEYWORDS = ("routing", "generator")  # what an attached model takes besides its own arguments
 
 
 def attach(
@@ -35,24 +33,20 @@ def attach(
     routes: Sequence[Route],
     *,
     adapter: Adapter | None = None,
-    importance_weight: float = 0.0,
+    router: Router = random_router,
 ) -> tuple[Route, ...]:
     """Let a part of a model's tokens bypass windows of its blocks while it trains, from now on.
 
     The model routes in `train()` mode where gradients are recorded, and is dense otherwise. Its forward takes
-    three more keywords: `selection_ratio`, a number for all routes or one for each in the order returned
-    (above 0 it
-        routes in any
-    mode, 0 is dense); `force_keep`, (N, T) bool, tokens that must not bypass; `generator`, from which a seed
-    is drawn for each route.
+    two more keywords: `routing`, a Routing for this forward (with a ratio above 0 it routes in any mode);
+    `generator`, from which a seed is drawn for each route.
 
     Args:
         model: the transformer itself, not what wraps it, before anything replaces its forward or its blocks;
             afterwards wrap it, compile it, and add adapters to it as you like.
         routes: windows of blocks; layers are counted through all lists of blocks.
         adapter: None takes the one that is known for the class of the model, see `routing/diffusers.py`.
-        importance_weight: 0 draws the kept tokens at random, 1 keeps those of the largest L1 norm where the
-            window starts.
+        router: chooses the tokens that stay where a window starts, see `routing/routers`.
 
     Returns:
         The routes with non-negative indices.
@@ -64,7 +58,7 @@ def attach(
     """
     adapter = adapter_of(model) if adapter is None else adapter
     name = type(model).__name__
-    if hasattr(model, "_routing"):
+    if hasattr(model, "_attached"):
         raise ValueError(f"{name} has routes: routing.detach(model) removes them")
     if getattr(model.forward, "__func__", None) is not type(model).forward:
         raise ValueError(
@@ -73,17 +67,10 @@ def attach(
         )
     for own in set(KEYWORDS) & set(inspect.signature(type(model).forward).parameters):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
-    if (
-        not isinstance(routes, Sequence)
-        or not routes
-        or not all(isinstance(route, Route) for route in routes)
-    ):
+    if not isinstance(routes, Sequence) or not routes or not all(isinstance(r, Route) for r in routes):
         raise ValueError(
-            f"routes={routes} must be a list of Route(selection_ratio, start_layer_idx, end_layer_idx), at "
-            "least one"
+            f"routes={routes} must be a list of Route(selection_ratio, start_layer_idx, end_layer_idx)"
         )
-    if not 0 <= importance_weight <= 1:
-        raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]")
     layers = [layer for spec in adapter.block_lists for layer in _layers(model, spec)]
     routes = resolve_routes(routes, len(layers), key="routes")
 
@@ -93,8 +80,8 @@ def attach(
         blocks.__class__ = HANDING_OUT[type(blocks)]
         blocks.first_idx = offset
         offset += len(blocks)
-    model._routing = _Routing(
-        adapter, tuple(layers), routes, importance_weight, inspect.signature(type(model).forward)
+    model._attached = _Attached(
+        adapter, tuple(layers), routes, router, inspect.signature(type(model).forward)
     )
     model.forward = MethodType(
         _routed_forward, model
@@ -108,14 +95,14 @@ def detach(model: nn.Module) -> None:
     Raises:
         ValueError: the model has no routes.
     """
-    if not hasattr(model, "_routing"):
+    if not hasattr(model, "_attached"):
         raise ValueError(f"{type(model).__name__} has no routes")
     if getattr(model.forward, "__func__", None) is not _routed_forward:
         raise ValueError(
             f"forward of {type(model).__name__} was wrapped after routing.attach: unwrap it first"
         )
-    routing = model._routing
-    del model._routing, model.forward
+    routing = model._attached
+    del model._attached, model.forward
     for spec in routing.adapter.block_lists:
         blocks = model.get_submodule(spec.name)
         blocks.__class__ = next(
@@ -158,10 +145,10 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
 
 
 def _routed_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return model._routing.forward(model, args, kwargs)
+    return model._attached.forward(model, args, kwargs)
 
 
-class _Routing:
+class _Attached:
     """The routes of one model. It holds nothing of the model, so that a copy of the model may share it."""
 
     def __init__(
@@ -169,36 +156,36 @@ class _Routing:
         adapter: Adapter,
         layers: tuple[_Layer, ...],
         routes: tuple[Route, ...],
-        importance_weight: float,
+        router: Router,
         signature: inspect.Signature,
     ):
         self.adapter, self.layers, self.routes = adapter, layers, routes
-        self.importance_weight, self.signature = importance_weight, signature
+        self.router, self.signature = router, signature
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Routing":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Attached":
         return self
 
     def __reduce__(self) -> str:
         raise ValueError(
-            "a model with routes cannot be pickled: routing.detach(model) first, or save its state_dict()"
+            "a model with routes cannot be pickled: routing.detach(model), or save its state_dict()"
         )
 
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward, with routes where they are on."""
-        own = {name: kwargs.get(name) for name in KEYWORDS}
+        routing, generator = kwargs.get("routing") or Routing(), kwargs.get("generator")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
-        ratios = self._ratios(model, own["selection_ratio"])
+        ratios = routing.ratios(self.routes, active=model.training and torch.is_grad_enabled())
         if not any(ratios):
             return type(model).forward(model, *args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
-                f"{type(model).__name__} as a whole is run again in the backward pass, where tokens would be "
-                "drawn anew: "
+                f"{type(model).__name__} as a whole is run again in the backward pass, which would draw "
+                "other tokens: "
                 "checkpoint its blocks (model.enable_gradient_checkpointing()) instead"
             )
         arguments = self.signature.bind(model, *args, **kwargs).arguments
         self._check(model, arguments)
-        routed_pass = self._begin(model, arguments, ratios, own["force_keep"], own["generator"])
+        routed_pass = self._begin(model, arguments, routing, ratios, generator)
         names = list(self.signature.parameters)[1:]
         args = tuple(
             self._with_residuals(name, value, routed_pass) for name, value in zip(names, args, strict=False)
@@ -216,19 +203,20 @@ class _Routing:
         self,
         model: nn.Module,
         arguments: Arguments,
+        routing: Routing,
         ratios: Sequence[float],
-        force_keep: torch.Tensor | None,
         generator: torch.Generator | None,
     ) -> "_RoutedPass":
-        drawing = {
-            "importance_weight": self.importance_weight,
-            "force_keep": force_keep,
-            "num_prefix_tokens": self.adapter.num_prefix_tokens(model, arguments),
-            "num_suffix_tokens": self.adapter.num_suffix_tokens(model, arguments),
-        }
-        routed = [(route, ratio) for route, ratio in zip(self.routes, ratios, strict=True) if ratio > 0]
-        windows = tuple(_Window(route, ratio, _draw_seed(generator), **drawing) for route, ratio in routed)
-        return _RoutedPass(self.layers, windows)
+        num_prefix_tokens = self.adapter.num_prefix_tokens(model, arguments)
+        num_suffix_tokens = self.adapter.num_suffix_tokens(model, arguments)
+
+        def window(idx: int) -> _Window:
+            draw = partial(routing.ids_keep, idx, ratios[idx], router=self.router)
+            return _Window(
+                self.routes[idx], draw, _draw_seed(generator), num_prefix_tokens, num_suffix_tokens
+            )
+
+        return _RoutedPass(self.layers, tuple(window(idx) for idx, ratio in enumerate(ratios) if ratio > 0))
 
     def _hand_out_from(self, model: nn.Module, routed_pass: "_RoutedPass | None") -> None:
         for spec in self.adapter.block_lists:
@@ -238,29 +226,9 @@ class _Routing:
             blocks.routed_pass = routed_pass
 
     def _with_residuals(self, name: str, value: Any, routed_pass: "_RoutedPass") -> Any:
-        return (
-            _Residuals(name, value, routed_pass)
-            if name in self.adapter.residuals and value is not None
-            else value
-        )
-
-    def _ratios(self, model: nn.Module, selection_ratio: float | Sequence[float] | None) -> tuple[float, ...]:
-        if selection_ratio is None:
-            routes_now = model.training and torch.is_grad_enabled()
-            return tuple(route.selection_ratio if routes_now else 0.0 for route in self.routes)
-        numbers = (
-            list(selection_ratio)
-            if isinstance(selection_ratio, list | tuple)
-            else [selection_ratio] * len(self.routes)
-        )
-        if len(numbers) != len(self.routes) or not all(
-            isinstance(r, int | float) and 0 <= r < 1 for r in numbers
-        ):
-            raise ValueError(
-                f"selection_ratio={selection_ratio!r} must be a number in [0, 1), or a list of "
-                f"{len(self.routes)} of them"
-            )
-        return tuple(numbers)
+        if name not in self.adapter.residuals or value is None:
+            return value
+        return _Residuals(name, value, routed_pass)
 
     def _check(self, model: nn.Module, arguments: Arguments) -> None:
         for name, value in list(arguments.items())[1:]:  # without self
@@ -285,10 +253,8 @@ class _Window:
     """A route in one forward pass. `kept` and `original` are there once the window has started."""
 
     route: Route
-    ratio: float
+    draw: Callable[..., torch.Tensor]  # draw(x, generator=) -> ids_keep
     seed: int
-    importance_weight: float
-    force_keep: torch.Tensor | None
     num_prefix_tokens: int
     num_suffix_tokens: int
     kept: Kept | None = None
@@ -296,33 +262,19 @@ class _Window:
     is_done: bool = False
 
     def start(self, x: torch.Tensor, joint: bool) -> torch.Tensor:
-        """Return the tokens that stay; draw them if that was not done: a block that is run again takes those
-        of before.
-        """
+        """Return the tokens that stay, drawn once: a block that is run again takes the same."""
         if self.kept is None:
             self.original = x[:, self.num_prefix_tokens :] if joint else x  # (N, T + S, D)
             self.kept = self._draw()
         return self.kept.gather_joint(x) if joint else self.kept.gather(x)
 
     def _draw(self) -> Kept:
-        device, num_samples = self.original.device, self.original.shape[0]
-        num_tokens = self.original.shape[1] - self.num_suffix_tokens
-        needs_importance = self.importance_weight > 0 or self.force_keep is not None
-        ids_keep = sample_ids_keep(
-            num_samples,
-            num_tokens,
-            self.ratio,
-            generator=torch.Generator(device).manual_seed(self.seed),
-            device=device,
-            importance=token_importance(self.original[:, :num_tokens]) if needs_importance else None,
-            importance_weight=self.importance_weight,
-            force_keep=self.force_keep,
-        )  # (N, K)
-        suffix = torch.arange(num_tokens, num_tokens + self.num_suffix_tokens, device=device).expand(
-            num_samples, -1
-        )
-        ids = torch.cat([ids_keep, suffix], dim=1)  # (N, K + S)
-        return Kept(ids, num_tokens + self.num_suffix_tokens, self.num_prefix_tokens)
+        num_samples, num_tokens = self.original.shape[0], self.original.shape[1] - self.num_suffix_tokens
+        generator = torch.Generator(self.original.device).manual_seed(self.seed)
+        ids_keep = self.draw(self.original[:, :num_tokens], generator=generator)  # (N, K)
+        suffix = num_tokens + torch.arange(self.num_suffix_tokens, device=ids_keep.device)
+        ids = torch.cat([ids_keep, suffix.expand(num_samples, -1)], dim=1)  # (N, K + S)
+        return Kept(ids, self.original.shape[1], self.num_prefix_tokens)
 
     def end(self, output: Any, spec: BlockList) -> Any:
         """Return the output of the last block with all tokens in it."""

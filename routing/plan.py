@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from routing.routes import Route
+from routing.routes import Route, Routing
 from routing.tokens import num_tokens_kept
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -94,6 +94,10 @@ class RoutePlan:
         if self.force_keep_overflow != "grow":
             return ratios
         return tuple(grow_ratio(ratio, self.num_tokens, num_forced) for ratio in ratios)
+
+    def routing(self, step: int, num_forced: int = 0, force_keep: torch.Tensor | None = None) -> Routing:
+        """Return what the routes do at a step; arguments as in `ratios`, and tokens (N, T) bool that stay."""
+        return Routing(self.ratios(step, num_forced), force_keep)
 
     def lengths(self, with_force_keep: bool) -> set[int]:
         """Return every K that a step may have; T is always among them, outside of the windows."""

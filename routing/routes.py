@@ -1,9 +1,15 @@
-"""A route: a window of layers, and the fraction of tokens that bypass it. [TREAD]"""
+"""Routes, windows of layers that a part of the tokens bypasses [TREAD], and what they do in one forward."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
+
+import torch
+
+from routing.tokens import num_tokens_kept
+
+Router = Callable[..., torch.Tensor]  # see routing/routers
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,51 @@ class Route:
     selection_ratio: float
     start_layer_idx: int
     end_layer_idx: int
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the routes of a network do in one forward.
+
+    Args:
+        selection_ratio: fraction of tokens that bypass, of all routes or one for each in the order of the
+            layers; 0 is dense. None: each route's own ratio in `train()` mode, dense in `eval()` mode.
+        force_keep: (N, T) bool, tokens that must not bypass.
+        noise: for each route (N, T) in [0, 1), in place of what its router draws: given by whoever has to
+            know, or to repeat, who is kept.
+    """
+
+    selection_ratio: float | Sequence[float] | None = None
+    force_keep: torch.Tensor | None = None
+    noise: Sequence[torch.Tensor] | None = None
+
+    def ratios(self, routes: Sequence[Route], active: bool) -> tuple[float, ...]:
+        """Return the ratio of each route; where none is given their own if `active`, and else 0.
+
+        Raises:
+            ValueError: a ratio outside [0, 1), or not one for each route.
+        """
+        given = self.selection_ratio
+        if given is None:
+            return tuple(route.selection_ratio if active else 0.0 for route in routes)
+        ratios = tuple(given) if isinstance(given, Sequence) else (given,) * len(routes)
+        if (
+            len(ratios) != len(routes)
+            or (given and not routes)
+            or not all(0 <= ratio < 1 for ratio in ratios)
+        ):
+            raise ValueError(
+                f"selection_ratio={given} must be in [0, 1), for all routes or each of {len(routes)}"
+            )
+        return ratios
+
+    def ids_keep(
+        self, idx: int, ratio: float, x: torch.Tensor, router: Router, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        """Return which tokens of x (N, T, D) stay in the window of route `idx`: (N, K)."""
+        noise = None if self.noise is None else self.noise[idx]
+        num_kept = num_tokens_kept(x.shape[1], ratio)
+        return router(x, num_kept, force_keep=self.force_keep, noise=noise, generator=generator)
 
 
 def resolve_routes(routes: Iterable[Route], depth: int, key: str = "model.routes") -> tuple[Route, ...]:
@@ -62,8 +113,7 @@ def _resolve(key: str, route: Route, depth: int) -> Route:
 
 
 def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
-    """Read the routes of a `tread_config` as SimpleTuner writes it in JSON: {"routes": [{"selection_ratio":
-    ...}, ...]}.
+    """Read the routes of a `tread_config` of SimpleTuner: {"routes": [{"selection_ratio": ...}, ...]}.
 
     The words mean the same there and here; routing/README.md tells what differs.
 

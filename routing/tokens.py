@@ -1,11 +1,11 @@
-"""Draw the tokens that a window processes, take them out of the sequence, and put them back.
+"""Keep a part of the tokens of a sequence, and put them back among the others.
 
 Shapes: N samples, T tokens that may bypass, P prefix tokens before them that never do, K tokens kept
 (processed by the window), D channels.
 
 DEVIATION: the kept tokens stay in ascending order (the official code leaves them shuffled). Attention does
-    not see the
-difference; operators that depend on the order of the sequence do.
+    not
+see the difference; operators that depend on the order of the sequence do.
 """
 
 from decimal import Decimal
@@ -21,11 +21,6 @@ def num_tokens_kept(num_tokens: int, selection_ratio: float) -> int:
     return num_tokens - int(num_tokens * Decimal(str(selection_ratio)))
 
 
-def token_importance(x: torch.Tensor) -> torch.Tensor:
-    """Return the L1 norm of each token, in fp32 and without a gradient: (N, T, D) -> (N, T)."""
-    return torch.linalg.vector_norm(x.detach(), ord=1, dim=-1, dtype=torch.float32)
-
-
 def sample_ids_keep(
     num_samples: int,
     num_tokens: int,
@@ -33,99 +28,60 @@ def sample_ids_keep(
     *,
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
-    importance: torch.Tensor | None = None,
-    importance_weight: float = 0.0,
     force_keep: torch.Tensor | None = None,
-    num_kept: int | None = None,
     num_prefix_tokens: int = 0,
 ) -> torch.Tensor:
-    """Choose, for each sample on its own, the tokens that stay in the window: at random unless told
-    otherwise.
-
-    DEVIATION: the most important tokens are kept, as the documentation of SimpleTuner says; its code keeps
-        the least.
+    """Draw, for each sample on its own, the tokens that stay in the window; for a training loop of your own.
 
     Args:
         num_tokens: T, without the prefix.
-        selection_ratio: fraction of the T tokens that bypass the window.
+        selection_ratio: fraction of the T tokens that bypass the window, in [0, 1).
         generator: source of randomness, on `device`; None is the default generator of the device.
-        importance: (N, T) score of each token, higher is more important; see `token_importance`. At weight 0
-            it only decides which forced tokens stay where not all of them fit.
-        importance_weight: 0 draws at random, 1 keeps strictly the most important; in between the two are
-            mixed.
-        force_keep: (N, T) bool, tokens that must not bypass. Where a sample has more of them than fit, the
-            most important of them stay (without `importance`: a random part); `RoutePlan` tells how that is
-            avoided or counted.
-        num_kept: K, where it is not to follow from the ratio.
-        num_prefix_tokens: P tokens before the others that are kept always and do not count in the ratio.
+        force_keep: (N, T) bool, tokens that must not bypass; a random part of them stays where K are fewer.
 
     Returns:
         (N, P + K) int64 positions in the whole sequence of P + T tokens, unique and ascending in each row.
-
-    Raises:
-        ValueError: a ratio outside [0, 1); a weight outside [0, 1], or one above 0 without importance; scores
-            or a mask that are not of the (N, T) tokens that may bypass; a K outside [1, T].
     """
-    if not 0 <= importance_weight <= 1:
-        raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]")
-    if importance_weight and importance is None:
-        raise ValueError(f"importance_weight={importance_weight} needs the importance of each token")
-    for name, given in (("importance", importance), ("force_keep", force_keep)):
-        if given is not None and given.shape != (num_samples, num_tokens):
-            raise ValueError(
-                f"{name} of shape {tuple(given.shape)} must be of shape {(num_samples, num_tokens)}, without "
-                "the prefix"
-            )
-    if force_keep is not None and force_keep.dtype != torch.bool:
-        raise ValueError(f"force_keep of {force_keep.dtype} must be of torch.bool")
     if not 0 <= selection_ratio < 1:
         raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1)")
-    if num_kept is None:
-        num_kept = num_tokens_kept(num_tokens, selection_ratio)
+    num_kept = num_tokens_kept(num_tokens, selection_ratio)
+    noise = torch.rand(num_samples, num_tokens, generator=generator, device=device, dtype=torch.float32)
+    return with_prefix(keep_lowest(noise, num_kept, force_keep), num_prefix_tokens)
+
+
+def keep_lowest(cost: torch.Tensor, num_kept: int, force_keep: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the positions (N, K), ascending, of the tokens of the lowest cost (N, T) in each sample.
+
+    Args:
+        force_keep: (N, T) bool, tokens that come before all others, among themselves by their cost.
+
+    Raises:
+        ValueError: a K outside [1, T], or a mask that is not one of these tokens.
+    """
+    num_tokens = cost.shape[1]
     if not 1 <= num_kept <= num_tokens:
         raise ValueError(f"num_kept={num_kept} must be in [1, {num_tokens}]")
-    # fp32 whatever the autocast: bf16 has 256 levels in [0.5, 1), and ties would favour low positions.
-    noise = torch.rand(
-        num_samples, num_tokens, generator=generator, device=device, dtype=torch.float32
-    )  # (N, T)
-    order = _order(noise, importance, importance_weight, force_keep)  # (N, T)
-    ids_keep = order[:, :num_kept].sort(dim=1).values  # (N, K)
-    if num_prefix_tokens:
-        prefix = torch.arange(num_prefix_tokens, device=ids_keep.device).expand(num_samples, -1)
-        ids_keep = torch.cat([prefix, ids_keep + num_prefix_tokens], dim=1)  # (N, P + K)
-    return ids_keep
+    order = cost.argsort(dim=1, stable=force_keep is not None)  # (N, T)
+    if force_keep is not None:
+        if force_keep.shape != cost.shape or force_keep.dtype != torch.bool:
+            given = f"{force_keep.dtype} {tuple(force_keep.shape)}"
+            raise ValueError(f"force_keep={given} must be torch.bool {tuple(cost.shape)}, without the prefix")
+        # A second stable sort: a large number added to the cost of the others would round it.
+        bypasses = (~force_keep.gather(1, order)).to(torch.uint8)
+        order = order.gather(1, bypasses.argsort(dim=1, stable=True))
+    return order[:, :num_kept].sort(dim=1).values  # (N, K)
 
 
-def _order(
-    noise: torch.Tensor,
-    importance: torch.Tensor | None,
-    importance_weight: float,
-    force_keep: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the tokens of each sample (N, T), those that are kept first at the front."""
-    cost = noise
-    if importance_weight == 1:
-        cost = -importance  # not normalised: rounding would make ties of neighbours
-    elif importance_weight:
-        # cost = (1 - w) * noise - w * importance, the importance of each sample scaled to [0, 1]
-        low, high = importance.aminmax(dim=1, keepdim=True)
-        cost = noise.lerp(
-            -(importance - low) / (high - low).clamp(min=torch.finfo(noise.dtype).tiny), importance_weight
-        )
-    if force_keep is None:
-        return cost.argsort(dim=1)
-    if importance is not None:
-        cost = torch.where(force_keep, -importance, cost)
-    # Two stable sorts: by cost, then the forced tokens to the front. Adding a large number to their scores
-    # would round them.
-    order = cost.argsort(dim=1, stable=True)
-    forced_first = (~force_keep.gather(1, order)).to(torch.uint8).argsort(dim=1, stable=True)
-    return order.gather(1, forced_first)
+def with_prefix(ids_keep: torch.Tensor, num_prefix_tokens: int) -> torch.Tensor:
+    """Return the positions (N, P + K) in a sequence that begins with a prefix, all of which is kept."""
+    if not num_prefix_tokens:
+        return ids_keep
+    prefix = torch.arange(num_prefix_tokens, device=ids_keep.device).expand(ids_keep.shape[0], -1)
+    return torch.cat([prefix, ids_keep + num_prefix_tokens], dim=1)
 
 
 def gather_tokens(x: torch.Tensor, ids_keep: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """Take each sample's kept tokens out of any tensor (N, ..., T, ...) that is indexed by token along `dim`,
-    not the first.
+    """Take each sample's kept tokens out of any tensor (N, ..., T, ...) that is indexed by token along `dim`.
 
     A table that all samples share, (1, ..., T, ...), becomes one for each sample.
     """

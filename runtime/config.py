@@ -234,6 +234,8 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
             missing.
     """
     parameters = inspect.signature(target).parameters
+    # What stands before / comes from the caller.
+    parameters = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.POSITIONAL_ONLY}
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     for name, value in given.items():
         if name not in parameters:

@@ -47,7 +47,7 @@ RECIPE = {
         "block": "dit",
         "attention": "auto",
         "num_prefix_tokens": 0,
-        "importance_weight": 0.0,
+        "router": {"_target_": "routing.random_router"},
         "removal": True,
         "fp32_after_route": False,
         "gradient_checkpointing": False,
@@ -59,8 +59,6 @@ RECIPE = {
             "_target_": "diffusion.EDMLoss",
             "P_mean": -1.2,
             "P_std": 1.2,
-            "sigma_data": 0.5,
-            "kept_tokens_only": False,
         },
     },
     "optimizer": {
@@ -82,7 +80,7 @@ RECIPE = {
         "S_max": math.inf,
         "S_noise": 1,
     },
-    "guidance": {"guidance_scale": 1.0},
+    "guidance": {"_target_": "diffusion.CFG", "guidance_scale": 1.0},
 }
 EXPECTED_FID = {  # unguided, 50,000 samples; with routes, without
     "s_2": ("47.04", "68.40"),
@@ -96,6 +94,7 @@ RECIPE_OF_STEPS = {
     "grad_clip": None,
     "init_from": None,
     "masked_loss": False,
+    "kept_tokens_only": False,
 }
 # Options that are known by a number, which results are told with.
 NUMBERS = {
@@ -321,17 +320,13 @@ WRONG = [
     (["train.num_workers=-1"], r"train\.num_workers=-1 must not be negative"),
     (["optimizer.betas=[0.9]"], r"optimizer\.betas=\[0\.9\] must be two numbers in \[0, 1\)"),
     (["diffusion.sigma_data=0"], r"diffusion\.sigma_data=0\.0 must be greater than 0"),
-    (
-        ["diffusion.precond.sigma_data=0.9"],
-        r"diffusion\.precond\.sigma_data=0\.9 must be diffusion\.sigma_data=0\.5",
-    ),
     (["model.num_classes=7"], r"model\.num_classes=7 must be data\.num_classes=10"),
     (
         ["data=synthetic", "data.num_classes=0", "guidance=cfg"],
         r"guidance\.guidance_scale=1\.5 must be 1 for an unconditional",
     ),
     (["evaluation=digits", "evaluation.num_samples=0"], r"evaluation\.num_samples=0 must be at least 2"),
-    (["sampler.num_steps=0"], r"sampler\.num_steps=0 must be greater than 0"),
+    (["sampler.num_steps=0"], r"sampler\.num_steps=0 must be in \[1, 100000\]"),
     (["model=dit", "model.depth=0"], r"model\.depth=0 must be greater than 0"),
     (["model.num_heads=0"], r"model\.num_heads=0 must be greater than 0"),
     (["data=synthetic", "data.num_classes=-1"], r"model\.num_classes=-1 must not be negative"),
@@ -343,7 +338,11 @@ WRONG = [
     (["data=stream"], r"data\.path must be given, as KEY=VALUE \(a latent folder"),
     (["model.routes.0.selection_ratio=???"], r"model\.routes\.0\.selection_ratio must be given"),
     (["model/routes=advanced"], r"model\.routes\.1\.end_layer_idx=8 must be in \[-8, 7\] for depth=8"),
-    (["model.importance_weight=1.5"], r"model\.importance_weight=1\.5 must be in \[0, 1\]"),
+    (["model/router=norm", "model.router.weight=1.5"], r"model\.router\.weight=1\.5 must be in \(0, 1\]"),
+    (
+        ["model/router=norm", "train.kept_tokens_only=true"],
+        r"train\.kept_tokens_only=true needs model/router=random",
+    ),
     (["model.block=old"], r"model\.block=old must be one of dit, modern"),
     (["routing.schedule=sine"], r"routing\.schedule=sine must be one of constant, linear, cosine"),
     (["routing.end_factor=0.5"], r"routing\.end_factor=0\.5 needs routing\.schedule=linear or cosine"),
@@ -482,8 +481,8 @@ def test_ablation_arms_differ_in_what_their_name_says_alone():
     ):
         assert arms[name][group].pop(key) is value
         assert arms["tread"][group].pop(key) is not value
-    assert arms["kept_loss"]["diffusion"]["loss"].pop("kept_tokens_only") is True
-    assert arms["tread"]["diffusion"]["loss"]["kept_tokens_only"] is False
+    assert arms["kept_loss"]["train"].pop("kept_tokens_only") is True
+    assert arms["tread"]["train"]["kept_tokens_only"] is False
     assert {**arms["no_removal"], "model": None} == {**arms["tread"], "model": None}
 
 

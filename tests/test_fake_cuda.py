@@ -5,6 +5,7 @@ What needs a driver is left to the tests marked gpu: a backward pass, autocast, 
 routing/diffusers.py).
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +15,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from builders.kept_tokens import KeptTokensLoss
 from data import LatentManifest
 from data.encoders import to_uint8
 from data.manifest import _column
-from diffusion import EDMLoss, EDMPrecond, edm_sampler, guided_denoiser
+from diffusion import CFG, Branch, EDMLoss, EDMPrecond, edm_sampler
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.statistics import FeatureStatistics
 from models import DiT
-from routing import Route, attach
+from routing import Route, Routing, attach, norm_router, random_router
 from runtime.launch import ALONE
 from tests.networks import PAPER
 from tests.routing.families import FAMILIES
@@ -32,7 +34,7 @@ ROUTES = (Route(0.5, 1, 3), Route(0.25, 5, 6))
 OPTIONS = [
     {},
     {"block": "modern", "num_prefix_tokens": 2},
-    {"importance_weight": 0.5},
+    {"router": partial(norm_router, weight=0.5)},
     {"removal": False},
     {"gradient_checkpointing": True},
     {"fp32_after_route": True},
@@ -86,11 +88,9 @@ def test_a_training_step(options):
         torch.zeros((), device=CUDA),
     )  # fake tensors are not copied
     x, labels = batch(net.num_classes)
-    masks = {
-        "force_keep": torch.zeros(4, 16, dtype=torch.bool, device=CUDA),
-        "loss_mask": torch.rand(4, 8, 8, device=CUDA),
-    }
-    losses = EDMLoss()(EDMPrecond(net), x, labels, **masks)
+    routing = Routing(force_keep=torch.zeros(4, 16, dtype=torch.bool, device=CUDA))
+    mask = torch.rand(4, 8, 8, device=CUDA)
+    losses = EDMLoss()(EDMPrecond(net), x, labels, routing=routing, mask=mask)
     assert losses.device.type == "cuda"
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)  # a backward pass needs a driver
@@ -102,18 +102,16 @@ def test_a_training_step(options):
     assert {p.device.type for p in ema.net.parameters()} == {"cuda"}
 
 
-@pytest.mark.parametrize("kept_tokens_only", [False, True])
-def test_a_loss_of_kept_tokens(kept_tokens_only):
-    assert (
-        EDMLoss(kept_tokens_only=kept_tokens_only)(EDMPrecond(net_on_cuda().train()), *batch()).device.type
-        == "cuda"
-    )
+def test_a_loss_of_kept_tokens():
+    net = net_on_cuda().train()
+    losses = KeptTokensLoss(EDMLoss(), net)(EDMPrecond(net), *batch(), routing=Routing(0.5))
+    assert losses.device.type == "cuda"
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
 def test_samples(guidance_scale):
     precond, (noise, labels) = EDMPrecond(net_on_cuda()).eval(), batch()
-    denoise = guided_denoiser(precond, labels, 10, guidance_scale)
+    denoise = CFG(guidance_scale)(Branch(precond, labels))
     with torch.no_grad():
         x = edm_sampler(denoise, noise, num_steps=3)
     assert (x.device.type, x.dtype) == ("cuda", torch.float64)
@@ -138,13 +136,13 @@ def test_statistics():
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"flux"}))
-@pytest.mark.parametrize("importance_weight", [0.0, 0.5])
-def test_a_routed_pass_of_a_model_with_routes(monkeypatch, name, importance_weight):
+@pytest.mark.parametrize("router", [random_router, norm_router])
+def test_a_routed_pass_of_a_model_with_routes(monkeypatch, name, router):
     family = FAMILIES[name]
     arguments = tree_map_only(torch.Tensor, lambda tensor: tensor.to(CUDA), family.arguments())
     with CUDA:
         model = family.build()
-    attach(model, [Route(0.5, 1, 2)], importance_weight=importance_weight)
+    attach(model, [Route(0.5, 1, 2)], router=router)
     # Seeds are numbers of the host, and a generator needs a driver.
     monkeypatch.setattr("routing.attached._draw_seed", lambda generator: 0)
     monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))

@@ -303,7 +303,7 @@ def test_masks_hold_a_token_by_the_area_that_is_asked_for(area, held):
     masks = np.zeros((2, 8, 8), dtype=np.uint8)
     masks[:, :2] = masks[:, 2] = masks[:, 4, ::2] = 1
     tuned = loop(routes=(Route(0.5, 1, 2),), arrays={"latents": masks, "masks": masks}, mask_area=area)
-    tokens = tuned.routing_keywords(np.arange(2), np.arange(2), torch.Generator())["force_keep"]
+    tokens = tuned.routing_keywords(np.arange(2), np.arange(2), torch.Generator())["routing"].force_keep
     assert torch.equal(tokens, (torch.arange(16) < held).expand(2, -1))
 
 
@@ -321,8 +321,8 @@ def test_all_processes_take_the_ratio_at_which_the_masks_of_all_fit():
     masks[0], masks[3, 0, 2] = 1, 1
     tuned = loop(routes=(Route(0.5, 1, 2),), arrays={"latents": masks, "masks": masks})
     keywords = tuned.routing_keywords(np.arange(4), np.arange(2, 4), torch.Generator())
-    assert keywords["selection_ratio"] == [0.0]
-    assert keywords["force_keep"].nonzero().tolist() == [[1, 1]]  # of its own rows
+    assert keywords["routing"].selection_ratio == [0.0]
+    assert keywords["routing"].force_keep.nonzero().tolist() == [[1, 1]]  # of its own rows
 
 
 def test_rows_held_out_count_alike_and_are_never_trained_on():

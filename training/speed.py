@@ -43,7 +43,7 @@ def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
 def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
     """Measure how many times as long as under bf16 autocast a matrix product takes outside of it (on CUDA in
     TF32); 1 where no block of a network runs outside."""
-    if not (net.fp32_after_route and net.routes and bf16):
+    if not (bf16 and net.flops([0] * len(net.routes)).fp32_training):
         return 1.0
     size = PRODUCT_SIZES[device.type]
     generator = torch.Generator(device).manual_seed(0)  # the run's own draws stay as they are
@@ -60,18 +60,21 @@ def micro_step(
     loss: Callable[..., torch.Tensor],
     num_samples: int,
     device: torch.device,
+    routing: Callable[[tuple[float, ...]], Any],
 ) -> Callable[[tuple[float, ...]], None]:
-    """Return a function that runs forward and backward of a micro-batch at given ratios, and leaves nothing
-    behind.
+    """Return a function that runs forward and backward of a micro-batch at given ratios, and leaves no trace.
+
+    Args:
+        routing: what makes a routing of ratios.
     """
 
     def step(ratios: tuple[float, ...]) -> None:
-        x = torch.zeros(num_samples, net.in_channels, net.input_size, net.input_size, device=device)
+        x = torch.zeros(num_samples, *net.latent_shape, device=device)
         labels = torch.zeros(num_samples, dtype=torch.int64, device=device) if net.num_classes else None
         generator = torch.Generator(device).manual_seed(0)
         try:
             with no_sync(precond):
-                loss(precond, x, labels, generator=generator, selection_ratio=ratios).mean().backward()
+                loss(precond, x, labels, generator=generator, routing=routing(ratios)).mean().backward()
         finally:
             net.zero_grad()
 

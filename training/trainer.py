@@ -31,7 +31,7 @@ LARGEST_NAMED = 5
 class RoutePlan(Protocol):
     """What the trainer asks of the plan of a network's routes."""
 
-    def ratios(self, step: int, num_forced: int) -> tuple[float, ...]: ...
+    def routing(self, step: int, num_forced: int, force_keep: torch.Tensor | None) -> Any: ...
 
     def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor: ...
 
@@ -53,8 +53,8 @@ class Trainer:
     Args:
         net: the network itself, whose weights are trained and kept.
         precond: the preconditioning around what runs in a step: the network, or what synchronises it.
-        loss: loss(precond, x, class_labels, generator=, selection_ratio=, force_keep=, loss_mask=) -> (N,).
-        route_plan: gives the ratio of each route at each step.
+        loss: loss(precond, x, class_labels, routing=, mask=, generator=) -> (N,).
+        route_plan: says what the routes do at each step.
         evaluators: (every how many steps, evaluator): evaluator(step) -> {key: number or picture}.
         stop: says when all ranks are to save and end.
         speed_check: called with the ratios of the last step at the first log point where tokens bypass, when
@@ -144,15 +144,15 @@ class Trainer:
         loss, sample_losses = torch.zeros((), device=self.launch.device), []
         for number, batch in enumerate(micro_batches, start=1):
             # The same for all micro-batches of a step.
-            self.ratios = self.route_plan.ratios(self.step, batch.num_forced)
-            routing = {"selection_ratio": self.ratios, "force_keep": batch.force_keep}
+            routing = self.route_plan.routing(self.step, batch.num_forced, batch.force_keep)
+            self.ratios = routing.selection_ratio
             with nullcontext() if number == num_micro_batches else no_sync(self.precond):
                 losses = self.loss(
                     self.precond,
                     batch.x,
                     batch.class_labels,
-                    **routing,
-                    loss_mask=batch.masks,
+                    routing=routing,
+                    mask=batch.masks,
                     generator=batch.generator,
                 )
                 micro_loss = losses.mean() / num_micro_batches

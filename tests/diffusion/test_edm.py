@@ -1,9 +1,34 @@
 import pytest
 import torch
 
+from builders.kept_tokens import KeptTokensLoss
 from diffusion import EDMLoss, EDMPrecond
-from routing import Route
+from routing import Route, Routing
 from tests.networks import PAPER, small_batch, small_dit
+
+
+class Raw(torch.nn.Module):
+    """A network from a function of its input and the noise level."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, c_noise, class_labels, *, routing=None, generator=None):
+        self.routing = routing
+        return self.function(x, c_noise)
+
+
+class Oracle(EDMPrecond):
+    """A denoiser that has an answer ready."""
+
+    def __init__(self, answer):
+        super().__init__(Raw(lambda x, c_noise: x))
+        self.answer = answer
+
+    def denoised(self, F_x, x, t):
+        return self.answer
+
 
 SIGMAS = torch.tensor([0.002, 0.1, 0.5, 2.0, 80.0], dtype=torch.float64)
 
@@ -38,32 +63,21 @@ def test_loss_weight_gives_every_noise_level_the_same_say(sigma_data):
     """A network that outputs zero has expected loss 1 at each noise level: the weight is 1 / c_out^2."""
     x = sigma_data * torch.randn(200_000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
 
-    class Zero(torch.nn.Module):
-        def forward(self, x, c_noise, class_labels, *, selection_ratio=None, force_keep=None, generator=None):
-            return torch.zeros_like(x)
-
+    precond = EDMPrecond(Raw(lambda x, c_noise: torch.zeros_like(x)), sigma_data)
     for P_mean in (-3.0, 0.0, 2.0):
-        precond, generator = EDMPrecond(Zero(), sigma_data), torch.Generator().manual_seed(1)
-        loss = EDMLoss(P_mean, 1e-6, sigma_data)(precond, x, None, generator=generator)
+        loss = EDMLoss(P_mean, 1e-6)(precond, x, None, generator=torch.Generator().manual_seed(1))
         assert abs(loss.mean().item() - 1) < 0.02
 
 
 def test_loss_of_the_oracle_denoiser_is_zero():
     x = torch.randn(8, 3, 8, 8)
-    loss = EDMLoss()(lambda noisy, sigma, labels, *, selection_ratio, force_keep, generator: x, x, None)
+    loss = EDMLoss()(Oracle(x), x, None)
     assert loss.shape == (8,)
     assert not loss.any()
 
 
 def test_noise_levels_are_log_normal():
-    seen = []
-
-    def denoiser(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
-        seen.append(sigma)
-        return noisy
-
-    EDMLoss(P_mean=-1.2, P_std=1.2)(denoiser, torch.zeros(100_000, 1, 1, 1), None)
-    logs = seen[0].log()
+    logs = EDMLoss(P_mean=-1.2, P_std=1.2).draw_t(100_000, None, torch.device("cpu")).log()
     assert abs(logs.mean() + 1.2) < 0.02
     assert abs(logs.std() - 1.2) < 0.02
 
@@ -89,12 +103,10 @@ def test_sigma_may_be_one_number_for_all():
 
 def test_masked_loss_weights_each_position_and_stays_a_mean_over_all():
     x = torch.randn(4, 3, 8, 8)
+    zero = EDMPrecond(Raw(lambda x, c_noise: torch.zeros_like(x)))
 
-    def denoiser(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
-        return noisy
-
-    def loss(mask, denoiser=denoiser):
-        return EDMLoss()(denoiser, x, None, generator=torch.Generator().manual_seed(0), loss_mask=mask)
+    def loss(mask, precond=zero):
+        return EDMLoss()(precond, x, None, generator=torch.Generator().manual_seed(0), mask=mask)
 
     whole = loss(None)
     torch.testing.assert_close(loss(torch.ones(4, 8, 8)), whole)
@@ -107,76 +119,51 @@ def test_masked_loss_weights_each_position_and_stays_a_mean_over_all():
     one = torch.zeros(4, 8, 8)
     one[:, 2, 5] = 1.0
 
-    def wrong_at_one(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
-        return x + one.unsqueeze(1)
-
+    wrong_at_one = Oracle(x + one.unsqueeze(1))
     assert torch.equal(loss(one, wrong_at_one), loss(None, wrong_at_one))
     assert not loss(one.mT, wrong_at_one).any()
 
 
-def test_masks_and_routes_reach_the_network():
-    seen = {}
-
-    def denoiser(noisy, sigma, labels, *, selection_ratio, force_keep, generator):
-        seen.update(selection_ratio=selection_ratio, force_keep=force_keep)
-        return noisy
-
-    force_keep = torch.ones(2, 16, dtype=torch.bool)
-    EDMLoss()(
-        EDMPrecond(denoiser), torch.randn(2, 3, 8, 8), None, selection_ratio=(0.25,), force_keep=force_keep
-    )
-    assert seen["selection_ratio"] == (0.25,)
-    assert seen["force_keep"] is force_keep
+def test_routing_reaches_the_network_and_given_times_are_taken():
+    seen = []
+    precond = EDMPrecond(Raw(lambda x, c_noise: seen.append(c_noise) or torch.zeros_like(x)))
+    routing, t = Routing(0.25), torch.tensor([0.1, 3.0])
+    EDMLoss()(precond, torch.randn(2, 3, 8, 8), None, t=t, routing=routing)
+    torch.testing.assert_close(seen[0], t.log() / 4)
+    assert precond.net.routing is routing
 
 
-def test_loss_of_kept_tokens_leaves_the_others_out():
-    """The mean over kept pixels alone, and no gradient to the output at the others; dense evaluation keeps
-    all.
-    """
-    net = small_dit([PAPER]).train()
-    batch, kept_pixels, outputs = small_batch(), [], []
-    forward = net.forward
+def test_a_variance_in_the_output_is_left_out_of_the_denoised_image():
+    x, sigma = torch.randn(2, 3, 8, 8), torch.tensor([0.3, 2.0])
+    plain = EDMPrecond(Raw(lambda x, c_noise: 2 * x))(x, sigma, None)
+    both = EDMPrecond(Raw(lambda x, c_noise: torch.cat([2 * x, 5 * x], dim=1)))(x, sigma, None)
+    assert torch.equal(plain, both)
 
-    def remember(*args, **kwargs):
-        F_x, kept = forward(*args, **kwargs)
-        F_x.retain_grad()
-        kept_pixels.append(kept)
-        outputs.append(F_x)
-        return F_x, kept
 
-    net.forward = remember
-    loss_fn = EDMLoss(kept_tokens_only=True)
-    losses = loss_fn(EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0))
-    losses.sum().backward()
-    (kept,), (F_x,) = kept_pixels, outputs
-    assert kept.float().mean() == 0.5
-    bypassed = ~kept.expand_as(F_x)
-    assert not F_x.grad[bypassed].any()
-    assert F_x.grad[~bypassed].all()
-    net.forward = forward
+@pytest.mark.parametrize("routes", [[PAPER], [Route(0.8, 1, 2), Route(0.8, 3, 4)]], ids=["one", "two"])
+def test_the_loss_of_kept_tokens_is_the_mean_over_the_pixels_that_every_route_kept(routes):
+    """Two routes at 0.8 keep 4 of 16 tokens each, and in some samples none in common: these have no loss."""
+    net, (x, _, labels) = small_dit(routes, class_dropout_prob=0.0).train(), small_batch(32)
+    drawn, router = [], net.router
+    net.router = lambda *args, **kwargs: drawn.append(router(*args, **kwargs)) or drawn[-1]
+    loss, ratio = KeptTokensLoss(EDMLoss(), net), routes[0].selection_ratio
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    losses = loss(EDMPrecond(net), x, labels, routing=Routing(ratio), generator=generators[0])
+    kept = torch.ones(32, 16)
+    for ids_keep in drawn:
+        kept *= torch.zeros(32, 16).scatter(1, ids_keep, 1.0)
+    pixels = kept.view(32, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2)
+    noise = [torch.rand(32, 16, generator=generators[1]) for _ in routes]
     masked = EDMLoss()(
-        EDMPrecond(net),
-        batch[0],
-        batch[2],
-        generator=torch.Generator().manual_seed(0),
-        loss_mask=kept[:, 0].float(),
+        EDMPrecond(net), x, labels, routing=Routing(ratio, noise=noise), mask=pixels, generator=generators[1]
     )
-    torch.testing.assert_close(losses, 2 * masked)
-    net.eval()
-    dense = [
-        fn(EDMPrecond(net), batch[0], batch[2], generator=torch.Generator().manual_seed(0))
-        for fn in (loss_fn, EDMLoss())
+    torch.testing.assert_close(losses, masked * 16 / kept.sum(dim=1).clamp(min=1))
+
+
+def test_a_dense_evaluation_of_the_loss_of_kept_tokens_is_that_of_all():
+    net, (x, _, labels) = small_dit([PAPER]).eval(), small_batch()
+    losses = [
+        loss(EDMPrecond(net), x, labels, generator=torch.Generator().manual_seed(0))
+        for loss in (KeptTokensLoss(EDMLoss(), net), EDMLoss())
     ]
-    torch.testing.assert_close(*dense)
-
-
-def test_a_sample_that_no_two_routes_keep_a_token_of_has_no_loss():
-    """Two routes at 0.8 keep 4 of 16 tokens each, and in some samples none in common."""
-    routes = [Route(0.8, 1, 2), Route(0.8, 3, 4)]
-    net = small_dit(routes).train()
-    x, _, labels = small_batch(64)
-    losses = EDMLoss(kept_tokens_only=True)(
-        EDMPrecond(net), x, labels, generator=torch.Generator().manual_seed(0)
-    )
-    assert losses.isfinite().all()
-    assert 0 < (losses == 0).sum() < 64
+    assert torch.equal(*losses)

@@ -5,19 +5,19 @@ import pytest
 import torch
 
 from diffusion import (
+    CFG,
+    Branch,
     EDMPrecond,
     ImageSource,
     balanced_labels,
     edm_sampler,
     generate,
-    guided_denoiser,
     random_labels,
 )
 from runtime.launch import Launch
 from tests.networks import PAPER, small_batch, small_dit
 
 PRECOND = EDMPrecond(small_dit([PAPER])).eval()
-CPU = torch.device("cpu")
 TWO_STEPS = partial(edm_sampler, num_steps=2)
 
 
@@ -27,6 +27,7 @@ def latents(num_samples, batch_size, rank=0, world_size=1, **sampler):
     batches = generate(
         PRECOND,
         sampler,
+        CFG(),
         seeds=range(7, 7 + num_samples),
         class_labels=labels,
         batch_size=batch_size,
@@ -53,13 +54,21 @@ def test_a_sample_does_not_depend_on_its_batch_or_its_process(churn):
 def test_initial_noise_is_bitwise_the_same_for_any_batch_size():
     seen = []
 
-    def sampler(denoise, noise, *, randn_like):
+    def sampler(denoise, noise, path, *, randn_like):
         seen.append(torch.stack([noise, randn_like(noise)], dim=1))
         return noise
 
     for batch_size in (10, 3):
         list(
-            generate(PRECOND, sampler, seeds=range(10), class_labels=None, batch_size=batch_size, device=CPU)
+            generate(
+                PRECOND,
+                sampler,
+                CFG(),
+                seeds=range(10),
+                class_labels=torch.arange(10),
+                batch_size=batch_size,
+                launch=Launch(),
+            )
         )
     assert torch.equal(seen[0], torch.cat(seen[1:]))
 
@@ -69,8 +78,8 @@ def test_guidance_is_one_forward_and_scale_one_is_the_condition_alone():
     sigma = torch.tensor(0.5)
     batches = []
     hook = PRECOND.net.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0].shape[0]))
-    conditional = guided_denoiser(PRECOND, labels, 10, 1.0)(x, sigma)
-    guided = guided_denoiser(PRECOND, labels, 10, 3.0)(x, sigma)
+    conditional = CFG(1.0)(Branch(PRECOND, labels))(x, sigma)
+    guided = CFG(3.0)(Branch(PRECOND, labels))(x, sigma)
     hook.remove()
     assert batches == [4, 8]
     unconditional = PRECOND(x, sigma, torch.full_like(labels, 10))
@@ -85,7 +94,7 @@ def test_guidance_needs_classes():
     with pytest.raises(
         ValueError, match=r"guidance.guidance_scale=2.0 must be 1 for an unconditional network"
     ):
-        guided_denoiser(PRECOND, None, 0, 2.0)
+        CFG(2.0)(Branch(EDMPrecond(small_dit(num_classes=0)), None))
 
 
 def test_balanced_labels():
@@ -97,9 +106,9 @@ def test_image_source_puts_processes_together_in_order():
     def decode(x):
         return x.numpy()
 
-    arguments = {"batch_size": 2, "guidance_scale": 1.0}
+    arguments = {"batch_size": 2}
     sampler = partial(edm_sampler, num_steps=2)
-    alone, labels = ImageSource(PRECOND, sampler, decode, **arguments, launch=Launch())(7)
+    alone, labels = ImageSource(PRECOND, sampler, CFG(), decode, **arguments, launch=Launch())(7)
     parts = []
 
     class OneAfterAnother(Launch):
@@ -108,14 +117,17 @@ def test_image_source_puts_processes_together_in_order():
             return parts
 
     for rank in (1, 0):
-        together, _ = ImageSource(PRECOND, sampler, decode, **arguments, launch=OneAfterAnother(rank, 2))(7)
+        together, _ = ImageSource(
+            PRECOND, sampler, CFG(), decode, **arguments, launch=OneAfterAnother(rank, 2)
+        )(7)
     assert labels.tolist() == list(range(7))
     assert (together == alone).all()
 
 
-def source(sampler=TWO_STEPS, **options):
-    arguments = {"batch_size": 3, "guidance_scale": 1.0, "launch": Launch(), **options}
-    return ImageSource(PRECOND, sampler, lambda x: x.permute(0, 2, 3, 1).numpy(), **arguments)
+def source(sampler=TWO_STEPS, guidance_scale=1.0, **options):
+    arguments = {"batch_size": 3, "launch": Launch(), **options}
+    decode = lambda x: x.permute(0, 2, 3, 1).numpy()  # noqa: E731
+    return ImageSource(PRECOND, sampler, CFG(guidance_scale), decode, **arguments)
 
 
 def test_a_source_neither_routes_nor_drops_labels():
@@ -126,7 +138,7 @@ def test_a_source_neither_routes_nor_drops_labels():
 
 
 def test_a_source_guides_the_noise_of_each_seed_away_from_the_null_class():
-    def look_once(denoise, noise, *, randn_like):
+    def look_once(denoise, noise, path, *, randn_like):
         return denoise(noise, torch.tensor(0.5))
 
     images, labels = source(look_once, guidance_scale=3.0, first_seed=5)(2)

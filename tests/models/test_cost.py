@@ -4,8 +4,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import DiT, cost_of
-from models.cost import _block_flops
-from routing import Route
+from models.cost import block_flops
+from routing import Route, Routing
 from tests.networks import PAPER, small_batch, small_dit
 
 SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
@@ -24,7 +24,7 @@ def counted(net, ratios, backward):
     """FLOPs that torch counts for two images, divided by two."""
     batch = small_batch(2, num_classes=net.num_classes)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        output = net(*batch, selection_ratio=ratios)
+        output = net(*batch, routing=Routing(ratios))
         if backward:
             output.sum().backward()
     assert counter.get_total_flops() % 2 == 0
@@ -97,7 +97,7 @@ def test_the_blocks_outside_autocast_are_those_that_the_network_runs_there(monke
     monkeypatch.setattr(net, "_run", watched)
     net(*small_batch(2))
     assert [idx for idx, (fp32, _) in enumerate(found) if fp32] == [3, 5]
-    expected = sum(_block_flops(net.blocks[idx], length) for idx, (fp32, length) in enumerate(found) if fp32)
+    expected = sum(block_flops(net.blocks[idx], length) for idx, (fp32, length) in enumerate(found) if fp32)
     assert cost_of(net).fp32_training_flops == (3 + checkpointing) * expected
 
 

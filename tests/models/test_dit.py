@@ -5,7 +5,7 @@ import torch
 
 from models import DiT
 from models.layers import TimestepEmbedder, attention, gelu, resolve_attention, sincos_position_table
-from routing import Route, num_tokens_kept
+from routing import Route, Routing, num_tokens_kept
 from tests.networks import PAPER, small_batch, small_dit
 
 SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
@@ -160,7 +160,7 @@ def test_twins_differ_in_nothing_but_the_routes():
 def test_ratio_zero_is_bitwise_dense(training):
     dense, routed = small_dit().train(training), small_dit([PAPER]).train(training)
     outputs = [
-        net(*small_batch(), selection_ratio=ratio, generator=torch.Generator().manual_seed(0))
+        net(*small_batch(), routing=Routing(ratio), generator=torch.Generator().manual_seed(0))
         for net, ratio in ((dense, None), (routed, 0), (routed, [0.0]))
     ]
     assert torch.equal(outputs[0], outputs[1])
@@ -171,15 +171,15 @@ def test_window_is_inclusive_at_both_ends_and_only_in_training():
     net = small_dit([Route(0.5, 2, -4)], depth=8)
     assert lengths_seen(net.train()) == [16, 16, 8, 8, 8, 16, 16, 16]
     assert lengths_seen(net.eval()) == [16] * 8
-    assert lengths_seen(net.eval(), selection_ratio=0.25) == [16, 16, 12, 12, 12, 16, 16, 16]
-    assert lengths_seen(net.train(), selection_ratio=0) == [16] * 8
+    assert lengths_seen(net.eval(), routing=Routing(0.25)) == [16, 16, 12, 12, 12, 16, 16, 16]
+    assert lengths_seen(net.train(), routing=Routing(0)) == [16] * 8
 
 
 def test_several_routes_may_touch_and_reach_the_last_layer():
     net = small_dit([Route(0.5, 0, 1), Route(0.25, 2, 3), Route(0.7, 6, -1)]).train()
     last = num_tokens_kept(16, 0.7)
     assert lengths_seen(net) == [8, 8, 12, 12, 16, 16, last, last]
-    assert lengths_seen(net, selection_ratio=(0, 0.5, 0.25)) == [16, 16, 8, 8, 16, 16, 12, 12]
+    assert lengths_seen(net, routing=Routing((0, 0.5, 0.25))) == [16, 16, 8, 8, 16, 16, 12, 12]
     assert net(*small_batch()).shape == (4, 3, 8, 8)
 
 
@@ -327,8 +327,8 @@ def test_the_compiled_gelu_is_the_same_function():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"selection_ratio": 0.5}, "selection_ratio=0.5 does not fit a network with 0 routes"),
-        ({"selection_ratio": [0.5]}, r"selection_ratio=\[0.5\] does not fit"),
+        ({"routing": Routing(0.5)}, r"selection_ratio=0.5 must be in \[0, 1\), for all routes or each of 0"),
+        ({"routing": Routing([0.5])}, r"selection_ratio=\[0.5\] must be in .* each of 0"),
     ],
 )
 def test_a_ratio_without_routes_is_refused(arguments, message):
@@ -339,7 +339,7 @@ def test_a_ratio_without_routes_is_refused(arguments, message):
 def test_bad_forward_arguments_are_refused():
     routed, (x, c_noise, labels) = small_dit([PAPER]), small_batch()
     with pytest.raises(ValueError, match=r"selection_ratio=1.0 must be in \[0, 1\)"):
-        routed(x, c_noise, labels, selection_ratio=1.0)
+        routed(x, c_noise, labels, routing=Routing(1.0))
     with pytest.raises(ValueError, match="class_labels=None must be None exactly when"):
         routed(x, c_noise, None)
     with pytest.raises(ValueError, match="must be None exactly when"):

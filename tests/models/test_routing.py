@@ -2,6 +2,8 @@
 device.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,14 +11,16 @@ from hypothesis import strategies as st
 from timm.layers import apply_rot_embed_cat
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from builders.kept_tokens import KeptTokensLoss
 from diffusion import EDMLoss, EDMPrecond
 from models import DiT, token_mask
 from models.layers import attention
-from routing import Route, num_tokens_kept
+from routing import Route, Routing, norm_router, num_tokens_kept, random_router, with_prefix
 from tests.networks import PAPER, small_batch, small_dit
 
 BLOCKS = ("dit", "modern")
 VARIANTS = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
+ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router)
 TWO_ROUTES = (Route(0.5, 1, 3), Route(0.3, 4, -2))
 # Up to 0.85: a single kept token attends to itself alone, and queries and keys rightly get no gradient.
 WINDOWS = st.lists(
@@ -46,14 +50,14 @@ def window_of(net, batch, **arguments):
         net.blocks[idx].register_forward_pre_hook(lambda _, args: inputs.append(args))
         for idx in range(route.start_layer_idx, route.end_layer_idx + 2)
     ]
-    ids = []
-    draw = net._ids_keep
-    net._ids_keep = lambda x, *args: (before.append(x), ids.append(draw(x, *args)))[1] or ids[-1]
+    ids, router, P = [], net.router, net.num_prefix_tokens
+    net.router = lambda *args, **kwargs: ids.append(router(*args, **kwargs)) or ids[-1]
+    whole = net.blocks[route.start_layer_idx - 1].register_forward_hook(lambda _, args, x: before.append(x))
     output = net(*batch, **arguments)
-    net._ids_keep = draw
-    for hook in hooks:
+    net.router = router
+    for hook in (*hooks, whole):
         hook.remove()
-    return output, ids[0], before[0], inputs
+    return output, with_prefix(ids[0], P), before[0], inputs
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -212,8 +216,8 @@ def test_identity_blocks_leave_every_token_in_its_place(variant, windows, seed):
 def test_ratio_zero_is_bitwise_dense_for_any_routes(variant, windows):
     dense, routed = small_dit(**variant).train(), small_dit(routes_from(windows), **variant).train()
     outputs = [
-        net(*small_batch(), selection_ratio=r, generator=torch.Generator().manual_seed(0))
-        for net, r in ((dense, None), (routed, 0))
+        net(*small_batch(), routing=r, generator=torch.Generator().manual_seed(0))
+        for net, r in ((dense, None), (routed, Routing(0)))
     ]
     assert torch.equal(*outputs)
 
@@ -221,23 +225,23 @@ def test_ratio_zero_is_bitwise_dense_for_any_routes(variant, windows):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("removal", [True, False])
 @settings(max_examples=25, deadline=None)
-@given(windows=WINDOWS, seed=st.integers(0, 2**32), importance_weight=st.sampled_from([0.0, 0.5, 1.0]))
-def test_gradient_reaches_every_token_and_parameter(variant, removal, windows, seed, importance_weight):
-    net = small_dit(
-        routes_from(windows), removal=removal, importance_weight=importance_weight, **variant
-    ).train()
+@given(windows=WINDOWS, seed=st.integers(0, 2**32), router=st.sampled_from(ROUTERS))
+def test_gradient_reaches_every_token_and_parameter(variant, removal, windows, seed, router):
+    net = small_dit(routes_from(windows), removal=removal, router=router, **variant).train()
     x, c_noise, labels = small_batch()
     x.requires_grad_()
     force_keep = masks_of(x, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    net(x, c_noise, labels, force_keep=force_keep, generator=generator).square().sum().backward()
+    net(
+        x, c_noise, labels, routing=Routing(force_keep=force_keep), generator=generator
+    ).square().sum().backward()
     assert (x.grad.abs().amax(dim=1) > 0).all()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in net.parameters())
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_importance_one_keeps_the_tokens_of_the_largest_norm(block):
-    net = small_dit([PAPER], importance_weight=1.0, block=block, num_prefix_tokens=2).train()
+def test_the_norm_router_keeps_the_tokens_of_the_largest_norm(block):
+    net = small_dit([PAPER], router=norm_router, block=block, num_prefix_tokens=2).train()
     _, ids_keep, x, _ = window_of(net, small_batch())
     norms = x[:, 2:].abs().sum(dim=-1)
     assert torch.equal(ids_keep[:, 2:] - 2, norms.topk(8, dim=1).indices.sort(dim=1).values)
@@ -249,10 +253,12 @@ def test_forced_tokens_stay_and_a_full_mask_does_not_change_the_others():
     force_keep[0] = True
     force_keep[1, [0, 5, 15]] = True
     draw = [torch.Generator().manual_seed(0) for _ in range(2)]
-    output, ids_keep, x, _ = window_of(net, small_batch(), force_keep=force_keep, generator=draw[0])
+    output, ids_keep, _, _ = window_of(
+        net, small_batch(), routing=Routing(force_keep=force_keep), generator=draw[0]
+    )
     plain, plain_ids, _, _ = window_of(net, small_batch(), generator=draw[1])
     assert {0, 5, 15} <= set(ids_keep[1].tolist())
-    assert torch.equal(ids_keep[0], x[0].abs().sum(dim=-1).topk(8).indices.sort().values)
+    assert torch.equal(ids_keep[0], plain_ids[0])  # where all are forced, chance decides as without
     assert torch.equal(ids_keep[2:], plain_ids[2:])
     assert torch.equal(output[2:], plain[2:])
 
@@ -270,23 +276,6 @@ def test_without_removal_the_window_sees_all_tokens_and_their_state_is_put_back(
     assert not torch.equal(before, dense)
 
 
-@pytest.mark.parametrize("routes", [(PAPER,), TWO_ROUTES])
-def test_kept_pixels_are_those_of_the_tokens_that_every_route_kept(routes):
-    net = small_dit(routes, num_prefix_tokens=2).train()
-    ids, draw = [], net._ids_keep
-    net._ids_keep = lambda *args: ids.append(draw(*args)) or ids[-1]
-    _, kept = net(*small_batch(), return_kept=True)
-    everywhere = torch.ones(4, 18, dtype=torch.bool)
-    for ids_keep in ids:
-        everywhere &= torch.zeros(4, 18, dtype=torch.bool).scatter(1, ids_keep, True)
-    assert len(ids) == len(routes)
-    assert kept.shape == (4, 1, 8, 8)
-    assert torch.equal(token_mask(kept[:, 0].float(), patch_size=2), everywhere[:, 2:])
-    assert kept.float().mean() == everywhere[:, 2:].float().mean()
-    _, kept = net.eval()(*small_batch(), return_kept=True)
-    assert kept.all()
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_gradient_checkpointing_changes_no_gradient(variant, precision):
@@ -294,7 +283,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision):
     for gradient_checkpointing in (False, True):
         net = small_dit(
             TWO_ROUTES,
-            importance_weight=0.5,
+            router=ROUTERS[1],
             fp32_after_route=True,
             gradient_checkpointing=gradient_checkpointing,
             **variant,
@@ -304,7 +293,11 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision):
         x, c_noise, labels = small_batch()
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
             output = net(
-                x, c_noise, labels, force_keep=masks_of(x), generator=torch.Generator().manual_seed(0)
+                x,
+                c_noise,
+                labels,
+                routing=Routing(force_keep=masks_of(x)),
+                generator=torch.Generator().manual_seed(0),
             )
         output.square().sum().backward()
         assert len(calls) == 1 + gradient_checkpointing
@@ -314,22 +307,16 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"importance_weight": 0.5}, {"removal": False}, {"gradient_checkpointing": True}], ids=str
+    "options", [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}], ids=str
 )
 def test_no_tensor_reaches_the_host(variant, options):
     """A fake tensor has no values: whatever asks for one fails."""
     with FakeTensorMode():
         net = DiT(8, 2, 3, 32, 8, 4, num_classes=10, routes=TWO_ROUTES, **variant, **options).train()
         x, labels = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
-        for kept_only in (False, True):
-            loss_fn = EDMLoss(kept_tokens_only=kept_only)
-            losses = loss_fn(
-                EDMPrecond(net),
-                x,
-                labels,
-                force_keep=torch.zeros(4, 16).bool(),
-                loss_mask=torch.rand(4, 8, 8),
-            )
+        routing = Routing(0.5, force_keep=torch.zeros(4, 16).bool())
+        for loss_fn in (EDMLoss(), KeptTokensLoss(EDMLoss(), net)):
+            losses = loss_fn(EDMPrecond(net), x, labels, routing=routing, mask=torch.rand(4, 8, 8))
             losses.mean().backward()
         assert all(parameter.grad is not None for parameter in net.parameters())
 
@@ -343,17 +330,17 @@ def test_the_host_is_seen_where_it_is_asked():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"importance_weight": 0.5}, {"removal": False}, {"gradient_checkpointing": True}], ids=str
+    "options", [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}], ids=str
 )
 def test_nothing_waits_for_the_gpu(variant, options):
     net = small_dit(TWO_ROUTES, **variant, **options).cuda().train()
     x, labels = torch.randn(4, 3, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
     arguments = {
-        "force_keep": torch.rand(4, 16, device="cuda") < 0.3,
-        "loss_mask": torch.rand(4, 8, 8, device="cuda"),
+        "routing": Routing(0.5, force_keep=torch.rand(4, 16, device="cuda") < 0.3),
+        "mask": torch.rand(4, 8, 8, device="cuda"),
     }
     generator = torch.Generator("cuda").manual_seed(0)
-    loss_fn = EDMLoss(kept_tokens_only=True)
+    loss_fn = KeptTokensLoss(EDMLoss(), net)
     loss_fn(EDMPrecond(net), x, labels, generator=generator, **arguments).mean().backward()  # warm up
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -406,7 +393,6 @@ def test_a_token_is_held_where_a_mask_covers_more_than_the_area(area, held):
             {"routes": [Route(0.05, 2, 4)]},
             r"selection_ratio=0\.05 of the route of blocks 2 to 4 lets none of 16 tokens bypass",
         ),
-        ({"importance_weight": 2.0}, r"model\.importance_weight=2\.0 must be in \[0, 1\]"),
         (
             {"hidden_size": 24, "num_heads": 4, "block": "modern"},
             r"model\.hidden_size / model\.num_heads=6 must be a multiple of 4",

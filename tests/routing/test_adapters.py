@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from routing import Adapter, BlockList, Route, attach, detach
+from routing import Adapter, BlockList, Route, Routing, attach, detach
 from tests.routing.families import drawn, seeded
 
 WINDOW = Route(0.5, 1, -2)
@@ -30,7 +30,7 @@ def test_a_vit_of_timm_routes_its_patches_and_keeps_its_class_token():
     model, x = vit(), torch.randn(3, 3, 32, 32)
     plain = copy.deepcopy(model)
     routes = attach(model, [WINDOW], adapter=VIT)
-    assert torch.equal(model(x, selection_ratio=0), plain(x))
+    assert torch.equal(model(x, routing=Routing(0)), plain(x))
     output, ids = model(x, generator=seeded()), drawn(routes)[0]
     for n in range(3):
         tokens = plain.norm_pre(
@@ -130,7 +130,7 @@ def test_a_language_model_keeps_positions_and_masks_with_the_tokens():
     seen[1, :6], seen[2, 4:7] = 0, 0
     plain = copy.deepcopy(model)
     routes = attach(model, [WINDOW], adapter=DECODER)
-    assert torch.equal(model(input_ids, seen, selection_ratio=0), plain(input_ids, seen))
+    assert torch.equal(model(input_ids, seen, routing=Routing(0)), plain(input_ids, seen))
     output, ids = model(input_ids, seen, generator=seeded()), drawn(routes)[0]
     angles = torch.arange(16)[None, :, None] / 10 ** torch.linspace(0, 2, 16)
     for n in range(3):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from routing import Adapter, BlockList, Route, attach, detach, from_simpletuner
+from routing import Adapter, BlockList, Route, Routing, attach, detach, from_simpletuner, norm_router
 from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, drawn, one, randn, seeded
 
 WINDOW = Route(0.5, 1, -2)
@@ -68,7 +68,7 @@ def test_ratio_0_is_bitwise_the_model_without_routes(name, variant):
     model, arguments = family.build(), family.arguments(**variant)
     plain, state = run(model, arguments), torch.get_rng_state()
     attach(model, [WINDOW])
-    assert torch.equal(run(model, arguments, selection_ratio=0), plain)
+    assert torch.equal(run(model, arguments, routing=Routing(0)), plain)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(run(model, arguments), plain)
 
@@ -130,7 +130,7 @@ def test_it_routes_in_training_with_gradients_alone(name):
     attach(model, [WINDOW])
     with torch.no_grad():
         assert torch.equal(run(model, arguments), plain)
-        assert not torch.equal(run(model, arguments, selection_ratio=0.5), plain)
+        assert not torch.equal(run(model, arguments, routing=Routing(0.5)), plain)
     model.eval()
     assert torch.equal(run(model, arguments), plain)
     model.train()
@@ -224,11 +224,11 @@ def test_checkpointing_that_would_lose_gradients_is_refused(name):
     ],
     ids=[*FAMILIES, "flux with references", "auraflow from a single block on"],
 )
-def test_force_keep_and_importance_are_those_of_our_own_router(name, variant, start, num_prefix_tokens):
+def test_force_keep_and_the_router_are_those_of_our_own_network(name, variant, start, num_prefix_tokens):
     family = FAMILIES[name]
     model, arguments = family.build(), family.arguments(**variant)
     plain = copy.deepcopy(model)
-    route = attach(model, [Route(0.5, start, -2)], importance_weight=1.0)[0]
+    route = attach(model, [Route(0.5, start, -2)], router=norm_router)[0]
     references = torch.arange(NUM_TOKENS, NUM_TOKENS + variant.get("num_reference_tokens", 0))
     force_keep = torch.zeros(NUM_SAMPLES, NUM_TOKENS, dtype=torch.bool)
     force_keep[1, 3:9] = True
@@ -241,7 +241,7 @@ def test_force_keep_and_importance_are_those_of_our_own_router(name, variant, st
     x = tokens["x"][0] if tokens["x"] else tokens["hidden_states"]
     x = x[:, num_prefix_tokens:][:, :NUM_TOKENS]
     for mask in (None, force_keep):
-        output = run(model, arguments, force_keep=mask)
+        output = run(model, arguments, routing=Routing(force_keep=mask))
         for n in range(NUM_SAMPLES):
             norm = x[n].abs().sum(-1)
             norm = norm if mask is None else norm + 1e6 * mask[n]
@@ -249,17 +249,8 @@ def test_force_keep_and_importance_are_those_of_our_own_router(name, variant, st
             windows = {start: (route.end_layer_idx, torch.cat([ids, references]))}
             expected = family.oracle(plain, one(arguments, n), windows)
             torch.testing.assert_close(output[n : n + 1], expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"force_keep of shape \(3, 21\) must be of shape \(3, 16\)"):
-        run(model, arguments, force_keep=torch.zeros(NUM_SAMPLES, NUM_TOKENS + 5, dtype=torch.bool))
-
-
-def test_where_not_all_forced_tokens_fit_the_most_important_stay():
-    model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
-    attach(model, [WINDOW])
-    forced = run(model, arguments, force_keep=torch.ones(NUM_SAMPLES, NUM_TOKENS, dtype=torch.bool))
-    detach(model)
-    attach(model, [WINDOW], importance_weight=1.0)
-    assert torch.equal(forced, run(model, arguments))
+    with pytest.raises(ValueError, match=r"force_keep=torch.bool \(3, 21\) must be torch.bool \(3, 16\)"):
+        run(model, arguments, routing=Routing(force_keep=torch.zeros(NUM_SAMPLES, NUM_TOKENS + 5).bool()))
 
 
 @pytest.mark.parametrize(("name", "variant"), [("flux", {"num_reference_tokens": 4}), ("auraflow", {})])
@@ -317,8 +308,8 @@ def test_layers_are_counted_through_all_lists_and_negative_ones_from_the_end():
         ("pixart", {"cross_attention_kwargs": {"gligen": {}}}, r"cross_attention_kwargs\.gligen of"),
         ("auraflow", {"attention_kwargs": {"mask": 1}}, r"attention_kwargs\.mask of AuraFlow"),
         ("wan", {"attention_kwargs": {"mask": 1}}, r"attention_kwargs\.mask of Wan"),
-        ("wan", {"selection_ratio": 1.0}, r"selection_ratio=1\.0 must be a number in \[0, 1\)"),
-        ("wan", {"selection_ratio": [0.5, 0.5]}, r"selection_ratio=\[0\.5, 0\.5\] must be .*1 of them"),
+        ("wan", {"routing": Routing(1.0)}, r"selection_ratio=1\.0 must be in \[0, 1\)"),
+        ("wan", {"routing": Routing([0.5, 0.5])}, r"selection_ratio=\[0\.5, 0\.5\] must be .* each of 1"),
     ],
 )
 def test_what_does_not_go_together_with_routing_is_refused_by_name(name, arguments, message):
@@ -460,8 +451,6 @@ def test_models_that_are_not_known_and_blocks_that_do_not_fit_are_refused_by_nam
         ValueError, match="JointTransformerBlock in transformer_blocks takes no argument tokens"
     ):
         attach(model, [WINDOW], adapter=Adapter([BlockList("transformer_blocks", tokens="tokens")], ()))
-    with pytest.raises(ValueError, match=r"importance_weight=2 must be in \[0, 1\]"):
-        attach(model, [WINDOW], importance_weight=2)
     attach(model, [WINDOW])
     with pytest.raises(ValueError, match="has routes"):
         attach(model, [WINDOW])
@@ -475,20 +464,20 @@ def test_blocks_and_models_may_be_compiled(name):
     family = FAMILIES[name]
     model, arguments = family.build(), family.arguments()
     attach(model, [WINDOW])
-    expected, dense = run(model, arguments, generator=seeded()), run(model, arguments, selection_ratio=0)
+    expected, dense = run(model, arguments, generator=seeded()), run(model, arguments, routing=Routing(0))
     for block in family.layers(model):
         block.compile(backend="eager", fullgraph=True)
     torch.testing.assert_close(run(model, arguments, generator=seeded()), expected)
-    torch.testing.assert_close(run(model, arguments, selection_ratio=0), dense)
+    torch.testing.assert_close(run(model, arguments, routing=Routing(0)), dense)
 
 
 def test_a_model_may_be_compiled_as_a_whole():
     model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
     attach(model, [WINDOW])
-    expected, dense = run(model, arguments, generator=seeded()), run(model, arguments, selection_ratio=0)
+    expected, dense = run(model, arguments, generator=seeded()), run(model, arguments, routing=Routing(0))
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(run(compiled, arguments, generator=seeded()), expected)
-    torch.testing.assert_close(run(compiled, arguments, selection_ratio=0), dense)
+    torch.testing.assert_close(run(compiled, arguments, routing=Routing(0)), dense)
 
 
 @pytest.fixture
@@ -587,7 +576,7 @@ def test_a_list_of_ratios_is_in_the_order_of_the_routes_returned():
         )
     routes = attach(model, [Route(0.5, 3, 3), Route(0.25, 0, 1)])
     assert routes == (Route(0.25, 0, 1), Route(0.5, 3, 3))
-    run(model, FAMILIES["sd3"].arguments(), selection_ratio=[0.75, 0.25])
+    run(model, FAMILIES["sd3"].arguments(), routing=Routing([0.75, 0.25]))
     assert lengths == [4, 4, 16, 12, 16]
 
 
@@ -608,5 +597,5 @@ def test_a_window_leaves_the_tokens_as_wide_as_the_blocks_do():
     attach(model, [Route(0.5, 0, 1)])
     with torch.autocast("cpu", torch.bfloat16):
         for ratio in (0, 0.5):
-            run(model, FAMILIES["pixart"].arguments(), selection_ratio=ratio)
+            run(model, FAMILIES["pixart"].arguments(), routing=Routing(ratio))
     assert seen[0] == seen[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from routing import Route, attach, detach
+from routing import Route, Routing, attach, detach
 from tests.routing.families import FAMILIES, drawn, one, seeded
 
 bitsandbytes, peft, torchao = (
@@ -110,7 +110,7 @@ def test_base_weights_may_be_in_few_bits(name, quantization):
     dense = model(**arguments).sample
     assert 0 < (dense - unquantized).abs().max() < 1
     routes = attach(model, [Route(0.5, 1, -2)])
-    assert torch.equal(run(model, arguments, selection_ratio=0), dense)
+    assert torch.equal(run(model, arguments, routing=Routing(0)), dense)
     output = run(model, arguments)
     output.square().sum().backward()
     assert {key.split(".")[-3] for key, p in model.named_parameters() if p.grad is not None} == {

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from routing import Route, attach
+from routing import Route, Routing, attach
 from tests.routing.families import FAMILIES, NUM_SAMPLES, drawn, one, randn, seeded
 
 NUM_PROCESSES = 2
@@ -78,7 +78,9 @@ def outcome(family, build, rank):
     model, generator = build(family), seeded(rank)
     outputs = []
     for ratio in RATIOS[rank]:  # gradients add up
-        outputs.append(model(**arguments_of(family, rank), selection_ratio=ratio, generator=generator).sample)
+        outputs.append(
+            model(**arguments_of(family, rank), routing=Routing(ratio), generator=generator).sample
+        )
         loss_of(outputs[-1]).backward()
     parameters = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
     return {

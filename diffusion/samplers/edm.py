@@ -1,6 +1,4 @@
-"""Samplers. Each takes denoise(x, sigma) -> D_x, with labels and guidance already closed over, and
-unit-variance noise.
-"""
+"""The sampler of [EDM], in the paper's symbols."""
 
 import math
 from collections.abc import Callable
@@ -8,10 +6,16 @@ from itertools import pairwise
 
 import torch
 
+from diffusion.path import Denoise, EDMPath, Path, on_path
+from runtime.errors import check_not_negative, check_positive
+
+MAX_STEPS = 100_000  # 8 MB of noise levels
+
 
 def edm_sampler(
-    denoise: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    denoise: Denoise,
     noise: torch.Tensor,
+    path: Path | None = None,
     *,
     num_steps: int = 40,
     sigma_min: float = 0.002,
@@ -26,23 +30,27 @@ def edm_sampler(
     """Heun's second-order sampler with optional churn, [EDM] Algorithm 2.
 
     Args:
-        denoise: called with x (N, C, H, W) in float64 and sigma, a 0-d float64 tensor on the CPU.
+        denoise: called with x (N, C, H, W) in float64 and t, a 0-d float64 tensor on the CPU.
         noise: (N, C, H, W) of unit variance.
+        path: of the denoiser; None: EDM's, where t is sigma.
         num_steps: noise levels; the network runs 2 * num_steps - 1 times.
-        S_churn, S_min, S_max, S_noise: amount and range of noise added back; 0 gives the deterministic
-            solver.
-        randn_like: source of the churn noise.
+        S_churn, S_min, S_max, S_noise: amount and range of noise added back; 0: a deterministic solver.
 
     Returns:
         x (N, C, H, W) in float64.
-
-    Raises:
-        ValueError: no steps.
     """
-    if num_steps < 1:
-        raise ValueError(f"sampler.num_steps={num_steps} must be at least 1")
-    # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho, sigma_n = 0, [EDM]
-    # eq. 5.
+    if not 1 <= num_steps <= MAX_STEPS:
+        raise ValueError(f"sampler.num_steps={num_steps} must be in [1, {MAX_STEPS}]")
+    check_positive("sampler.sigma_min", sigma_min)
+    check_positive("sampler.rho", rho)
+    for key, value in (("S_churn", S_churn), ("S_min", S_min), ("S_noise", S_noise)):
+        check_not_negative(f"sampler.{key}", value)
+    for key, low, high in (("sigma_max", sigma_min, sigma_max), ("S_max", S_min, S_max)):
+        if not low < high:
+            raise ValueError(f"sampler.{key}={high} must be greater than {low}, the other end")
+    if path is not None:
+        denoise = on_path(denoise, path, EDMPath())
+    # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho, [EDM] eq. 5.
     ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
     sigmas = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
     sigmas = torch.cat([sigmas, torch.zeros(1, dtype=torch.float64)])

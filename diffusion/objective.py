@@ -1,0 +1,101 @@
+"""What all objectives share: a network in its preconditioning on a path, and the loss at a random time of it.
+
+Shapes: N samples, C channels, H, W.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from diffusion.path import Path
+
+
+class Precond(nn.Module):
+    """A network F_x made a denoiser D_x; a sibling gives its path and writes `predict` and `denoised`.
+
+    Args:
+        net: net(x, c_noise, class_labels, *, routing, generator) -> F_x (N, C or 2C, H, W).
+    """
+
+    path: Path
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def predict(
+        self,
+        x: torch.Tensor,
+        t: torch.Tensor,
+        class_labels: torch.Tensor | None,
+        *,
+        routing: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return F_x, all channels that the network has, for x (N, C, H, W) at time t, (N,) or 0-d."""
+        raise NotImplementedError
+
+    def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return D_x (N, C, H, W) in fp32."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        t: torch.Tensor,
+        class_labels: torch.Tensor | None,
+        *,
+        routing: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return D_x (N, C, H, W) in fp32; arguments as in `predict`."""
+        return self.denoised(self.predict(x, t, class_labels, routing=routing, generator=generator), x, t)
+
+
+class Loss:
+    """Error of a prediction at a random time; a sibling writes `draw_t` and `error`."""
+
+    def draw_t(
+        self, num_samples: int, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Tensor:
+        """Draw the times (N,)."""
+        raise NotImplementedError
+
+    def error(
+        self, precond: Precond, F_x: torch.Tensor, x: torch.Tensor, eps: torch.Tensor, t: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted error (N, C, H, W) of F_x, where x is clean, eps its noise, t (N, 1, 1, 1)."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        precond: Precond,
+        x: torch.Tensor,
+        class_labels: torch.Tensor | None,
+        *,
+        t: torch.Tensor | None = None,
+        routing: Any = None,
+        mask: torch.Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return the loss (N,) of clean latents x (N, C, H, W), in fp32, as a mean over C, H, W.
+
+        Args:
+            t: (N,) times in place of the draw, to see the loss by noise level.
+            routing: what the routes of the network do.
+            mask: (N, H, W) weight of each position. The mean stays one over all positions, so that a position
+                counts the same in every sample; a sample whose mask is empty has loss 0.
+            generator: draws the time, then the noise, then whatever the network draws.
+        """
+        x = x.float()
+        t = self.draw_t(x.shape[0], generator, x.device) if t is None else t
+        eps = torch.randn(x.shape, generator=generator, device=x.device)
+        t_ = t.view(-1, 1, 1, 1)
+        # x_t = alpha(t) x_0 + sigma(t) eps
+        x_t = precond.path.alpha(t_) * x + precond.path.sigma(t_) * eps
+        F_x = precond.predict(x_t, t, class_labels, routing=routing, generator=generator)
+        error = self.error(precond, F_x, x, eps, t_)  # (N, C, H, W)
+        if mask is not None:
+            error = error * mask.unsqueeze(1)
+        return error.mean(dim=(1, 2, 3))  # (N,)

@@ -1,0 +1,60 @@
+"""What every part of this project asks of a network that predicts; whatever answers can be trained and
+sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn as nn
+
+from routing import Route, Routing
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of the matrix products of one image; a multiplication and an addition are two.
+
+    Args:
+        training: forward and backward of one step.
+        fp32_training: the part of `training` that runs outside autocast.
+    """
+
+    forward: int
+    training: int
+    fp32_training: int = 0
+
+
+class Backbone(Protocol):
+    """A network F_x. Shapes: N samples, C channels, T tokens of the image.
+
+    Args:
+        latent_shape: (C, H, W) of its input.
+        num_classes: the label `num_classes` is the null class; 0: unconditional, labels are None.
+        num_tokens: T.
+        routes: in the order of the layers; () for none.
+        blocks: compiled one by one.
+    """
+
+    latent_shape: tuple[int, int, int]
+    num_classes: int
+    num_tokens: int
+    routes: tuple[Route, ...]
+    blocks: Sequence[nn.Module]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        c_noise: torch.Tensor,
+        class_labels: torch.Tensor | None,
+        *,
+        routing: Routing | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return F_x (N, C or 2C, H, W) for x (N, C, H, W), c_noise (N,) and class_labels (N,) int64."""
+        ...
+
+    def flops(self, num_kept: Sequence[int]) -> Flops:
+        """Return the cost of an image of which each route keeps so many tokens."""
+        ...

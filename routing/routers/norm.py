@@ -1,0 +1,38 @@
+"""Tokens of the largest norm, alone or mixed with chance.
+
+DEVIATION: the largest norms stay, as the documentation of SimpleTuner says; its code keeps the smallest.
+"""
+
+import torch
+
+from routing.routers.random import token_noise
+from routing.tokens import keep_lowest
+
+
+def norm_router(
+    x: torch.Tensor,
+    num_kept: int,
+    /,
+    *,
+    weight: float = 1.0,
+    force_keep: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Return ids_keep (N, K) by the L1 norm of each token.
+
+    Args:
+        weight: of the norm against chance, in (0, 1]; 1 keeps strictly the largest.
+    """
+    if not 0 < weight <= 1:
+        raise ValueError(f"model.router.weight={weight} must be in (0, 1]")
+    noise = (
+        token_noise(x, generator) if noise is None else noise
+    )  # drawn at weight 1 too: later draws are the same
+    norms = torch.linalg.vector_norm(x.detach(), ord=1, dim=-1, dtype=torch.float32)  # (N, T)
+    if weight == 1:
+        return keep_lowest(-norms, num_kept, force_keep)  # not scaled: rounding would make ties of neighbours
+    # cost = (1 - weight) * noise - weight * norm, the norms of each sample scaled to [0, 1]
+    low, high = norms.aminmax(dim=1, keepdim=True)
+    scaled = (norms - low) / (high - low).clamp(min=torch.finfo(norms.dtype).tiny)
+    return keep_lowest(noise.lerp(-scaled, weight), num_kept, force_keep)

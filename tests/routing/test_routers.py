@@ -1,0 +1,135 @@
+"""Routers: which tokens stay, whatever else they are chosen by."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routing import norm_router, random_router
+
+SHAPES = {"num_samples": st.integers(1, 5), "num_tokens": st.integers(1, 40), "seed": st.integers(0, 2**32)}
+ROUTERS = {
+    "random": random_router,
+    "half": partial(norm_router, weight=0.5),
+    "norm": norm_router,
+}
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def random_tokens(num_samples, num_tokens, seed):
+    """Tokens (N, T, 1) whose norms have ties, zeros and large values among them."""
+    scale = 10.0 ** torch.randint(-3, 4, (), generator=seeded(seed))
+    x = torch.rand(num_samples, num_tokens, 1, generator=seeded(seed)) * scale
+    return torch.where(torch.rand(x.shape, generator=seeded(seed + 1)) < 0.2, x.round(), x)
+
+
+def random_mask(num_samples, num_tokens, seed):
+    """Masks from empty to full."""
+    share = torch.rand(num_samples, 1, generator=seeded(seed + 1)) * 1.4 - 0.2
+    return torch.rand(num_samples, num_tokens, generator=seeded(seed + 2)) < share
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
+@given(**SHAPES, data=st.data())
+def test_every_router_keeps_its_number_and_all_forced_tokens_that_fit(
+    router, num_samples, num_tokens, seed, data
+):
+    num_kept = data.draw(st.integers(1, num_tokens))
+    x, force_keep = random_tokens(num_samples, num_tokens, seed), random_mask(num_samples, num_tokens, seed)
+    ids_keep = router(x, num_kept, force_keep=force_keep, generator=seeded(seed))
+    assert ids_keep.dtype == torch.int64
+    assert ids_keep.shape == (num_samples, num_kept)
+    assert (ids_keep.diff(dim=1) > 0).all()
+    kept = torch.zeros_like(force_keep).scatter(1, ids_keep, True)
+    for forced, stays in zip(force_keep, kept, strict=True):
+        assert stays[forced].all() if forced.sum() <= num_kept else forced[stays].all()
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
+def test_a_mask_leaves_the_draws_of_other_samples_alone(router):
+    x, mask = random_tokens(4, 20, 0), torch.zeros(4, 20, dtype=torch.bool)
+    plain = router(x, 8, generator=seeded())
+    assert torch.equal(router(x, 8, force_keep=mask, generator=seeded()), plain)
+    mask[0] = True
+    assert torch.equal(router(x, 8, force_keep=mask, generator=seeded())[1:], plain[1:])
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
+def test_given_noise_takes_the_place_of_the_draw(router):
+    x, noise = random_tokens(4, 20, 0), torch.rand(4, 20, generator=seeded())
+    assert torch.equal(router(x, 8, noise=noise), router(x, 8, generator=seeded()))
+
+
+def test_the_random_router_draws_fp32_whatever_the_tokens_are():
+    """In bf16 at most 256 values lie above one half: of 4,096 tokens most tie, and low positions win."""
+    noise = torch.rand(64, 4096, generator=seeded())
+    with torch.autocast("cpu", torch.bfloat16):
+        ids_keep = random_router(torch.zeros(64, 4096, 1, dtype=torch.bfloat16), 2048, generator=seeded())
+    assert torch.equal(ids_keep, noise.argsort(dim=1)[:, :2048].sort(dim=1).values)
+
+
+def test_the_random_router_draws_the_forced_tokens_that_do_not_all_fit():
+    force_keep = torch.zeros(4000, 12, dtype=torch.bool)
+    force_keep[:, :8] = True
+    ids_keep = random_router(torch.zeros(4000, 12, 1), 4, force_keep=force_keep, generator=seeded())
+    share = torch.bincount(ids_keep.flatten(), minlength=12) / 4000
+    assert (share[:8] - 0.5).abs().max() < 0.04
+    assert not share[8:].any()
+
+
+@given(**SHAPES)
+def test_the_norm_router_keeps_exactly_the_largest(num_samples, num_tokens, seed):
+    x, num_kept = random_tokens(num_samples, num_tokens, seed), (num_tokens + 1) // 2
+    kept = x.squeeze(-1).gather(1, norm_router(x, num_kept)).sort(dim=1, descending=True).values
+    assert torch.equal(kept, x.squeeze(-1).sort(dim=1, descending=True).values[:, :num_kept])
+
+
+def test_the_norm_is_l1_in_fp32_without_a_gradient():
+    """Of 300 channels in bf16; the L2 norm would keep the other token, and bf16 sums would tie."""
+    x = torch.zeros(1, 2, 300, dtype=torch.bfloat16)
+    x[0, 0], x[0, 1, 0] = 1.0, 100.0
+    assert norm_router(x.requires_grad_(), 1).tolist() == [[0]]
+    near = torch.ones(1, 2, 300, dtype=torch.bfloat16)
+    near[0, 1, 0] = 1.125
+    assert norm_router(near, 1).tolist() == [[1]]
+
+
+def test_the_weight_goes_from_chance_to_the_largest_norm():
+    """Of tokens of norm 0..99 half stay: the mean norm of those that do rises to 74.5."""
+    x = torch.arange(100.0).view(1, 100, 1).expand(2000, -1, -1)
+    means = [
+        norm_router(x, 50, weight=weight, generator=seeded()).float().mean().item()
+        for weight in (0.001, 0.25, 0.5, 0.75, 1.0)
+    ]
+    assert means == sorted(means)
+    assert means[0] == pytest.approx(49.5, abs=0.4)
+    assert means[-1] == 74.5
+    # At equal weights a token stays where noise - score is below the median of a triangular distribution.
+    assert means[2] == pytest.approx(66.2, abs=0.3)
+
+
+def test_norms_are_scaled_for_each_sample():
+    """A sample a thousand times as large is drawn alike; one of equal norms is drawn at random."""
+    x = torch.rand(3, 50, 1, generator=seeded())
+    x[1], x[2] = x[0] * 1000 + 7, 1.0
+    noise = torch.rand(1, 50, generator=seeded(1)).expand(3, -1)
+    ids_keep = norm_router(x, 25, weight=0.5, noise=noise)
+    assert len(set(ids_keep[0].tolist()) & set(ids_keep[1].tolist())) >= 24  # neighbours may exchange
+    assert torch.equal(ids_keep[2], noise[2].argsort()[:25].sort().values)
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
+@pytest.mark.parametrize("num_kept", [0, 9])
+def test_a_number_that_cannot_be_kept_is_refused(router, num_kept):
+    with pytest.raises(ValueError, match=rf"num_kept={num_kept} must be in \[1, 8\]"):
+        router(torch.zeros(2, 8, 1), num_kept)
+
+
+def test_a_wrong_weight_is_refused():
+    with pytest.raises(ValueError, match=r"model\.router\.weight=1\.5 must be in \(0, 1\]"):
+        norm_router(torch.zeros(2, 8, 1), 4, weight=1.5)

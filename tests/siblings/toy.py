@@ -1,0 +1,131 @@
+"""A sibling of every choice, as a user would write them; each has one YAML file beside it."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+import torch.nn as nn
+
+from diffusion import Guidance, Loss, Precond
+from models import Flops
+from routing import Routing, end_route, resolve_routes, start_route
+from routing.tokens import keep_lowest
+
+
+class FlowPath:
+    """x_t = (1 - t) x_0 + t eps."""
+
+    def alpha(self, t):
+        return 1 - t
+
+    def sigma(self, t):
+        return t
+
+    def time_at(self, noise_to_signal):
+        return noise_to_signal / (1 + noise_to_signal)
+
+
+class VelocityPrecond(Precond):
+    """The network predicts eps - x_0."""
+
+    path = FlowPath()
+
+    def predict(self, x, t, class_labels, *, routing=None, generator=None):
+        t = t.to(x).expand(x.shape[0])
+        return self.net(x.float(), t.float(), class_labels, routing=routing, generator=generator)
+
+    def denoised(self, F_x, x, t):
+        return (x - t.to(x).view(-1, 1, 1, 1) * F_x).float()
+
+
+class VelocityLoss(Loss):
+    """Squared error of the velocity at logit-normal times."""
+
+    def __init__(self, mean: float = 0.0):
+        self.mean = mean
+
+    def draw_t(self, num_samples, generator, device):
+        return (torch.randn(num_samples, generator=generator, device=device) + self.mean).sigmoid()
+
+    def error(self, precond, F_x, x, eps, t):
+        return (F_x.float() - (eps - x)) ** 2
+
+
+def euler_sampler(
+    denoise, noise, path, *, num_steps: int = 4, t_max: float = 0.99, randn_like=torch.randn_like
+):
+    """Euler steps along (x - D) / t, for paths with sigma = t."""
+    times = torch.linspace(t_max, 0, num_steps + 1, dtype=torch.float64)
+    x = noise.double() * path.sigma(times[0])
+    for t, t_next in pairwise(times):
+        x = x + (t_next - t) * (x - denoise(x, t).double()) / t
+    return x
+
+
+class SparseGuidance(Guidance):
+    """The weak branch routes."""
+
+    def __init__(self, guidance_scale: float = 1.5, selection_ratio: float = 0.5):
+        super().__init__(guidance_scale)
+        self.routing = Routing(selection_ratio)
+
+    def check(self, net):
+        if not net.routes:
+            raise ValueError("guidance=toy needs a model with routes")
+
+    def weak(self, strong):
+        return replace(strong, routing=self.routing)
+
+
+def corner_router(x, num_kept: int, /, *, force_keep=None, noise=None, generator=None):
+    """Keep the first tokens."""
+    positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+    return keep_lowest(positions.expand(x.shape[:2]), num_kept, force_keep)
+
+
+class PixelMixer(nn.Module):
+    """Each pixel a token, blocks that see the mean of all tokens beside their own."""
+
+    def __init__(
+        self,
+        input_size: int,
+        in_channels: int,
+        num_classes: int,
+        width: int,
+        depth: int,
+        routes=(),
+        router=None,
+    ):
+        super().__init__()
+        self.latent_shape, self.num_classes = (in_channels, input_size, input_size), num_classes
+        self.num_tokens, self.routes, self.router = input_size**2, resolve_routes(routes, depth), router
+        self.embed, self.label = nn.Linear(in_channels + 1, width), nn.Embedding(num_classes + 1, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, width))
+            for _ in range(depth)
+        )
+        self.out = nn.Linear(width, in_channels)
+
+    def forward(self, x, c_noise, class_labels, *, routing=None, generator=None):
+        routing = Routing() if routing is None else routing
+        ratios = routing.ratios(self.routes, active=self.training)
+        time = c_noise.view(-1, 1, 1).expand(-1, self.num_tokens, 1)
+        h = self.embed(torch.cat([x.flatten(2).mT, time], dim=-1)) + self.label(class_labels).unsqueeze(1)
+        for idx, block in enumerate(self.blocks):
+            for i, route in enumerate(self.routes):
+                if idx == route.start_layer_idx and ratios[i]:
+                    original, ids_keep = h, routing.ids_keep(i, ratios[i], h, self.router, generator)
+                    h = start_route(h, ids_keep)
+            h = h + block(torch.cat([h, h.mean(dim=1, keepdim=True).expand_as(h)], dim=-1))
+            for i, route in enumerate(self.routes):
+                if idx == route.end_layer_idx and ratios[i]:
+                    h = end_route(h, ids_keep, original)
+        return self.out(h).mT.reshape(x.shape)
+
+    def flops(self, num_kept):
+        width, lengths = self.out.in_features, [self.num_tokens] * len(self.blocks)
+        for route, kept in zip(self.routes, num_kept, strict=True):
+            for idx in range(route.start_layer_idx, route.end_layer_idx + 1):
+                lengths[idx] = kept
+        forward = sum(length * 6 * width**2 for length in lengths)
+        return Flops(forward, 3 * forward)
