@@ -49,14 +49,14 @@ MAX_GRAD_NORM = 1.0
 EVALUATED_AT_ONCE = 8
 MAY_CHANGE = ("total_steps", "save_every", "eval_every", "log_every", "output_dir")  # when a run goes on
 Batch = dict[str, torch.Tensor]
-RoutingKeywords = dict[str, Any]  # what `routing.attach` adds to a model's forward
+RoutingArgs = dict[str, Any]  # what `routing.attach` adds to a model's forward
 ROUTERS = {"random": random_router, "norm": norm_router}
 
 configuration.register()
 
 
 def flux(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingArgs
 ) -> torch.Tensor:
     N, C, H, W = x.shape
     images = [x, *([batch["references"]] if "references" in batch else [])]
@@ -86,19 +86,19 @@ def _positions(height: int, width: int, image: int) -> torch.Tensor:
 
 
 def sd3(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingArgs
 ) -> torch.Tensor:
     return model(x, batch["text"], batch["pooled"], 1000 * t, return_dict=False, **routing)[0]
 
 
 def auraflow(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingArgs
 ) -> torch.Tensor:
     return model(x, batch["text"], t, return_dict=False, **routing)[0]
 
 
 def wan(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingKeywords
+    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingArgs
 ) -> torch.Tensor:
     return model(x, 1000 * t, batch["text"], return_dict=False, **routing)[0]
 
@@ -106,7 +106,7 @@ def wan(
 class Family(NamedTuple):
     """How a class of diffusers is called: velocity(model, x, t (N,), batch, routing) has the shape of x."""
 
-    velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, RoutingKeywords], torch.Tensor]
+    velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, RoutingArgs], torch.Tensor]
     needs: tuple[str, ...] = ("latents", "text")  # arrays that must be there
     takes: tuple[str, ...] = ("masks",)  # and may be there
 
@@ -288,7 +288,7 @@ def velocity(
     x: torch.Tensor,
     t: torch.Tensor,
     batch: Batch,
-    routing: RoutingKeywords,
+    routing: RoutingArgs,
 ) -> torch.Tensor:
     """Return what a network, or what wraps it, says of latents x at times t (N,), in the shape of x."""
     inner = network.module if isinstance(network, DistributedDataParallel) else network
@@ -442,7 +442,7 @@ class Finetuning:
 
     def routing_keywords(
         self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator
-    ) -> RoutingKeywords:
+    ) -> RoutingArgs:
         """Return how a step routes: `rows` are those of all processes, which agree on the ratio at which all
         masks fit.
         """
@@ -459,7 +459,7 @@ class Finetuning:
         return {"generator": generator, "routing": Routing(ratios, own_tokens.to(self.accelerator.device))}
 
     def loss(
-        self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: RoutingKeywords
+        self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: RoutingArgs
     ) -> torch.Tensor:
         """Return the mean loss of some rows, a 0-d tensor; positions at which a mask is 0 do not count."""
         device, s = self.accelerator.device, self.request["shift"]
