@@ -68,7 +68,10 @@ def check_files(config: dict[str, Any], run: RunFolder) -> None:
 
 def check_init_from(source: str, objective: str | None) -> None:
     """Check that the weights to start from are there, and that it is known what they predict."""
-    own = is_own_checkpoint(source)
+    try:
+        own = is_own_checkpoint(source)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"train.init_from={error}") from error
     if own and objective:
         raise ValueError(
             f"train.init_from_objective={objective} must not be given for a run of this project, {source}"

@@ -138,10 +138,7 @@ ERRORS = [
     (["model/size=huge"], "Could not find 'model/size/huge' Available options in 'model/size': b_2"),
     (["model.routes=[]"], "TREAD training requires you to configure the routes"),
     (["data=latents", "data.path=nowhere"], "error: data.path=nowhere must be a latent folder"),
-    (
-        ["train.init_from=nothing.pt"],
-        "nothing.pt not found: give a weights file, a checkpoint folder or a run",
-    ),
+    (["train.init_from=nothing.pt"], "train.init_from=nothing.pt not found: give a weights file"),
 ]
 
 
