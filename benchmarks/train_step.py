@@ -183,7 +183,8 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
             for kind in overrides
         }
         for name, worker in workers.items():  # one by one: together they might not fit into the memory
-            print(f"  {name}: {worker.ready}", flush=True)
+            told = {key: worker.ready[key] for key in ("batch_size", "mixed_precision", "compile", "routes")}
+            print(f"  {name}: {told}", flush=True)
             worker.ask("warm up")
         seconds = {name: [] for name in workers}
         for _ in range(repeats):
