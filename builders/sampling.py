@@ -7,6 +7,8 @@ A run opens in three lines:
     latents = run.sampler(denoise, noise, run.precond.path)
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
 from training.run_folder import RunFolder
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
+NAMED = {"num_steps": None, "guidance_scale": None}  # keys that a name tells in words of its own
 RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
 Node = dict[str, Any]
 
@@ -264,9 +267,12 @@ def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any]) -> s
     parts += [f"guidance{scale:g}"] if scale != 1 else []
     parts += [f"{settings['sampler']['num_steps']}steps"] if "num_steps" in settings["sampler"] else []
     for group in ("sampler", "guidance"):
-        for key, value in settings[group].items():
-            if key not in ("num_steps", "guidance_scale") and value != config[group].get(key):
-                parts += [value.rpartition(".")[2] if key == "_target_" else f"{key}{value}"]
+        asked, of_run = ({**node, **NAMED} for node in (settings[group], config[group]))
+        if asked["_target_"] != of_run["_target_"]:
+            digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+            parts += [f"{asked['_target_'].rpartition('.')[2]}-{digest}"]
+        else:
+            parts += [f"{key}{value}" for key, value in asked.items() if value != of_run.get(key)]
     parts += ["bf16"] if settings["mixed_precision"] == "bf16" else []
     parts += ["official"] if settings["decoding"] == "official" else []
     return "_".join(parts)

@@ -7,6 +7,8 @@ import torch
 import torch.nn as nn
 
 from diffusion import Guidance, Loss, Precond
+from evaluation.metrics import Metric
+from evaluation.statistics import FeatureStatistics
 from models import Flops
 from routing import Routing, end_route, resolve_routes, start_route
 from routing.tokens import keep_lowest
@@ -129,3 +131,17 @@ class PixelMixer(nn.Module):
                 lengths[idx] = kept
         forward = sum(length * 6 * width**2 for length in lengths)
         return Flops(forward, 3 * forward)
+
+
+class Brightness(Metric):
+    """How far the mean pixel of the samples is from that of the reference."""
+
+    keys = ("brightness",)
+    needs = ((FeatureStatistics, "pixels"),)
+
+    def __init__(self, scale: float = 1.0):
+        self.scale = scale
+
+    def __call__(self, reference, samples):
+        means = [each[FeatureStatistics, "pixels"].mean for each in (reference, samples)]
+        return {"brightness": float(self.scale * (means[1].mean() - means[0].mean()))}

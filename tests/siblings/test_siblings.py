@@ -1,0 +1,97 @@
+"""A sibling of each choice is one file and one YAML file: used by the programs without an edit elsewhere."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from builders.sampling import open_run
+from diffusion import Branch, EDMPath, edm_sampler, on_path
+from tests.programs import ROOT, start
+from tests.runs import metrics
+from tests.siblings.toy import FlowPath, VelocityPrecond, euler_sampler
+
+CONFIGS = ROOT / "tests/siblings/configs"
+OWN = f"--config-dir={CONFIGS}"
+CHOICES = ("diffusion=toy", "sampler=toy", "guidance=toy", "model/router=toy", "evaluation=toy")
+SHORT = ("train.total_steps=2", "train.save_every=2", "train.eval_every=2", "train.sample_every=2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose every choice is a sibling of our own."""
+    folder = tmp_path_factory.mktemp("siblings")
+    options = ("train.compile=false", "train.mixed_precision=no", f"data.path={folder}/digits")
+    model = ("model=toy", "~model/size")
+    start("train.py", OWN, *model, *CHOICES, *SHORT, *options, f"output_dir={folder}/run")
+    return folder / "run"
+
+
+@pytest.fixture
+def opened(run, monkeypatch):
+    folders = (ROOT / "configs", CONFIGS)
+    for place in ("builders.config", "runtime.config"):
+        monkeypatch.setattr(f"{place}.config_folders", lambda: folders)
+    return open_run(run)
+
+
+def test_a_run_trains_and_is_scored_by_siblings(run):
+    keys = {key for line in metrics(run) for key in line}
+    assert {"loss", "val_loss_dense_ema"} <= keys
+    assert any(key.startswith("brightness") for key in keys)
+    scores = json.loads((run / "manifest.json").read_text())["scores"]
+    assert [{"name": "Brightness", "scale": 255.0}] in [entry.get("metrics") for entry in scores]
+
+
+@pytest.mark.parametrize(
+    "choices", [(), ("sampler=edm", "guidance=cfg", "num_steps=2")], ids=["own", "other"]
+)
+def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices):
+    output = run.parent / f"drawn{len(choices)}.npz"
+    start("sample.py", OWN, f"run={run}", "num_samples=10", *choices, f"output={output}")
+    record = json.loads(output.with_suffix(".json").read_text())
+    target = "diffusion.edm_sampler" if choices else "tests.siblings.toy.euler_sampler"
+    assert record["sampler"]["_target_"] == target
+    with np.load(output) as arrays:
+        assert len(np.unique(arrays["arr_0"])) > 10
+    start("fid.py", OWN, "suite=toy", f"samples={output}", f"reference={run.parent}/digits")
+    (key,) = json.loads(output.with_suffix(".scores.json").read_text())["values"]
+    assert key.startswith("brightness")
+
+
+def test_a_run_opens_in_three_lines_of_python(opened):
+    denoise = opened.guidance(Branch(opened.precond, torch.arange(4)))
+    latents = opened.sampler(denoise, torch.randn(4, 1, 8, 8), opened.precond.path)
+    assert latents.shape == (4, 1, 8, 8)
+    assert latents.isfinite().all()
+
+
+def test_any_sampler_runs_a_network_of_any_path():
+    """Data of one Gaussian: the best denoiser is known on both paths, and both give the same samples."""
+
+    def best(path):
+        # E[x_0 | x_t] where x_0 ~ N(0, 0.5^2)
+        def denoise(x, t):
+            alpha, sigma = path.alpha(t), path.sigma(t)
+            return alpha * 0.25 / (alpha**2 * 0.25 + sigma**2) * x
+
+        return denoise
+
+    noise = torch.randn(50, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    on_edm = edm_sampler(best(EDMPath()), noise, num_steps=18)
+    on_flow = edm_sampler(best(FlowPath()), noise, FlowPath(), num_steps=18)
+    torch.testing.assert_close(on_edm, on_flow)
+    assert abs(on_edm.std() - 0.5) < 0.02
+    x, t = torch.randn(3, 1, 8, 8).double(), torch.tensor(0.7).double()
+    torch.testing.assert_close(on_path(best(EDMPath()), EDMPath(), FlowPath())(x, t), best(FlowPath())(x, t))
+    assert abs(euler_sampler(best(FlowPath()), noise, FlowPath(), num_steps=200).std() - 0.5) < 0.03
+
+
+def test_guidance_of_a_sibling_takes_routing_as_its_weak_branch(opened):
+    x, labels, t = torch.randn(4, 1, 8, 8), torch.arange(4), torch.tensor(0.5)
+    strong, weak = (opened.precond(x, t, labels, routing=r) for r in (None, opened.guidance.routing))
+    assert isinstance(opened.precond, VelocityPrecond)
+    assert not torch.equal(strong, weak)
+    guided = opened.guidance(Branch(opened.precond, labels))(x, t)
+    torch.testing.assert_close(guided, weak + 1.5 * (strong - weak))
