@@ -94,10 +94,12 @@ def check_sampling(request: dict[str, Any]) -> None:
     settings = _settings(request, config)
     try:
         configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
-    except ValueError as error:  # of these two keys by the names that were asked
-        raise ValueError(
-            re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
-        ) from error
+    except ValueError as error:
+        if all(request[key] in (None, {}) for key in ("sampler", "guidance", *NAMED)):
+            raise ValueError(f"{request['run']}/config.yaml: {error}") from error
+        # These two keys by the names that were asked.
+        told = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
+        raise ValueError(told) from error
     if request["checkpoint"] is None:
         _checkpoints_of(Path(request["run"]))
     else:
@@ -187,7 +189,7 @@ def _check_shapes(config: dict[str, Any], weights: Path) -> None:
         net = build_net(config)
     if net.num_tokens > MAX_TOKENS:
         raise ValueError(
-            f"{net.num_tokens} tokens of latents {net.latent_shape} must be at most {MAX_TOKENS}"
+            f"{weights}: {net.num_tokens} tokens of latents {net.latent_shape} are more than {MAX_TOKENS}"
         )
     expected = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
     for name in sorted(expected.keys() | found.keys()):

@@ -34,6 +34,7 @@ from routing import (
 )
 from runtime.errors import check_choice, check_not_negative, check_positive
 
+MAX_DEPTH = 1000  # a configuration from elsewhere must not take all memory
 INITS = ("adaln_zero", "xavier")
 ATTENTIONS = ("auto", "sdpa", "explicit")
 
@@ -92,6 +93,8 @@ class DiT(nn.Module):
         sizes |= {"hidden_size": hidden_size, "depth": depth, "num_heads": num_heads, "mlp_ratio": mlp_ratio}
         for name, size in sizes.items():
             check_positive(f"model.{name}", size)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"model.depth={depth} must be at most {MAX_DEPTH}")
         check_not_negative("model.num_classes", num_classes)
         check_not_negative("model.num_prefix_tokens", num_prefix_tokens)
         if input_size % patch_size:

@@ -76,7 +76,7 @@ def batch(num_classes=10):
     ) if num_classes else None
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_a_training_step(options):
     net = net_on_cuda(ROUTES, **options).train()
     ema, optimizer = (

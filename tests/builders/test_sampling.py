@@ -1,21 +1,22 @@
 import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from PIL import Image
 from safetensors.torch import load_file
 
 import sample
 from builders import config as configuration
 from builders import scoring
-from builders.sampling import find_checkpoint, open_run
+from builders.sampling import find_checkpoint, open_source
+from data import encoder_for
 from diffusion import random_labels
 from runtime.errors import UserError
 from runtime.files import sha256
-from runtime.launch import Launch
+from runtime.launch import ALONE
 from tests.runs import composed, tiny_run
 
 
@@ -30,7 +31,7 @@ def run(tmp_path_factory):
 
 def opened(run, *overrides):
     request = configuration.resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"))
-    return open_run(request, Launch.of(PartialState(cpu=True)))
+    return open_source(request, ALONE)
 
 
 def drawn(run, output, *overrides):
@@ -42,7 +43,7 @@ def drawn(run, output, *overrides):
 def test_samples_are_drawn_by_the_averaged_weights(run, tmp_path):
     for step, asked in ((6, ()), (4, ("checkpoint=4",))):
         folder = run / f"checkpoints/step_{step:08d}"
-        precond = opened(run, *asked).precond
+        precond = opened(run, *asked)[0].precond
         assert not any(module.training for module in precond.modules())
         used = precond.net.state_dict()
         averaged, last = (load_file(folder / f"{name}.safetensors") for name in ("ema", "net"))
@@ -61,23 +62,23 @@ def test_what_a_run_says_holds_unless_told_otherwise(run, tmp_path):
     config = tmp_path / "guided/config.yaml"
     config.write_text(config.read_text().replace("guidance_scale: 1.0\n", "guidance_scale: 4.0\n"))
     for asked, scale in (((), 4.0), (("guidance_scale=2",), 2.0)):
-        guided = opened(tmp_path / "guided", *asked)
-        assert guided.drawing["guidance_scale"] == guided.protocol["guidance_scale"] == scale
+        source, _, record = opened(tmp_path / "guided", *asked)
+        assert source.guidance.guidance_scale == record["guidance"]["guidance_scale"] == scale
     for asked, num_steps in (((), 2), (("num_steps=3",), 3)):
-        assert opened(run, *asked).sampler.keywords["num_steps"] == num_steps
+        assert opened(run, *asked)[0].sampler.keywords["num_steps"] == num_steps
     options = ("num_steps=1", "first_seed=5")
     plain, again = (
         drawn(run, tmp_path / f"{i}.npz", *options, f"guidance_scale={scale}")
         for i, scale in enumerate((1, 4))
     )
     assert not np.array_equal(plain, again)
-    assert opened(run, *options).drawing["first_seed"] == 5
+    assert opened(run, *options)[0].first_seed == 5
 
 
 def test_bf16_is_of_the_network_and_of_the_decoder(run):
     for asked, bf16 in (((), False), (("mixed_precision=bf16",), True)):
-        of_run = opened(run, *asked)
-        assert of_run.drawing["bf16"] == of_run.decoding["bf16"] == bf16
+        with mock.patch("builders.sampling.encoder_for", wraps=encoder_for) as found:
+            assert opened(run, *asked)[0].bf16 == found.call_args.kwargs["bf16"] == bf16
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_labels_are_drawn_from_the_seeds_unless_told_otherwise_and_recorded(run,
 
 
 @pytest.mark.parametrize(
-    "option", ["num_steps=3", "guidance_scale=3", "mixed_precision=bf16", "checkpoint=4"]
+    "option", ["num_steps=3", "guidance_scale=3", "sampler=edm", "mixed_precision=bf16", "checkpoint=4"]
 )
 def test_what_is_asked_changes_the_samples(run, tmp_path, option):
     images = []
@@ -129,12 +130,13 @@ def test_other_samples_have_another_name(run):
         "labels=balanced",
         "guidance_scale=2",
         "num_steps=3",
+        "sampler=edm",
     ]
     options += ["mixed_precision=bf16", "decoding=official", "checkpoint=4"]
     names = set()
     for asked in ((), *((option,) for option in options)):
         request = configuration.resolve(composed(f"run={run}", *asked, config_name="sample"))
-        names.add(open_run(request, Launch.of(PartialState(cpu=True))).name)
+        names.add(open_source(request, ALONE)[1])
     assert len(names) == 1 + len(options)
 
 

@@ -21,6 +21,7 @@ from tests.networks import PAPER, small_batch, small_dit
 BLOCKS = ("dit", "modern")
 VARIANTS = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
 ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router)
+OPTIONS = [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}]
 TWO_ROUTES = (Route(0.5, 1, 3), Route(0.3, 4, -2))
 # Up to 0.85: a single kept token attends to itself alone, and queries and keys rightly get no gradient.
 WINDOWS = st.lists(
@@ -307,7 +308,9 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}], ids=str
+    "options",
+    [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}],
+    ids="-".join,
 )
 def test_no_tensor_reaches_the_host(variant, options):
     """A fake tensor has no values: whatever asks for one fails."""
@@ -330,7 +333,9 @@ def test_the_host_is_seen_where_it_is_asked():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}], ids=str
+    "options",
+    [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}],
+    ids="-".join,
 )
 def test_nothing_waits_for_the_gpu(variant, options):
     net = small_dit(TWO_ROUTES, **variant, **options).cuda().train()

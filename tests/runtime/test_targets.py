@@ -24,7 +24,10 @@ evaluation.detector  evaluation.DigitClassifier           configs/evaluation/dig
 evaluation.detector  evaluation.GlyphClassifier           configs/evaluation/glyphs.yaml
 evaluation.metrics.accuracy evaluation.LabelAccuracy             configs/evaluation/digits.yaml
 evaluation.metrics.distance evaluation.FrechetDistance           configs/evaluation/digits.yaml
-model                models.DiT                           configs/config.yaml
+guidance             diffusion.CFG                        configs/guidance/cfg.yaml
+model                models.DiT                           configs/model/dit.yaml
+model.router         routing.norm_router                  configs/model/router/norm.yaml
+model.router         routing.random_router                configs/model/router/random.yaml
 optimizer            torch.optim.AdamW                    configs/optimizer/adamw.yaml
 sampler              diffusion.edm_sampler                configs/sampler/edm.yaml
 tracker              training.trackers.TensorBoardTracker configs/tracker/tensorboard.yaml
@@ -33,7 +36,7 @@ tracker              training.trackers.WandbTracker       configs/tracker/wandb.
 OWN = """
 import torch
 
-def heun_twice(denoise, noise, *, num_steps: int, twice: bool = True, randn_like=torch.randn_like):
+def heun_twice(denoise, noise, path, *, num_steps: int, twice: bool = True, randn_like=torch.randn_like):
     return torch.zeros_like(noise)
 """
 

@@ -54,7 +54,7 @@ def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices)
     target = "diffusion.edm_sampler" if choices else "tests.siblings.toy.euler_sampler"
     assert record["sampler"]["_target_"] == target
     with np.load(output) as arrays:
-        assert len(np.unique(arrays["arr_0"])) > 10
+        assert arrays["arr_0"].shape == (10, 8, 8, 1)
     start("fid.py", OWN, "suite=toy", f"samples={output}", f"reference={run.parent}/digits")
     (key,) = json.loads(output.with_suffix(".scores.json").read_text())["values"]
     assert key.startswith("brightness")
