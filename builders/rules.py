@@ -1,8 +1,6 @@
 """Rules of a training configuration: for groups that have no constructor, and across groups."""
 
 import math
-from functools import reduce
-from operator import getitem
 from typing import Any
 
 from models import Backbone
@@ -98,9 +96,12 @@ def check_groups(config: dict[str, Any]) -> None:
             f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread"
         )
     data = config["data"]
-    for key in MUST_NAME_A_TARGET:
-        if "_target_" not in reduce(getitem, key.split("."), config):
-            raise ValueError(f"{key} must name a _target_, as the files of its group do")
+    for key in (*MUST_NAME_A_TARGET, *(["model.router"] if "router" in config["model"] else [])):
+        node = config
+        for name in key.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or "_target_" not in node:
+            raise ValueError(f"{key}={node} must name a _target_")
     if (
         config["train"]["kept_tokens_only"]
         and config["model"]["router"]["_target_"] != "routing.random_router"

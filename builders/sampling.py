@@ -240,7 +240,9 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
         check_positive(key, request[key])
     last = request["first_seed"] + request["num_samples"]
     if request["first_seed"] < 0 or last > NUM_SEEDS:
-        raise ValueError(f"first_seed={request['first_seed']} must give seeds in [0, {NUM_SEEDS})")
+        raise ValueError(
+            f"first_seed={request['first_seed']} must not be negative, and the last seed less than {NUM_SEEDS}"
+        )
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
     check_choice("labels", request["labels"], LABELS)
     num_classes, label = config["data"]["num_classes"], request["class_label"]

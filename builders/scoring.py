@@ -108,7 +108,7 @@ def check_request(request: dict[str, Any]) -> None:
     keys = {*keys, *needed, "mode", "out", "overwrite"} | ({"suite"} if request["mode"] == "score" else set())
     for field in fields(ScoreConfig):
         key, value = field.name, request[field.name]
-        if value == field.default:
+        if value in (field.default, {}):  # no choice of a group is an empty one
             continue
         if key in SUITE_KEYS.values():
             if not any(key == SUITE_KEYS[name] for name in suite.keys() & SUITE_KEYS.keys()):

@@ -247,6 +247,8 @@ def test_the_model_group_is_the_signature_of_the_network():
 def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
     parameters = inspect.signature(target).parameters.items()
     defaults = {name: p.default for name, p in parameters if name in node and p.default is not p.empty}
+    if "router" in defaults:
+        defaults["router"] = {"_target_": f"routing.{defaults['router'].__name__}"}
     assert len(defaults) >= len(node) - 4  # all but _target_ and the sizes
     assert node.items() >= defaults.items()
 
@@ -518,13 +520,16 @@ def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
         ({"experiment": "ablation_tread"}, "ablation_tread_tiny_digits_seed3"),
         ({"parity": "official"}, "tread_tiny_digits_parity_seed3"),
         ({"parity": "none"}, "tread_tiny_digits_seed3"),
+        ({"guidance": "cfg", "model/router": "norm"}, "tread_tiny_digits_seed3_guidance-cfg_router-norm"),
+        ({"guidance": "none", "tracker": "wandb"}, "tread_tiny_digits_seed3"),
     ],
 )
 def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
     from types import SimpleNamespace
 
     chosen = {"model": "tread", "model/size": "tiny", "data": "digits", "experiment": None, **choices}
-    hydra = SimpleNamespace(runtime=SimpleNamespace(choices=chosen), mode=None)
+    overrides = SimpleNamespace(task=[f"{group}={choice}" for group, choice in choices.items()])
+    hydra = SimpleNamespace(runtime=SimpleNamespace(choices=chosen), mode=None, overrides=overrides)
     monkeypatch.setattr(configuration.HydraConfig, "get", lambda: hydra)
     assert configuration._default_run_name(3) == name
 

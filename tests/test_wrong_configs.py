@@ -187,6 +187,7 @@ KEYS = {
         ("train.init_from=nowhere", "not found: give a weights file, a checkpoint folder or a run folder"),
         ("train.init_from=file train.init_from_objective=noise", "must be one of edm, ddpm, flow"),
         ("train.masked_loss=7.5", SWITCH),
+        ("train.kept_tokens_only=7.5", SWITCH),
     ],
     "sample": [
         ("run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
@@ -339,7 +340,7 @@ RULES = [
     ("train", "optimizer=adam", "In 'config': Could not find 'optimizer/adam' Available options in 'optimizer': adamw"),
     ("train", "optimizer.betas=3", "optimizer.betas=3: must be a list"),
     ("train", "train=5", "train=5: is a group of keys, which are set one by one"),
-    ("train", "diffusion.loss=5", "diffusion.loss=5: is a group of keys, which are set one by one"),
+    ("train", "diffusion.loss=5", "diffusion.loss=5 must name a _target_"),
     ("train", "train.total_steps=null", "train.total_steps=null: must not be null"),
     ("train", "train.total_steps", "train.total_steps cannot be read: must be KEY=VALUE"),
     ("train", "model.routes[0].selection_ratio=0.3", "model.routes[0].selection_ratio=0.3 cannot be read: must be KEY=VALUE"),
@@ -522,7 +523,7 @@ def keys_of(program):
     if program == "train":
         choices = [
             [f"{g}={f.stem}"]
-            for g in ("data", "evaluation", "tracker")
+            for g in ("data", "evaluation", "tracker", "model/router")
             for f in (ROOT / "configs" / g).glob("*.yaml")
         ]
     found = set()

@@ -31,8 +31,8 @@ def a_weight_off(net):
 
 
 def other_tokens(net):
-    ids_keep = net._ids_keep
-    net._ids_keep = lambda *arguments: ((ids_keep(*arguments) + 1) % net.num_tokens).sort(dim=1).values
+    router, T = net.router, net.num_tokens
+    net.router = lambda *args, **kwargs: ((router(*args, **kwargs) + 1) % T).sort(dim=1).values
 
 
 @torch.no_grad()

@@ -163,7 +163,7 @@ def test_batched_guidance_is_compared_with_two_forwards_before_it_is_timed(monke
     for row in rows:
         assert row["images_per_sec"] == pytest.approx(2 / (79 * row["ms"] / 1000))
         assert row["hours_50k"] == pytest.approx(50_000 / row["images_per_sec"] / 3600)
-    monkeypatch.setattr("benchmarks.sampling.guided_denoiser", lambda *arguments: lambda x, sigma: x)
+    monkeypatch.setattr("benchmarks.sampling.CFG", lambda scale: lambda branch: lambda x, sigma: x)
     with pytest.raises(AssertionError, match="of their norm"):
         sampling.evaluations(sampling.TINY, 2, "fp32", compiled=False, repeats=1, device=CPU)
 

@@ -17,9 +17,9 @@ def test_a_held_out_loss_is_the_mean_over_all_entries_of_all_processes():
     """Of batches that are not equal; the other process has three entries of loss 11."""
     seen = []
 
-    def loss_fn(denoiser, latents, labels, generator, loss_mask):
+    def loss_fn(denoiser, latents, labels, generator, mask):
         seen.append(
-            (generator.initial_seed(), labels.tolist(), loss_mask, denoiser.training, torch.is_grad_enabled())
+            (generator.initial_seed(), labels.tolist(), mask, denoiser.training, torch.is_grad_enabled())
         )
         return latents * denoiser.factor
 

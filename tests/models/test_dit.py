@@ -247,15 +247,17 @@ def test_any_number_of_classes(num_classes):
         assert net.y_embedder.embedding_table.weight.shape[0] == num_classes + 1
 
 
-def test_learn_sigma_adds_outputs_that_are_not_used():
+def test_learn_sigma_adds_channels_behind_the_others():
     net = small_dit(learn_sigma=True)
     assert net.final_layer.linear.out_features == 2 * 3 * 4
     with torch.no_grad():
         net.final_layer.linear.bias.view(4, 6)[:, 3:] = (
             torch.nan
         )  # channels are innermost; the second half is the variance
-    assert net(*small_batch()).isfinite().all()
-    assert net(*small_batch()).shape == (4, 3, 8, 8)
+    F_x = net(*small_batch())
+    assert F_x.shape == (4, 6, 8, 8)
+    assert F_x[:, :3].isfinite().all()
+    assert F_x[:, 3:].isnan().all()
 
 
 def test_block_after_a_route_runs_in_fp32_only_where_it_is_asked():

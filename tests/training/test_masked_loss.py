@@ -33,14 +33,14 @@ def latents(tmp_path):
 def watched(trainer):
     """Return a list that fills with (force_keep, ids_keep) of each forward, and the lengths of the window."""
     seen, lengths = [], []
-    draw = trainer.net._ids_keep
+    router = trainer.net.router
 
-    def remember(x, ratio, force_keep, generator):
-        ids_keep = draw(x, ratio, force_keep, generator)
+    def remember(*args, force_keep, **kwargs):
+        ids_keep = router(*args, force_keep=force_keep, **kwargs)
         seen.append((force_keep, ids_keep))
         return ids_keep
 
-    trainer.net._ids_keep = remember
+    trainer.net.router = remember
     trainer.net.blocks[3].register_forward_pre_hook(lambda block, args: lengths.append(args[0].shape[1]))
     trainer.speed_check = None
     return seen, lengths
@@ -109,9 +109,9 @@ def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path,
     trainer.loss = remember
     trainer.train_step(next(trainer.batches.from_step(0)))
     ((loss, arguments),) = losses
-    assert torch.equal(arguments["loss_mask"], stored.masks)
+    assert torch.equal(arguments["mask"], stored.masks)
     assert torch.equal(
-        arguments["force_keep"], torch.nn.functional.max_pool2d(stored.masks, 2).flatten(1) > 0
+        arguments["routing"].force_keep, torch.nn.functional.max_pool2d(stored.masks, 2).flatten(1) > 0
     )
     assert torch.equal(loss.detach() == 0, stored.masks.flatten(1).sum(dim=1) == 0)
     assert 0 < (loss == 0).sum() < len(loss)
@@ -122,9 +122,9 @@ def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, l
     trainer, _ = tiny_trainer(tmp_path, *latents, "train.eval_every=2")
     ((_, evaluator),) = trainer.evaluators
     seen = []
-    evaluator.denoisers["val_loss_dense"].register_forward_hook(
-        lambda _, args, output: seen.append((args[1], output))
-    )
+    precond = evaluator.denoisers["val_loss_dense"]
+    denoised = precond.denoised
+    precond.denoised = lambda F_x, x, t: seen.append((t, denoised(F_x, x, t))) or seen[-1][1]
     found = evaluator(0)["val_loss_dense"]
     errors = []
     for (_, x, _, masks), (sigma, denoised) in zip(evaluator.batches(), seen, strict=True):
@@ -150,7 +150,8 @@ def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, 
     options = (
         "train.grad_clip=0.1",
         "train.micro_batch_size=4",
-        "model.importance_weight=0.5",
+        "model/router=norm",
+        "model.router.weight=0.5",
         "ema.warmup=true",
     )
     trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options, f"routing.force_keep_overflow={overflow}")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from diffusion import EDMPrecond
+from routing import Routing
 from runtime.machine import start_process
 from tests.networks import PAPER, small_dit
 from training.speed import SpeedCheck, fp32_slowdown, interleaved_seconds, micro_step, speedup
@@ -54,7 +55,7 @@ def test_a_dense_step_that_does_not_fit_is_told_and_harms_nothing():
         precond.net.x_embedder(x).sum().backward()
         raise torch.OutOfMemoryError("no")
 
-    step = micro_step(EDMPrecond(net), net, loss, 2, CPU)
+    step = micro_step(EDMPrecond(net), net, loss, 2, CPU, Routing)
     SpeedCheck(step, lambda ratios: 1.5, CPU, SimpleNamespace(show=shown.append))((0.5,))
     assert "was not measured" in shown[0]
     assert all(parameter.grad is None for parameter in net.parameters())
