@@ -240,14 +240,17 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
         check_positive(key, request[key])
     last = request["first_seed"] + request["num_samples"]
     if request["first_seed"] < 0 or last > NUM_SEEDS:
-        raise ValueError(
-            f"first_seed={request['first_seed']} must not be negative, and the last seed less than {NUM_SEEDS}"
-        )
+        rule = f"must not be negative, and the last seed less than {NUM_SEEDS}"
+        raise ValueError(f"first_seed={request['first_seed']} {rule}")
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
     check_choice("labels", request["labels"], LABELS)
     num_classes, label = config["data"]["num_classes"], request["class_label"]
     if label is not None and not 0 <= label < num_classes:
-        classes = f"in [0, {num_classes - 1}]" if num_classes else "null: the run has no classes"
+        classes = (
+            f"in [0, {num_classes - 1}]"
+            if num_classes
+            else "null for an unconditional network (num_classes=0)"
+        )
         raise ValueError(f"class_label={label} must be {classes}")
     if label is not None and request["labels"] == "balanced":
         raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")

@@ -298,6 +298,8 @@ KEYS = {
 
 # (program, overrides, how the line begins): rules across keys, and what is not a value at all.
 RULES = [
+    ("train", "model.depth=2000", "model.depth=2000 must be at most 1000"),
+    ("train", "model/router=norm train.kept_tokens_only=true", "train.kept_tokens_only=true needs model/router=random"),
     ("train", "model.in_channels=3", "the model takes latents of (3, 8, 8), those of the data are (1, 8, 8)"),
     ("train", "model.routes=[]", "model.routes=[]: TREAD training requires you to configure the routes"),
     ("train", "sampler.num_steps=1000000", "sampler.num_steps=1000000 must be in [1, 100000]"),
