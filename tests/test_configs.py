@@ -3,6 +3,7 @@
 import inspect
 import math
 from dataclasses import MISSING, asdict, fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from builders import config as configuration
 from builders.auto import resolve_auto
-from builders.network import build_net, build_precond
+from builders.kept_tokens import KeptTokensLoss
+from builders.network import build_loss, build_net, build_precond
 from builders.schemas import RoutingConfig
 from builders.scoring import check_request
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, edm_sampler
 from models import DiT
-from routing import RoutePlan
+from routing import RoutePlan, norm_router
 from runtime.config import build_node
 from runtime.provenance import flatten
 from tests.runs import ROOT, composed, validated
@@ -525,13 +527,21 @@ def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
     ],
 )
 def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
-    from types import SimpleNamespace
-
     chosen = {"model": "tread", "model/size": "tiny", "data": "digits", "experiment": None, **choices}
     overrides = SimpleNamespace(task=[f"{group}={choice}" for group, choice in choices.items()])
     hydra = SimpleNamespace(runtime=SimpleNamespace(choices=chosen), mode=None, overrides=overrides)
     monkeypatch.setattr(configuration.HydraConfig, "get", lambda: hydra)
     assert configuration._default_run_name(3) == name
+
+
+def test_the_router_is_the_one_that_was_asked_for():
+    _, net = built("model/router=norm", "model.router.weight=0.5")
+    assert (net.router.func, net.router.keywords) == (norm_router, {"weight": 0.5})
+
+
+def test_the_loss_of_kept_tokens_is_built_where_it_is_asked_for():
+    for arm, kind in (("tread", EDMLoss), ("kept_loss", KeptTokensLoss)):
+        assert type(build_loss(*built(f"experiment=ablation_{arm}"))) is kind
 
 
 def test_the_schema_of_routing_and_the_plan_have_the_same_defaults():

@@ -140,19 +140,22 @@ def test_a_variance_in_the_output_is_left_out_of_the_denoised_image():
     assert torch.equal(plain, both)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("routes", [[PAPER], [Route(0.8, 1, 2), Route(0.8, 3, 4)]], ids=["one", "two"])
-def test_the_loss_of_kept_tokens_is_the_mean_over_the_pixels_that_every_route_kept(routes):
+def test_the_loss_of_kept_tokens_is_the_mean_over_the_pixels_that_every_route_kept(routes, masked):
     """Two routes at 0.8 keep 4 of 16 tokens each, and in some samples none in common: these have no loss."""
     net, (x, _, labels) = small_dit(routes, class_dropout_prob=0.0).train(), small_batch(32)
     drawn, router = [], net.router
     net.router = lambda *args, **kwargs: drawn.append(router(*args, **kwargs)) or drawn[-1]
     loss, ratio = KeptTokensLoss(EDMLoss(), net), routes[0].selection_ratio
     generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    losses = loss(EDMPrecond(net), x, labels, routing=Routing(ratio), generator=generators[0])
+    mask = torch.rand(32, 8, 8) if masked else None
+    losses = loss(EDMPrecond(net), x, labels, routing=Routing(ratio), mask=mask, generator=generators[0])
     kept = torch.ones(32, 16)
     for ids_keep in drawn:
         kept *= torch.zeros(32, 16).scatter(1, ids_keep, 1.0)
     pixels = kept.view(32, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2)
+    pixels = pixels * mask if masked else pixels
     noise = [torch.rand(32, 16, generator=generators[1]) for _ in routes]
     masked = EDMLoss()(
         EDMPrecond(net), x, labels, routing=Routing(ratio, noise=noise), mask=pixels, generator=generators[1]

@@ -55,6 +55,7 @@ def test_initial_noise_is_bitwise_the_same_for_any_batch_size():
     seen = []
 
     def sampler(denoise, noise, path, *, randn_like):
+        assert path is PRECOND.path
         seen.append(torch.stack([noise, randn_like(noise)], dim=1))
         return noise
 
@@ -88,6 +89,17 @@ def test_guidance_is_one_forward_and_scale_one_is_the_condition_alone():
         guided, unconditional + 3.0 * (conditional - unconditional), atol=1e-4, rtol=1e-4
     )
     assert (conditional - unconditional).abs().max() > 0.01
+
+
+def test_the_scale_of_guidance_may_depend_on_the_time():
+    class LowNoise(CFG):
+        def scale(self, t):
+            return 3.0 if t < 1 else 1.0
+
+    x, _, labels = small_batch()
+    for t, scale in ((0.5, 3.0), (2.0, 1.0)):
+        of_all_times = CFG(scale)(Branch(PRECOND, labels))(x, torch.tensor(t))
+        assert torch.equal(LowNoise()(Branch(PRECOND, labels))(x, torch.tensor(t)), of_all_times)
 
 
 def test_guidance_needs_classes():

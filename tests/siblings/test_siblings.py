@@ -10,7 +10,7 @@ from builders.sampling import open_run
 from diffusion import Branch, EDMPath, edm_sampler, on_path
 from tests.programs import ROOT, start
 from tests.runs import metrics
-from tests.siblings.toy import FlowPath, VelocityPrecond, euler_sampler
+from tests.siblings.toy import FlowPath, VelocityLoss, VelocityPrecond, euler_sampler
 
 CONFIGS = ROOT / "tests/siblings/configs"
 OWN = f"--config-dir={CONFIGS}"
@@ -95,3 +95,13 @@ def test_guidance_of_a_sibling_takes_routing_as_its_weak_branch(opened):
     assert not torch.equal(strong, weak)
     guided = opened.guidance(Branch(opened.precond, labels))(x, t)
     torch.testing.assert_close(guided, weak + 1.5 * (strong - weak))
+
+
+def test_the_loss_of_a_sibling_is_taken_along_its_own_path():
+    """A network that knows the data is never wrong: eps - x_0 = (x_t - x_0) / t."""
+    x = torch.randn(8, 1, 8, 8)
+
+    def knows(x_t, t, class_labels, *, routing, generator):
+        return (x_t - x) / t.view(-1, 1, 1, 1)
+
+    assert VelocityLoss()(VelocityPrecond(knows), x, None).max() < 1e-6
