@@ -147,7 +147,8 @@ def arrows():
 
 def diagram():
     """Return the lines between the markers of README, in Mermaid."""
-    lines = [f"    {room} --> {name}" for room, names in sorted(arrows().items()) for name in sorted(names)]
+    found = sorted(arrows().items())
+    lines = [f"    {room} --> {' & '.join(sorted(names))}" for room, names in found if names]
     programs = '    programs["train.py sample.py fid.py<br>programs of data/, examples/"]'
     return "\n".join(["```mermaid", "flowchart TD", programs, *lines, "```"])
 

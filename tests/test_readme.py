@@ -249,10 +249,18 @@ def test_what_the_readme_calls_absent_is_absent():
     assert section.count("\n- ") + 1 == 5
 
 
-def test_links_lead_to_files():
+def anchors(document):
+    """Return what GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", document.read_text(), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_headings():
     for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]:
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            assert target.startswith("http") or (document.parent / target).exists(), target
+        for path, _, anchor in re.findall(r"\]\(([^)#]*)(#?)([^)]*)\)", document.read_text()):
+            page = document.parent / path if path else document
+            assert path.startswith("http") or page.exists(), path
+            assert not anchor or path.startswith("http") or anchor in anchors(page), f"{document}: {anchor}"
 
 
 def keys_of(file, prefix):
