@@ -12,7 +12,7 @@ from omegaconf import MISSING
 
 @dataclass
 class TrainConfig:
-    """Scalars of the loop; README has the table."""
+    """Scalars of the loop; training/README.md has the table."""
 
     total_steps: int = MISSING
     batch_size: int = MISSING  # global, over all processes and micro-batches

@@ -35,8 +35,8 @@ class RoutePlan:
         num_levels: how many values the factor takes.
         off_last_steps: so many last steps are dense; the schedule ends before them.
         force_keep_overflow: where a sample forces more tokens to stay than K: `grow` raises K for this step,
-            up to T; `bypass` lets the least important of them bypass and counts them; `error` refuses the
-            data.
+            up to T; `bypass` lets those that come last for the router bypass and counts them; `error`
+            refuses the data.
 
     Raises:
         ValueError: with the key, the value and the rule.

@@ -8,6 +8,7 @@ import ast
 import re
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -126,6 +127,35 @@ def test_rules_hold(file):
 )
 def test_the_rules_see_a_violation(file, source):
     assert list(violations(file, source))
+
+
+def arrows():
+    """Return which rooms each room imports, without what follows from other arrows; programs are one room."""
+    found = {}
+    for file in FILES:
+        relative = str(file.relative_to(ROOT))
+        room = "programs" if relative in PROGRAMS else relative.partition("/")[0]
+        imported = {module.split(".")[0] for module in imports(ast.parse(file.read_text()))} & OWN - {room}
+        imported = {"programs" if name in ENTRY_POINTS else name for name in imported}
+        if room != "tests":
+            found[room] = found.get(room, set()) | imported
+    below = {}
+    for room in TopologicalSorter(found).static_order():  # raises CycleError where an arrow goes up
+        below[room] = found[room].union(*(below[name] for name in found[room]))
+    return {room: found[room] - set().union(*(below[name] for name in found[room])) for room in found}
+
+
+def diagram():
+    """Return the lines between the markers of README, in Mermaid."""
+    found = sorted(arrows().items())
+    lines = [f"    {room} --> {' & '.join(sorted(names))}" for room, names in found if names]
+    programs = '    programs["train.py sample.py fid.py<br>programs of data/, examples/"]'
+    return "\n".join(["```mermaid", "flowchart TD", programs, *lines, "```"])
+
+
+def test_the_diagram_in_readme_is_that_of_the_imports():
+    shown = (ROOT / "README.md").read_text().partition("<!-- imports -->\n")[2]
+    assert shown.partition("\n<!-- /imports -->")[0] == diagram()
 
 
 def third_party(files):

@@ -4,20 +4,32 @@ lead somewhere.
 
 import re
 import shlex
+from dataclasses import fields
 
 import pytest
+import yaml
 
 from benchmarks import gpu
 from builders import config as configuration
-from builders.schemas import ConvertConfig, EncodeConfig, RoutingConfig, ScoreConfig, TrainConfig
+from builders.schemas import (
+    ConvertConfig,
+    EMAConfig,
+    EncodeConfig,
+    OptimizerConfig,
+    RoutingConfig,
+    SampleConfig,
+    ScoreConfig,
+    TrainConfig,
+)
 from builders.scoring import check_request
 from data import encode
 from evaluation.files import PUBLISHED
 from examples import finetune
+from runtime.provenance import flatten
 from tests.runs import ROOT, composed
 
-FOLDERS = ("data", "routing", "evaluation", "benchmarks")
-SOURCES = (*FOLDERS, "models", "diffusion", "training", "builders", "runtime", "configs", "examples", "tests")
+FOLDERS = ("training", "routing", "models", "diffusion", "data", "evaluation", "benchmarks")
+SOURCES = (*FOLDERS, "builders", "runtime", "configs", "examples", "tests")
 PAPERS = {
     "TREAD",
     "DiT",
@@ -35,7 +47,9 @@ PAPERS = {
     "PRX",
 }
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
-TEXT = "\n".join(document.read_text() for document in DOCUMENTS)
+PAGES = {document.parent.name: document.read_text() for document in DOCUMENTS[1:]}
+README = DOCUMENTS[0].read_text()
+TEXT = "\n".join([README, *PAGES.values()])
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
 COMMANDS = [
     line
@@ -44,7 +58,11 @@ COMMANDS = [
     for line in re.sub(r"\\\n\s*", "", block).splitlines()
     if line.strip()
 ]
-EXAMPLES = [block for language, block in BLOCKS if language == "python"]
+EXAMPLES = [
+    block
+    for language, block in BLOCKS
+    if language == "python" and "open_run" not in block  # that one needs a run: tests/siblings
+]
 PROGRAMS = {
     "train.py": "config",
     "sample.py": "sample",
@@ -105,6 +123,7 @@ def test_commands_compose_and_validate(command):
 def test_the_documents_have_commands_and_examples():
     assert len(COMMANDS) > 10
     assert len(EXAMPLES) == 9
+    assert all(re.search(r"^\|", page.partition("\n#")[0], flags=re.M) for page in PAGES.values())
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -114,7 +133,7 @@ def test_examples_run(example, tmp_path, monkeypatch):
 
 
 def test_benchmarks_that_are_named_exist_and_the_other_way_round():
-    named = set(re.findall(r"python -m benchmarks\.(\w+)", (ROOT / "benchmarks" / "README.md").read_text()))
+    named = set(re.findall(r"python -m benchmarks\.(\w+)", PAGES["benchmarks"]))
     programs = {
         file.stem for file in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in file.read_text()
     }
@@ -177,9 +196,7 @@ def test_commands_of_published_results_are_the_recipe_to_the_last_key():
 
 
 def test_each_line_of_what_is_trusted_names_its_test():
-    section = (
-        (ROOT / "data/README.md").read_text().partition("## Files from outside\n")[2].partition("\n## ")[0]
-    )
+    section = PAGES["data"].partition("## Files from outside\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     named = [re.search(r"\| `(test_\w+)` \|$", line)[1] for line in lines]
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
@@ -196,7 +213,7 @@ def test_keys_that_are_cited_are_in_the_references():
         if file.suffix in (".py", ".yaml", ".md")
     ]
     text = "\n".join(file.read_text() for file in [*code, *ROOT.glob("*.py"), *ROOT.glob("*.md")])
-    references = DOCUMENTS[0].read_text().partition("## References")[2]
+    references = README.partition("## References")[2]
     listed = set(re.findall(r"\[([A-Z]\w+)\] [^;]*\[arXiv", references))
     bracketed = set(re.findall(r"(?<![\w\]])\[([A-Z][A-Za-z0-9]+)\](?!\()", text))
     cited = bracketed & (listed | PAPERS)
@@ -221,7 +238,7 @@ ABSENT = {
 
 
 def test_what_the_readme_calls_absent_is_absent():
-    (section,) = re.findall(r"this is absent here:\n\n((?:[- ] .*\n)+)", DOCUMENTS[0].read_text())
+    (section,) = re.findall(r"this is absent here:\n\n((?:[- ] .*\n)+)", PAGES["models"])
     files = [
         *(ROOT / "configs").glob("*/*.yaml"),
         *(f for room in ("models", "diffusion") for f in (ROOT / room).glob("**/*.py")),
@@ -232,38 +249,53 @@ def test_what_the_readme_calls_absent_is_absent():
     assert section.count("\n- ") + 1 == 5
 
 
-def test_links_lead_to_files():
+def anchors(document):
+    """Return what GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", document.read_text(), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_headings():
     for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]:
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            assert target.startswith("http") or (document.parent / target).exists(), target
+        for path, _, anchor in re.findall(r"\]\(([^)#]*)(#?)([^)]*)\)", document.read_text()):
+            page = document.parent / path if path else document
+            assert path.startswith("http") or page.exists(), path
+            assert not anchor or path.startswith("http") or anchor in anchors(page), f"{document}: {anchor}"
 
 
-def test_every_train_key_and_group_option_is_in_the_readme():
-    from dataclasses import fields
+def keys_of(file, prefix):
+    """Return the dotted keys of a YAML file of a group, without what it builds."""
+    found = yaml.safe_load((ROOT / "configs" / file).read_text())
+    return {key for key in flatten(found.get(prefix, found), prefix) if not key.endswith("._target_")}
 
-    readme = DOCUMENTS[0].read_text()
-    assert not [field.name for field in fields(TrainConfig) if f"`train.{field.name}`" not in readme]
-    assert not [field.name for field in fields(RoutingConfig) if f"`routing.{field.name}`" not in readme]
-    scoring = (ROOT / "evaluation" / "README.md").read_text()
-    assert not [field.name for field in fields(ScoreConfig) if f"`{field.name}" not in scoring]
-    encoding = (ROOT / "data" / "README.md").read_text()
-    for schema in (EncodeConfig, ConvertConfig):
-        assert not [
-            field.name
-            for field in fields(schema)
-            if f"`{field.name}" not in encoding and f"{field.name}=" not in encoding
-        ]
-    for group in (
-        "model",
-        "model/routes",
-        "model/block",
-        "data",
-        "parity",
-        "diffusion",
-        "sampler",
-        "guidance",
-        "evaluation",
-        "tracker",
-    ):
+
+def test_every_key_is_on_its_page():
+    training = [f"train.{field.name}" for field in fields(TrainConfig)]
+    training += [f"routing.{field.name}" for field in fields(RoutingConfig)]
+    training += [f"optimizer.{field.name}" for field in fields(OptimizerConfig) if field.name[0] != "_"]
+    training += [f"ema.{field.name}" for field in fields(EMAConfig)]
+    documented = {
+        "training": training,
+        "models": keys_of("model/dit.yaml", "model") | keys_of("model/size/tiny.yaml", "model"),
+        "routing": keys_of("model/router/norm.yaml", "model.router"),
+        "diffusion": {
+            *(keys_of("diffusion/edm.yaml", "diffusion") - {"diffusion.precond.sigma_data"}),
+            *keys_of("sampler/edm.yaml", "sampler"),
+            *keys_of("guidance/cfg.yaml", "guidance"),
+            *(field.name for field in fields(SampleConfig)),
+        },
+        "evaluation": [field.name for field in fields(ScoreConfig)],
+    }
+    assert not [
+        (page, key) for page, keys in documented.items() for key in keys if f"`{key}`" not in PAGES[page]
+    ]
+    data = PAGES["data"]
+    for field in (*fields(EncodeConfig), *fields(ConvertConfig)):
+        assert f"`{field.name}" in data or f"{field.name}=" in data, field.name
+
+
+def test_every_option_of_a_group_is_in_the_readme():
+    groups = ("model", "model/routes", "model/router", "model/block", "data", "parity", "diffusion")
+    for group in (*groups, "sampler", "guidance", "optimizer", "ema", "evaluation", "tracker"):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
-            assert f"`{file.stem}`" in readme, file
+            assert f"`{file.stem}`" in README, file

@@ -1,6 +1,7 @@
 """A sibling of each choice is one file and one YAML file: used by the programs without an edit elsewhere."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -61,10 +62,11 @@ def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices)
 
 
 def test_a_run_opens_in_three_lines_of_python(opened):
-    denoise = opened.guidance(Branch(opened.precond, torch.arange(4)))
-    latents = opened.sampler(denoise, torch.randn(4, 1, 8, 8), opened.precond.path)
-    assert latents.shape == (4, 1, 8, 8)
-    assert latents.isfinite().all()
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    assert example.count("runs/tread_tiny_digits_seed0") == 1
+    exec(example.replace("runs/tread_tiny_digits_seed0", str(opened.path)), found := {})
+    assert found["latents"].shape == (10, 1, 8, 8)
+    assert found["latents"].isfinite().all()
 
 
 def test_any_sampler_runs_a_network_of_any_path():
