@@ -132,10 +132,10 @@ def test_other_samples_have_another_name(run):
         "num_steps=3",
         "sampler=edm",
     ]
-    options += ["mixed_precision=bf16", "decoding=official", "checkpoint=4"]
+    options += ["sampler=edm sampler.rho=5", "mixed_precision=bf16", "decoding=official", "checkpoint=4"]
     names = set()
-    for asked in ((), *((option,) for option in options)):
-        request = configuration.resolve(composed(f"run={run}", *asked, config_name="sample"))
+    for asked in ("", *options):
+        request = configuration.resolve(composed(f"run={run}", *asked.split(), config_name="sample"))
         names.add(open_source(request, ALONE)[1])
     assert len(names) == 1 + len(options)
 
