@@ -197,7 +197,7 @@ def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
     for program, overrides, message in (
         ("sample.py", ["run=nowhere"], "run=nowhere is not a run directory"),
         ("sample.py", ["run=r", "output=x.png"], "output=x.png must end in .npz"),
-        ("sample.py", ["run=r", "num_steps=0"], "num_steps=0 must be greater than 0"),
+        ("sample.py", ["run=r", "num_steps=0"], "num_steps=0 must be in [1, 100000]"),
         ("sample.py", ["run=r", "class_label=10"], "class_label=10 must be in [0, 9]"),
         ("fid.py", ["samples=nowhere.npz", "reference=x"], "samples=nowhere.npz not found"),
         ("fid.py", ["samples=noise.npz", *DIGIT_SCORES], "noise.npz cannot be read"),

@@ -51,7 +51,7 @@ def test_the_limit_is_eighty_percent_of_the_predicted_speed_up(clock, routed_sec
 def test_a_dense_step_that_does_not_fit_is_told_and_harms_nothing():
     net, shown = small_dit([PAPER]), []
 
-    def loss(precond, x, labels, *, generator, selection_ratio):
+    def loss(precond, x, labels, *, generator, routing):
         precond.net.x_embedder(x).sum().backward()
         raise torch.OutOfMemoryError("no")
 
