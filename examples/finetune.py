@@ -35,9 +35,11 @@ from routing import Route, Routing, attach, from_simpletuner, grow_ratio, norm_r
 from runtime.arrays import read_header
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
-from runtime.files import atomic_write, finite, write_json, write_text
+from runtime.files import finite, write_json, write_text
+from runtime.launch import Launch
 from runtime.machine import start_process
 from runtime.provenance import PROJECT
+from training.checkpoint import CheckpointFolder
 
 RECIPES = PROJECT / "configs" / "model" / "routes"
 ARRAYS = ("latents", "text", "pooled", "references", "masks")
@@ -366,6 +368,21 @@ def _to_nf4(transformer: nn.Module) -> None:
         transformer.set_submodule(path, small.to(PartialState().device))  # this quantizes them
 
 
+class Trained:
+    """The parameters that are trained, as a part of a checkpoint."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]):
+        self.parameters = parameters
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state[name])
+
+
 class Finetuning:
     """The loop: where it stands follows from `step` alone."""
 
@@ -380,7 +397,8 @@ class Finetuning:
     ):
         self.request, self.family, self.arrays, self.network = request, family, arrays, network
         self.routes, self.accelerator = routes, accelerator
-        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        self.launch = Launch.of(PartialState())
+        self.rank, self.world_size = self.launch.rank, self.launch.world_size
         self.trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(self.trained.values(), lr=request["lr"], weight_decay=0.0)
         # Weights that are not trained are the same everywhere: nothing to send, and weights in few bits
@@ -389,6 +407,8 @@ class Finetuning:
         network._ddp_params_and_buffers_to_ignore = frozen
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
         self.folder, self.step = Path(request["output_dir"]), 0
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", 1, None, self.launch)
+        self.parts = {"trained": Trained(self.trained), "optimizer": self.optimizer}
         num_held_out, num_rows = request["num_held_out"], len(arrays["latents"])
         self.order = StreamOrder(
             np.arange(num_held_out, num_rows),
@@ -499,26 +519,17 @@ class Finetuning:
 
     def save(self) -> None:
         """Save what is trained and the optimizer, all or nothing."""
-        if self.rank == 0:
-            weights = {name: parameter.detach() for name, parameter in self.trained.items()}
-            state = {"step": self.step, "weights": weights, "optimizer": self.optimizer.state_dict()}
-            with atomic_write(self.folder / "checkpoint.pt") as partial:
-                torch.save(state, partial)
+        self.checkpoints.save(self.step, self.parts)
 
     def resume(self, settings: dict[str, Any]) -> None:
-        """Go on where the checkpoint in `output_dir` is, if there is one."""
-        checkpoint, metrics = self.folder / "checkpoint.pt", self.folder / "metrics.jsonl"
-        if checkpoint.exists():
-            state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-            self.step, total_steps = state["step"], self.request["total_steps"]
+        """Go on from the newest checkpoint in `output_dir`, if there is one."""
+        metrics, total_steps = self.folder / "metrics.jsonl", self.request["total_steps"]
+        if newest := self.launch.broadcast_from_main(lambda: self.checkpoints.newest_intact(print)):
+            self.step = self.checkpoints.load(newest, self.parts)
             if self.step > total_steps:
                 told = f"must be at least {self.step}, where {self.folder} stands"
                 raise ValueError(f"total_steps={total_steps} {told}")
-            with torch.no_grad():
-                for name, parameter in self.trained.items():
-                    parameter.copy_(state["weights"][name])
-            self.optimizer.load_state_dict(state["optimizer"])
-        self.accelerator.wait_for_everyone()  # all have read before anything is written
+        self.launch.barrier()  # all have read before anything is written
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "finetune.json", settings)

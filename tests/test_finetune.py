@@ -21,6 +21,7 @@ from examples import finetune
 from routing import Route, end_route
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed
+from training.checkpoint import steps_in
 
 peft = pytest.importorskip("peft", reason="`make finetune` installs it")
 
@@ -441,9 +442,10 @@ def test_a_number_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
     np.save(tmp_path / "latents.npy", latents)
     with pytest.raises(SystemExit, match=r"loss or gradient of step \d is not finite, of rows .*\b9\b"):
         run(tmp_path, "train=full", "save_every=1")
-    checkpoint = tmp_path / "run" / "checkpoint.pt"
-    if checkpoint.exists():
-        assert all(weight.isfinite().all() for weight in torch.load(checkpoint)["weights"].values())
+    for _, checkpoint in steps_in(tmp_path / "run/checkpoints"):
+        assert all(
+            weight.isfinite().all() for weight in load_file(checkpoint / "trained.safetensors").values()
+        )
 
 
 def test_lines_that_a_kill_has_cut_are_written_again(tmp_path):
@@ -461,18 +463,19 @@ def test_what_a_kill_or_a_full_disk_leaves_of_saving_is_no_hindrance(tmp_path, m
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.finetune.partial.json").write_text("{")
     run(tmp_path, "rank=4", "total_steps=2")
-    before = (tmp_path / "run/checkpoint.pt").read_bytes()
+    sums = tmp_path / "run/checkpoints/step_00000002/SHA256SUMS"
+    before = sums.read_bytes()
 
-    def full(state, file):
+    def full(tensors, file):
         file.write_bytes(b"a part")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
+        patch.setattr("training.checkpoint.save_file", full)
         with pytest.raises(SystemExit, match="No space left"):
             run(tmp_path, "rank=4")
-    assert (tmp_path / "run/checkpoint.pt").read_bytes() == before
-    assert not list((tmp_path / "run").glob(".*"))
+    assert sums.read_bytes() == before
+    assert not list((tmp_path / "run").glob("**/.*"))
     run(tmp_path, "rank=4")
     run(tmp_path, "rank=4", output="whole")
     assert metrics(tmp_path) == metrics(tmp_path, "whole")
