@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-DEMO := runs/demo
+DEMO := runs/tread_tiny_digits_seed0
 JOBS ?= 2  # tests that run at once
 # One process, said in full so that the launcher has nothing to warn about.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
@@ -11,7 +11,7 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 
 demo: setup ## digits from nothing: train, sample, score
 	@$(BIN)/python -m benchmarks.demo_time
-	$(LAUNCH) train.py model=tread run_name=demo
+	$(LAUNCH) train.py model=tread
 	$(LAUNCH) sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz overwrite=true
 	$(LAUNCH) fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits overwrite=true
 	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."

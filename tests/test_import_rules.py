@@ -1,7 +1,5 @@
-"""Imports between the project's own packages go one way; Hydra stays at the edge; heavy libraries wait until
-they are used.
-
-What is imported from elsewhere is declared in pyproject.toml, and pinned.
+"""Imports between packages go one way; Hydra stays at the edge; heavy libraries are imported where they are
+used; every third-party library is declared in pyproject.toml and pinned.
 """
 
 import ast
@@ -19,7 +17,7 @@ ROOMS = {"models", "routing", "diffusion", "data", "evaluation", "training", "ru
 PACKAGES = ROOMS | {"benchmarks", "examples", "tests"}
 ENTRY_POINTS = {"train", "sample", "fid"}
 OWN = PACKAGES | ENTRY_POINTS
-# What is run: it may import all rooms, and use @hydra.main.
+# Programs may import all rooms, and use @hydra.main.
 PROGRAMS = {"train.py", "sample.py", "fid.py", "examples/finetune.py"}
 PROGRAMS |= {f"data/{name}.py" for name in ("encode", "convert", "verify", "report", "make_shards")}
 MAY_IMPORT = {
@@ -37,22 +35,11 @@ MAY_IMPORT = {
 }
 # Stand-ins for the forward of any model or block.
 ANY_CALL = {("routing/attached.py", "_routed_forward"), ("routing/attached.py", "__call__")}
-HEAVY = {
-    "diffusers",
-    "torch_fidelity",
-    "webdataset",
-    "lmdb",
-    "wandb",
-    "matplotlib",
-    "sklearn",
-    "peft",
-    "torchao",
-}
-HEAVY |= {"bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
+HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft"}
+HEAVY |= {"torchao", "bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
 
-FILES = sorted(
-    p for p in ROOT.rglob("*.py") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)
-)
+FILES = [ROOT / f"{name}.py" for name in sorted(ENTRY_POINTS)]
+FILES += [file for package in sorted(PACKAGES) for file in sorted((ROOT / package).rglob("*.py"))]
 
 
 def imports(tree):
@@ -130,7 +117,7 @@ def test_the_rules_see_a_violation(file, source):
 
 
 def arrows():
-    """Return which rooms each room imports, without what follows from other arrows; programs are one room."""
+    """Return which rooms each room imports, without arrows that follow from others; programs are one room."""
     found = {}
     for file in FILES:
         relative = str(file.relative_to(ROOT))
@@ -147,8 +134,10 @@ def arrows():
 
 def diagram():
     """Return the lines between the markers of README, in Mermaid."""
-    found = sorted(arrows().items())
-    lines = [f"    {room} --> {' & '.join(sorted(names))}" for room, names in found if names]
+    sources = {}  # by what they import
+    for room, imported in sorted(arrows().items()):
+        sources.setdefault(" & ".join(sorted(imported)), []).append(room)
+    lines = [f"    {' & '.join(rooms)} --> {imported}" for imported, rooms in sources.items() if imported]
     programs = '    programs["train.py sample.py fid.py<br>programs of data/, examples/"]'
     return "\n".join(["```mermaid", "flowchart TD", programs, *lines, "```"])
 
@@ -159,32 +148,25 @@ def test_the_diagram_in_readme_is_that_of_the_imports():
 
 
 def third_party(files):
-    """Return the modules that files import, anywhere in them, and that are neither Python's nor the
-    project's.
-    """
+    """Return the third-party modules that files import."""
     modules = {module for file in files for module in imports(ast.parse(file.read_text()))}
     return {module for module in modules if module.split(".")[0] not in OWN | sys.stdlib_module_names}
 
 
 def distributions_of(module):
-    """Return the names of the distributions that install a module; several may share its first folder, as in
-    google.
-    """
+    """Return the names of the distributions that install a module."""
     top = module.split(".")[0]
-    names = set(
-        INSTALLED.get(top, [top])
-    )  # one that is not installed has the name of its module, as peft has
-    if len(names) > 1:
+    names = set(INSTALLED.get(top, [top]))  # one that is not installed is taken to have its module's name
+    if len(names) > 1:  # namespace packages, as google
         path = module.replace(".", "/")
         names = {name for name in names if any(str(file).startswith(path) for file in metadata.files(name))}
     return names_of(names)
 
 
 def names_of(requirements):
-    """Return the names in requirements, spelt as in the index of packages (PEP 503)."""
-    return {
-        re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower() for requirement in requirements
-    }
+    """Return the normalised names in requirements (PEP 503)."""
+    names = (re.match(r"[\w.-]+", requirement)[0] for requirement in requirements)
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
 
 
 def missing(modules, names):
@@ -217,6 +199,7 @@ def test_a_library_that_another_one_brings_is_not_declared_by_it():
 def test_every_package_has_an_init_file():
     folders = {p.parent for p in FILES if p.parent != ROOT}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+    assert {file.parent.name for file in ROOT.glob("*/__init__.py")} == PACKAGES
 
 
 def test_no_file_of_the_project_names_an_absolute_path():
