@@ -1,6 +1,4 @@
-"""An Inception network of random weights: the same graph as the published one, in 95 MB that nobody has to
-download.
-"""
+"""An Inception network of random weights: the graph of the published one, without a download."""
 
 from typing import ClassVar
 from unittest import mock
@@ -10,17 +8,12 @@ import torch
 from torchvision.models import inception_v3
 
 from evaluation import AdmSuite
-from evaluation.detectors.inception import (
-    NUM_CLASSES,
-    InceptionDetector,
-)
+from evaluation.detectors.inception import NUM_CLASSES, InceptionDetector
 from runtime.launch import ALONE
 
 
 def random_state():
-    """Draw a state dict whose features neither vanish nor explode (torchvision's network has the same names
-    and shapes).
-    """
+    """Draw weights whose features neither vanish nor explode; names and shapes are those of torchvision."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
         network = inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False)
@@ -44,7 +37,7 @@ def write_random_weights(file):
 
 
 class Remembering(InceptionDetector):
-    """Looks at each image once: most tests are of what is made of its features."""
+    """Evaluates each image once: most tests are about what is computed from the features."""
 
     def __init__(self, weights):
         self._known = {}
@@ -62,17 +55,15 @@ class Remembering(InceptionDetector):
 
 
 class Projections:
-    """In place of the network, where any features will do: projections of the pixels."""
+    """Random projections of the pixels, for tests in which any features will do."""
 
     device = torch.device("cpu")
     record: ClassVar = {"path": "none", "checked": "names and shapes", "tensors_sha256": "none"}
     num_features = InceptionDetector.num_features
 
     def __call__(self, images):
-        pixels, generator = (
-            torch.from_numpy(images).flatten(1).double() / 255,
-            torch.Generator().manual_seed(0),
-        )
+        pixels = torch.from_numpy(images).flatten(1).double() / 255
+        generator = torch.Generator().manual_seed(0)
         found = {}
         for name, size in self.num_features.items():
             weight = torch.randn(pixels.shape[1], size, generator=generator).double()
@@ -81,7 +72,7 @@ class Projections:
 
 
 def adm_suite(detector, reference, **options):
-    """Build an ADM suite that looks through a detector of the test's."""
+    """Build an ADM suite with a detector of the test's."""
     asked = {"precision_recall": True, "exact_distances": False, "kid": True, "batch_size": 8, **options}
     asked = {"num_samples": 5, "labels": "random", "launch": ALONE, **asked}
     with mock.patch("evaluation.adm.InceptionDetector", lambda *_: detector):

@@ -1,11 +1,11 @@
-"""Put one wrong program after another before the tests, and see whether they notice.
+"""Mutation testing: run the tests on one wrong program after another, and see whether they fail.
 
     python -m tests.mutation                     all of them, half an hour on two cores
     python -m tests.mutation diffusion/ ema.py   those of some files
 
-Each entry of `tests/mutations/*.yaml` names a text of a file, what stands there instead, and the tests that
-must go red. An entry that gives `equivalent`, the reason why no test can, is not run. Changed are copies,
-never this tree. The libraries of `make finetune` must be there.
+Each entry of `tests/mutations/*.yaml` names a text in a file, its wrong replacement, and the tests that must
+fail. An entry with `equivalent`, the reason why no test can fail, is not run. Copies are changed, never this
+tree. The libraries of `make finetune` must be installed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from threading import RLock
 import yaml
 from tqdm import tqdm
 
-from tests.programs import LONGEST_SEC, PRELOADED, ROOT
+from tests.programs import MAX_SEC, PRELOADED, ROOT
 
 LISTS = Path(__file__).with_name("mutations")
 GREEN, RED, HANGS = "GREEN", "red", "hangs"
@@ -35,7 +35,7 @@ OUTPUT = "output.txt"
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake: `wrong` in place of `text` in `file`, which `tests` (arguments of pytest) must notice."""
+    """`wrong` in place of `text` in `file`, on which `tests` (arguments of pytest) must fail."""
 
     file: str
     text: str
@@ -51,7 +51,7 @@ class Mutation:
         file = ROOT / self.file
         count = file.read_text().count(self.text) if file.is_file() else 0
         if count != 1:
-            return f"{self}: the text is there {count} times, must be there once"
+            return f"{self}: the text is in the file {count} times, must be once"
         if bool(self.tests) == bool(self.equivalent):
             return f"{self}: must give either tests or equivalent"
         missing = [test for test in self.tests.split() if not _is_there(test)]
@@ -67,21 +67,20 @@ def read_lists() -> list[Mutation]:
 
 
 def main() -> None:
-    """Run the mutations asked for, print what became of each, and end with 1 unless all are red."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("files", nargs="*", help="parts of the names of files; none: all")
+    """Run the mutations, print the outcome of each, and exit with 1 unless the tests fail on all of them."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("files", nargs="*", help="parts of file names; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at once")
     asked = parser.parse_args()
     listed = [m for m in read_lists() if not asked.files or any(part in m.file for part in asked.files)]
     if problems := [problem for m in listed if (problem := m.problem())]:
         sys.exit("\n".join(["error: the lists do not fit the code:", *problems]))
     os.environ |= {"OMP_NUM_THREADS": "1", "LOKY_MAX_CPU_COUNT": "1"}  # several run at once
-    # Bytecode is told apart by size and second, and a change may alter neither.
+    # Bytecode is looked up by size and second of its source, and a mutation may change neither.
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
-    # No thread and no lock of several processes may be there when this one is forked.
+    # A fork must not inherit threads or multiprocessing locks.
     tqdm.monitor_interval = 0
     tqdm.set_lock(RLock())
     for name in tqdm((*PRELOADED, "hypothesis", "pytest"), desc="import", unit="library"):
@@ -91,29 +90,24 @@ def main() -> None:
         copies = [_copy(Path(folder) / str(job)) for job in range(asked.jobs)]
         _check_that_all_pass(copies, sorted({test for m in mutations for test in m.tests.split()}))
         survived = _survivors(mutations, copies)
-    print(
-        f"{len(mutations)} mutations, {len(mutations) - len(survived)} red; {len(listed) - len(mutations)} "
-        "named equivalent"
-    )
+    red, equivalent = len(mutations) - len(survived), len(listed) - len(mutations)
+    print(f"{len(mutations)} mutations, {red} red; {equivalent} named equivalent")
     if survived:
-        sys.exit("\n".join(["error: the tests did not notice:", *map(str, survived)]))
+        sys.exit("\n".join(["error: the tests pass on", *map(str, survived)]))
 
 
 def _check_that_all_pass(copies: Sequence[Path], tests: Sequence[str]) -> None:
-    """Run the tests on the code as it is: else their red would say nothing."""
-    print(f"{len(tests)} tests, on the code as it is", flush=True)
-    started = {
-        _start(copy, tests[i :: len(copies)]): copy
-        for i, copy in enumerate(copies)
-        if tests[i :: len(copies)]
-    }
+    """Run the tests on the unchanged code, where they must pass."""
+    print(f"{len(tests)} tests on the unchanged code", flush=True)
+    shares = [(copy, tests[i :: len(copies)]) for i, copy in enumerate(copies)]
+    started = {_start(copy, share): copy for copy, share in shares if share}
     failed = [started[pid] for pid, status in (os.wait() for _ in range(len(started))) if status]
     if failed:
-        sys.exit(f"error: tests fail on the code as it is\n{(failed[0] / OUTPUT).read_text()[-3000:]}")
+        sys.exit(f"error: tests fail on the unchanged code\n{(failed[0] / OUTPUT).read_text()[-3000:]}")
 
 
 def _survivors(mutations: Sequence[Mutation], copies: Sequence[Path]) -> list[Mutation]:
-    """Return those that the tests did not notice."""
+    """Return the mutations on which the tests pass."""
     waiting, free, running, survived = deque(mutations), list(copies), {}, []
     with tqdm(total=len(mutations), desc="mutations", unit="mutation") as bar:
         while waiting or running:
@@ -127,47 +121,46 @@ def _survivors(mutations: Sequence[Mutation], copies: Sequence[Path]) -> list[Mu
             shutil.copyfile(ROOT / mutation.file, copy / mutation.file)
             free.append(copy)
             _end_group(pid)
-            said = _outcome(status)
-            survived += [mutation] if said not in (RED, HANGS) else []
+            outcome = _outcome(status)
+            survived += [mutation] if outcome not in (RED, HANGS) else []
             bar.update()
-            tqdm.write(f"{said:5} {mutation}{_reason(copy)}")
+            tqdm.write(f"{outcome:5} {mutation}{_reason(copy)}")
     return survived
 
 
 def _outcome(status: int) -> str:
     if os.WIFSIGNALED(status):
         return HANGS if os.WTERMSIG(status) == signal.SIGALRM else f"killed by {os.WTERMSIG(status)}"
-    # 1: tests failed. Anything else, as a file that cannot be read, is not what the entry claims.
+    # 1: tests failed. Others, as for a file that cannot be collected, are not what the entry claims.
     code = os.waitstatus_to_exitcode(status)
     return {0: GREEN, 1: RED}.get(code, f"pytest ended with {code}")
 
 
 def _reason(copy: Path) -> str:
-    """Return what pytest said last of a test that failed, so that one sees whether it is the mistake."""
-    said = [
-        line for line in (copy / OUTPUT).read_text().splitlines() if line.startswith(("FAILED ", "ERROR "))
-    ]
-    return f"  [{said[-1].rpartition('::')[2][:160]}]" if said else ""
+    """Return pytest's last line about a failed test, which shows whether it failed by the mutation."""
+    lines = (copy / OUTPUT).read_text().splitlines()
+    failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return f"  [{failures[-1].rpartition('::')[2][:160]}]" if failures else ""
 
 
 def _end_group(pid: int) -> None:
-    """End what a run of the tests has started and left."""
+    """Kill processes that a run of the tests left behind."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _start(copy: Path, tests: Sequence[str]) -> int:
-    """Start pytest in a copy, in a fork, and return its process id; what it says goes to OUTPUT."""
+    """Start pytest in a copy, in a fork, and return its process id; its output goes to OUTPUT."""
     if pid := os.fork():
         return pid
     os.setpgid(0, 0)
     if len(tests) < 20:
-        signal.alarm(LONGEST_SEC)  # a program that hangs is noticed as well
-    said = os.open(copy / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+        signal.alarm(MAX_SEC)  # a hang counts as red
+    output = os.open(copy / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     os.chdir(copy)
-    # Nothing of this tree may stand in for the copy.
+    # Import the copy, not this tree.
     for name, module in list(sys.modules.items()):
         if name != "__main__" and _is_ours(getattr(module, "__file__", None)):
             del sys.modules[name]
@@ -187,7 +180,7 @@ def _is_ours(file: str | None) -> bool:
 
 
 def _copy(to: Path) -> Path:
-    """Copy what git tracks, and what is new and not ignored."""
+    """Copy tracked files, and untracked ones that are not ignored."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode()
     for name in listed.split("\0"):

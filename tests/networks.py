@@ -9,9 +9,7 @@ PAPER = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
 
 
 def small_dit(routes=(), num_classes=10, depth=8, **arguments):
-    """A DiT of 16 tokens whose zero-initialised weights are randomised: otherwise every block is the
-    identity.
-    """
+    """A DiT of 16 tokens whose zero-initialised weights are randomised, or every block were the identity."""
     torch.manual_seed(0)
     net = DiT(8, 2, 3, 32, depth, 4, num_classes=num_classes, routes=routes, **arguments)
     with torch.no_grad():

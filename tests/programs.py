@@ -1,8 +1,7 @@
-"""Run programs of the project from a process that has the libraries already: to import them was most of what
-tests took.
+"""Run programs in forks of a process that has imported the libraries, which took most of the tests' time.
 
-Each is a fork of it with its own arguments, directory, environment and output. What needs a process from its
-beginning (signals, kills, launchers) is in `tests/faults`.
+Each fork has its own arguments, directory, environment and output. Tests that need a fresh process (signals,
+kills, launchers) are in `tests/faults`.
 """
 
 import atexit
@@ -18,57 +17,45 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = (
-    "accelerate",
-    "diffusers",
-    "hydra",
-    "matplotlib.pyplot",
-    "scipy.linalg",
-    "sklearn.datasets",
-    "timm",
-    "torchvision",
-)
+PRELOADED = ("accelerate", "diffusers", "hydra", "matplotlib.pyplot", "scipy.linalg", "sklearn.datasets")
+PRELOADED += ("timm", "torchvision")
 OUTPUTS = ("stdout", "stderr")
-LONGEST_SEC, REST_SEC = 300, 30  # of all processes; of the others, when one has failed
+MAX_SEC, MAX_SEC_AFTER_FAILURE = 300, 30  # of all processes; of the others once one has failed
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOADED))
 
 
 def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variables=None, file_bytes=None):
-    """Run a program to its end, and return it with what it printed, of all its processes.
+    """Run a program to its end, and return its exit code with the output of all its processes.
 
     Args:
         program: a file, or a module after `-m `, or code after `-c `.
-        folder: the current directory.
-        num_processes: so many at once, with the environment that a launcher gives them.
-        variables: of the environment, beside those of the tests.
-        file_bytes: a file may hold no more, as if the disk were full.
+        folder: the working directory.
+        num_processes: how many to run at once, with the environment variables of a launcher.
+        variables: further environment variables.
+        file_bytes: largest size of a file, as if the disk were full.
     """
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline", **(variables or {})}
     if num_processes > 1:
         import torch.distributed as dist
 
-        store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )  # a port that nobody else gets
-        environment |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
+        # Port 0: one that is free.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         environment |= {name: str(num_processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    with tempfile.TemporaryDirectory() as said:
+    with tempfile.TemporaryDirectory() as output:
         processes = []
         for rank in range(num_processes):
             place = {name: str(rank) for name in ("RANK", "LOCAL_RANK")} if num_processes > 1 else {}
-            own = (str(folder), environment | place, file_bytes, f"{said}/{rank}")
+            own = (str(folder), environment | place, file_bytes, f"{output}/{rank}")
             processes.append(_context.Process(target=_run, args=(program, [str(a) for a in arguments], *own)))
             processes[-1].start()
         in_time = _ended(processes)
         stdout, stderr = (
-            "".join(file.read_text() for file in sorted(Path(said).glob(f"*.{name}"))) for name in OUTPUTS
+            "".join(file.read_text() for file in sorted(Path(output).glob(f"*.{name}"))) for name in OUTPUTS
         )
-    assert in_time, f"{program} does not end\n{stdout}{stderr}"
+    assert in_time, f"{program} timed out\n{stdout}{stderr}"
     code = next((process.exitcode for process in processes if process.exitcode), 0)
     result = subprocess.CompletedProcess([program, *arguments], code, stdout, stderr)
     assert not check or code == 0, stdout + stderr
@@ -76,12 +63,12 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
 
 
 def _ended(processes):
-    """Wait for all; return whether they ended by themselves, and end those that did not."""
-    ends, running = time.monotonic() + LONGEST_SEC, list(processes)
+    """Wait for all, kill those that time out, and return whether all ended or one of them failed."""
+    ends, running = time.monotonic() + MAX_SEC, list(processes)
     while running and time.monotonic() < ends:
         wait([process.sentinel for process in running], ends - time.monotonic())
         if any(process.exitcode for process in processes):
-            ends = min(ends, time.monotonic() + REST_SEC)
+            ends = min(ends, time.monotonic() + MAX_SEC_AFTER_FAILURE)
         running = [process for process in running if process.exitcode is None]
     for process in running:
         process.kill()
@@ -89,9 +76,9 @@ def _ended(processes):
     return not running or any(process.exitcode for process in processes if process not in running)
 
 
-def _run(program, arguments, folder, environment, file_bytes, said):
+def _run(program, arguments, folder, environment, file_bytes, output):
     for number, name in enumerate(OUTPUTS, start=1):
-        os.dup2(os.open(f"{said}.{name}", os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT), number)
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     os.chdir(folder)

@@ -1,8 +1,7 @@
-"""The way of a batch on a CUDA device that is not there: tensors that have a device, a shape and no values.
+"""A batch on a CUDA device that is not there, by fake tensors: a device and a shape, no values.
 
-What was left on another device fails, and so does what asks a value of the device, or copies to the host.
-What needs a driver is left to the tests marked gpu: a backward pass, autocast, generators, FLUX (SYNC in
-routing/diffusers.py).
+Tensors left on another device fail, and so do reads of a value and copies to the host. What needs a driver is
+left to the tests marked gpu: backward, autocast, generators, FLUX (SYNC in routing/diffusers.py).
 """
 
 from functools import partial
@@ -49,11 +48,8 @@ class NothingComesBack(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if (
-            isinstance(output, torch.Tensor)
-            and output.device.type == "cpu"
-            and any(t.device.type == "cuda" for t in tensors)
-        ):
+        on_host = isinstance(output, torch.Tensor) and output.device.type == "cpu"
+        if on_host and any(t.device.type == "cuda" for t in tensors):
             raise AssertionError(f"{func} brings a tensor to the host")
         return output
 
@@ -62,7 +58,7 @@ class NothingComesBack(TorchDispatchMode):
 def no_device():
     with FakeTensorMode(), NothingComesBack():
         yield
-    _column.cache_clear()  # it has numbers without values
+    _column.cache_clear()  # of fake tensors
 
 
 def net_on_cuda(routes=(PAPER,), num_classes=10, **options):
@@ -71,9 +67,8 @@ def net_on_cuda(routes=(PAPER,), num_classes=10, **options):
 
 
 def batch(num_classes=10):
-    return torch.randn(4, 3, 8, 8, device=CUDA), torch.zeros(
-        4, dtype=torch.int64, device=CUDA
-    ) if num_classes else None
+    labels = torch.zeros(4, dtype=torch.int64, device=CUDA) if num_classes else None
+    return torch.randn(4, 3, 8, 8, device=CUDA), labels
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
@@ -86,7 +81,7 @@ def test_a_training_step(options):
     ema.net, ema.num_updates = (
         net_on_cuda(ROUTES, **options),
         torch.zeros((), device=CUDA),
-    )  # fake tensors are not copied
+    )  # fakes have no copy
     x, labels = batch(net.num_classes)
     routing = Routing(force_keep=torch.zeros(4, 16, dtype=torch.bool, device=CUDA))
     mask = torch.rand(4, 8, 8, device=CUDA)
@@ -119,9 +114,8 @@ def test_samples(guidance_scale):
 
 @pytest.mark.parametrize(("kind", "channels"), [("moments", 6), ("samples", 3)])
 def test_latents_on_their_way_in_and_out(kind, channels):
-    manifest = LatentManifest(
-        4, (channels, 8, 8), "float16", kind, 10, "identity", scale=(0.5, 1.0, 2.0), shift=(0.0, 1.0, 2.0)
-    )
+    scaling = {"scale": (0.5, 1.0, 2.0), "shift": (0.0, 1.0, 2.0)}
+    manifest = LatentManifest(4, (channels, 8, 8), "float16", kind, 10, "identity", **scaling)
     x = manifest.to_latents(torch.zeros(4, channels, 8, 8, dtype=torch.float16, device=CUDA))
     pixels = to_uint8(manifest.to_encoder(x))
     assert (x.shape, pixels.device.type, pixels.dtype) == ((4, 3, 8, 8), "cuda", torch.uint8)
@@ -150,7 +144,7 @@ def test_a_routed_pass_of_a_model_with_routes(monkeypatch, name, router):
     assert {tensor.device.type for tensor in outputs} == {"cuda"}
 
 
-def test_what_is_left_on_the_host_or_asked_for_is_seen():
+def test_other_devices_copies_and_reads_of_values_fail():
     x, _ = batch()
     with pytest.raises(RuntimeError, match=r"two (different )?devices"):
         x + torch.ones(8)

@@ -1,4 +1,4 @@
-"""The lists of wrong programs fit the code: see tests/mutation.py, which takes too long to be run here."""
+"""The lists of tests/mutation.py, which takes too long to run here, fit the code."""
 
 import pytest
 
@@ -13,22 +13,19 @@ RIGHT = {
 }
 
 
-def test_every_text_is_there_once_and_every_test_too():
+def test_every_text_and_every_test_of_the_lists_exists():
     listed = read_lists()
     assert [problem for each in listed if (problem := each.problem())] == []
     programs = {(each.file, (ROOT / each.file).read_text().replace(each.text, each.wrong)) for each in listed}
-    assert len(programs) == len(listed), "one is there twice"
+    assert len(programs) == len(listed), "a mutation is listed twice"
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"file": "training/em.py"}, "the text is there 0 times"),
-        ({"text": "self"}, "times, must be there once"),
-        (
-            {"tests": "tests/training/test_ema.py::test_nothing"},
-            "no test tests/training/test_ema.py::test_nothing",
-        ),
+        ({"file": "training/em.py"}, "the text is in the file 0 times"),
+        ({"text": "self"}, "times, must be once"),
+        ({"tests": "tests/training/test_ema.py::test_no"}, "no test tests/training/test_ema.py::test_no"),
         ({"tests": ""}, "must give either tests or equivalent"),
         ({"equivalent": "no"}, "must give either tests or equivalent"),
     ],
@@ -49,14 +46,13 @@ mutation._survivors(listed, [copy])
 """
 
 
-def test_what_is_noticed_is_told_from_what_is_not(tmp_path):
+def test_red_green_and_broken_mutations_are_told_apart(tmp_path):
     """A project of one function and one test of it."""
     for folder in (tmp_path / "project", tmp_path / "copy"):
         folder.mkdir()
         (folder / "double.py").write_text("def double(x):\n    return 2 * x\n")
-        (folder / "test_double.py").write_text(
-            "from double import double\n\ndef test_it():\n    assert double(1) == 2\n"
-        )
+        test = "from double import double\n\ndef test_it():\n    assert double(1) == 2\n"
+        (folder / "test_double.py").write_text(test)
     said = start(f"-c {TRIED}", folder=tmp_path).stdout.splitlines()
     assert said[0].endswith("  [test_it - assert 3 == 2]"), "what failed, and how"
     assert [line.partition("  [")[0] for line in said] == [

@@ -1,5 +1,5 @@
-"""What the documents say can be done as written: commands compose, make targets exist, examples run, links
-lead somewhere.
+"""The pages hold as written: commands compose, make targets exist, examples run, links resolve, keys are
+documented.
 """
 
 import re
@@ -30,22 +30,7 @@ from tests.runs import ROOT, composed
 
 FOLDERS = ("training", "routing", "models", "diffusion", "data", "evaluation", "benchmarks")
 SOURCES = (*FOLDERS, "builders", "runtime", "configs", "examples", "tests")
-PAPERS = {
-    "TREAD",
-    "DiT",
-    "EDM",
-    "EDM2",
-    "ADM",
-    "KID",
-    "CFG",
-    "SiT",
-    "SG",
-    "REPA",
-    "MaskDiT",
-    "SPRINT",
-    "SWAY",
-    "PRX",
-}
+PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "REPA", "MaskDiT", "PRX"}
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 PAGES = {document.parent.name: document.read_text() for document in DOCUMENTS[1:]}
 README = DOCUMENTS[0].read_text()
@@ -58,11 +43,8 @@ COMMANDS = [
     for line in re.sub(r"\\\n\s*", "", block).splitlines()
     if line.strip()
 ]
-EXAMPLES = [
-    block
-    for language, block in BLOCKS
-    if language == "python" and "open_run" not in block  # that one needs a run: tests/siblings
-]
+# The example with open_run needs a run: tests/siblings.
+EXAMPLES = [block for language, block in BLOCKS if language == "python" and "open_run" not in block]
 PROGRAMS = {
     "train.py": "config",
     "sample.py": "sample",
@@ -72,15 +54,11 @@ PROGRAMS = {
     "benchmarks.advise": "advise",
     "examples.finetune": "finetune",
 }
-WITHOUT_CONFIG = {
-    "data.verify": 1,
-    "data.report": 1,
-    "data.make_shards": 2,
-}  # programs and how many paths they take
+WITHOUT_CONFIG = {"data.verify": 1, "data.report": 1, "data.make_shards": 2}  # and their number of paths
 
 
 def overrides_of(command):
-    """Split a command into the program it starts and its overrides; a sweep takes the first of its values."""
+    """Return the program of a command and its overrides, in a sweep with the first of the values."""
     words = shlex.split(command.removeprefix("until ").partition(";")[0])
     (program,) = [word for word in words if word in PROGRAMS]
     given = words[words.index(program) + 1 :]
@@ -113,10 +91,8 @@ def test_commands_compose_and_validate(command):
         }
         checks.get(program, lambda request: None)(request)
         return
-    if {"data=latents", "data=stream"} & set(
-        overrides
-    ):  # its sizes come from the manifest of a folder that is there
-        overrides = [*overrides, "data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
+    if {"data=latents", "data=stream"} & set(overrides):  # the sizes are in the manifest of the folder
+        overrides += ["data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
     configuration.validate(composed(*overrides))
 
 
@@ -132,18 +108,15 @@ def test_examples_run(example, tmp_path, monkeypatch):
     exec(compile(example, "example", "exec"), {})
 
 
-def test_benchmarks_that_are_named_exist_and_the_other_way_round():
+def test_the_page_of_benchmarks_names_every_program():
     named = set(re.findall(r"python -m benchmarks\.(\w+)", PAGES["benchmarks"]))
-    programs = {
-        file.stem for file in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in file.read_text()
-    }
-    assert named == programs
+    files = (ROOT / "benchmarks").glob("*.py")
+    assert named == {file.stem for file in files if "if __name__ ==" in file.read_text()}
 
 
 def test_records_that_are_named_exist():
-    texts = [
-        document.read_text() for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]
-    ]
+    pages = [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]
+    texts = [page.read_text() for page in pages]
     named = {name for text in texts for name in re.findall(r"benchmarks/results/([\w.-]+\.csv)", text)}
     assert named <= {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
     assert len(named) >= 7
@@ -157,35 +130,22 @@ def test_make_targets_exist():
 
 
 def test_commands_of_published_results_are_the_recipe_to_the_last_key():
-    """Nothing held out, nothing guided, and no key beside those that choose what is reproduced and where it
-    lies.
-    """
-    free = {
-        "experiment",
-        "parity",
-        "model/size",
-        "data",
-        "data.path",
-        "run",
-        "run_name",
-        "reference",
-        "source",
-        "out",
-    }
+    """Nothing held out, no guidance, and no keys but those that choose the row and the paths."""
+    free = {"experiment", "parity", "model/size", "data", "data.path"}
+    free |= {"run", "run_name", "reference", "source", "out"}
     base = [command for command in COMMANDS if "run_name=tread_xl_2_160_epochs" in command]
     assert len(base) == 1
     assert "train.total_steps=800000" in base[0], "160 epochs, as 80 are 400,000 steps"
-    published = [
-        command for command in COMMANDS if "imagenet256" in command.lower() and "accelerate launch" in command
-    ]
     programs = set()
-    for command in published:
+    for command in COMMANDS:
+        if "imagenet256" not in command.lower() or "accelerate launch" not in command:
+            continue
         program, overrides = overrides_of(command)
         programs.add(program)
         given = dict(override.split("=", 1) for override in overrides)
         if program == "data.encode":
             assert given.pop("num_held_out") == "0", command
-        if given.get("evaluation") == "adm_5k" or "samples" in given:  # scores while training, and of files
+        if given.get("evaluation") == "adm_5k" or "samples" in given:  # scores in training, and of files
             continue
         if command in base:
             del given["train.total_steps"]
@@ -206,12 +166,8 @@ def test_each_line_of_what_is_trusted_names_its_test():
 
 
 def test_keys_that_are_cited_are_in_the_references():
-    code = [
-        file
-        for folder in SOURCES
-        for file in (ROOT / folder).rglob("*")
-        if file.suffix in (".py", ".yaml", ".md")
-    ]
+    files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*")]
+    code = [file for file in files if file.suffix in (".py", ".yaml", ".md")]
     text = "\n".join(file.read_text() for file in [*code, *ROOT.glob("*.py"), *ROOT.glob("*.md")])
     references = README.partition("## References")[2]
     listed = set(re.findall(r"\[([A-Z]\w+)\] [^;]*\[arXiv", references))
@@ -223,7 +179,7 @@ def test_keys_that_are_cited_are_in_the_references():
     assert not re.search(r"\[TREAD\] (section|eq|appendix)", text), "its full text was not at hand"
 
 
-# What README says is absent, and a word that the code could hardly be without if it were here.
+# What models/README.md calls absent, and a word that code of it could hardly do without.
 ABSENT = {
     "flow matching": "class Flow|velocity",
     "LightningDiT": "lightning",
@@ -237,7 +193,7 @@ ABSENT = {
 }
 
 
-def test_what_the_readme_calls_absent_is_absent():
+def test_what_is_called_absent_is_absent():
     (section,) = re.findall(r"this is absent here:\n\n((?:[- ] .*\n)+)", PAGES["models"])
     files = [
         *(ROOT / "configs").glob("*/*.yaml"),
@@ -250,7 +206,7 @@ def test_what_the_readme_calls_absent_is_absent():
 
 
 def anchors(document):
-    """Return what GitHub makes of the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)", document.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -264,7 +220,7 @@ def test_links_lead_to_files_and_headings():
 
 
 def keys_of(file, prefix):
-    """Return the dotted keys of a YAML file of a group, without what it builds."""
+    """Return the dotted keys of a YAML file of a group, without `_target_`."""
     found = yaml.safe_load((ROOT / "configs" / file).read_text())
     return {key for key in flatten(found.get(prefix, found), prefix) if not key.endswith("._target_")}
 
@@ -286,9 +242,8 @@ def test_every_key_is_on_its_page():
         },
         "evaluation": [field.name for field in fields(ScoreConfig)],
     }
-    assert not [
-        (page, key) for page, keys in documented.items() for key in keys if f"`{key}`" not in PAGES[page]
-    ]
+    for page, keys in documented.items():
+        assert not [key for key in keys if f"`{key}`" not in PAGES[page]], page
     data = PAGES["data"]
     for field in (*fields(EncodeConfig), *fields(ConvertConfig)):
         assert f"`{field.name}" in data or f"{field.name}=" in data, field.name

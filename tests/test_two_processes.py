@@ -1,6 +1,4 @@
-"""What two processes do together, held against one: in one start of both, since what takes long is that each
-imports torch.
-"""
+"""Two processes against one, in a single start of both: importing torch twice takes most of the time."""
 
 import hashlib
 import json
@@ -30,29 +28,18 @@ from training.checkpoint import latest_checkpoint
 from training.fit import run_training
 
 NUM_PROCESSES = 2
-SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where no checkpoint, and an evaluation is due
-# Two micro-batches for each process. Zeros of adaLN-Zero would hide most draws; Adam makes much of gradients
-# that are nothing but rounding, unless eps is larger.
-OPTIONS = (
-    "train.micro_batch_size=2",
-    "model.init=xavier",
-    "optimizer.lr=1e-3",
-    "optimizer.eps=1e-3",
-    "ema.decay=0.5",
-)
-OPTIONS += ("model/size=tiny", "train.num_workers=0")
+SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where an evaluation is due and no checkpoint
+# Two micro-batches for each process. The zeros of adaLN-Zero would hide most draws, and a small eps of Adam
+# would amplify gradients that are rounding errors.
+OPTIONS = ("train.micro_batch_size=2", "model.init=xavier", "optimizer.lr=1e-3", "optimizer.eps=1e-3")
+OPTIONS += ("ema.decay=0.5", "model/size=tiny", "train.num_workers=0")
 RUN = (*OPTIONS, "train.log_every=5", "train.eval_every=3", "train.sample_every=6", "sampler.num_steps=2")
-NUM_IMAGES, NUM_KEPT, SIDE = (
-    23,
-    9,
-    4,
-)  # of a reference, six batches of four: three for each process, one of them short
+# Six batches of four, three for each process, one of them short.
+NUM_IMAGES, NUM_KEPT, SIDE = 23, 9, 4
 
 
 class Pixels:
-    """Pixels in the place of what a network sees in them: what is tested is how features of all images come
-    together.
-    """
+    """Pixels as features: what is tested is how those of all images are combined."""
 
     device, record = torch.device("cpu"), {"checked": "sha256", "tensors_sha256": "0"}
     num_features = dict.fromkeys(("pool", "spatial", "probs"), 3 * SIDE**2)
@@ -63,7 +50,7 @@ class Pixels:
 
 
 def shrink(patch):
-    """Have batches that do not divide by the processes, of few and small images."""
+    """Score few and small images, in batches that the processes cannot share evenly."""
     patch.setattr("builders.evaluators.EVALUATION_BATCH", 4)
     patch.setattr("evaluation.reference.NUM_KEPT", NUM_KEPT)
     patch.setattr("evaluation.metrics.inception_score.SPLIT_SIZE", 10)
@@ -91,7 +78,7 @@ def run_options(folder, overflow="bypass"):
 
 
 def spoil(trainer):
-    """Have one sample of one step give a loss that is no number, by its place in the global batch."""
+    """Make the loss of one sample of one step nan, by its place in the global batch."""
     generator, loss, drawn = trainer.batches.generator, trainer.loss, []
     trainer.batches.generator = lambda *of: (drawn.append(of), generator(*of))[1]
 
@@ -104,7 +91,7 @@ def spoil(trainer):
 
 
 def trained(folder, *overrides, asked=False):
-    """Train with a spoilt step; return why the run stopped, and a hash of all weights of this process."""
+    """Train with a spoilt step; return why the run stopped and a hash of this process's weights."""
     trainer, run = tiny_trainer(folder, *overrides)
     spoil(trainer)
     if asked:
@@ -125,9 +112,8 @@ def scored(folder, launch):
 
 
 def draw(run, output):
-    sample.main(
-        composed(f"run={run}", "num_samples=23", "batch_size=4", f"output={output}", config_name="sample")
-    )
+    options = (f"run={run}", "num_samples=23", "batch_size=4", f"output={output}")
+    sample.main(composed(*options, config_name="sample"))
 
 
 def refusal(ask):
@@ -142,11 +128,11 @@ def fail():
 
 
 def process(rank, folder):
-    """Do in one of the processes all that the tests ask about, and save what came of it."""
+    """Do all that the tests look at, in one of the processes, and save the outcome."""
     torch.set_num_threads(1)
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")} | {"ACCELERATE_USE_CPU": "true"}
     os.environ |= {name: str(NUM_PROCESSES) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    # A process that waits for one that does something else must not wait for ever.
+    # A process whose peer does something else must not wait for ever.
     group = {"rank": rank, "world_size": NUM_PROCESSES, "timeout": timedelta(seconds=60)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", **group)
     launch = Launch.of(PartialState(cpu=True))
@@ -169,7 +155,7 @@ def process(rank, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What one process and two have written, and what each of the two has seen in N.pt."""
+    """The files of one process and of two; N.pt is what rank N of the two returned."""
     folder = tmp_path_factory.mktemp("processes")
     write_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -180,16 +166,15 @@ def folder(tmp_path_factory):
         with redirect_stdout((folder / "said.txt").open("w")) as said, said:
             trained(folder / "handed", *run_options(folder))
         trained(folder / "one", *run_options(folder))
-        tiny_run(
-            folder / "grown_by_one", *run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1"
-        )
+        grown = (*run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1")
+        tiny_run(folder / "grown_by_one", *grown)
         torch.save(scored(folder, Launch.of(PartialState(cpu=True))), folder / "scores_of_one.pt")
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What each of the two processes has seen."""
+    """What each of the two ranks returned."""
     return [SimpleNamespace(**torch.load(folder / f"{rank}.pt")) for rank in range(NUM_PROCESSES)]
 
 
@@ -198,15 +183,15 @@ def assert_same_numbers(run, other):
     for line, of_other in zip(metrics(run), metrics(other), strict=True):
         assert line.keys() == of_other.keys()
         for key, value in line.items():
-            assert of_other[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), (
-                key
-            )
+            expected = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+            assert of_other[key] == expected, key
 
 
 @pytest.mark.parametrize("run", ["whole", "handed"])
 def test_two_processes_log_what_one_logs(folder, run):
-    """Losses, held-out losses, counts of tokens, the step that all skip and whose sample was at fault;
-    `handed` was begun by one process, went on in two, and ended in one."""
+    """Losses, held-out losses, counts of tokens, the skipped step and its sample; `handed` was started by one
+    process, resumed by two, and finished by one.
+    """
     assert_same_numbers(folder / "one", folder / run)
 
 
@@ -215,9 +200,8 @@ def test_two_processes_log_what_one_logs(folder, run):
 def test_two_processes_train_the_weights_of_one(folder, run, file):
     one, two = (load_file(latest_checkpoint(folder / name) / f"{file}.safetensors") for name in ("one", run))
     for name, tensor in one.items():
-        torch.testing.assert_close(
-            two[name], tensor, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        close = {"rtol": 0, "atol": 1e-5, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(two[name], tensor, **close)
 
 
 def test_the_skipped_step_names_the_sample_at_fault(folder):
@@ -228,7 +212,7 @@ def test_the_skipped_step_names_the_sample_at_fault(folder):
     assert skipped["entries"][0] == trainer.batches.entries(SPOILT_STEP)[SPOILT_PLACE]
 
 
-def test_all_processes_hold_the_same_weights(found):
+def test_all_processes_have_the_same_weights(found):
     for name in ("whole", "stopped", "resumed", "handed"):
         assert len({getattr(of_one, name)[1] for of_one in found}) == 1
 
@@ -257,7 +241,7 @@ def test_micro_batches_that_new_processes_cannot_share_become_smaller(folder):
     assert metrics(folder / "smaller")[-1]["step"] == 3
 
 
-def test_windows_grow_alike_in_all_processes(folder):
+def test_windows_grow_equally_in_all_processes(folder):
     assert_same_numbers(folder / "grown_by_one", folder / "grown")
 
 
@@ -273,15 +257,14 @@ def test_two_processes_show_and_draw_the_pictures_of_one(folder):
 
 def test_two_processes_score_as_one_and_the_first_tells(folder, found):
     one = torch.load(folder / "scores_of_one.pt")
-    assert one.keys() == {
-        f"{name}{NUM_IMAGES + 4}" for name in ("fid", "sfid", "is", "precision", "recall", "kid", "kid_std")
-    }
+    names = ("fid", "sfid", "is", "precision", "recall", "kid", "kid_std")
+    assert one.keys() == {f"{name}{NUM_IMAGES + 4}" for name in names}
     assert one[f"is{NUM_IMAGES + 4}"] > 1.5
     assert found[0].scores == pytest.approx(one, rel=1e-6)
     assert found[1].scores == {}
 
 
-def test_a_reference_keeps_its_images_in_order_whoever_looked_at_them(folder):
+def test_a_reference_keeps_the_order_of_its_images(folder):
     with np.load(folder / "reference.npz") as images, np.load(folder / "made_by_1.npz") as one:
         assert np.array_equal(one["arr_0"], images["arr_0"][evenly_spaced(NUM_IMAGES, NUM_KEPT)])
         with np.load(folder / "made_by_2.npz") as two:
