@@ -1,6 +1,4 @@
-"""Real photographs that ship with scikit-learn, and tiny autoencoders of the class that the public ones are
-of.
-"""
+"""Photographs that ship with scikit-learn, and a tiny AutoencoderKL."""
 
 from functools import lru_cache
 
@@ -8,8 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-# Unequal shapes on purpose, tall and wide, larger and smaller than twice the resolution that the tests ask
-# for.
+# Tall and wide, larger and smaller than twice the resolution that the tests ask for.
 SIZES = ((64, 48), (48, 80), (150, 130), (40, 40), (33, 70), (90, 200), (32, 32))
 
 
@@ -22,7 +19,7 @@ def photographs():
 
 
 def write_photographs(folder, per_class=5, seed=0):
-    """Write cuts of the photographs into class folders, and return their names in order."""
+    """Write crops of the photographs into class folders, and return their names in order."""
     rng = np.random.default_rng(seed)
     names = []
     for class_name, photograph in photographs().items():

@@ -1,6 +1,4 @@
-"""Servers on this machine that give the files of a folder, by HTTP or as a bucket of S3, and fail as they are
-told.
-"""
+"""Local servers of the files of a folder, by HTTP or as an S3 bucket, with faults on request."""
 
 import os
 import threading
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from s3fs import S3FileSystem
 
-PIECES, PIECE_SEC = 8, 0.05  # of a file that comes slowly
+PIECES, PIECE_SEC = 8, 0.05  # of a file that is sent slowly
 SILENT_SEC = 0.6
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "name",
@@ -24,10 +22,10 @@ ENVIRONMENT = {
 
 
 class Server(ThreadingHTTPServer):
-    """Answer requests for the files of a folder; the next of those whose names end on `of` meet the `faults`.
+    """Serve the files of a folder; the next requests whose paths end in `of` meet the `faults`, one each.
 
-    A fault is a status, an address that is led to, "mute" (no answer), "cut" or "silent" after half of the
-    file, "slow", "endless" after the file, or "drip": now and then a byte, of the headers for "drip headers".
+    A fault is a status, an address to redirect to, "mute" (no answer), "cut" or "silent" after half of the
+    file, "slow", "endless" after the file, "drip" (a byte now and then) or "drip headers".
     """
 
     def __init__(self, folder, handler):
@@ -86,10 +84,7 @@ class Files(BaseHTTPRequestHandler):
         if file.is_file():
             self.send(200, file.read_bytes(), fault)
         else:
-            self.send(
-                404,
-                b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>",
-            )
+            self.send(404, error("NoSuchKey", "The specified key does not exist."))
 
     def send(self, status, data, fault=None):
         self.send_response(status)
@@ -108,16 +103,19 @@ class Files(BaseHTTPRequestHandler):
 
 
 class Bucket(Files):
-    """As much of S3 as reading needs: to get the objects of the bucket `bucket`."""
+    """The part of S3 that reading needs: the objects of the bucket `bucket`."""
 
     def answer(self, fault):
         bucket, _, key = self.path.partition("?")[0].lstrip("/").partition("/")
         if bucket == "bucket":
             self.send_file(key, fault)
         else:
-            self.send(
-                404, b"<Error><Code>NoSuchBucket</Code><Message>The bucket does not exist</Message></Error>"
-            )
+            self.send(404, error("NoSuchBucket", "The bucket does not exist"))
+
+
+def error(code, message):
+    """Return an error in the XML of S3."""
+    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
 
 
 @contextmanager
@@ -128,5 +126,5 @@ def serving(kind, folder, monkeypatch):
             monkeypatch.setenv(key, value)
         for key in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
             monkeypatch.delenv(key, raising=False)
-        S3FileSystem.clear_instance_cache()  # which knew another server
+        S3FileSystem.clear_instance_cache()  # of an earlier server
         yield server, server.url if kind == "http" else "s3://bucket"

@@ -1,4 +1,4 @@
-"""What a file only declares, and does not hold, is refused before memory is taken for it."""
+"""Sizes that a file declares but does not contain are refused before memory is allocated for them."""
 
 import io
 import os
@@ -55,7 +55,7 @@ ZEROS = npy(np.zeros(1))
 
 
 def hole(info):
-    """Make a member of a tar one that consists of a hole."""
+    """Turn a member of a tar into a sparse file that is one hole."""
     info.size = 0
     info.pax_headers = {"GNU.sparse.map": f"{HUGE},0", "GNU.sparse.size": str(HUGE)}
 
@@ -65,7 +65,7 @@ def huge(info):
 
 
 def inflated(path, name, data):
-    """Write a zip whose directory declares more of its member than its bytes can become."""
+    """Write a zip whose directory declares a larger member than its bytes can decompress to."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(name, data)
         archive.infolist()[0].file_size = HUGE + len(declared((HUGE, 1, 1, 1))) - 16
@@ -73,11 +73,9 @@ def inflated(path, name, data):
 
 
 def long_header(path, member, version=2):
-    """Write a zip whose .npy has a header that is longer than what the memory of a test may be."""
-    with (
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
-        archive.open(f"{member}.npy", "w") as file,
-    ):
+    """Write a zip whose .npy has a header that is longer than MAX_MEMORY."""
+    archive = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED)
+    with archive, archive.open(f"{member}.npy", "w") as file:
         file.write(b"\x93NUMPY" + struct.pack("<BBI", version, 0, 2**27))
         for _ in range(2**7):
             file.write(b" " * 2**20)
@@ -96,7 +94,7 @@ def labelled(path):
 
 
 def packed_labels(path, text, method=zipfile.ZIP_DEFLATED):
-    """Write latents whose labels are a text, packed."""
+    """Write a zip of latents with compressed labels."""
     with zipfile.ZipFile(path, "w", method) as archive:
         archive.writestr("a.npy", ZEROS)
         archive.writestr("dataset.json", text)
@@ -104,13 +102,13 @@ def packed_labels(path, text, method=zipfile.ZIP_DEFLATED):
 
 
 def longer(folder, name):
-    """Make a file longer than what the memory of a test may be; it takes no room."""
+    """Make a file longer than MAX_MEMORY; it is sparse."""
     os.truncate(folder / name, 2**28)
     return folder
 
 
 def packed(name, method=zipfile.ZIP_DEFLATED, tail=b""):
-    """Save weights as a zip whose members are packed."""
+    """Save weights as a zip whose members are compressed."""
     plain = zipfile.ZipFile(saved({"fc.weight": torch.zeros(2**20)}, "plain.pt"))
     with plain, zipfile.ZipFile(name, "w", method) as archive:
         for member in plain.namelist():
@@ -119,22 +117,13 @@ def packed(name, method=zipfile.ZIP_DEFLATED, tail=b""):
 
 
 def two_directories(name):
-    """Save weights as a zip with two directories: zipfile finds the second by its place, others by where its
-    end says it is.
-    """
+    """Save weights as a zip with two directories: zipfile finds the second one, other readers the first."""
     data = packed(name).read_bytes()
     start = data.index(b"PK\1\2")
     stored = packed(name, zipfile.ZIP_STORED).read_bytes()
     directory = stored[stored.index(b"PK\1\2") :]
-    return written(
-        name,
-        data[:start]
-        + data[start:-22]
-        + directory[:-22]
-        + data[-22:][:16]
-        + struct.pack("<L", start)
-        + b"\0\0",
-    )
+    end = data[-22:-6] + struct.pack("<L", start) + b"\0\0"
+    return written(name, data[:-22] + directory[:-22] + end)
 
 
 def overlapping(name):
@@ -143,16 +132,13 @@ def overlapping(name):
     data = file.read_bytes()
     start = data.index(b"PK\1\2")
     directory = data[start : data.index(b"PK\6\6")] * 100
-    count, place = 100 * data[start:].count(b"PK\1\2"), struct.pack("<2LH", len(directory), start, 0)
-    return written(
-        name, data[:start] + directory + struct.pack("<4s4H", b"PK\5\6", 0, 0, count, count) + place
-    )
+    count = 100 * data[start:].count(b"PK\1\2")
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(directory), start, 0)
+    return written(name, data[:start] + directory + end)
 
 
 def noted(path, kind=tarfile.GNUTYPE_LONGNAME, size=2**28, fill=b""):
-    """Write a tar that begins with a note that is longer than what the memory of a test may be; the file
-    takes no room.
-    """
+    """Write a sparse tar that begins with a note that is longer than MAX_MEMORY."""
     note = tarfile.TarInfo("note")
     note.type, note.size = kind, size
     file = written(path, note.tobuf() + fill)
@@ -168,7 +154,7 @@ def notes_on_notes(path):
 
 
 def cut_holes(path):
-    """Write a tar that ends where its list of holes says that it goes on."""
+    """Write a tar that ends where its list of holes should continue."""
     hole = tarfile.TarInfo("a.latent.npy")
     hole.type = tarfile.GNUTYPE_SPARSE
     header = bytearray(hole.tobuf(tarfile.GNU_FORMAT))
@@ -180,12 +166,8 @@ def cut_holes(path):
 def sparse_without_end(path):
     """Write a tar whose list of holes goes on to its end."""
     hole = tarfile.TarInfo("a.latents.npy")
-    hole.pax_headers = {
-        "GNU.sparse.major": "1",
-        "GNU.sparse.minor": "0",
-        "GNU.sparse.name": "a",
-        "GNU.sparse.realsize": "9",
-    }
+    sparse = {"major": "1", "minor": "0", "name": "a", "realsize": "9"}
+    hole.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
     header = hole.tobuf(tarfile.PAX_FORMAT)
     return written(path, header + f"{10**9}\n".encode() + b"1\n" * 2**25)
 
@@ -201,7 +183,7 @@ def crowded(path):
 
 
 def expanded(name):
-    """Save weights whose only number is seen a thousand million million times."""
+    """Save weights of which one stored number is expanded to HUGE ones."""
     return saved({"fc.weight": torch.zeros(1).expand(HUGE)}, name)
 
 
@@ -218,7 +200,7 @@ def graph(shape):
 
 
 def png(side):
-    """Write an image that declares other sides than it has."""
+    """Write an image that declares a larger side than it has."""
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "png")
     data = bytearray(file.getvalue())
@@ -358,7 +340,7 @@ FILES = {
     "archive in a zip": (repa, lambda: npy_zip(npz(a=ZEROS).read_bytes())),
 }
 
-# The rule that refuses a file, where what comes after it would refuse it too, in another way, or later.
+# The rule that refuses a file, where a later one would refuse it as well.
 LENGTH = "declares a header of .* bytes, must be at most 10000"
 RULES = {
     "samples": "bytes, its shape .* needs",
@@ -419,14 +401,13 @@ RULES = {
 }
 
 
-def test_notes_that_lie_on_each_other_are_told_in_one_line(tmp_path, monkeypatch):
-    """Where a sample may take much, they end in a recursion."""
+def test_notes_on_notes_are_refused_in_one_line(tmp_path, monkeypatch):
+    """Where the size of a sample does not stop them, the recursion limit does."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shards, "MAX_OVERHEAD_BYTES", 2**24)
     folder = notes_on_notes(shards_folder() / "train-000000.tar").parent
-    with pytest.raises(
-        ValueError, match=r"train-000000\.tar cannot be read, tried 3 times: maximum recursion depth"
-    ):
+    message = r"train-000000\.tar cannot be read, tried 3 times: maximum recursion depth"
+    with pytest.raises(ValueError, match=message):
         read_stream(folder)
 
 
@@ -436,7 +417,7 @@ def test_what_is_only_declared_takes_no_memory(tmp_path, monkeypatch, name):
     monkeypatch.setattr(inception, "SMALLEST_FILE", 0)
     read, make = FILES[name]
     file = make()
-    began = time.monotonic()
+    started = time.monotonic()
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=RULES.get(name, ".")) as raised:
@@ -444,5 +425,5 @@ def test_what_is_only_declared_takes_no_memory(tmp_path, monkeypatch, name):
         assert tracemalloc.get_traced_memory()[1] < MAX_MEMORY
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - began < MAX_SECONDS
+    assert time.monotonic() - started < MAX_SECONDS
     assert file.name in str(raised.value)

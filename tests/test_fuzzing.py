@@ -1,6 +1,4 @@
-"""Whatever bytes a file holds, its reader returns or raises the documented errors, one line that names the
-file.
-"""
+"""Whatever bytes a file contains, its reader returns, or raises an error of one line that names the file."""
 
 import contextlib
 import io
@@ -66,7 +64,7 @@ NUMBERS = (b"\xff" * 4, b"\x7f" + b"\xff" * 3, b"\0" * 4, b"9" * 8, b"-1")
 
 
 def damaged(data, damage):
-    """Return random bytes as they are, or a valid file with a few edits."""
+    """Return the damage itself if it is bytes, else the data with the edits that it lists."""
     if isinstance(damage, bytes):
         return damage
     data = bytearray(data)
@@ -91,14 +89,11 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def reads_or_refuses(file, data, read):
-    """Write the bytes and read them: all that may come out is a value, or one line that names the file."""
+    """Write the bytes and read them: the outcome is a value, or an error of one line that names the file."""
     file.write_bytes(data)
     try:
         read()
-    except (
-        ValueError,
-        FileNotFoundError,
-    ) as error:  # the second where a list names a shard that is not there
+    except (ValueError, FileNotFoundError) as error:  # the second where a list names a missing shard
         assert isinstance(error, ValueError) or file.name == "shards.json"
         assert len(str(error).splitlines()) == 1
         assert str(file) in str(error) or str(file.parent) in str(error)

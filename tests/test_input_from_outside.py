@@ -1,4 +1,4 @@
-"""Files from outside run nothing, lead to no other file, and take no memory for what they only declare."""
+"""Files from outside execute nothing and lead to no other file."""
 
 import ast
 import io
@@ -47,13 +47,10 @@ from tests.outside import (
     written,
 )
 from tests.photos import write_autoencoder
+from tests.programs import ROOT
+from tests.test_import_rules import FILES
 
-ROOT = Path(__file__).parents[1]
-SOURCES = [
-    file
-    for file in ROOT.rglob("*.py")
-    if not {"tests", ".venv"} & {*file.relative_to(ROOT).parts} and ".git" not in file.parts
-]
+SOURCES = [file for file in FILES if "tests" not in file.relative_to(ROOT).parts]
 MALICIOUS = b"cos\nsystem\n(S'touch EXECUTED'\ntR."
 
 
@@ -64,9 +61,7 @@ class Malicious:
 
 @pytest.fixture(autouse=True)
 def nothing_happens(tmp_path, monkeypatch):
-    """Every test stands in a folder of its own, in whose parent nothing may appear, and where nothing may be
-    executed.
-    """
+    """Run each test in a folder of its own: nothing may appear beside it, and nothing may be executed."""
     folder = tmp_path / "inside"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -77,7 +72,7 @@ def nothing_happens(tmp_path, monkeypatch):
 
 
 OBJECTS = np.array([Malicious()], dtype=object)
-# Each loader of files from outside, and what makes a file for it that would run something.
+# Each loader of files from outside, and a file for it that would execute something.
 MALICIOUS_FILES = {
     "weights.pt": (load_net, lambda: written("w.pt", MALICIOUS)),
     "weights.pth in a zip": (load_net, lambda: saved({"ema": Malicious()}, "w.pth")),
@@ -137,15 +132,13 @@ def autoencoder_of_pickles():
 def test_no_loader_runs_what_a_file_holds(name):
     read, make = MALICIOUS_FILES[name]
     file = make()
-    with pytest.raises(
-        (ValueError, Image.UnidentifiedImageError)
-    ) as raised:  # the second of a mask, which its caller names
+    with pytest.raises((ValueError, Image.UnidentifiedImageError)) as raised:  # the second by masks
         read(file)
     assert len(str(raised.value).splitlines()) == 1
     assert file.name in str(raised.value)
 
 
-def test_the_malicious_files_run_where_nobody_takes_care(tmp_path):
+def test_the_malicious_files_run_in_careless_readers(tmp_path):
     for data in (MALICIOUS, pickle.dumps(Malicious())):
         pickle.loads(data)
         Path("EXECUTED").unlink()
@@ -163,37 +156,26 @@ RISKY += r"|shutil\.unpack_archive|.*\.extract(all)?"
 
 
 def risky_calls(source):
-    """Yield what in a source could run or unpack a file."""
+    """Yield calls in a source that could execute or unpack a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
-            name, given = (
-                ast.unparse(node.func),
-                {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords},
-            )
+            name = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if name == "torch.load" and given.get("weights_only") != "True":
                 yield f"{name} without weights_only=True"
-            if (
-                name in ("np.load", "numpy.load", "np.lib.format.read_array")
-                and given.get("allow_pickle") != "False"
-            ):
+            reads_array = name in ("np.load", "numpy.load", "np.lib.format.read_array")
+            if reads_array and given.get("allow_pickle") != "False":
                 yield f"{name} without allow_pickle=False"
             if name in ("Image.open", "PIL.Image.open") and "formats" not in given:
                 yield f"{name} without formats"
-            if name == "yaml.load" and [ast.unparse(argument) for argument in node.args[1:]] != [
-                "yaml.CSafeLoader"
-            ]:
+            loaders = [ast.unparse(argument) for argument in node.args[1:]]
+            if name == "yaml.load" and loaders != ["yaml.CSafeLoader"]:
                 yield f"{name} without yaml.CSafeLoader"
-            if (
-                re.fullmatch(RISKY, name)
-                or given.get("shell") == "True"
-                or given.get("trust_remote_code") == "True"
-            ):
+            if re.fullmatch(RISKY, name) or "True" in (given.get("shell"), given.get("trust_remote_code")):
                 yield name
         if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "torch.serialization", "marshal"):
             yield f"from {node.module}"
-        if isinstance(node, ast.ClassDef) and any(
-            ast.unparse(base) == "pickle.Unpickler" for base in node.bases
-        ):
+        if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases):
             yield "pickle.Unpickler"
 
 
@@ -262,9 +244,8 @@ def test_an_address_of_shards_runs_nothing(path):
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret", ".."])
 def test_a_manifest_names_no_file_outside_its_folder(name):
-    with pytest.raises(
-        ValueError, match=r"manifest\.json is not a latent manifest: checksums are of .* the folder itself"
-    ):
+    message = r"manifest\.json is not a latent manifest: checksums are of .* the folder itself"
+    with pytest.raises(ValueError, match=message):
         read_manifest(manifest_with(checksums={name: ["0" * 64]}))
 
 
