@@ -1,4 +1,4 @@
-"""Readers of files from outside, and small files for them that are valid or spoilt."""
+"""Readers of files from outside, and small files for them, valid or damaged."""
 
 import io
 import json
@@ -35,10 +35,8 @@ def read_latents(path):
 def read_stream(path):
     read_shard_manifest.cache_clear()  # of another test's folder of this name
     dataset = open_shards(str(path), **SIZES)
-    return [
-        dataset.read_shard(name, int(count))
-        for name, count in zip(dataset.names, dataset.counts, strict=True)
-    ]
+    shards = zip(dataset.names, dataset.counts, strict=True)
+    return [dataset.read_shard(name, int(count)) for name, count in shards]
 
 
 def read_images(path):
@@ -61,11 +59,10 @@ def read_inception(path):
     return inception.read_weights(path, allow_unpublished=True)
 
 
-# Valid files, to be spoilt.
+# Valid files, to be damaged.
 def latent_folder(path=Path("latents")):
-    manifest = LatentManifest(
-        COUNT, SHAPE, "float16", "samples", 2, "identity", num_held_out=1, conditioning_type="mask"
-    )
+    layout = {"num_held_out": 1, "conditioning_type": "mask"}
+    manifest = LatentManifest(COUNT, SHAPE, "float16", "samples", 2, "identity", **layout)
     with LatentWriter(path, manifest) as writer:
         writer.append(np.ones((COUNT, *SHAPE)), np.arange(COUNT) % 2, np.ones((COUNT, 4, 4), np.uint8))
     return path
@@ -80,7 +77,7 @@ def shards_folder(path=Path("shards")):
 
 
 def npz(path=Path("a.npz"), **members):
-    """Write an .npz of members that are bytes."""
+    """Write an .npz whose members are given as bytes."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
             archive.writestr(f"{name}.npy", data)
@@ -94,7 +91,7 @@ def npy(array):
 
 
 def declared(shape, dtype="|u1"):
-    """Return an .npy that declares a shape, with hardly anything behind it."""
+    """Return an .npy that declares a shape and contains 16 bytes."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
     return file.getvalue() + b"\0" * 16
@@ -133,7 +130,7 @@ def spoilt(folder, name, data):
 
 
 def shard_of(data, change=lambda info: None):
-    """Return shards whose first is a tar with other latents."""
+    """Return shards of which the first has other latents."""
     folder = shards_folder()
     wds(data, "latents.npy", folder / "train-000000.tar", change)
     return folder
@@ -162,7 +159,7 @@ def manifest_with(**changes):
 
 
 def shards_with(manifest=None, shards=None):
-    """Return shards whose manifest and list say other things."""
+    """Return shards with changes in their manifest and their list."""
     folder = shards_folder()
     for name, changes in (("manifest.json", manifest), ("shards.json", shards)):
         text = json.loads((folder / name).read_text())
