@@ -38,10 +38,12 @@ TINY = (
 
 def composed(*overrides, config_name="config"):
     """Compose a configuration as the command line would, outside Hydra's application."""
-    # Cached but for the folder: composing takes half as long as a tiny run.
+    # To compose takes half as long as a tiny run, and the same is asked for again and again, but for the
+    # folder.
     folders = [override for override in overrides if re.fullmatch(r"output_dir=[\w./-]+", override)]
-    others = tuple(override for override in overrides if override not in folders)
-    config = deepcopy(_composed(config_name, others))
+    config = deepcopy(
+        _composed(config_name, tuple(override for override in overrides if override not in folders))
+    )
     for override in folders:
         config.output_dir = override.partition("=")[2]
     return config
@@ -49,9 +51,11 @@ def composed(*overrides, config_name="config"):
 
 @cache
 def _composed(config_name, overrides):
-    names = ["run_name=test"] if config_name == "config" else []
     with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):
-        return compose(config_name, overrides=[*names, *overrides])
+        return compose(
+            config_name,
+            overrides=["run_name=test", *overrides] if config_name == "config" else list(overrides),
+        )
 
 
 def validated(*overrides, num_processes=1):
@@ -79,7 +83,7 @@ def tiny_run(folder, *overrides):
 
 
 def interrupted(trainer, run, at):
-    """Train, and interrupt at step `at`."""
+    """Train until `at` steps are done, and be interrupted there."""
 
     def interrupt(step):
         if step == at:
@@ -91,7 +95,7 @@ def interrupted(trainer, run, at):
 
 
 def before_each_step(trainer, do):
-    """Call do(step) before each step, when its batch is requested."""
+    """Have do(step) called before each step, when its batch is asked for."""
     from_step = trainer.batches.from_step
 
     def watched(start):
@@ -103,7 +107,7 @@ def before_each_step(trainer, do):
 
 
 def metrics(folder, clocks=False):
-    """Read metrics.jsonl, by default without the fields that depend on the clock."""
+    """Read metrics.jsonl, without the fields that a clock gives."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     if clocks:
         return lines
