@@ -184,7 +184,7 @@ class Taken(Decoder):
 def test_a_list_that_is_run_twice_and_an_argument_of_our_name_are_refused():
     input_ids, seen = torch.randint(11, (2, 16)), torch.ones(2, 16)
     attach(twice := Twice(), [WINDOW], adapter=DECODER)
-    with pytest.raises(ValueError, match="layer 1, a DecoderLayer, is run a second time in one forward pass"):
+    with pytest.raises(ValueError, match="layer 1, a DecoderLayer, runs twice in one forward"):
         twice(input_ids, seen)
     with pytest.raises(ValueError, match="forward of Taken has an argument generator"):
         attach(Taken(), [WINDOW], adapter=DECODER)

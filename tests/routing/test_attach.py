@@ -516,9 +516,8 @@ def test_a_sharded_model_may_get_routes(name, process_group):
 
 def test_what_would_lose_the_routes_or_leave_the_model_dense_is_refused():
     model = FAMILIES["sd3"].build()
-    for routes in ([], WINDOW, [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]):
-        with pytest.raises(ValueError, match=r"routes=.* must be a list of Route\("):
-            attach(model, routes)
+    with pytest.raises(ValueError, match="routes must not be empty"):
+        attach(model, [])
     add_hook_to_module(model, ModelHook())
     with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
         attach(model, [WINDOW])
@@ -546,7 +545,7 @@ def test_a_checkpoint_of_the_whole_model_is_refused(use_reentrant):
         arguments["hidden_states"],
         use_reentrant=use_reentrant,
     )
-    with pytest.raises(ValueError, match="as a whole is run again in the backward pass"):
+    with pytest.raises(ValueError, match="as a whole would draw other tokens"):
         output.sum().backward()
 
 

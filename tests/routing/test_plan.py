@@ -179,7 +179,7 @@ def test_a_plan_says_what_it_does():
     ]
     scheduled = plan((Route(0.5, 2, 4),), schedule="linear", end_factor=0.5, num_levels=2, off_last_steps=10)
     assert scheduled.describe(True) == [
-        "32 of 64 tokens bypass blocks 2 to 4 while training, fewer where masks hold more",
+        "32 of 64 tokens bypass blocks 2 to 4 while training, fewer where masks force more to stay",
         "ratio 0.5 -> 0.25 over 90 steps, then 10 dense steps",
     ]
     assert plan(()).describe(False) == []

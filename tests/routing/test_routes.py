@@ -139,6 +139,9 @@ def test_the_configuration_of_simpletuner_is_read():
     ) == known_routes("advanced")
 
 
+THEIRS = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
+
+
 @pytest.mark.parametrize(
     ("tread_config", "message"),
     [
@@ -147,15 +150,9 @@ def test_the_configuration_of_simpletuner_is_read():
         ({"tread_config": None}, "tread_config=None must have one key, routes"),
         ({"model_family": "flux"}, "must have one key, routes"),
         ({"routes": [None]}, r"routes\.0=None must have the keys"),
-        (
-            {"routes": [{"selection_ratio": "0.5", "start_layer_idx": 2, "end_layer_idx": 3}]},
-            r"routes\.0\.selection_ratio='0\.5' must be a number",
-        ),
-        ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.*: end_layer_idx"),
-        (
-            {"routes": [{"ratio": 0.5, "selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}]},
-            r"routes\.0=.*: ratio",
-        ),
+        ({"routes": [THEIRS | {"selection_ratio": "0.5"}]}, r"0\.selection_ratio='0\.5' must be a number"),
+        ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.* must have the keys"),
+        ({"routes": [THEIRS | {"ratio": 0.5}]}, r"routes\.0=.* must have the keys"),
     ],
 )
 def test_a_wrong_configuration_of_simpletuner_is_refused(tread_config, message):
