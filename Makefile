@@ -10,7 +10,6 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 .PHONY: demo setup test slow finetune soak gpu lint clean
 
 demo: setup ## digits from nothing: train, sample, score
-	@$(BIN)/python -m benchmarks.demo_time
 	$(LAUNCH) train.py model=tread run_name=demo
 	$(LAUNCH) sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz overwrite=true
 	$(LAUNCH) fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits overwrite=true
