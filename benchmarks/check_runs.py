@@ -62,7 +62,7 @@ def gpu_tests(device: torch.device, tiny: bool) -> Rows:
 
 
 def outcome(said: str, status: int, device: torch.device) -> dict[str, str]:
-    """Return the row of what pytest tells; without a GPU all may be skipped."""
+    """Return the row of the output of pytest; without a GPU all tests may be skipped."""
     last, failed = said.strip().rpartition("\n")[2], ""
     if status:
         failed = f"pytest ended with status {status}"

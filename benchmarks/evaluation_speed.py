@@ -43,9 +43,7 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
 
 
 def features(count: int, length: int, seed: int) -> torch.Tensor:
-    """Draw features (count, length) fp32 that look like the network's: not negative, correlated, of falling
-    variances.
-    """
+    """Draw features (count, length) like the network's: not negative, correlated, of falling variances."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(256, length, generator=torch.Generator().manual_seed(0)) / 16
     noise = torch.randn(count, length, generator=generator) * torch.logspace(0, -2, length)

@@ -22,7 +22,7 @@ def write_results(
     """Write rows, which may have different columns, to a file named by program, device and torch.
 
     Args:
-        environment: of `runtime.provenance`, as it was when the measurement began.
+        environment: of `runtime.provenance`, taken before the measurement.
     """
     file = _file_of(name, environment, folder)
     _write(file, rows, {"date": date.today().isoformat(), **environment})

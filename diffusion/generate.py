@@ -11,7 +11,7 @@ from diffusion.guidance import Branch, Guidance
 from diffusion.objective import Precond
 from runtime.launch import Launch
 
-LABEL_STREAM = 1  # tells the draw of a label from other draws of the same seed
+LABEL_STREAM = 1  # separates the draw of a label from other draws of the same seed
 
 
 def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:

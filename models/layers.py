@@ -38,8 +38,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU in the form that [DiT] uses, with tanh."""
     if x.device.type == "cpu" and torch.compiler.is_compiling():
-        # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): compiled, one exponential is
-        # cheaper than tanh.
+        # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): cheaper than tanh if compiled.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return F.gelu(x, approximate="tanh")
 

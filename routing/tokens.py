@@ -39,7 +39,7 @@ def sample_ids_keep(
         force_keep: (N, T) bool, tokens that must not bypass; a random part of them stays where K are fewer.
 
     Returns:
-        (N, P + K) int64 positions in the whole sequence of P + T tokens, unique and ascending in each row.
+        (N, P + K) int64 positions in the complete sequence of P + T tokens, unique and ascending in each row.
     """
     if not 0 <= selection_ratio < 1:
         raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1)")

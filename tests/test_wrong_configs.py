@@ -367,7 +367,7 @@ RULES = [
     ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: a part of a file, or another one"),
     ("encode", "source=file", "out must be given, as KEY=VALUE"),
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
-    ("advise", "run=shallow", "run=shallow: routes make no sense at model.depth=7, it must be at least 8"),
+    ("advise", "run=shallow", "run=shallow: model.depth=7 must be at least 8"),
     ("advise", "run=empty", "run=empty has no checkpoint yet"),
     ("finetune", f"{FINETUNE} quantize=int4 train=full", "quantize=int4 needs train=lora or train=lokr"),
     *(("finetune", f"{FINETUNE} quantize=nf4 train={kind} mixed_precision=bf16", "quantize=nf4 needs train=lora")
@@ -393,8 +393,8 @@ RULES = [
     ("sample", "run=interpolated", "interpolated/config.yaml: it has interpolations, which no run writes"),
     ("sample", "run=dotted", "dotted/config.yaml: sampler.'num_steps.of' must be a name without dots: keys are nested"),
     ("sample", "run=untold", "untold/manifest.json does not tell the data (data.manifest)"),
-    ("advise", "run=r", "run=r: its manifest tells micro-batches of None: give batch_size=N"),
-    ("advise", "run=r batch_size=8", "run=r: data.path=latents/digits is no folder here: give data_path=PATH"),
+    ("advise", "run=r", "run=r: its manifest has micro_batch_size=None: set batch_size=N"),
+    ("advise", "run=r batch_size=8", "run=r: data.path=latents/digits is not a folder here: set data_path=PATH"),
     *((program, f"{run}run=foreign", f"foreign/config.yaml: sampler._target_=os.system must be diffusion.edm_sampler, {NAMED}")
       for program, run in (("sample", ""), ("fid", "reference=file weights=weights.pth "), ("advise", ""))),
 ]  # fmt: skip

@@ -1,6 +1,4 @@
-"""All that only a GPU can tell is rehearsed on a CPU: stages, their records, and the tables that are written
-from these.
-"""
+"""The stages of `benchmarks.gpu`, rehearsed on a CPU, with their records and tables."""
 
 import json
 import re

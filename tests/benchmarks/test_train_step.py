@@ -1,6 +1,4 @@
-"""The plain step is the same step, its comparison sees a difference, and the record tells where it comes
-from.
-"""
+"""The plain step is the same step, its comparison sees a difference, and a record names its origin."""
 
 import re
 
@@ -157,7 +155,7 @@ def test_a_record_tells_where_it_comes_from(tmp_path):
     assert (second["what"], second["median"], second["more"], second["n"]) == ("b, c", "0.333333", "True", "")
 
 
-def test_batched_guidance_is_compared_with_two_forwards_before_it_is_timed(monkeypatch):
+def test_batched_guidance_is_checked_before_it_is_timed(monkeypatch):
     rows = sampling.evaluations(sampling.TINY, 2, "fp32", compiled=False, repeats=1, device=CPU)
     assert [row["evaluation"] for row in rows] == ["guided", "guided, two forwards", "unguided"]
     for row in rows:

@@ -149,7 +149,7 @@ def test_a_source_neither_routes_nor_drops_labels():
     assert (images == expected).all()
 
 
-def test_a_source_guides_the_noise_of_each_seed_away_from_the_null_class():
+def test_an_image_source_guides_away_from_the_null_class():
     def look_once(denoise, noise, path, *, randn_like):
         return denoise(noise, torch.tensor(0.5))
 

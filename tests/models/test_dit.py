@@ -251,9 +251,8 @@ def test_learn_sigma_adds_channels_behind_the_others():
     net = small_dit(learn_sigma=True)
     assert net.final_layer.linear.out_features == 2 * 3 * 4
     with torch.no_grad():
-        net.final_layer.linear.bias.view(4, 6)[:, 3:] = (
-            torch.nan
-        )  # channels are innermost; the second half is the variance
+        # Channels are innermost; the second half is the variance.
+        net.final_layer.linear.bias.view(4, 6)[:, 3:] = torch.nan
     F_x = net(*small_batch())
     assert F_x.shape == (4, 6, 8, 8)
     assert F_x[:, :3].isfinite().all()
@@ -317,9 +316,8 @@ def test_the_compiled_gelu_is_the_same_function():
     x = torch.linspace(-12, 12, 1001, requires_grad=True)
     reference, compiled = gelu(x.double()), torch.compile(gelu, dynamic=False)(x)
     torch.testing.assert_close(compiled.double(), reference, rtol=1e-5, atol=1e-6)
-    far = (x > -6.5) & (
-        x < -5
-    )  # where 1 + tanh has cancelled all digits in fp32: only the compiled form is exact
+    # Where 1 + tanh cancels all digits in fp32, the compiled form alone is exact.
+    far = (x > -6.5) & (x < -5)
     torch.testing.assert_close(compiled[far].double(), reference[far], rtol=1e-3, atol=0)
     torch.testing.assert_close(
         *(torch.autograd.grad(y.sum(), x)[0] for y in (compiled, reference)), rtol=1e-5, atol=1e-6

@@ -23,9 +23,7 @@ def run(model, arguments, **ours):
 
 
 def to_nf4(blocks):
-    """Keep the weight of each linear layer in 4 bits of bitsandbytes (diffusers' own way to it asks for a
-    GPU).
-    """
+    """Quantize linear layers to the NF4 of bitsandbytes; diffusers itself refuses to without a GPU."""
     for module in [module for block in blocks for module in block.modules()]:
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear):

@@ -103,7 +103,7 @@ def test_known_settings_give_these_windows(depth):
 
 @pytest.mark.parametrize("depth", [8, 12, 24, 28])
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_settings_are_valid_but_where_the_three_windows_do_not_fit(name, depth):
+def test_recipes_are_valid_unless_their_windows_do_not_fit(name, depth):
     if name == "advanced" and depth < 24:
         message = (
             r"model\.routes\.\d .* and model\.routes\.\d .* overlap"
