@@ -99,9 +99,10 @@ def detach(model: nn.Module) -> None:
     plain = {handing_out: kind for kind, handing_out in HANDING_OUT.items()}
     for spec in adapter.block_lists:
         blocks = model.get_submodule(spec.name)
-        blocks.__class__ = plain[type(blocks)]
-        blocks.__dict__.pop("routed_pass", None)
-        del blocks.first_idx
+        if type(blocks) in plain:  # else it was replaced
+            blocks.__class__ = plain[type(blocks)]
+            blocks.__dict__.pop("routed_pass", None)
+            del blocks.first_idx
 
 
 @dataclass(frozen=True)

@@ -519,6 +519,8 @@ def test_a_forward_that_would_lose_the_routes_is_refused():
     model.transformer_blocks = nn.ModuleList(list(model.transformer_blocks))
     with pytest.raises(ValueError, match="transformer_blocks of SD3Transformer2DModel was replaced"):
         run(model, arguments)
+    detach(model)
+    run(model, arguments)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
