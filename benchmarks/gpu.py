@@ -1,4 +1,4 @@
-"""All that only a GPU can tell, in one command: stages of at most eight minutes each, recorded row by row.
+"""All measurements that need a GPU, in one command: stages of at most eight minutes, recorded row by row.
 
     python -m benchmarks.gpu OUT                    all stages, in this order; an estimated hour on an H200
     python -m benchmarks.gpu OUT step sample        some of check, step, sample, score, families, twins

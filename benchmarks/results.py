@@ -66,7 +66,7 @@ def read_results(file: Path) -> list[dict[str, str]]:
 
 
 def read_environment(file: Path) -> dict[str, str]:
-    """Return what the first lines of a record tell, as text."""
+    """Return the first lines of a record, as text by key."""
     lines = (line[2:].rstrip("\n") for line in file.open() if line.startswith("# "))
     return {key: value for key, _, value in (line.partition(": ") for line in lines)}
 

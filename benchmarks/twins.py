@@ -62,7 +62,7 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
 def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path) -> Rows:
     """Train one run to a step; return its scores beside those of the dense one after the same seconds."""
     if total_steps > steps and not (folder / kind).exists():
-        raise ValueError(f"{folder / kind} is gone: begin in another folder")
+        raise ValueError(f"{folder / kind} is gone: start in another folder")
     data = ("data=glyphs", f"data.path={folder / 'latents'}", "evaluation=glyphs")
     intervals = (f"train.eval_every={steps}", f"train.save_every={steps}", "train.sample_every=null")
     asked = (MODELS[kind], *data, f"output_dir={folder / kind}", f"train.total_steps={total_steps}")

@@ -2,14 +2,11 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from benchmarks import runs, sampling, train_step
 from benchmarks.results import measured, read_results, write_results
-from benchmarks.speed_picture import draw, predictions
 from models import cost_of
 from runtime.errors import UserError
 from runtime.provenance import environment
@@ -164,15 +161,6 @@ def test_batched_guidance_is_checked_before_it_is_timed(monkeypatch):
     monkeypatch.setattr("benchmarks.sampling.CFG", lambda scale: lambda branch: lambda x, sigma: x)
     with pytest.raises(AssertionError, match="of their norm"):
         sampling.evaluations(sampling.TINY, 2, "fp32", compiled=False, repeats=1, device=CPU)
-
-
-def test_the_picture_shows_what_the_flops_promise(tmp_path):
-    predicted = predictions(384, 12, 6)
-    assert list(predicted) == [64, 256, 1024, 4096]
-    assert predicted[256] == pytest.approx(1.44, abs=0.005)
-    draw({256: 1.4}, 384, tmp_path / "speed.png")
-    with Image.open(tmp_path / "speed.png") as image:
-        assert np.asarray(image.convert("L")).std() > 10
 
 
 @pytest.mark.slow
