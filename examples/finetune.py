@@ -246,7 +246,7 @@ def _open(file: Path) -> np.ndarray:
         raise ValueError(f"{file} cannot be read as an array of numbers: {error}") from error
     if array.ndim < 2 or array.dtype.kind not in "fiub":
         found = f"shape {array.shape} and type {array.dtype}"
-        raise ValueError(f"{file} has {found}: it must hold a row of numbers for each image")
+        raise ValueError(f"{file} has {found}: it must have a row of numbers for each image")
     return array
 
 

@@ -55,8 +55,7 @@ def cost_of(
 
     Args:
         ratios: ratio of each route; None takes the routes' own.
-        mask_coverage: fraction of an image's tokens that a mask forces to stay, in [0, 1]; the windows grow
-            to hold them.
+        mask_coverage: fraction of an image's tokens that a mask forces to stay, in [0, 1]; the windows grow.
         fp32_slowdown: how many times as long a product takes outside autocast as under it, on the device that
             is meant; 1 where there is no autocast.
     """

@@ -53,13 +53,8 @@ def write_inputs(folder, name, count=16):
 
 
 def overrides(folder, *options, output="run"):
-    return [
-        f"transformer={folder}/transformer",
-        f"inputs={folder}",
-        f"output_dir={folder}/{output}",
-        *SHORT,
-        *options,
-    ]
+    folders = (f"transformer={folder}/transformer", f"inputs={folder}", f"output_dir={folder}/{output}")
+    return [*folders, *SHORT, *options]
 
 
 def run(folder, *options, output="run"):

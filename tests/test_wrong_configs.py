@@ -384,7 +384,7 @@ RULES = [
     ("finetune", "transformer=flux inputs=unequal", "inputs=unequal has arrays of different lengths: {'latents': 80, "),
     ("finetune", "transformer=flux inputs=wide", "inputs=wide: a FluxTransformer2DModel does not take latents (1, 1, 8, 8), "),
     ("finetune", "transformer=flux inputs=damaged", "damaged/latents.npy cannot be read as an array of numbers"),
-    ("finetune", "transformer=flux inputs=flat", "flat/text.npy has shape (80,) and type float32: it must hold a row of"),
+    ("finetune", "transformer=flux inputs=flat", "flat/text.npy has shape (80,) and type float32: it must have a row of"),
     ("finetune", "transformer=sd3 inputs=four", "inputs=four: from latents (1, 4, 8, 8), text (1, 5, 12), "),
     ("finetune", f"{FINETUNE} output_dir=tuned rank=8", "output_dir=tuned has a run with other settings: rank: 4 -> 8"),
     ("finetune", "transformer=flux inputs=odd", "inputs=odd: masks.npy has shape (80, 9, 8), latents.npy (80, 1, 8, 8)"),
