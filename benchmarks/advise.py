@@ -39,25 +39,23 @@ from runtime.output import claimed, place_of
 from runtime.provenance import environment
 from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, speedup
 
-MAX_BATCH = 4096  # that a run from elsewhere may ask for
+MAX_BATCH = 4096  # of a run from elsewhere
 MIN_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
 RATIOS = (0.25, 0.5)  # published: 0.75 is worse than dense
 PUBLISHED = Route(0.5, 2, -4)
 FASTER_BY, MIN_SPEEDUP = 1.05, 1.05  # than the published window; than no route at all
 LESS_ALIKE_BY = 0.01
-NEARLY_ALIKE = 0.97  # blocks start as the identity: then all states are alike, and that says nothing
+NEARLY_ALIKE = 0.97  # blocks start as the identity, where all states are alike
 NOTES = """
 Times are of a forward and backward pass; windows of one length share one measurement.
 Similarity: mean cosine between the states in which tokens leave and in which they rejoin, without routes.
 Candidates are what published results allow: blocks 1 to 3 to depth-5 to depth-3, ratio up to 0.5.
 """
 TRAINED_WITH_ROUTES = """\
-This run was trained with routes, which makes the states of its own window alike: ask a dense run for an
-opinion that is free of it.
+This run was trained with routes, which makes the states of its own window alike: ask a dense run as well.
 """
 HARDLY_TRAINED = """\
-All states are nearly the same: this network has hardly been trained, and similarity says nothing yet. Ask
-again later.
+All states are nearly the same: this network has hardly been trained, and similarity says nothing yet.
 """
 
 configuration.register()
@@ -65,7 +63,7 @@ configuration.register()
 
 @dataclass(frozen=True)
 class Candidate:
-    """One route, what it promises and what was measured; `num_kept` includes what masks force to stay."""
+    """One route, predicted and measured; `num_kept` includes the tokens that masks force to stay."""
 
     route: Route
     num_kept: int
@@ -84,8 +82,8 @@ def main(cfg: DictConfig) -> None:
         depth = config["model"]["depth"]
         if depth < MIN_DEPTH:
             raise ValueError(
-                f"run={request['run']}: routes make no sense at model.depth={depth}, it must be at least "
-                f"{MIN_DEPTH}: the first and the last blocks must see all tokens"
+                f"run={request['run']}: model.depth={depth} must be at least {MIN_DEPTH}: the first and the "
+                "last blocks must see all tokens"
             )
         for key in ("num_samples", "repeats", "batch_size"):
             if request[key] is not None:
@@ -121,30 +119,25 @@ def main(cfg: DictConfig) -> None:
 
 
 def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-    """Return precision, mode and batch of the run as its manifest tells them, and as the request changes
-    them.
-    """
-    told = details.get("resolved")
-    told = told if isinstance(told, dict) else {}
-    batch_size = request["batch_size"] or told.get("micro_batch_size")
+    """Return precision, compilation and batch size of the manifest of the run, with those of the request."""
+    resolved = details.get("resolved")
+    resolved = resolved if isinstance(resolved, dict) else {}
+    batch_size = request["batch_size"] or resolved.get("micro_batch_size")
     if type(batch_size) is not int or not (request["batch_size"] or 1 <= batch_size <= MAX_BATCH):
         raise ValueError(
-            f"run={request['run']}: its manifest tells micro-batches of {batch_size}: give batch_size=N"
+            f"run={request['run']}: its manifest has micro_batch_size={batch_size}: set batch_size=N"
         )
-    return {**told, "micro_batch_size": batch_size}
+    return {**resolved, "micro_batch_size": batch_size}
 
 
 def _find_data(request: dict[str, Any], config: dict[str, Any]) -> None:
-    """Put the place of the data into the configuration of a run, which may not send a program anywhere, or
-    write there.
-    """
+    """Set where the data is: a run of somebody else must not make a program fetch or write any."""
     data, asked = config["data"], request["data_path"]
     if "path" not in data:
         return
     if asked is None and not Path(data["path"]).is_dir():
-        raise FileNotFoundError(
-            f"run={request['run']}: data.path={data['path']} is no folder here: give data_path=PATH"
-        )
+        given = f"run={request['run']}: data.path={data['path']}"
+        raise FileNotFoundError(f"{given} is not a folder here: set data_path=PATH")
     data["path"] = asked or data["path"]
 
 
@@ -201,9 +194,7 @@ def measure(
     repeats: int,
     device: torch.device,
 ) -> list[Candidate]:
-    """Return all candidates, with the time of a forward and backward pass in the precision and mode of the
-    run.
-    """
+    """Return all candidates, with the time of a forward and backward pass at the precision of the run."""
     depth, T, batch_size = len(net.blocks), net.num_tokens, resolved["micro_batch_size"]
     bf16 = resolved.get("mixed_precision") == "bf16"
     if resolved.get("compile"):
@@ -235,16 +226,15 @@ def measure(
     for (start, end), ratio in product(windows, RATIOS):
         net.routes = resolve_routes([Route(ratio, start, end)], depth)
         routed_sec = seconds[end - start + 1, ratio]
-        candidates.append(
-            Candidate(
-                Route(ratio, start, end),
-                num_kept=num_tokens_kept(T, grown[ratio]),
-                predicted_speedup=cost_of(net, None, coverage, slowdown).predicted_speedup,
-                measured_speedup=speedup(seconds["dense"], routed_sec),
-                measured_sec=median(routed_sec),
-                similarity=float(alike[start, end + 1]),
-            )
+        candidate = Candidate(
+            Route(ratio, start, end),
+            num_kept=num_tokens_kept(T, grown[ratio]),
+            predicted_speedup=cost_of(net, None, coverage, slowdown).predicted_speedup,
+            measured_speedup=speedup(seconds["dense"], routed_sec),
+            measured_sec=median(routed_sec),
+            similarity=float(alike[start, end + 1]),
         )
+        candidates.append(candidate)
     return candidates
 
 
@@ -260,14 +250,12 @@ def recommend(candidates: list[Candidate], depth: int) -> Candidate | None:
 
 
 def hardly_trained(candidates: list[Candidate]) -> bool:
-    """Return whether all states are so alike that the similarity tells candidates not apart."""
+    """Return whether all states are so alike that the similarity cannot rank candidates."""
     return min(c.similarity for c in candidates) > NEARLY_ALIKE
 
 
 def override(route: Route, depth: int) -> str:
-    """Return the route as the command line takes it, its end counted from the last block as in
-    `model/routes`.
-    """
+    """Return the route for the command line, its end counted from the last block as in `model/routes`."""
     given = asdict(replace(route, end_layer_idx=route.end_layer_idx - depth))
     return "'model.routes=[{" + ", ".join(f"{key}: {value}" for key, value in given.items()) + "}]'"
 

@@ -1,7 +1,6 @@
-"""The stage `check` of `python -m benchmarks.gpu`: what a device computes against float64 on the CPU, and
-what it trains.
+"""The stage `check` of `python -m benchmarks.gpu`: results of a device against float64 on the CPU.
 
-Each row tells an error that was found and the bound that it must keep.
+Each row has an error and its bound.
 """
 
 import gc
@@ -36,15 +35,14 @@ from training.speed import most_graphs
 COLUMNS = {"setting": "{}", "what": "{}", "error": "{:.2g}", "bound": "{:.2g}", "failed": "{}"}
 CPU = torch.device("cpu")
 GUIDANCE_SCALE, NUM_SAMPLING_STEPS = 1.5, 5
-# Of norms, relative to float64. On a CPU 9e-8, 3e-7 and 2e-6 were found at S/2 in fp32 and 1e-4, 4e-3 and
-# 4e-3 in bf16; a GPU may add up in less favourable an order. There was no TF32 to measure: its mantissa has
-# three bits more than that of bf16.
+# Of norms, relative to float64. On a CPU 9e-8, 3e-7 and 2e-6 were measured at S/2 in fp32 and 1e-4, 4e-3 and
+# 4e-3 in bf16. TF32, not measured, has three more bits of mantissa than bf16.
 BOUNDS = {
     "fp32": {"loss": 3e-6, "gradients": 1e-5, "samples": 5e-5},
     "bf16": {"loss": 1e-3, "gradients": 2e-2, "samples": 2e-2},
 }
 BOUNDS["tf32"] = {what: bound / 8 for what, bound in BOUNDS["bf16"].items()}
-# Features as above, where 1e-6 was found. Sums in float64; counts of images, few of which may lie at an edge.
+# Features as above, where 1e-6 was measured; sums in float64; counts of images, a few of them at an edge.
 FEATURE_BOUND = 5e-5
 SCORE_BOUNDS = {"Frechet distance": 1e-9, "precision": 5e-3, "recall": 5e-3}
 Tensors = dict[str, list[torch.Tensor]]
@@ -76,7 +74,7 @@ def _alone(measure: Callable[..., Rows], device: torch.device, tiny: bool) -> Ro
 
 
 class DrawnByGenerator(TorchFunctionMode):
-    """Draw where the generator is, and move to the device: the same numbers on every one."""
+    """Draw on the device of the generator, then move: the same numbers on every device."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -101,20 +99,20 @@ def in_double(net: nn.Module) -> nn.Module:
 
 @contextmanager
 def computing(precision: str) -> Iterator[None]:
-    """Have fp32 products in TF32, if that is the precision."""
+    """Run fp32 products in TF32 if that is the precision."""
     allowed = precision == "tf32"
     with strict_fp32(), torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
-        torch.backends.cuda.matmul.allow_tf32 = allowed  # strict_fp32 puts back what it was
+        torch.backends.cuda.matmul.allow_tf32 = allowed  # strict_fp32 restores it
         yield
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Have the products of a forward pass in bf16, if that is the precision."""
+    """Run the products of a forward pass in bf16 if that is the precision."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def model(kind: str, tiny: bool) -> tuple[dict[str, Any], nn.Module]:
-    """Return configuration and network of a routed or a dense DiT, without the zeros of fresh weights."""
+    """Return configuration and network of a routed or a dense DiT, with no weights at zero."""
     size = ("data.input_size=8", *TINY) if tiny else ("data.input_size=32", "model/size=s_2")
     data = ("data=synthetic", "data.num_classes=1000", "model.class_dropout_prob=0.5")
     config = compose_config((f"model={'tread' if kind == 'routed' else 'dit'}", *data, *size))
@@ -170,7 +168,7 @@ def samples(config: dict[str, Any], net: nn.Module, device: torch.device, precis
 
 
 def precision(device: torch.device, tiny: bool) -> Rows:
-    """Hold loss, gradients and samples in each precision of the device against float64 on the CPU."""
+    """Compare loss, gradients and samples in each precision of the device with float64 on the CPU."""
     rows = []
     for kind in ("dense", "routed"):
         config, net = model(kind, tiny)
@@ -197,13 +195,13 @@ def errors(
 
 
 def apart(name: str, found: Tensors, wanted: Tensors, precision: str) -> Rows:
-    """Return the rows that hold tensors against others."""
+    """Return the rows that compare tensors with others."""
     bounds = BOUNDS[precision]
     return [compared(f"{name}: {what}", relative(found[what], wanted[what]), bounds[what]) for what in wanted]
 
 
 def scores(device: torch.device, tiny: bool) -> Rows:
-    """Hold the features of the Inception network and scores of features against those on the CPU."""
+    """Compare features of the Inception network, and scores of features, with those on the CPU."""
     num_images, count, length = (4, 500, 256) if tiny else (64, 5000, NUM_POOL_FEATURES)
     images = np.random.default_rng(0).integers(0, 256, (num_images, 64, 64, 3), dtype=np.uint8)
     found, wanted = (detector(images) for detector in random_detectors(device, CPU))
@@ -231,24 +229,20 @@ def scores_of(reference: torch.Tensor, samples: torch.Tensor) -> dict[str, float
 
 
 def compiled(device: torch.device, tiny: bool) -> Rows:
-    """Hold compiled blocks against eager ones, on the device, with the same seeds."""
+    """Compare compiled blocks with eager ones, on the device, with the same seeds."""
     if not can_compile(device):
         return [{"what": "not compared: there is no compiler", "failed": ""}]
     kinds, precisions = (("routed",), ("fp32",)) if tiny else (("routed", "dense"), ("fp32", "bf16"))
-    rows = []
+    rows, graphs = [], torch._dynamo.utils.counters["stats"]
     for kind in kinds:
         config, net = model(kind, tiny)
         way = partial(loss_and_gradients, config, net.to(device), device, draw_on=device)
         eager = {precision: way(precision) for precision in precisions}
-        num_graphs = _num_graphs()
+        num_graphs = graphs["unique_graphs"]
         for block in net.blocks:
             block.compile(dynamic=False)
         for precision in precisions:
             rows += apart(f"{kind}, {precision}", way(precision), eager[precision], precision)
-        failed = "" if _num_graphs() > num_graphs else "they were not"
+        failed = "" if graphs["unique_graphs"] > num_graphs else "they were not"
         rows.append({"what": f"{kind}: blocks were compiled", "failed": failed})
     return rows
-
-
-def _num_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)

@@ -1,7 +1,6 @@
-"""What the stage `check` asks of programs and trainers: tests marked gpu, a step that is skipped, waiting,
-resuming.
+"""Checks of programs and trainers for the stage `check`: GPU tests, a skipped step, host syncs, resuming.
 
-Everything returns rows: what was looked at, the error that was found, its bound, and why it failed.
+Each returns rows: what was checked, the error, its bound, and why it failed.
 """
 
 import io
@@ -63,7 +62,7 @@ def gpu_tests(device: torch.device, tiny: bool) -> Rows:
 
 
 def outcome(said: str, status: int, device: torch.device) -> dict[str, str]:
-    """Return the row of what pytest tells; without a GPU all may be skipped."""
+    """Return the row of the output of pytest; without a GPU all tests may be skipped."""
     last, failed = said.strip().rpartition("\n")[2], ""
     if status:
         failed = f"pytest ended with status {status}"
@@ -97,9 +96,7 @@ def skipped_step(device: torch.device, tiny: bool) -> Rows:
 
 
 def spoil_one_step(trainer: Trainer) -> Rows:
-    """Take a good step, one on latents that are not a number, and a good one; return what moved and what did
-    not.
-    """
+    """Take a good step, one on NaN latents, and a good one; return what moved and what did not."""
     states = []
     for factor, batches in zip((1.0, math.nan, 1.0), trainer.batches.from_step(0), strict=False):
         trainer.train_step(batch._replace(x=factor * batch.x) for batch in batches)
@@ -138,9 +135,7 @@ def no_host_synchronisation(device: torch.device, tiny: bool) -> Rows:
 
 
 def steps_without_waiting(trainer: Trainer) -> str:
-    """Take steps between two log points; return where one waited for the device, if any did but the first
-    two.
-    """
+    """Take steps between two log points; return where one, after the first two, waited for the device."""
     batches = trainer.batches.from_step(0)
     for step in range(5):
         with waiting_is_an_error(trainer.launch.device) if step > 1 else nullcontext():
@@ -148,17 +143,16 @@ def steps_without_waiting(trainer: Trainer) -> str:
                 trainer.train_step(next(batches))
             except RuntimeError as error:
                 frames = traceback.extract_tb(error.__traceback__)
-                ours = [
-                    f for f in frames if f.filename.startswith(f"{PROJECT}/") and "/.venv/" not in f.filename
-                ]
-                return f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}: {error}"
+                own = [f for f in frames if f.filename.startswith(f"{PROJECT}/")]
+                frame = [f for f in own if "/.venv/" not in f.filename][-1]
+                return f"{Path(frame.filename).name}, line {frame.lineno}: {error}"
         trainer.step += 1
     return ""
 
 
 @contextmanager
 def waiting_is_an_error(device: torch.device) -> Iterator[None]:
-    """Have CUDA raise where the host waits for it; on a CPU there is nothing to wait for."""
+    """Let CUDA raise where the host waits for it; on a CPU there is nothing to wait for."""
     if device.type != "cuda":
         yield
         return
@@ -171,9 +165,7 @@ def waiting_is_an_error(device: torch.device) -> Iterator[None]:
 
 
 def kill_and_resume(device: torch.device, tiny: bool) -> Rows:
-    """Compare a run that is killed and started again with one that is not, and this one with another of its
-    seed.
-    """
+    """Compare a killed and resumed run, and another one with the same seed, with an undisturbed run."""
     # No processes that read ahead: those of a killed run would live on.
     every = ("train.num_workers=0", "train.log_every=2", f"train.save_every={SAVE_EVERY}")
     setting = setting_of(tiny, *every, f"train.total_steps={TOTAL_STEPS}")
@@ -186,7 +178,7 @@ def kill_and_resume(device: torch.device, tiny: bool) -> Rows:
         for run in (undisturbed, resumed, again):
             _train(run, overrides, 0)
         starts = [start["step"] for start in json.loads((resumed / "manifest.json").read_text())["starts"]]
-        assert starts == [0, SAVE_EVERY], f"the killed run began at steps {starts}"
+        assert starts == [0, SAVE_EVERY], f"the killed run started at steps {starts}"
         return compared_runs(undisturbed, resumed, again, device)
 
 
@@ -194,7 +186,7 @@ def _train(run: Path, overrides: Sequence[str], status: int, killed_in: int | No
     process = start_apart(train_here, [*overrides, f"output_dir={run}"], killed_in)
     process.join()
     if process.exitcode != status:
-        raise ProcessFailed(f"a training ended with {process.exitcode}, not {status}, as it says above")
+        raise ProcessFailed(f"a training ended with {process.exitcode}, not {status}: see above")
 
 
 def train_here(overrides: Sequence[str], killed_in: int | None) -> None:
@@ -212,8 +204,9 @@ def train_here(overrides: Sequence[str], killed_in: int | None) -> None:
 
 
 def compared_runs(undisturbed: Path, resumed: Path, again: Path, device: torch.device) -> Rows:
-    """Compare runs of one seed, bit for bit on a CPU; some kernels of CUDA add up in any order, and then two
-    undisturbed runs tell how far apart a resumed one may end."""
+    """Compare runs of one seed, bitwise on a CPU; on CUDA, where some kernels are not deterministic, two
+    undisturbed runs give the bound for a resumed one.
+    """
     spread, found = differences(undisturbed, again), differences(undisturbed, resumed)
     bounds = spread_bounds = dict.fromkeys(spread, 0.0)
     if device.type == "cuda":
@@ -225,10 +218,9 @@ def compared_runs(undisturbed: Path, resumed: Path, again: Path, device: torch.d
 
 def differences(wanted: Path, found: Path) -> dict[str, float]:
     """Return how far weights, average and logged losses of a run are from those of another."""
-    errors = {}
+    errors, checkpoint = {}, f"checkpoints/step_{TOTAL_STEPS:08d}"
     for what, file in (("weights", "net"), ("average", "ema")):
-        files = (run / f"checkpoints/step_{TOTAL_STEPS:08d}/{file}.safetensors" for run in (found, wanted))
-        a, b = (load_file(weights) for weights in files)
+        a, b = (load_file(run / checkpoint / f"{file}.safetensors") for run in (found, wanted))
         errors[what] = relative([a[key] for key in b], list(b.values()))
     logged = ((run / "metrics.jsonl").read_text().splitlines() for run in (found, wanted))
     a, b = (torch.tensor([json.loads(line)["loss"] for line in lines]) for lines in logged)

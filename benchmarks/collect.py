@@ -1,5 +1,4 @@
-"""Put records of `benchmarks.gpu` into the project, and their figures into the tables of README.md and
-RESULTS.md.
+"""Copy records of `benchmarks.gpu` into the project, and fill the tables of README.md and RESULTS.md.
 
 A table stands between `<!-- benchmarks.gpu NAME -->` and `<!-- end -->` and is written here alone; without a
 record it is empty.
@@ -24,22 +23,10 @@ CHECKPOINTED = {"setting": "XL/2, checkpointing", "step": "dense"}
 GUIDED = {"setting": "bf16, eager, batch 4", "evaluation": "guided"}
 # What, the target, stage, column, format.
 TARGETS = [
-    (
-        "B/2 and XL/2, batch 256: share of the predicted speed-up",
-        "95 %",
-        "step",
-        "share_of_predicted",
-        "{:.0%}",
-    ),
+    ("B/2, XL/2, batch 256: share of predicted speed-up", "95 %", "step", "share_of_predicted", "{:.0%}"),
     ("XL/2, batch 256: utilisation, dense and routed", "50 %, 45 %", "step", "utilisation", "{:.0%}"),
     ("the same: outside of forward and backward", "6 %", "step", "share_outside", "{:.1%}"),
-    (
-        "XL/2, dense: memory, without and with checkpointing",
-        "fits, half",
-        "step",
-        "peak_memory_gib",
-        "{:.0f} GiB",
-    ),
+    ("XL/2, dense: memory, then with checkpointing", "fits, half", "step", "peak_memory_gib", "{:.0f} GiB"),
     ("XL/2, batch 4, bf16: guided, one forward against two", "1.5x", "sample", "speedup_over_two", "{:.2f}x"),
 ]
 TARGET_ROWS = {
@@ -53,18 +40,17 @@ Columns = Mapping[str, Mapping[str, str]]  # of each stage's table, key -> forma
 
 
 def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
-    """Copy the records of a folder, and fill the tables from all that the project has.
+    """Copy the records of a folder, and fill the tables from all records of the project.
 
     Args:
-        tiny: whether the records are of a rehearsal, which only a copy of the project is given.
+        tiny: the records are of a rehearsal, for a copy of the project.
     """
     files = sorted(out.glob("gpu_*.csv"))
     if not files:
-        raise ValueError(f"{out} holds no record: python -m benchmarks.gpu {out} writes them")
+        raise ValueError(f"{out} has no record: python -m benchmarks.gpu {out} writes them")
     for file in files:
         if read_environment(file)["tiny"] != str(tiny):
-            kind, rule = ("no", "must not") if tiny else ("a", "must")
-            raise ValueError(f"{file} is {kind} rehearsal: --tiny {rule} be given")
+            raise ValueError(f"{file} is {'not ' if tiny else ''}of a rehearsal (--tiny)")
     results = project / "benchmarks" / "results"
     results.mkdir(parents=True, exist_ok=True)
     here = environment(torch.device("cpu"))
@@ -107,7 +93,7 @@ def of_stage(
 
 
 def caption(file: Path, stage: str) -> str:
-    """Return from what a record comes."""
+    """Return where a record comes from."""
     found = read_environment(file)
     device = found["processor"] if found["device"] == "cpu" else found["device"]
     version = re.search(r'"torch": "([^"]+)"', found["versions"])[1]

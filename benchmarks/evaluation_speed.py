@@ -1,6 +1,4 @@
-"""The stage `score` of `python -m benchmarks.gpu`: what the Frechet distance, precision and recall, and the
-Inception network cost.
-"""
+"""Time the Inception network, precision and recall; the stage `score` of `python -m benchmarks.gpu`."""
 
 import tempfile
 import time
@@ -10,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.linalg import sqrtm
 from torchvision.models import inception_v3
 
 from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.results import Rows, measured
-from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
+from evaluation import InceptionDetector, precision_recall
 from evaluation.detectors.inception import NUM_CLASSES, NUM_POOL_FEATURES
 from training.speed import interleaved_seconds
 
@@ -38,14 +35,11 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
     return {
         "network": partial(time_detector, batch_size, image_size, device, repeats),
         "precision and recall": partial(time_precision_recall, num_reference, num_samples, length, device),
-        "Frechet distance": partial(time_distances, num_reference, length, repeats),
     }
 
 
 def features(count: int, length: int, seed: int) -> torch.Tensor:
-    """Draw features (count, length) fp32 that look like the network's: not negative, correlated, of falling
-    variances.
-    """
+    """Draw features (count, length) like the network's: not negative, correlated, of falling variances."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(256, length, generator=torch.Generator().manual_seed(0)) / 16
     noise = torch.randn(count, length, generator=generator) * torch.logspace(0, -2, length)
@@ -61,25 +55,6 @@ def random_detectors(*devices: torch.device) -> list[InceptionDetector]:
     with tempfile.TemporaryDirectory() as folder:
         torch.save(net.state_dict(), file := Path(folder) / "random.pth")
         return [InceptionDetector(file, device, allow_unpublished=True) for device in devices]
-
-
-def time_distances(count: int, length: int, repeats: int) -> Rows:
-    """Time the Frechet distance beside the matrix square root of the original; always on the CPU."""
-    pair = []
-    for seed in (1, 2):
-        statistics = FeatureStatistics(length).update(features(count, length, seed))
-        pair += [statistics.mean.numpy(), statistics.covariance.numpy()]
-    ways = {"evaluation.frechet_distance": frechet_distance, "scipy.linalg.sqrtm": by_square_root}
-    np.testing.assert_allclose(*(way(*pair) for way in ways.values()), rtol=1e-6)
-    steps = {name: partial(way, *pair) for name, way in ways.items()}
-    seconds = interleaved_seconds(steps, torch.device("cpu"), repeats)
-    return [measured(name, "s", *times) for name, times in seconds.items()]
-
-
-def by_square_root(mu1: np.ndarray, sigma1: np.ndarray, mu2: np.ndarray, sigma2: np.ndarray) -> float:
-    """Return the Frechet distance as the original takes it."""
-    root = sqrtm(sigma1 @ sigma2).real
-    return float(np.square(mu1 - mu2).sum() + np.trace(sigma1 + sigma2 - 2 * root))
 
 
 def time_precision_recall(num_reference: int, num_samples: int, length: int, device: torch.device) -> Rows:

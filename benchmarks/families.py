@@ -7,7 +7,7 @@ bf16 where the device is fast at it. FLOPs are those of matrix products, attenti
 models/cost.py; torch counts them while one step of each kind runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import isqrt
 from pathlib import Path
@@ -24,6 +24,7 @@ from runtime.machine import has_fast_bf16
 from training.speed import interleaved_seconds, speedup
 
 NUM_TEXT, TEXT_DIM, POOLED_DIM = 77, 768, 256
+POOLED = {"pooled_projection_dim": POOLED_DIM}
 RATIO, ROUTE = 0.5, Route(0.5, 2, -4)
 NUM_TOKENS, BATCH_TOKENS, REPEATS = (1024, 4096), 16384, 5  # of an image, of all samples
 COLUMNS = {
@@ -40,21 +41,14 @@ COLUMNS = {
 Built = tuple[nn.Module, dict[str, Any]]  # a model, and inputs for it
 
 
-def flux(side: int, batch: int, width: int, heads: int) -> Built:
+def flux(side: int, batch: int, heads: Mapping[str, int]) -> Built:
     """4 double blocks and 8 single ones."""
     from diffusers import FluxTransformer2DModel
 
-    model = FluxTransformer2DModel(
-        num_layers=4,
-        num_single_layers=8,
-        num_attention_heads=heads,
-        attention_head_dim=width // heads,
-        joint_attention_dim=TEXT_DIM,
-        pooled_projection_dim=POOLED_DIM,
-        axes_dims_rope=tuple(width // heads * share // 16 for share in (2, 7, 7)),
-    )
+    axes = tuple(heads["attention_head_dim"] * share // 16 for share in (2, 7, 7))
+    options = {"num_layers": 4, "num_single_layers": 8, "axes_dims_rope": axes, **POOLED}
     rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-    return model, {
+    return FluxTransformer2DModel(**options, **heads, joint_attention_dim=TEXT_DIM), {
         "hidden_states": torch.randn(batch, side**2, 64),
         "pooled_projections": torch.randn(batch, POOLED_DIM),
         "timestep": torch.rand(batch),
@@ -63,87 +57,63 @@ def flux(side: int, batch: int, width: int, heads: int) -> Built:
     }
 
 
-def sd3(side: int, batch: int, width: int, heads: int) -> Built:
+def sd3(side: int, batch: int, heads: Mapping[str, int]) -> Built:
     """12 joint blocks."""
     from diffusers import SD3Transformer2DModel
 
-    model = SD3Transformer2DModel(
-        sample_size=2 * side,
-        num_layers=12,
-        num_attention_heads=heads,
-        attention_head_dim=width // heads,
-        joint_attention_dim=TEXT_DIM,
-        caption_projection_dim=width,
-        pooled_projection_dim=POOLED_DIM,
-        pos_embed_max_size=side,
-    )
-    return model, {
+    options = {"sample_size": 2 * side, "pos_embed_max_size": side, "num_layers": 12, **POOLED}
+    options |= {"joint_attention_dim": TEXT_DIM, "caption_projection_dim": _width(heads)}
+    return SD3Transformer2DModel(**options, **heads), {
         "hidden_states": torch.randn(batch, 16, 2 * side, 2 * side),
         "pooled_projections": torch.randn(batch, POOLED_DIM),
         "timestep": 1000 * torch.rand(batch),
     }
 
 
-def pixart(side: int, batch: int, width: int, heads: int) -> Built:
+def pixart(side: int, batch: int, heads: Mapping[str, int]) -> Built:
     """12 blocks with cross-attention."""
     from diffusers import PixArtTransformer2DModel
 
-    model = PixArtTransformer2DModel(
-        sample_size=2 * side,
-        num_layers=12,
-        num_attention_heads=heads,
-        attention_head_dim=width // heads,
-        cross_attention_dim=width,
-        caption_channels=TEXT_DIM,
-        use_additional_conditions=False,
-    )
-    return model, {
+    options = {"sample_size": 2 * side, "num_layers": 12, "use_additional_conditions": False}
+    options |= {"cross_attention_dim": _width(heads), "caption_channels": TEXT_DIM}
+    return PixArtTransformer2DModel(**options, **heads), {
         "hidden_states": torch.randn(batch, 4, 2 * side, 2 * side),
         "timestep": torch.randint(1000, (batch,)),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }
 
 
-def auraflow(side: int, batch: int, width: int, heads: int) -> Built:
+def auraflow(side: int, batch: int, heads: Mapping[str, int]) -> Built:
     """2 joint blocks and 10 single ones."""
     from diffusers import AuraFlowTransformer2DModel
 
-    model = AuraFlowTransformer2DModel(
-        sample_size=2 * side,
-        num_mmdit_layers=2,
-        num_single_dit_layers=10,
-        num_attention_heads=heads,
-        attention_head_dim=width // heads,
-        joint_attention_dim=TEXT_DIM,
-        caption_projection_dim=width,
-        pos_embed_max_size=side**2,
-    )
-    return model, {
+    options = {"sample_size": 2 * side, "pos_embed_max_size": side**2}
+    options |= {"num_mmdit_layers": 2, "num_single_dit_layers": 10}
+    options |= {"joint_attention_dim": TEXT_DIM, "caption_projection_dim": _width(heads)}
+    return AuraFlowTransformer2DModel(**options, **heads), {
         "hidden_states": torch.randn(batch, 4, 2 * side, 2 * side),
         "timestep": torch.rand(batch),
     }
 
 
-def wan(side: int, batch: int, width: int, heads: int) -> Built:
+def wan(side: int, batch: int, heads: Mapping[str, int]) -> Built:
     """12 blocks with cross-attention, 4 frames."""
     from diffusers import WanTransformer3DModel
 
-    model = WanTransformer3DModel(
-        num_layers=12,
-        num_attention_heads=heads,
-        attention_head_dim=width // heads,
-        text_dim=TEXT_DIM,
-        ffn_dim=4 * width,
-    )
-    return model, {
+    options = {"num_layers": 12, "text_dim": TEXT_DIM, "ffn_dim": 4 * _width(heads)}
+    return WanTransformer3DModel(**options, **heads), {
         "hidden_states": torch.randn(batch, 16, 4, side, side),
         "timestep": torch.randint(1000, (batch,)),
     }
 
 
-# What builds each, with the width and the heads of its published configuration: FLUX.1, Stable Diffusion 3
-# medium, PixArt-alpha XL/2, AuraFlow, Wan 1.3B.
-FAMILIES: dict[str, tuple[Callable[[int, int, int, int], Built], int, int]] = {
+def _width(heads: Mapping[str, int]) -> int:
+    return heads["num_attention_heads"] * heads["attention_head_dim"]
+
+
+# The width and the number of heads of each published configuration: FLUX.1, Stable Diffusion 3 medium,
+# PixArt-alpha XL/2, AuraFlow, Wan 1.3B.
+FAMILIES: dict[str, tuple[Callable[..., Built], int, int]] = {
     "flux": (flux, 3072, 24),
     "sd3": (sd3, 1536, 24),
     "pixart": (pixart, 1152, 16),
@@ -165,18 +135,19 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
 
 
 def measure(
-    build: Callable[[int, int, int, int], Built],
+    build: Callable[..., Built],
     num_tokens: int,
     batch: int,
     width: int,
-    heads: int,
+    num_heads: int,
     repeats: int,
     device: torch.device,
 ) -> Rows:
     """Return the row of one family at one length."""
     torch.manual_seed(0)
     with device:  # billions of weights are drawn where they are needed
-        model, inputs = build(isqrt(num_tokens), batch, width, heads)
+        heads = {"num_attention_heads": num_heads, "attention_head_dim": width // num_heads}
+        model, inputs = build(isqrt(num_tokens), batch, heads)
         inputs["encoder_hidden_states"] = torch.randn(batch, NUM_TEXT, TEXT_DIM)
     attach(model.train(), [ROUTE])
     steps = {ratio: partial(_step, model, inputs, device, ratio) for ratio in (0.0, RATIO)}

@@ -1,12 +1,12 @@
-"""All that only a GPU can tell, in one command: stages of at most eight minutes each, recorded row by row.
+"""All measurements that need a GPU, in one command: stages of at most eight minutes, recorded row by row.
 
     python -m benchmarks.gpu OUT                    all stages, in this order; an estimated hour on an H200
     python -m benchmarks.gpu OUT step sample        some of check, step, sample, score, families, twins
     python -m benchmarks.gpu OUT --tiny             all of them in minutes, at sizes that a CPU can do
     python -m benchmarks.gpu --collect OUT          records to benchmarks/results/, figures to the pages
 
-OUT holds a record and a log of each stage, written after every row. Given again, the same command goes on
-where it was stopped, and measures again what has failed. benchmarks/README.md tells what each stage does.
+OUT gets a record and a log of each stage, written after every row. The same command resumes where it was
+stopped, and measures again what has failed. benchmarks/README.md says what each stage does.
 """
 
 import argparse
@@ -56,11 +56,8 @@ STAGES = {
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return what the command line asks."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", None, __doc__, formatter_class=raw)
     parser.add_argument("out", type=Path, help="folder of the records")
     parser.add_argument("stages", nargs="*", metavar="stage", help="none: all")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same code in seconds")
@@ -105,12 +102,12 @@ def run_apart(name: str, out: Path, tiny: bool, limit_sec: float) -> str:
         try:
             process.wait(limit_sec + GRACE_SEC)
         except subprocess.TimeoutExpired:
-            return "cut off within a row: the same command goes on"
+            return "cut off within a row: the same command resumes"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
             copying.join()
-    ends = {0: "done", 1: "some rows have failed", TIME_IS_UP: "time is up: the same command goes on"}
+    ends = {0: "done", 1: "some rows have failed", TIME_IS_UP: "time is up: the same command resumes"}
     return ends.get(process.returncode, f"ended with status {process.returncode}")
 
 
@@ -124,36 +121,32 @@ def _copy(source: Any, log: Path) -> None:
 
 
 def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
-    """Measure row after row while there is time.
-
-    Returns:
-        0 where all is done, 1 where rows have failed, or `TIME_IS_UP`.
-    """
-    begun, row_sec, stage = time.perf_counter(), 0.0, STAGES[name]
+    """Measure row after row while there is time; return 0, 1 if rows have failed, or `TIME_IS_UP`."""
+    start, row_sec, stage = time.perf_counter(), 0.0, STAGES[name]
     device = start_process().device
     record = Record(f"gpu_{name}", out, environment(device) | {"tiny": tiny})
     settings = stage.plan(device, tiny, out)
     # What failed or was cut off is measured again when all others have had their turn.
-    for setting, measure in sorted(settings.items(), key=lambda item: item[0] in record.begun()):
+    for setting, measure in sorted(settings.items(), key=lambda item: item[0] in record.started()):
         if setting in record.done():
             continue
-        row_begun = time.perf_counter()
-        if row_begun - begun + row_sec > limit_sec:  # one is about as long as the one before
+        row_start = time.perf_counter()
+        if row_start - start + row_sec > limit_sec:  # one takes about as long as the one before
             return TIME_IS_UP
-        record.add(setting, [{"failed": "begun and not ended"}])
+        record.add(setting, [{"failed": "started and not ended"}])
         print(setting, flush=True)
         try:
             rows = measure()
         except (Exception, UserError) as error:  # the other settings are worth the time of the device
             traceback.print_exc()
             rows = [{"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}]
-        row_sec = time.perf_counter() - row_begun
+        row_sec = time.perf_counter() - row_start
         record.add(setting, rows)
         print(f"{markdown(rows, stage.columns)}\n({row_sec:.0f} s)", flush=True)
         gc.collect()  # compiled blocks refer to themselves
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return int(record.done() != record.begun())
+    return int(record.done() != record.started())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a process holds in memory: on a GPU as its allocator tells it, else as Linux does."""
+"""Memory of a process: on a GPU that of its allocator, else the resident set (Linux)."""
 
 from pathlib import Path
 
@@ -6,16 +6,16 @@ import torch
 
 
 def reset_peak(device: torch.device) -> float:
-    """Begin a new peak, and return what is held now in GiB."""
+    """Reset the peak, and return the memory in use in GiB."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2**30
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     return _resident_gib("VmRSS")
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the most that was held since the peak was reset, in GiB."""
+    """Return the peak since it was reset, in GiB."""
     return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _resident_gib("VmHWM")
 
 

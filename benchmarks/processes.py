@@ -1,4 +1,4 @@
-"""Processes that build something and run it when asked, so that they can take turns."""
+"""Processes that build something and run it on request, so that they can take turns."""
 
 import multiprocessing
 from collections.abc import Callable, Mapping
@@ -24,14 +24,13 @@ def start_apart(function: Callable[..., None], *arguments: Any) -> multiprocessi
 
 
 def _called(function: Callable[..., None], *arguments: Any) -> None:
-    # A process takes over the method that started it; what it starts itself, workers that read data say,
-    # starts as always.
+    # A process inherits the method that started it; workers of its own, for data, have the default one.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     function(*arguments)
 
 
 class Worker:
-    """A process that builds something, says so, and answers words.
+    """A process that builds something, reports, and answers requests.
 
     Args:
         build: called in the process with its end of a connection and the arguments; ends with `serve`.
@@ -44,12 +43,12 @@ class Worker:
 
     @cached_property
     def ready(self) -> Any:
-        """What the process says when all is built."""
+        """The report of the process once all is built."""
         return self._receive()
 
     def ask(self, word: str) -> Any:
-        """Send a word, and return the answer."""
-        with suppress(BrokenPipeError):  # which receiving tells
+        """Send a request, and return the answer."""
+        with suppress(BrokenPipeError):  # `_receive` raises
             self.connection.send(word)
         return self._receive()
 
@@ -57,7 +56,7 @@ class Worker:
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError) as error:
-            raise ProcessFailed(f"the process of the {self.name} step failed, as it says above") from error
+            raise ProcessFailed(f"the process of the {self.name} step failed: see above") from error
 
     def __enter__(self) -> "Worker":
         return self
@@ -68,7 +67,7 @@ class Worker:
 
 
 def serve(connection: Connection, ready: Any, answers: Mapping[str, Callable[[], Any]]) -> None:
-    """Say that all is built, and answer words until the other side closes the connection."""
+    """Report that all is built, and answer requests until the other side closes the connection."""
     connection.send(ready)
     with suppress(EOFError):
         while True:

@@ -1,4 +1,4 @@
-"""Records of measurements: a CSV file whose first lines, marked with #, tell where they come from."""
+"""Records of measurements: CSV files whose first lines, marked with #, say where they come from."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ def write_results(
     """Write rows, which may have different columns, to a file named by program, device and torch.
 
     Args:
-        environment: of `runtime.provenance`, as it was when the measurement began.
+        environment: of `runtime.provenance`, taken before the measurement.
     """
     file = _file_of(name, environment, folder)
     _write(file, rows, {"date": date.today().isoformat(), **environment})
@@ -31,22 +31,18 @@ def write_results(
 
 
 class Record:
-    """The record of a stage, written after every setting; the same code on the same device goes on with it.
-
-    Raises:
-        ValueError: other code began it, or it is of a rehearsal and this is not.
-    """
+    """The record of a stage, written after every setting, which the same code and device continue."""
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, Any]):
         self.file, self.rows = _file_of(name, environment, folder), []
         self.environment = {"date": date.today().isoformat(), **environment}
         if self.file.exists():
-            begun, self.rows = read_environment(self.file), read_results(self.file)
+            earlier, self.rows = read_environment(self.file), read_results(self.file)
             for key in ("source_sha256", "tiny"):
-                if begun[key] != str(environment[key]):
-                    now = f"{begun[key]}, not {environment[key]}"
+                if earlier[key] != str(environment[key]):
+                    now = f"{earlier[key]}, not {environment[key]}"
                     raise ValueError(f"{self.file} is of {key} {now}: give another folder")
-            self.environment["date"] = begun["date"]
+            self.environment["date"] = earlier["date"]
 
     def add(self, setting: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of a setting, in place of those that had failed."""
@@ -54,13 +50,13 @@ class Record:
         self.rows = [*kept, *({"setting": setting, **row} for row in rows)]
         _write(self.file, self.rows, self.environment)
 
-    def begun(self) -> set[str]:
+    def started(self) -> set[str]:
         """Return the settings that have rows."""
         return {row["setting"] for row in self.rows}
 
     def done(self) -> set[str]:
         """Return the settings of which no row has failed."""
-        return self.begun() - {row["setting"] for row in self.rows if row.get("failed")}
+        return self.started() - {row["setting"] for row in self.rows if row.get("failed")}
 
 
 def read_results(file: Path) -> list[dict[str, str]]:
@@ -70,7 +66,7 @@ def read_results(file: Path) -> list[dict[str, str]]:
 
 
 def read_environment(file: Path) -> dict[str, str]:
-    """Return what the first lines of a record tell, as text."""
+    """Return the first lines of a record, as text by key."""
     lines = (line[2:].rstrip("\n") for line in file.open() if line.startswith("# "))
     return {key: value for key, _, value in (line.partition(": ") for line in lines)}
 

@@ -46,7 +46,6 @@ class Setting:
     input_size: int = 32
     mask_coverage: float | None = None  # of the tokens; None trains without masks
     plain: bool = False  # time the plain step as well
-    whole: bool = False  # and ours, compiled as a whole and replayed as CUDA graphs
     check: bool = True  # compare loss and gradients with those of the plain step before
 
 
@@ -70,16 +69,9 @@ def write_latents(path: Path, setting: Setting) -> None:
     if setting.mask_coverage is not None:
         masks = np.zeros((count, side, side), np.uint8)
         masks[:, : round(side * setting.mask_coverage)] = 255
-    manifest = LatentManifest(
-        count,
-        stored.shape[1:],
-        "float16",
-        "moments",
-        NUM_CLASSES,
-        "benchmark",
-        scale=0.5,
-        conditioning_type=None if masks is None else "mask",
-    )
+    kind = None if masks is None else "mask"
+    stored_as = (stored.shape[1:], "float16", "moments")
+    manifest = LatentManifest(count, *stored_as, NUM_CLASSES, "benchmark", scale=0.5, conditioning_type=kind)
     with LatentWriter(path, manifest) as writer:
         writer.append(stored, rng.integers(NUM_CLASSES, size=count), masks)
 
@@ -112,19 +104,18 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
 def describe(
     net: nn.Module, resolved: dict[str, Any], config: dict[str, Any], coverage: float
 ) -> dict[str, Any]:
-    """Return what is timed; model FLOPs do not count what checkpointing computes twice."""
+    """Return the columns of what is timed; model FLOPs do not count what checkpointing recomputes."""
     with torch.device("meta"):
         unchecked = build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
     cost = cost_of(unchecked, mask_coverage=coverage)
     slowdown = fp32_slowdown(net, next(net.parameters()).device, bf16=resolved["mixed_precision"] == "bf16")
     chosen = ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")
+    routes = [f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes]
     return {
         "parameters": cost.num_parameters,
         "hidden_size": config["model"]["hidden_size"],
         "num_tokens": net.num_tokens,
-        "routes": " ".join(
-            f"{route.start_layer_idx}-{route.end_layer_idx}:{route.selection_ratio:g}" for route in net.routes
-        ),
+        "routes": " ".join(routes),
         "batch_size": config["train"]["batch_size"],
         **{key: resolved[key] for key in chosen},
         "gradient_checkpointing": config["model"]["gradient_checkpointing"],
@@ -136,7 +127,7 @@ def describe(
 
 @torch.no_grad()
 def perturb(net: nn.Module) -> None:
-    """Randomise the weights that start at zero: they would hide most of the network."""
+    """Randomise the weights that start at zero, which would hide most of the network."""
     torch.manual_seed(0)
     for parameter in net.parameters():
         if not parameter.any():

@@ -1,8 +1,8 @@
-"""What a sample costs: evaluations of the denoiser, guided and not, in several precisions and batches, and
-whole samples. The stage `sample` of `python -m benchmarks.gpu`.
+"""The cost of sampling: evaluations of the denoiser, guided and not, in several precisions and batches. The
+stage `sample` of `python -m benchmarks.gpu`.
 
-DiT-XL/2 on latents of 4x32x32. Images per second are those of a whole sample of 40 Heun steps, 79
-evaluations; the first setting draws such samples.
+DiT-XL/2 on latents of 4x32x32. Images per second are for 40 Heun steps, 79 evaluations; the first setting
+draws such samples.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def evaluations(
     error = ((one - two).norm() / two.norm()).item()
     assert error <= AGREE[precision], f"one batched forward and two differ by {error:.1e} of their norm"
     num_calls = max(1, IMAGES_A_TURN[device.type] // batch)
-    turns = {name: partial(repeated, way, num_calls) for name, way in ways.items()}
+    turns = {name: lambda way=way: [way() for _ in range(num_calls)] for name, way in ways.items()}
     seconds = interleaved_seconds(turns, device, repeats)
     flops, rows = cost_of(precond.net).dense_forward_flops * batch, {}
     for name, times in seconds.items():
@@ -123,12 +123,6 @@ def whole_samples(size: tuple[str, ...], batch: int, device: torch.device) -> Ro
     draw = within("bf16", device, lambda z: edm_sampler(denoise, z, num_steps=NUM_STEPS), noise)
     (seconds,) = interleaved_seconds({"draw": draw}, device, repeats=1).values()
     return [{"evaluation": "guided, 40 Heun steps", **spread(seconds), **rate(batch, seconds[0])}]
-
-
-def repeated(function: Callable[[], Any], count: int) -> None:
-    """Call a function so many times."""
-    for _ in range(count):
-        function()
 
 
 def inputs(precond: nn.Module, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

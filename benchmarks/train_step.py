@@ -1,5 +1,4 @@
-"""What a training step takes: against the plain step, and routed against dense, at several lengths and under
-masks.
+"""The time of a training step: against a plain step, and routed against dense, at several lengths and masks.
 
     python -m benchmarks.train_step                    the standard rows of this device: half an hour on two
                                                        cores; the record goes to benchmarks/results/
@@ -58,15 +57,10 @@ PLAIN_KNOWS = {
     "fp32_after_route": False,
     "learn_sigma": False,
 }
-SMALL = (
-    "model.hidden_size=32",
-    "model.num_heads=4",
-    "model.depth=7",
-    "train.batch_size=4",
-    "train.compile=false",
-)
+SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7")
+SMALL += ("train.batch_size=4", "train.compile=false")
 TINY_SETTINGS = [
-    Setting("256 tokens", SMALL, 8, plain=True, whole=True),
+    Setting("256 tokens", SMALL, 8, plain=True),
     Setting("masks, 25%", SMALL, 8, mask_coverage=0.25),
 ]
 COLUMNS = {
@@ -81,12 +75,12 @@ COLUMNS = {
     "share_of_predicted": "{:.1%}",
     "speedup_over_plain": "{:.2f}x",
     "possible_over_plain": "{:.2f}x",
-    "speedup_over_whole": "{:.2f}x",
     "share_outside": "{:.1%}",
     "n": "{}",
     "failed": "{}",
 }
 Peaks = dict[str, tuple[float, str]]  # precision -> FLOPs per second, and where that is from
+Batch = tuple[torch.Tensor, torch.Tensor]  # latents and labels
 
 
 def standard_settings(device: torch.device) -> list[Setting]:
@@ -113,9 +107,6 @@ def standard_settings(device: torch.device) -> list[Setting]:
     settings.append(Setting("256 tokens, fp32 block", (*usual, fp32_block), check=not on_gpu))
     if on_gpu:
         settings.append(Setting("XL/2, fp32 block", of("xl_2", 256, fp32_block), check=False))
-        settings.append(Setting("256 tokens, whole network", usual, whole=True, check=False))
-        # CUDA graphs keep their memory between turns: at 256 the others would not fit beside them.
-        settings.append(Setting("XL/2, batch 64, whole network", of("xl_2", 64), whole=True, check=False))
     return settings
 
 
@@ -129,23 +120,16 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
 def main() -> None:
     """Measure, print and record."""
     device = start_process().device
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.train_step", None, __doc__, formatter_class=raw)
     parser.add_argument("overrides", nargs="*", help="keys of train.py; none: the standard rows")
     parser.add_argument("--repeats", type=int, default=REPEATS[device.type], help="turns of each process")
     parser.add_argument("--input-size", type=int, default=32, help="side of the latents of one setting")
-    parser.add_argument(
-        "--mask-coverage", type=float, help="fraction of the tokens under masks of one setting"
-    )
+    parser.add_argument("--mask-coverage", type=float, help="fraction of tokens under masks of one setting")
     parser.add_argument("--record", help="name of the record; none for one setting unless it is given")
     asked = parser.parse_intermixed_args()
     if any(override.startswith(("model=", "data=", "data.")) for override in asked.overrides):
-        parser.error(
-            "model and data are set here: dense and routed steps are both timed, on latents of noise"
-        )
+        parser.error("model and data are set here: both dense and routed steps are timed, on noise")
     settings, record = standard_settings(device), asked.record or "train_step"
     if asked.overrides:
         one = Setting("given", tuple(asked.overrides), asked.input_size, asked.mask_coverage, plain=True)
@@ -175,16 +159,14 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         builders = {"": ours}
         if setting.plain and not unknown:
             builders["plain "] = plain
-        if setting.whole:
-            builders["whole "] = whole
         workers = {
             name + kind: stack.enter_context(Worker(name + kind, builder, folder, overrides[kind]))
             for name, builder in builders.items()
             for kind in overrides
         }
         for name, worker in workers.items():  # one by one: together they might not fit into the memory
-            told = {key: worker.ready[key] for key in ("batch_size", "mixed_precision", "compile", "routes")}
-            print(f"  {name}: {told}", flush=True)
+            shown = {key: worker.ready[key] for key in ("batch_size", "mixed_precision", "compile", "routes")}
+            print(f"  {name}: {shown}", flush=True)
             worker.ask("warm up")
         seconds = {name: [] for name in workers}
         for _ in range(repeats):
@@ -194,16 +176,13 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         for name, worker in workers.items():
             row = {"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage}
             row |= worker.ready | timing(seconds[name], worker.ready, peaks)
-            rows.append(
-                row | {"peak_memory_gib": worker.ask("memory"), "share_outside": worker.ask("outside")}
-            )
+            row |= {"peak_memory_gib": worker.ask("memory"), "share_outside": worker.ask("outside")}
+            rows.append(row)
     for row in rows:
         name = row["step"]
         if name.endswith("routed"):
             row["speedup_over_dense"] = speedup(seconds[name.replace("routed", "dense")], seconds[name])
             row["share_of_predicted"] = row["speedup_over_dense"] / row["predicted_speedup"]
-        if f"whole {name}" in seconds:
-            row["speedup_over_whole"] = speedup(seconds[f"whole {name}"], seconds[name])
         if of_plain := seconds.get(f"plain {name}"):
             row["speedup_over_plain"] = speedup(of_plain, seconds[name])
             # What matrix products alone would take at the peak.
@@ -260,19 +239,6 @@ def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None
     _serve_steps(connection, row, step, trainer.launch.device, partial(share_outside, trainer, step))
 
 
-def whole(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
-    """Serve the steps of the trainer, its network compiled as one and, on a GPU, replayed as CUDA graphs."""
-    trainer, row = build(folder, (*overrides, "train.compile=false"))
-    trainer.net.compile(dynamic=False, mode="reduce-overhead")
-    take_step = _steps(trainer)
-
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        take_step()
-
-    _serve_steps(connection, row | {"compile": "as a whole"}, step, trainer.launch.device)
-
-
 def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
     """Serve the plain step of the same sizes."""
     trainer, row = build(folder, (*overrides, "train.compile=false", "train.keep_freed_memory=false"))
@@ -309,9 +275,7 @@ def _serve_steps(
 
 
 def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
-    """Compare loss and gradients with those of the plain step, from the same weights, data and random
-    numbers.
-    """
+    """Compare loss and gradients with those of the plain step, from the same weights, data and draws."""
     sizes = ("train.batch_size=", "train.micro_batch_size=")
     overrides = [override for override in overrides if not override.startswith(sizes)]
     trainer, row = build(folder, [*overrides, f"train.batch_size={CHECK_SAMPLES}"])
@@ -319,18 +283,14 @@ def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
     batch = _latents(trainer, CHECK_SAMPLES)
     with strict_fp32():  # TF32 would hide what is to be found
         found = errors(trainer, batch, plain_step(trainer, batch))
-    told = "loss within {:.1e}, gradients within {:.1e} of the plain step".format(*found)
-    told = f"mixed_precision={row['mixed_precision']} compile={row['compile']}: {told}"
-    assert all(a <= b for a, b in zip(found, TOLERANCES[row["mixed_precision"]], strict=True)), told
-    serve(connection, told, {})
+    mode = f"mixed_precision={row['mixed_precision']} compile={row['compile']}"
+    result = "{}: loss within {:.1e}, gradients within {:.1e} of the plain step".format(mode, *found)
+    assert all(a <= b for a, b in zip(found, TOLERANCES[row["mixed_precision"]], strict=True)), result
+    serve(connection, result, {})
 
 
-def errors(
-    trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], step: PlainStep
-) -> tuple[float, float]:
-    """Return how far loss and gradients of a trainer are from those of the plain step, relative to their
-    size.
-    """
+def errors(trainer: Trainer, batch: Batch, step: PlainStep) -> tuple[float, float]:
+    """Return the relative errors of loss and gradients of a trainer against those of the plain step."""
     expected = step.loss(torch.Generator(trainer.launch.device).manual_seed(0))
     expected.backward()
     loss = _pass(trainer, batch)
@@ -341,37 +301,32 @@ def errors(
     return (abs(loss - expected) / expected).item(), (difference / norm).item()
 
 
-def _pass(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Take forward and backward, as a step does for a micro-batch without masks, and return the loss."""
+def _pass(trainer: Trainer, batch: Batch) -> torch.Tensor:
+    """Run forward and backward, as a step does for a micro-batch without masks, and return the loss."""
     generator = torch.Generator(trainer.launch.device).manual_seed(0)
     loss = trainer.loss(trainer.precond.train(), *batch, generator=generator).mean()
     loss.backward()
     return loss
 
 
-def plain_step(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> PlainStep:
+def plain_step(trainer: Trainer, batch: Batch) -> PlainStep:
     """Return the plain step with the weights of a trainer's network."""
     net = trainer.net
     (route,) = net.routes or [None]
     num_kept = num_tokens_kept(net.num_tokens, route.selection_ratio) if route else net.num_tokens
     window = (route.start_layer_idx, route.end_layer_idx) if route else (0, 0)
-    attn, depth = net.blocks[0].attn, len(net.blocks)
-    sizes = (
-        net.latent_shape[1],
-        net.patch_size,
-        net.in_channels,
-        attn.proj.in_features,
-        depth,
-        attn.num_heads,
-    )
-    plain_net = PlainDiT(*sizes, net.num_classes, *window).to(trainer.launch.device)
+    attn = net.blocks[0].attn
+    image = (net.latent_shape[1], net.patch_size, net.in_channels)
+    size = (attn.proj.in_features, len(net.blocks), attn.num_heads)
+    plain_net = PlainDiT(*image, *size, net.num_classes, *window).to(trainer.launch.device)
     plain_net.load_state_dict(net.state_dict())
     return PlainStep(plain_net, *batch, net.num_classes, num_kept)
 
 
 def share_outside(trainer: Trainer, step: Callable[[], None]) -> float | None:
-    """Return what share of a step is neither forward nor backward, as the median over turns; None under
-    masks, where a pass alone would be another one.
+    """Return the share of a step that is neither forward nor backward, the median over turns.
+
+    None under masks, where a pass alone would be another one.
     """
     if trainer.batches.token_mask:
         return None
@@ -388,7 +343,7 @@ def share_outside(trainer: Trainer, step: Callable[[], None]) -> float | None:
     return 1 - median(turns)
 
 
-def _latents(trainer: Trainer, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _latents(trainer: Trainer, num_samples: int) -> Batch:
     net, device = trainer.net, trainer.launch.device
     generator = torch.Generator(device).manual_seed(1)
     shape = (num_samples, *net.latent_shape)
@@ -398,7 +353,7 @@ def _latents(trainer: Trainer, num_samples: int) -> tuple[torch.Tensor, torch.Te
 
 def _warm_up(step: Callable[[], None], device: torch.device) -> None:
     reset_peak(device)
-    for _ in range(3):  # CUDA graphs are recorded in the second
+    for _ in range(3):
         step()
     _hand_back(device)
 

@@ -60,11 +60,9 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
 
 
 def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path) -> Rows:
-    """Train one of both runs to a step; return its scores beside those that the dense one had after the same
-    seconds.
-    """
+    """Train one run to a step; return its scores beside those of the dense one after the same seconds."""
     if total_steps > steps and not (folder / kind).exists():
-        raise ValueError(f"{folder / kind} is gone: begin in another folder")
+        raise ValueError(f"{folder / kind} is gone: start in another folder")
     data = ("data=glyphs", f"data.path={folder / 'latents'}", "evaluation=glyphs")
     intervals = (f"train.eval_every={steps}", f"train.save_every={steps}", "train.sample_every=null")
     asked = (MODELS[kind], *data, f"output_dir={folder / kind}", f"train.total_steps={total_steps}")
@@ -84,8 +82,7 @@ def scores_of(run: Path) -> Rows:
         if "images_per_sec" in line:
             rates.append(line["images_per_sec"])
         if SCORES[0] in line:
-            # Each turn compiles again within its first window: a median leaves that out, the run's clock does
-            # not.
+            # Each turn compiles in its first window: the clock of the run has that, a median does not.
             train_sec = line["num_images"] / median(rates)
             scores = {key: line[key] for key in ("step", "num_images", *SCORES)}
             found.append(scores | {"train_sec": train_sec})

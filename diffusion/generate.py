@@ -11,7 +11,7 @@ from diffusion.guidance import Branch, Guidance
 from diffusion.objective import Precond
 from runtime.launch import Launch
 
-LABEL_STREAM = 1  # tells the draw of a label from other draws of the same seed
+LABEL_STREAM = 1  # separates the draw of a label from other draws of the same seed
 
 
 def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:
@@ -51,9 +51,7 @@ def generate(
     for start in range(launch.rank * batch_size, len(seeds), launch.world_size * batch_size):
         generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + batch_size]]
         randn_like = partial(_randn_like, generators=generators)
-        noise = randn_like(
-            torch.empty(len(generators), *precond.net.latent_shape, device=device)
-        )  # (n, C, H, W)
+        noise = randn_like(torch.empty(len(generators), *precond.net.latent_shape, device=device))
         labels = None if class_labels is None else class_labels[start : start + batch_size].to(device)
         denoise = guidance(Branch(precond, labels))
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
@@ -98,9 +96,8 @@ class ImageSource:
     @property
     def image_shape(self) -> tuple[int, ...]:
         """(H, W, channels) of an image."""
-        return self.decode(torch.zeros(1, *self.precond.net.latent_shape, device=self.launch.device)).shape[
-            1:
-        ]
+        latent = torch.zeros(1, *self.precond.net.latent_shape, device=self.launch.device)
+        return self.decode(latent).shape[1:]
 
     def seeds(self, num_samples: int) -> range:
         """Return the seed of each sample."""

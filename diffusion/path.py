@@ -1,6 +1,7 @@
 """Paths between data and noise: x_t = alpha(t) x_0 + sigma(t) eps, t = 0 is data."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,7 +10,10 @@ Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # denoise(x, t) 
 
 
 class Path(Protocol):
-    """How much data and how much noise there is at each time; methods are element by element."""
+    """How much data and how much noise there is at each time; methods are elementwise.
+
+    Paths that are the same compare equal.
+    """
 
     def alpha(self, t: torch.Tensor) -> torch.Tensor: ...
 
@@ -20,6 +24,7 @@ class Path(Protocol):
         ...
 
 
+@dataclass(frozen=True)  # all are equal
 class EDMPath:
     """Noise added to data, t is its standard deviation: alpha = 1, sigma = t. [EDM]"""
 
@@ -35,7 +40,7 @@ class EDMPath:
 
 def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
     """Return a denoiser of `from_path` as one of `to_path`, so that any sampler runs any network."""
-    if type(from_path) is type(to_path):
+    if from_path == to_path:
         return denoise
 
     def denoise_on_path(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

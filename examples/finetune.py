@@ -1,13 +1,13 @@
-"""Fine-tune a flow-matching transformer of diffusers on precomputed latents and text embeddings, with tokens
-routed or not.
+"""Fine-tune a flow-matching transformer of diffusers on precomputed latents and text embeddings, with or
+without token routing.
 
     accelerate launch -m examples.finetune transformer=FOLDER inputs=FOLDER output_dir=runs/dense
     accelerate launch -m examples.finetune transformer=FOLDER inputs=FOLDER \\
         routes='[{selection_ratio:0.25,start_layer_idx:2,end_layer_idx:-2}]'
 
 The flow (Esser et al. 2024, arXiv 2403.03206): x_t = (1 - t) x + t n with noise n and t in (0, 1), and the
-network learns the velocity n - x. Every draw is a function of seed, step and process, so that the same
-command goes on where it was stopped.
+network learns the velocity n - x. Every draw is a function of seed, step and rank, so that running the same
+command again resumes exactly.
 
 Shapes: N samples, latents x (N, C, H, W), or (N, C, F, H, W) of F frames, T tokens of an image.
 """
@@ -25,6 +25,7 @@ import torch.nn as nn
 import yaml
 from accelerate import Accelerator, PartialState
 from omegaconf import DictConfig
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -43,23 +44,23 @@ from training.checkpoint import CheckpointFolder
 
 RECIPES = PROJECT / "configs" / "model" / "routes"
 ARRAYS = ("latents", "text", "pooled", "references", "masks")
-POSITIVE = ("total_steps", "batch_size", "rank", "lr", "shift", "save_every", "eval_every", "log_every")
+INTERVALS = ("log_every", "eval_every", "save_every")
+POSITIVE = ("total_steps", "batch_size", "rank", "lr", "shift", "num_held_out", *INTERVALS)
+MAY_CHANGE = ("total_steps", "output_dir", *INTERVALS)  # on resume
 INT4_GROUP_SIZE = 32  # weights that share a scale
-TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr are added to
+QUANTIZE = {"int8": ("lora", "lokr"), "int4": ("lora", "lokr"), "nf4": ("lora",)}  # adapters that peft has
+TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr adapt
 PATCH_SIZE = 2  # of all these families; FLUX folds its patches before they reach the network
 MAX_GRAD_NORM = 1.0
-EVALUATED_AT_ONCE = 8
-MAY_CHANGE = ("total_steps", "save_every", "eval_every", "log_every", "output_dir")  # when a run goes on
-Batch = dict[str, torch.Tensor]
+EVAL_BATCH_SIZE = 8
+Batch = dict[str, Tensor]
 RoutingArgs = dict[str, Any]  # what `routing.attach` adds to a model's forward
 ROUTERS = {"random": random_router, "norm": norm_router}
 
 configuration.register()
 
 
-def flux(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingArgs
-) -> torch.Tensor:
+def flux(model: nn.Module, x: Tensor, t: Tensor, batch: Batch, routing: RoutingArgs) -> Tensor:
     N, C, H, W = x.shape
     images = [x, *([batch["references"]] if "references" in batch else [])]
     positions = [_positions(image.shape[-2] // 2, image.shape[-1] // 2, i) for i, image in enumerate(images)]
@@ -77,63 +78,55 @@ def flux(
     return output.view(N, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(N, C, H, W)
 
 
-def _pack(x: torch.Tensor) -> torch.Tensor:
+def _pack(x: Tensor) -> Tensor:
     N, C, H, W = x.shape
     return x.view(N, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(N, H * W // 4, 4 * C)
 
 
-def _positions(height: int, width: int, image: int) -> torch.Tensor:
+def _positions(height: int, width: int, image: int) -> Tensor:
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([torch.full_like(rows, image), rows, columns], dim=-1).view(-1, 3)  # (T, 3)
 
 
-def sd3(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingArgs
-) -> torch.Tensor:
+def sd3(model: nn.Module, x: Tensor, t: Tensor, batch: Batch, routing: RoutingArgs) -> Tensor:
     return model(x, batch["text"], batch["pooled"], 1000 * t, return_dict=False, **routing)[0]
 
 
-def auraflow(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingArgs
-) -> torch.Tensor:
+def auraflow(model: nn.Module, x: Tensor, t: Tensor, batch: Batch, routing: RoutingArgs) -> Tensor:
     return model(x, batch["text"], t, return_dict=False, **routing)[0]
 
 
-def wan(
-    model: nn.Module, x: torch.Tensor, t: torch.Tensor, batch: Batch, routing: RoutingArgs
-) -> torch.Tensor:
+def wan(model: nn.Module, x: Tensor, t: Tensor, batch: Batch, routing: RoutingArgs) -> Tensor:
     return model(x, 1000 * t, batch["text"], return_dict=False, **routing)[0]
 
 
 class Family(NamedTuple):
     """How a class of diffusers is called: velocity(model, x, t (N,), batch, routing) has the shape of x."""
 
-    velocity: Callable[[nn.Module, torch.Tensor, torch.Tensor, Batch, RoutingArgs], torch.Tensor]
-    needs: tuple[str, ...] = ("latents", "text")  # arrays that must be there
-    takes: tuple[str, ...] = ("masks",)  # and may be there
+    velocity: Callable[[nn.Module, Tensor, Tensor, Batch, RoutingArgs], Tensor]
+    required: tuple[str, ...] = ("latents", "text")  # arrays
+    optional: tuple[str, ...] = ("masks",)
 
 
 FAMILIES = {
     "FluxTransformer2DModel": Family(flux, ("latents", "text", "pooled"), ("references", "masks")),
     "SD3Transformer2DModel": Family(sd3, ("latents", "text", "pooled")),
     "AuraFlowTransformer2DModel": Family(auraflow),
-    "WanTransformer3DModel": Family(wan, takes=()),
+    "WanTransformer3DModel": Family(wan, optional=()),
 }
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="finetune")
 def main(cfg: DictConfig) -> None:
-    """Check, load, train from where the newest checkpoint is, and save the adapters or the weights."""
+    """Check, load, train from the newest checkpoint, and save the adapters or the weights."""
     with user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
         request |= {"routes": read_routes(request), "tread_config": None}
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         if request["batch_size"] % num_processes:
-            raise ValueError(
-                f"batch_size={request['batch_size']} must be a multiple of the number of "
-                f"processes={num_processes}"
-            )
+            given = f"batch_size={request['batch_size']}"
+            raise ValueError(f"{given} must be a multiple of the {num_processes} processes")
         settings = check_output(request, num_processes)
         family, arrays = open_inputs(request)
         start_process()
@@ -144,42 +137,35 @@ def main(cfg: DictConfig) -> None:
         try:
             run.fit()
         except KeyboardInterrupt:
-            raise SystemExit("stopped: the same command goes on from the newest checkpoint") from None
+            raise SystemExit("stopped: the same command resumes from the newest checkpoint") from None
     if accelerator.is_main_process:  # adapters in the format of peft, all weights in that of diffusers
         network.save_pretrained(run.folder / "model")
         print(f"saved {run.folder / 'model'}; the losses are in {run.folder / 'metrics.jsonl'}")
 
 
 def check_request(request: dict[str, Any]) -> None:
-    """Raise ValueError with key, value and rule for what is wrong in itself."""
-    routes, file, train = request["routes"], request["tread_config"], request["train"]
-    if not request["output_dir"].strip():
-        raise ValueError(f"output_dir='{request['output_dir']}' must not be empty")
+    """Raise ValueError for a value that is wrong whatever the files are."""
+    routes, file, quantize = request["routes"], request["tread_config"], request["quantize"]
     check_not_negative("seed", request["seed"])
-    for key in (*POSITIVE, "num_held_out"):
+    for key in POSITIVE:
         check_positive(key, request[key])
-    check_choice("train", train, ("lora", "lokr", "full"))
+    check_choice("train", request["train"], ("lora", "lokr", "full"))
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
     if not 0 <= request["mask_area"] < 1:
         raise ValueError(f"mask_area={request['mask_area']} must be in [0, 1)")
     if file and routes:
         raise ValueError(f"tread_config={file} and routes={routes}: only one may be given")
     check_choice("router", request["router"], tuple(ROUTERS))
-    if request["router"] != "random" and not (routes or file):
-        raise ValueError(f"router={request['router']} has no meaning without routes")
-    if (quantize := request["quantize"]) is None:
-        return
-    check_choice("quantize", quantize, ("int8", "int4", "nf4"))
-    if quantize == "nf4" and train != "lora":
-        raise ValueError("quantize=nf4 needs train=lora: peft has no other adapters for such weights here")
-    if train == "full":
-        raise ValueError(f"quantize={quantize} needs train=lora or train=lokr: few bits are not trained")
-    if request["mixed_precision"] == "no":
-        raise ValueError(f"quantize={quantize} needs mixed_precision=bf16, in which weights are multiplied")
+    if quantize is not None:
+        check_choice("quantize", quantize, tuple(QUANTIZE))
+        if request["train"] not in QUANTIZE[quantize]:
+            raise ValueError(f"quantize={quantize} needs train={' or train='.join(QUANTIZE[quantize])}")
+        if request["mixed_precision"] == "no":
+            raise ValueError(f"quantize={quantize} needs mixed_precision=bf16, the type of its products")
 
 
 def read_routes(request: dict[str, Any]) -> Any:
-    """Return the routes as they are given, those of a name, or those of a configuration of SimpleTuner."""
+    """Return the routes: as given, of a named recipe, or from a SimpleTuner configuration."""
     routes, file = request["routes"], request["tread_config"]
     if isinstance(routes, str):
         check_choice("routes", routes, [found.stem for found in sorted(RECIPES.glob("*.yaml"))])
@@ -189,56 +175,49 @@ def read_routes(request: dict[str, Any]) -> Any:
     try:
         return [vars(route) for route in from_simpletuner(json.loads(Path(file).read_text()))]
     except (OSError, ValueError, AttributeError) as error:
-        told = f"tread_config={file} cannot be read as a configuration of SimpleTuner"
-        raise ValueError(f"{told}: {error}") from error
+        raise ValueError(f"tread_config={file} is not a SimpleTuner configuration: {error}") from error
 
 
 def check_output(request: dict[str, Any], num_processes: int) -> dict[str, Any]:
-    """Return what a run that goes on must have in common with its beginning; raise ValueError if the folder
-    is not its own.
+    """Return the settings that a resumed run must share with its start.
+
+    Raises:
+        ValueError: `output_dir` is of a run with other settings, or of something else.
     """
     settings = {key: value for key, value in request.items() if key not in MAY_CHANGE}
     settings |= {key: str(Path(request[key])) for key in ("transformer", "inputs")}
     settings["num_processes"] = num_processes
     folder = Path(request["output_dir"])
     file = folder / "finetune.json"
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={folder} must be a folder")
     if file.exists():
         before = json.loads(file.read_text())
         keys = [key for key, value in settings.items() if before.get(key) != value]
         if keys:
             changed = ", ".join(f"{key}: {before.get(key)} -> {settings[key]}" for key in keys)
-            raise ValueError(f"output_dir={folder} holds a run with other settings: {changed}")
+            raise ValueError(f"output_dir={folder} has a run with other settings: {changed}")
     elif folder.exists() and any(".partial" not in found.name for found in folder.iterdir()):
-        raise ValueError(f"output_dir={folder} holds something else: choose another")
+        raise ValueError(f"output_dir={folder} is not empty, and not a run to resume (no {file.name})")
     return settings
 
 
 def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]:
-    """Return what class the transformer is of, and the arrays of the inputs, opened; raise ValueError if they
-    do not fit.
-    """
+    """Return the family of the transformer and the mapped arrays; raise ValueError if they do not fit."""
     import diffusers
 
-    transformer, folder = f"transformer={request['transformer']}", Path(request["inputs"])
-    file = Path(request["transformer"]) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{transformer} must be a folder that holds a transformer: {file} not found")
-    config = json.loads(file.read_text())
+    folder = Path(request["inputs"])
+    config = json.loads((Path(request["transformer"]) / "config.json").read_text())
     kind = config.get("_class_name")
     if kind not in FAMILIES:
-        raise ValueError(f"{transformer} is a {kind}, must be one of {', '.join(FAMILIES)}")
+        given = f"transformer={request['transformer']} is a {kind}"
+        raise ValueError(f"{given}, must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    if not folder.is_dir():
-        raise ValueError(f"inputs={folder} must be a folder of arrays: latents.npy, text.npy")
     files = {name: folder / f"{name}.npy" for name in ARRAYS}
     arrays = {name: _open(file) for name, file in files.items() if file.exists()}
-    for name in family.needs:
+    for name in family.required:
         if name not in arrays:
             raise ValueError(f"inputs={folder} has no {name}.npy, which {kind} needs")
     for name in arrays:
-        if name not in (*family.needs, *family.takes):
+        if name not in (*family.required, *family.optional):
             raise ValueError(f"inputs={folder} has {name}.npy, which this program does not give to {kind}")
     lengths = {name: len(array) for name, array in arrays.items()}
     num_rows, num_held_out = lengths["latents"], request["num_held_out"]
@@ -248,9 +227,10 @@ def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]
         raise ValueError(f"num_held_out={num_held_out} must be less than the {num_rows} rows of {folder}")
     shapes = {name: array.shape for name, array in arrays.items()}
     if "masks" in arrays and shapes["masks"][1:] != shapes["latents"][2:]:
-        told = f"masks.npy has shape {shapes['masks']}, latents.npy {shapes['latents']}"
-        raise ValueError(f"inputs={folder}: {told}")
-    with torch.device("meta"):  # rules of the transformer and of its routes, and a pass, without its memory
+        raise ValueError(
+            f"inputs={folder}: masks.npy has shape {shapes['masks']}, latents.npy {shapes['latents']}"
+        )
+    with torch.device("meta"):  # the rules of the transformer and its routes, and a forward, without memory
         network = getattr(diffusers, kind).from_config(config)
         _attach(network, request)
         _try(network, family, arrays, folder)
@@ -266,12 +246,12 @@ def _open(file: Path) -> np.ndarray:
         raise ValueError(f"{file} cannot be read as an array of numbers: {error}") from error
     if array.ndim < 2 or array.dtype.kind not in "fiub":
         found = f"shape {array.shape} and type {array.dtype}"
-        raise ValueError(f"{file} has {found}: it must hold a row of numbers for each image")
+        raise ValueError(f"{file} has {found}: it must have a row of numbers for each image")
     return array
 
 
 def _try(network: nn.Module, family: Family, arrays: dict[str, np.ndarray], folder: Path) -> None:
-    """Raise ValueError if a row does not go through the network."""
+    """Raise ValueError if the network does not take a row."""
     batch = {name: torch.empty(1, *array.shape[1:]) for name, array in arrays.items()}
     shapes = ", ".join(f"{name} {tuple(batch[name].shape)}" for name in batch)
     kind = type(network).__name__
@@ -285,22 +265,17 @@ def _try(network: nn.Module, family: Family, arrays: dict[str, np.ndarray], fold
 
 
 def velocity(
-    network: nn.Module,
-    family: Family,
-    x: torch.Tensor,
-    t: torch.Tensor,
-    batch: Batch,
-    routing: RoutingArgs,
-) -> torch.Tensor:
-    """Return what a network, or what wraps it, says of latents x at times t (N,), in the shape of x."""
+    network: nn.Module, family: Family, x: Tensor, t: Tensor, batch: Batch, routing: RoutingArgs
+) -> Tensor:
+    """Return the velocity that a network, under DDP or not, predicts for latents x at times t (N,)."""
     inner = network.module if isinstance(network, DistributedDataParallel) else network
-    if getattr(inner.config, "guidance_embeds", False):  # FLUX Dev: at 1 it predicts the data as they are
+    if getattr(inner.config, "guidance_embeds", False):  # FLUX.1 dev is distilled; 1 means no guidance
         batch = {**batch, "guidance": torch.ones_like(t)}
     return family.velocity(network, x, t, batch, routing)
 
 
 def load_model(request: dict[str, Any]) -> tuple[nn.Module, tuple[Route, ...]]:
-    """Return the transformer, all of its weights to train or new adapters in it, and its routes."""
+    """Return the transformer, with new adapters unless all of it is trained, and its routes."""
     import diffusers
 
     # AutoModel looks up the class that the folder names.
@@ -325,7 +300,7 @@ def _attach(transformer: nn.Module, request: dict[str, Any]) -> tuple[Route, ...
 
 
 def _base_weights(request: dict[str, Any]) -> dict[str, Any]:
-    """Return how they are loaded: in fp32 if they are trained, else as coarse as was asked for."""
+    """Return the arguments of `from_pretrained`: fp32 for weights that are trained."""
     if request["train"] == "full" or request["mixed_precision"] == "no":
         return {"torch_dtype": torch.float32}
     if request["quantize"] in (None, "nf4"):
@@ -339,52 +314,48 @@ def _base_weights(request: dict[str, Any]) -> dict[str, Any]:
         with torch.device("meta"):
             layers = AutoModel.from_config(request["transformer"]).named_modules()
         linear = {path: layer for path, layer in layers if isinstance(layer, nn.Linear)}
-        # Inputs that do not divide into groups: those of AuraFlow's patches are.
-        others = [path for path, layer in linear.items() if layer.in_features % INT4_GROUP_SIZE]
-        few_bits = IntxWeightOnlyConfig(torch.int4, PerGroup(INT4_GROUP_SIZE))
-        config = TorchAoConfig(few_bits, modules_to_not_convert=others)
+        # Inputs that do not divide into groups, such as those of AuraFlow's patches.
+        skipped = [path for path, layer in linear.items() if layer.in_features % INT4_GROUP_SIZE]
+        int4 = IntxWeightOnlyConfig(torch.int4, PerGroup(INT4_GROUP_SIZE))
+        config = TorchAoConfig(int4, modules_to_not_convert=skipped)
     return {"quantization_config": config, "torch_dtype": torch.bfloat16}
 
 
 def _to_nf4(transformer: nn.Module) -> None:
-    """Keep the weights of linear layers in 4 bits of bitsandbytes; diffusers' own way to it refuses machines
-    without a GPU.
-    """
+    """Quantize linear layers to the NF4 of bitsandbytes; diffusers itself refuses to without a GPU."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    how = {"quant_type": "nf4", "compress_statistics": False}
-    linear = [path for path, layer in transformer.named_modules() if isinstance(layer, nn.Linear)]
-    for path in linear:
-        layer = transformer.get_submodule(path)
-        if layer.weight.dtype == torch.float32:  # diffusers keeps it so
+    nf4 = {"quant_type": "nf4", "compress_statistics": False}
+    linear = {path: layer for path, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    for path, layer in linear.items():
+        if layer.weight.dtype == torch.float32:  # diffusers keeps these in fp32
             continue
         sizes = (layer.in_features, layer.out_features)
-        small = Linear4bit(*sizes, compute_dtype=torch.bfloat16, device="meta", **how)
-        small.weight = Params4bit(layer.weight.detach(), requires_grad=False, module=small, **how)
-        small.bias = layer.bias
-        # In eval() mode it would pack the weights for some CPUs, and leave them so: no gradients flow through
-        # packed ones.
-        small.support_avx512bf16_for_cpu = False
-        transformer.set_submodule(path, small.to(PartialState().device))  # this quantizes them
+        quantized = Linear4bit(*sizes, compute_dtype=torch.bfloat16, device="meta", **nf4)
+        quantized.weight = Params4bit(layer.weight.detach(), requires_grad=False, module=quantized, **nf4)
+        quantized.bias = layer.bias
+        # In eval() mode some CPUs would repack the weights for good, and packed ones have no gradients.
+        quantized.support_avx512bf16_for_cpu = False
+        transformer.set_submodule(path, quantized.to(PartialState().device))  # quantizes
 
 
 class Trained:
-    """The parameters that are trained, as a part of a checkpoint."""
+    """The trained parameters, as a part of a checkpoint."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]):
         self.parameters = parameters
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(state[name])
 
 
 class Finetuning:
-    """The loop: where it stands follows from `step` alone."""
+    """The training loop; its position follows from `step` alone."""
 
     def __init__(
         self,
@@ -397,12 +368,10 @@ class Finetuning:
     ):
         self.request, self.family, self.arrays, self.network = request, family, arrays, network
         self.routes, self.accelerator = routes, accelerator
-        self.launch = Launch.of(PartialState())
-        self.rank, self.world_size = self.launch.rank, self.launch.world_size
+        self.launch = launch = Launch.of(PartialState())
         self.trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(self.trained.values(), lr=request["lr"], weight_decay=0.0)
-        # Weights that are not trained are the same everywhere: nothing to send, and weights in few bits
-        # cannot be sent.
+        # Frozen weights are the same on all ranks, and quantized ones cannot be broadcast.
         frozen = [name for name, p in network.named_parameters() if not p.requires_grad]
         network._ddp_params_and_buffers_to_ignore = frozen
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
@@ -414,37 +383,37 @@ class Finetuning:
             np.arange(num_held_out, num_rows),
             seed=request["seed"],
             batch_size=request["batch_size"],
-            micro_batch_size=request["batch_size"] // self.world_size,
+            micro_batch_size=request["batch_size"] // launch.world_size,
             start_step=0,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=launch.rank,
+            world_size=launch.world_size,
         )
 
     def fit(self) -> None:
         """Train up to `total_steps`."""
         if self.step == 0:
             self.log({"val_loss_dense": self.evaluate()})
-        bar = tqdm(range(self.step, self.request["total_steps"]), unit="step", disable=self.rank > 0)
-        for _ in bar:
+        steps = range(self.step, self.request["total_steps"])
+        for _ in (bar := tqdm(steps, unit="step", disable=not self.launch.is_main)):
             loss = self.train_step()
             if self.is_due("log_every"):
-                mean = self.accelerator.reduce(loss, reduction="mean").item()  # SYNC: to be shown
+                mean = self.accelerator.reduce(loss, reduction="mean").item()  # SYNC: shown
                 bar.set_postfix(loss=f"{mean:.4f}")
                 self.log({"loss": mean})
             if self.is_due("eval_every"):
                 self.log({"val_loss_dense": self.evaluate()})
             if self.is_due("save_every"):
-                self.save()
+                self.checkpoints.save(self.step, self.parts)
 
     def is_due(self, key: str) -> bool:
-        """True at the steps of an interval, and at the last."""
+        """Return whether an interval ends at this step; all end at the last."""
         return self.step % self.request[key] == 0 or self.step == self.request["total_steps"]
 
-    def train_step(self) -> torch.Tensor:
-        """Take a step, and return the loss of this process's rows."""
-        request, rows = self.request, self.order.batch(self.step)
-        own_rows = rows.reshape(self.world_size, -1)[self.rank]
-        state = np.random.SeedSequence([request["seed"], self.step, self.rank]).generate_state(1, np.uint64)
+    def train_step(self) -> Tensor:
+        """Take a step, and return the loss of this rank's rows."""
+        request, rank, rows = self.request, self.launch.rank, self.order.batch(self.step)
+        own_rows = rows.reshape(self.launch.world_size, -1)[rank]
+        state = np.random.SeedSequence([request["seed"], self.step, rank]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state[0]))
         routing = self.routing_keywords(rows, own_rows, generator)
         loss = self.loss(self.model, own_rows, generator, routing)
@@ -452,8 +421,8 @@ class Finetuning:
         norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), MAX_GRAD_NORM)
         if not norm.isfinite():  # SYNC: such weights must not be saved
             raise ValueError(
-                f"inputs={request['inputs']}: loss or gradient of step {self.step + 1} is not finite, of "
-                f"rows {rows.tolist()}: mend them, or lower lr={request['lr']}; what is saved is of before"
+                f"inputs={request['inputs']}: loss or gradient of step {self.step + 1} is not finite, rows "
+                f"{rows.tolist()}: repair them, or lower lr={request['lr']}; checkpoints are of earlier steps"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -463,9 +432,7 @@ class Finetuning:
     def routing_keywords(
         self, rows: np.ndarray, own_rows: np.ndarray, generator: torch.Generator
     ) -> RoutingArgs:
-        """Return how a step routes: `rows` are those of all processes, which agree on the ratio at which all
-        masks fit.
-        """
+        """Return how a step routes, at the ratio at which the masks of all ranks' `rows` fit."""
         if not self.routes:
             return {}
         if "masks" not in self.arrays:
@@ -480,8 +447,8 @@ class Finetuning:
 
     def loss(
         self, model: nn.Module, rows: np.ndarray, generator: torch.Generator, routing: RoutingArgs
-    ) -> torch.Tensor:
-        """Return the mean loss of some rows, a 0-d tensor; positions at which a mask is 0 do not count."""
+    ) -> Tensor:
+        """Return the mean loss of rows, 0-d; positions at which a mask is 0 do not count."""
         device, s = self.accelerator.device, self.request["shift"]
         batch = {key: torch.from_numpy(array[rows]).float().to(device) for key, array in self.arrays.items()}
         x = batch["latents"]
@@ -501,40 +468,37 @@ class Finetuning:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the dense loss of the rows held out, with the same noise each time."""
+        """Return the dense loss of the held-out rows, with the same noise each time."""
         self.network.eval()
         num_held_out = self.request["num_held_out"]
         total = torch.zeros((), device=self.accelerator.device)
-        for start in range(0, num_held_out, EVALUATED_AT_ONCE)[self.rank :: self.world_size]:
-            rows = np.arange(start, min(start + EVALUATED_AT_ONCE, num_held_out))
+        for start in range(0, num_held_out, EVAL_BATCH_SIZE)[self.launch.rank :: self.launch.world_size]:
+            rows = np.arange(start, min(start + EVAL_BATCH_SIZE, num_held_out))
             total += len(rows) * self.loss(self.network, rows, torch.Generator().manual_seed(start), {})
         self.network.train()
-        return self.accelerator.reduce(total, reduction="sum").item() / num_held_out  # SYNC: to be shown
+        return self.accelerator.reduce(total, reduction="sum").item() / num_held_out  # SYNC: logged
 
     def log(self, values: dict[str, float]) -> None:
         """Append a line to `metrics.jsonl`."""
-        if self.rank == 0:
+        if self.launch.is_main:
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(finite({"step": self.step, **values})) + "\n")
 
-    def save(self) -> None:
-        """Save what is trained and the optimizer, all or nothing."""
-        self.checkpoints.save(self.step, self.parts)
-
     def resume(self, settings: dict[str, Any]) -> None:
-        """Go on from the newest checkpoint in `output_dir`, if there is one."""
+        """Load the newest checkpoint in `output_dir`, if there is one, and cut the metrics to its step."""
         metrics, total_steps = self.folder / "metrics.jsonl", self.request["total_steps"]
         if newest := self.launch.broadcast_from_main(lambda: self.checkpoints.newest_intact(print)):
             self.step = self.checkpoints.load(newest, self.parts)
             if self.step > total_steps:
-                told = f"must be at least {self.step}, where {self.folder} stands"
-                raise ValueError(f"total_steps={total_steps} {told}")
-        self.launch.barrier()  # all have read before anything is written
-        if self.rank == 0:
+                raise ValueError(
+                    f"total_steps={total_steps} must be at least {self.step}, the step of {newest}"
+                )
+        self.launch.barrier()  # all ranks have read before anything is written
+        if self.launch.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "finetune.json", settings)
             lines = metrics.read_text().splitlines(keepends=True) if self.step else []
-            # A line that a kill has cut is of a later step.
+            # A line that a kill has cut short is of a later step.
             kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= self.step]
             write_text(metrics, "".join(kept))
 

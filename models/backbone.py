@@ -1,6 +1,4 @@
-"""What every part of this project asks of a network that predicts; whatever answers can be trained and
-sampled.
-"""
+"""The protocol of a network that predicts; whatever implements it can be trained and sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

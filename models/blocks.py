@@ -38,9 +38,8 @@ class DiTBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, c: torch.Tensor, rope: torch.Tensor | None = None) -> torch.Tensor:
         """x (N, L, D), c (N, 1 or L, D), rope (1 or N, L, 2d) -> (N, L, D)."""
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(
-            6, dim=-1
-        )
+        modulation = self.adaLN_modulation(c).chunk(6, dim=-1)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
         x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rope)
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
@@ -55,9 +54,7 @@ class DiTBlock(nn.Module):
 
 
 class ModernBlock(DiTBlock):
-    """The same block with RMSNorm, normalised queries and keys, rotary positions in two dimensions, and
-    SwiGLU.
-    """
+    """The same block with RMSNorm, QK-norm, rotary positions in two dimensions, and SwiGLU."""
 
     has_rope = True
 
@@ -68,8 +65,7 @@ class ModernBlock(DiTBlock):
         return Attention(hidden_size, num_heads, attention, qk_norm=True)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
-        # Two thirds of the width, in eights: the gate is a third matrix, and the parameters stay about the
-        # same.
+        # Two thirds of the width, in eights: with the gate, a third matrix, the parameters stay the same.
         return SwiGLU(hidden_size, 8 * math.ceil(hidden_size * mlp_ratio * 2 / 3 / 8))
 
 

@@ -1,5 +1,4 @@
-"""What a backbone costs, with and without routes: the FLOPs of its matrix products, attention included, for
-one image.
+"""FLOPs of a backbone for one image, with and without routes: matrix products, attention included.
 
 Papers often count a multiplication and an addition once (1 GMAC = 2 GFLOPs). Not counted: what is done
 element by element, the selection of tokens, the optimizer.
@@ -37,9 +36,7 @@ class Cost:
 
     @property
     def predicted_speedup(self) -> float:
-        """How much cheaper a routed training step is than a dense one: in FLOPs, those outside autocast at
-        their own rate.
-        """
+        """Dense over routed cost of a training step, in FLOPs; those outside autocast at their own rate."""
         extra = (self.fp32_slowdown - 1) * self.fp32_training_flops
         return self.dense_training_flops / (self.routed_training_flops + extra)
 
@@ -58,8 +55,7 @@ def cost_of(
 
     Args:
         ratios: ratio of each route; None takes the routes' own.
-        mask_coverage: fraction of an image's tokens that a mask forces to stay, in [0, 1]; the windows grow
-            to hold them.
+        mask_coverage: fraction of an image's tokens that a mask forces to stay, in [0, 1]; the windows grow.
         fp32_slowdown: how many times as long a product takes outside autocast as under it, on the device that
             is meant; 1 where there is no autocast.
     """

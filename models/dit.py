@@ -1,8 +1,8 @@
 """Diffusion transformer [DiT] whose tokens may bypass windows of blocks while it trains [TREAD].
 
 Module names are those of the public DiT, SiT and TREAD checkpoints, which load by name. What differs on
-purpose: the network never routes in `eval()` mode unless it is told to, and the label table always has a row
-for the null class.
+purpose: the network never routes in `eval()` mode unless asked to, and the label table always has a row for
+the null class.
 
 Shapes: N samples, C channels, H = W = input_size, T tokens of the image, P prefix tokens, L = P + T, K tokens
 kept by a route, D channels of a token.
@@ -126,13 +126,12 @@ class DiT(nn.Module):
                 )
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
-        self.prefix = (
-            nn.Parameter(torch.empty(1, num_prefix_tokens, hidden_size)) if num_prefix_tokens else None
-        )
+        prefix = torch.empty(1, num_prefix_tokens, hidden_size)
+        self.prefix = nn.Parameter(prefix) if num_prefix_tokens else None
         pos_embed = rope = None
         if BLOCKS[block].has_rope:
-            # (1, L, 2d)
-            rope = rotary_table(hidden_size // num_heads, self.grid_size, num_prefix_tokens).unsqueeze(0)
+            rope = rotary_table(hidden_size // num_heads, self.grid_size, num_prefix_tokens)
+            rope = rope.unsqueeze(0)  # (1, L, 2d)
         else:
             pos_embed = sincos_position_table(hidden_size, self.grid_size).unsqueeze(0)  # (1, T, D)
         self.register_buffer("pos_embed", pos_embed)
@@ -206,8 +205,7 @@ class DiT(nn.Module):
                 routed = x if self.removal else start_route(x, ids_keep)  # (N, P + K, D)
                 x = end_route(routed, ids_keep, original)  # (N, L, D)
                 by_token = (c, self.rope)
-        # (N, T, patch_size ** 2 * out_channels)
-        x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)
+        x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)
         return self._unpatchify(x)  # (N, C or 2C, H, W)
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
@@ -221,8 +219,7 @@ class DiT(nn.Module):
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
         forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + last
-        # Backward: the gradients of the input and of the weight cost one forward each; the first layers need
-        # none of their input.
+        # Backward: a forward each for the gradients of input and weight; the first layers need the latter.
         training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
@@ -234,8 +231,9 @@ class DiT(nn.Module):
         x = self.x_embedder(x).to(self.x_embedder.proj.weight.dtype).contiguous()
         if self.pos_embed is not None:
             x = x + self.pos_embed  # (N, T, D)
-        # (N, L, D)
-        return x if self.prefix is None else torch.cat([self.prefix.expand(x.shape[0], -1, -1), x], dim=1)
+        if self.prefix is not None:
+            x = torch.cat([self.prefix.expand(x.shape[0], -1, -1), x], dim=1)  # (N, L, D)
+        return x
 
     def _condition(
         self, c_noise: torch.Tensor, class_labels: torch.Tensor | None, generator: torch.Generator | None
@@ -263,13 +261,11 @@ class DiT(nn.Module):
     def _run(
         self, block: nn.Module, x: torch.Tensor, c: torch.Tensor, rope: torch.Tensor | None, fp32: bool
     ) -> torch.Tensor:
-        # PARITY: the public TREAD code runs one block after each route with autocast off, and does not say
-        # why.
+        # PARITY: the public TREAD code runs the block after each route with autocast off, without a reason.
         with torch.autocast(x.device.type, enabled=False) if fp32 else nullcontext():
             arguments = (x.float(), c.float(), rope) if fp32 else (x, c, rope)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                # Nothing in a block is random: the tokens were drawn before, or recomputing would draw
-                # others.
+                # Nothing in a block is random: its tokens were drawn before.
                 return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             return block(*arguments)
 

@@ -38,8 +38,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU in the form that [DiT] uses, with tanh."""
     if x.device.type == "cpu" and torch.compiler.is_compiling():
-        # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): compiled, one exponential is
-        # cheaper than tanh.
+        # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): cheaper than tanh if compiled.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return F.gelu(x, approximate="tanh")
 
@@ -84,8 +83,7 @@ class TimestepEmbedder(nn.Module):
             nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
         )
         half = frequency_embedding_size // 2
-        # omega_i = 10000^(-i / (d/2)), as public [DiT] checkpoints need it; not stored, so that their state
-        # dicts load by name.
+        # omega_i = 10000^(-i / (d/2)) as in [DiT]; not stored, so that public state dicts load by name.
         frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
@@ -115,12 +113,7 @@ def drop_labels(
 
 
 def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
-    """Return the fixed position table (grid_size ** 2, hidden_size) of [DiT]: columns in the first half of
-    the channels.
-
-    Raises:
-        ValueError: the channels do not divide into sine and cosine of two axes.
-    """
+    """Return the position table (T, hidden_size) of [DiT]: columns in the first half of the channels."""
     if hidden_size % 4:
         raise ValueError(f"model.hidden_size={hidden_size} must be a multiple of 4 for the position table")
     quarter = hidden_size // 4
@@ -132,27 +125,18 @@ def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
 
 
 def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
-    """Return sines and cosines (num_prefix_tokens + grid_size ** 2, 2 * head_size) of rotary positions; the
-    prefix has none.
-
-    Raises:
-        ValueError: the channels of a head do not divide into pairs on two axes.
-    """
+    """Return sines and cosines (L, 2 * head_size) of rotary positions; the prefix is not rotated."""
     if head_size % 4:
-        raise ValueError(
-            f"model.hidden_size / model.num_heads={head_size} must be a multiple of 4 for rotary positions"
-        )
-    image = RotaryEmbeddingCat(
-        head_size, in_pixels=False, feat_shape=[grid_size, grid_size]
-    ).get_embed()  # (T, 2d)
+        key = f"model.hidden_size / model.num_heads={head_size}"
+        raise ValueError(f"{key} must be a multiple of 4 for rotary positions")
+    rope = RotaryEmbeddingCat(head_size, in_pixels=False, feat_shape=[grid_size, grid_size])
+    image = rope.get_embed()  # (T, 2d)
     sin, cos = torch.zeros(num_prefix_tokens, head_size), torch.ones(num_prefix_tokens, head_size)
     return torch.cat([torch.cat([sin, cos], dim=1).to(image), image])  # (L, 2d)
 
 
 def token_mask(mask: torch.Tensor, patch_size: int, area: float = 0.0) -> torch.Tensor:
-    """Return the tokens (N, T) bool of whose patch a mask (N, H, W) covers more than the fraction `area`; 0:
-    touches it.
-    """
+    """Return the tokens (N, T) bool of whose patch a mask (N, H, W) covers more than `area`; 0: any touch."""
     N, H, W = mask.shape
     patches = (mask > 0).view(N, H // patch_size, patch_size, W // patch_size, patch_size)
     return (patches.sum(dim=(2, 4)) > area * patch_size**2).flatten(1)  # (N, T)

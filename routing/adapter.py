@@ -1,5 +1,4 @@
-"""What `attach` has to know of a transformer that was written elsewhere: its blocks, and what is indexed by
-token.
+"""What `attach` must know of a transformer from elsewhere: its blocks, and what is indexed by token.
 
 Shapes: N samples, T tokens that may bypass, P prefix tokens before them (text), S suffix tokens after them
 (reference images), K tokens kept by a route, D channels. P and S tokens are never routed and count in no
@@ -56,11 +55,10 @@ class BlockList:
 
     Args:
         name: where the list is: `blocks`, or `encoder.layers`.
-        tokens: the argument that holds the tokens, (N, T + S, D).
-        joint: `tokens` holds the prefix too, (N, P + T + S, D).
+        tokens: the argument with the tokens, (N, T + S, D).
+        joint: `tokens` has the prefix, too: (N, P + T + S, D).
         output: at which place of a tuple a block returns the tokens; None where it returns a tensor.
-        by_token: how each argument that is indexed by token is gathered: `lambda mask, kept:
-            kept.gather(mask)`.
+        by_token: gathers each argument that is indexed by token: `lambda mask, kept: kept.gather(mask)`.
         shared: arguments that do not depend on the token.
     """
 
@@ -90,9 +88,9 @@ class Adapter:
             default.
         num_prefix_tokens: returns P.
         num_suffix_tokens: returns S.
-        residuals: arguments that hold a sequence of tensors (N or 1, T + S, D), of which the model adds one
-            to the tokens after each block (ControlNet). That of a window's last block reaches the kept tokens
-            alone, like those before.
+        residuals: arguments with a sequence of tensors (N or 1, T + S, D), of which the model adds one to the
+            tokens after each block (ControlNet). That of a window's last block reaches the kept tokens alone,
+            like those before.
         check: raises ValueError for what cannot be routed.
     """
 

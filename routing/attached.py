@@ -62,16 +62,13 @@ def attach(
         raise ValueError(f"{name} has routes: routing.detach(model) removes them")
     if getattr(model.forward, "__func__", None) is not type(model).forward:
         raise ValueError(
-            f"forward of {name} was replaced, by hooks or mixed precision of a library: attach routes before "
-            "that"
+            f"forward of {name} was replaced (hooks, mixed precision): attach routes before that"
         )
     for own in set(KEYWORDS) & set(inspect.signature(type(model).forward).parameters):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
-    if not isinstance(routes, Sequence) or not routes or not all(isinstance(r, Route) for r in routes):
-        raise ValueError(
-            f"routes={routes} must be a list of Route(selection_ratio, start_layer_idx, end_layer_idx)"
-        )
-    layers = [layer for spec in adapter.block_lists for layer in _layers(model, spec)]
+    if not routes:
+        raise ValueError("routes must not be empty: the model would stay dense")
+    layers = tuple(layer for spec in adapter.block_lists for layer in _layers(model, spec))
     routes = resolve_routes(routes, len(layers), key="routes")
 
     offset = 0
@@ -80,12 +77,8 @@ def attach(
         blocks.__class__ = HANDING_OUT[type(blocks)]
         blocks.first_idx = offset
         offset += len(blocks)
-    model._attached = _Attached(
-        adapter, tuple(layers), routes, router, inspect.signature(type(model).forward)
-    )
-    model.forward = MethodType(
-        _routed_forward, model
-    )  # not a hook: wrappers of models may call `forward` itself
+    model._attached = _Attached(adapter, layers, routes, router, inspect.signature(type(model).forward))
+    model.forward = MethodType(_routed_forward, model)  # not a hook: wrappers may call `forward` itself
     return routes
 
 
@@ -101,20 +94,20 @@ def detach(model: nn.Module) -> None:
         raise ValueError(
             f"forward of {type(model).__name__} was wrapped after routing.attach: unwrap it first"
         )
-    routing = model._attached
+    adapter = model._attached.adapter
     del model._attached, model.forward
-    for spec in routing.adapter.block_lists:
+    plain = {handing_out: kind for kind, handing_out in HANDING_OUT.items()}
+    for spec in adapter.block_lists:
         blocks = model.get_submodule(spec.name)
-        blocks.__class__ = next(
-            plain for plain, handing_out in HANDING_OUT.items() if type(blocks) is handing_out
-        )
-        blocks.__dict__.pop("routed_pass", None)
-        del blocks.first_idx
+        if type(blocks) in plain:  # else it was replaced
+            blocks.__class__ = plain[type(blocks)]
+            blocks.__dict__.pop("routed_pass", None)
+            del blocks.first_idx
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A block of the model: the list that it is in, and the signature of its forward."""
+    """A block of the model: its list, and the signature of its forward."""
 
     spec: BlockList
     signature: inspect.Signature
@@ -126,10 +119,8 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
     except AttributeError as error:
         raise ValueError(f"{type(model).__name__} has no blocks at {spec.name}") from error
     if type(blocks) not in HANDING_OUT:
-        raise ValueError(
-            f"{spec.name} of {type(model).__name__} is a {type(blocks).__name__}, must be one of "
-            f"{', '.join(kind.__name__ for kind in HANDING_OUT)}"
-        )
+        found = f"{spec.name} of {type(model).__name__} is a {type(blocks).__name__}"
+        raise ValueError(f"{found}, must be one of {', '.join(kind.__name__ for kind in HANDING_OUT)}")
     named = {spec.tokens, *spec.by_token, *spec.shared}
     for block in blocks:
         signature = inspect.signature(type(block).forward)
@@ -138,8 +129,7 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
         for name in set() if takes_any else named - set(signature.parameters):
             raise ValueError(
                 f"{type(block).__name__} in {spec.name} takes no argument {name}, which the adapter names: "
-                "it is of another "
-                "version, or wrapped (attach before wrapping or compiling blocks)"
+                "it is of another version, or wrapped (attach before wrapping or compiling blocks)"
             )
         yield _Layer(spec, signature)
 
@@ -149,7 +139,7 @@ def _routed_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Attached:
-    """The routes of one model. It holds nothing of the model, so that a copy of the model may share it."""
+    """The routes of one model. It has no reference to the model, so that copies of the model may share it."""
 
     def __init__(
         self,
@@ -166,9 +156,7 @@ class _Attached:
         return self
 
     def __reduce__(self) -> str:
-        raise ValueError(
-            "a model with routes cannot be pickled: routing.detach(model), or save its state_dict()"
-        )
+        raise ValueError("a model with routes cannot be pickled: detach them, or save its state_dict()")
 
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward, with routes where they are on."""
@@ -179,18 +167,16 @@ class _Attached:
             return type(model).forward(model, *args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
-                f"{type(model).__name__} as a whole is run again in the backward pass, which would draw "
-                "other tokens: "
-                "checkpoint its blocks (model.enable_gradient_checkpointing()) instead"
+                f"gradient checkpointing of {type(model).__name__} as a whole would draw other tokens in the "
+                "backward pass: checkpoint its blocks (model.enable_gradient_checkpointing()) instead"
             )
         arguments = self.signature.bind(model, *args, **kwargs).arguments
         self._check(model, arguments)
         routed_pass = self._begin(model, arguments, routing, ratios, generator)
         names = list(self.signature.parameters)[1:]
-        args = tuple(
-            self._with_residuals(name, value, routed_pass) for name, value in zip(names, args, strict=False)
-        )
-        kwargs = {name: self._with_residuals(name, value, routed_pass) for name, value in kwargs.items()}
+        with_residuals = partial(self._with_residuals, routed_pass)
+        args = tuple(with_residuals(name, value) for name, value in zip(names, args, strict=False))
+        kwargs = {name: with_residuals(name, value) for name, value in kwargs.items()}
         self._hand_out_from(model, routed_pass)
         try:
             output = type(model).forward(model, *args, **kwargs)
@@ -207,16 +193,14 @@ class _Attached:
         ratios: Sequence[float],
         generator: torch.Generator | None,
     ) -> "_RoutedPass":
-        num_prefix_tokens = self.adapter.num_prefix_tokens(model, arguments)
-        num_suffix_tokens = self.adapter.num_suffix_tokens(model, arguments)
-
-        def window(idx: int) -> _Window:
-            draw = partial(routing.ids_keep, idx, ratios[idx], router=self.router)
-            return _Window(
-                self.routes[idx], draw, _draw_seed(generator), num_prefix_tokens, num_suffix_tokens
-            )
-
-        return _RoutedPass(self.layers, tuple(window(idx) for idx, ratio in enumerate(ratios) if ratio > 0))
+        P = self.adapter.num_prefix_tokens(model, arguments)
+        S = self.adapter.num_suffix_tokens(model, arguments)
+        windows = []
+        for idx, (route, ratio) in enumerate(zip(self.routes, ratios, strict=True)):
+            if ratio > 0:
+                draw = partial(routing.ids_keep, idx, ratio, router=self.router)
+                windows.append(_Window(route, draw, _draw_seed(generator), P, S))
+        return _RoutedPass(self.layers, windows)
 
     def _hand_out_from(self, model: nn.Module, routed_pass: "_RoutedPass | None") -> None:
         for spec in self.adapter.block_lists:
@@ -225,7 +209,7 @@ class _Attached:
                 raise ValueError(f"{spec.name} of {type(model).__name__} was replaced after routing.attach")
             blocks.routed_pass = routed_pass
 
-    def _with_residuals(self, name: str, value: Any, routed_pass: "_RoutedPass") -> Any:
+    def _with_residuals(self, routed_pass: "_RoutedPass", name: str, value: Any) -> Any:
         if name not in self.adapter.residuals or value is None:
             return value
         return _Residuals(name, value, routed_pass)
@@ -234,23 +218,22 @@ class _Attached:
         for name, value in list(arguments.items())[1:]:  # without self
             default = self.signature.parameters[name].default
             if name not in self.adapter.accepts and value is not default and value is not None:
-                raise ValueError(
-                    f"{name} of {type(model).__name__} does not go together with routing, which accepts "
-                    f"{', '.join(self.adapter.accepts)}"
-                )
+                given = f"{name} of {type(model).__name__}"
+                accepted = ", ".join(self.adapter.accepts)
+                raise ValueError(f"{given} does not go together with routing, which accepts {accepted}")
         self.adapter.check(model, arguments)
 
 
 def _draw_seed(generator: torch.Generator | None) -> int:
-    # Tokens are drawn from a generator of their own: gradient checkpointing sets the default one back before
-    # it runs a block again, and dropout must find it where it was.
+    # Tokens have a generator of their own: gradient checkpointing restores the default one before it runs a
+    # block again, and dropout must find it in the same state.
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
 
 
 @dataclass
 class _Window:
-    """A route in one forward pass. `kept` and `original` are there once the window has started."""
+    """A route in one forward pass; `kept` and `original` are set when the window starts."""
 
     route: Route
     draw: Callable[..., torch.Tensor]  # draw(x, generator=) -> ids_keep
@@ -262,7 +245,7 @@ class _Window:
     is_done: bool = False
 
     def start(self, x: torch.Tensor, joint: bool) -> torch.Tensor:
-        """Return the tokens that stay, drawn once: a block that is run again takes the same."""
+        """Return the kept tokens, drawn once: a checkpointed block that is run again takes the same."""
         if self.kept is None:
             self.original = x[:, self.num_prefix_tokens :] if joint else x  # (N, T + S, D)
             self.kept = self._draw()
@@ -277,22 +260,22 @@ class _Window:
         return Kept(ids, self.original.shape[1], self.num_prefix_tokens)
 
     def end(self, output: Any, spec: BlockList) -> Any:
-        """Return the output of the last block with all tokens in it."""
+        """Return the output of the last block with the bypassing tokens back in place."""
         self.is_done = True
         x = output if spec.output is None else output[spec.output]
         P = self.num_prefix_tokens if spec.joint else 0
-        # As wide as a block would have made them: it adds to the tokens, which autocast may have made narrow
-        # before it.
+        # In the type that a block would return: autocast may have left the tokens narrower before it.
         original = self.original.to(torch.promote_types(self.original.dtype, x.dtype))
-        whole = end_route(x[:, P:], self.kept.ids, original)  # (N, T + S, D)
-        whole = torch.cat([x[:, :P].to(whole.dtype), whole], dim=1) if P else whole
-        return whole if spec.output is None else (*output[: spec.output], whole, *output[spec.output + 1 :])
+        tokens = end_route(x[:, P:], self.kept.ids, original)  # (N, T + S, D)
+        if P:
+            tokens = torch.cat([x[:, :P].to(tokens.dtype), tokens], dim=1)  # (N, P + T + S, D)
+        return tokens if spec.output is None else (*output[: spec.output], tokens, *output[spec.output + 1 :])
 
 
 class _RoutedPass:
     """One forward pass with routes."""
 
-    def __init__(self, layers: tuple[_Layer, ...], windows: tuple[_Window, ...]):
+    def __init__(self, layers: Sequence[_Layer], windows: Sequence[_Window]):
         self.layers, self.windows = layers, windows
         self.idx = -1  # of the block that was handed out last
 
@@ -303,10 +286,7 @@ class _RoutedPass:
         if window is None:
             return block
         if window.is_done:
-            raise ValueError(
-                f"layer {idx}, a {type(block).__name__}, is run a second time in one forward pass of the "
-                "model"
-            )
+            raise ValueError(f"layer {idx}, a {type(block).__name__}, runs twice in one forward of the model")
         return _StandIn(block, self.layers[idx], window, idx)
 
     def _window(self) -> _Window | None:
@@ -324,23 +304,22 @@ class _RoutedPass:
         routed = window.kept.gather(x)  # (N, K + S, D)
         if self.idx < window.route.end_layer_idx:
             return routed
-        # The tokens are whole again; those that bypassed the window rejoin unchanged.
+        # The tokens are complete again; those that bypassed the window rejoin unchanged.
         return end_route(routed, window.kept.ids, routed.new_zeros(routed.shape[0], *x.shape[1:]))
 
     def check_done(self, name: str) -> None:
-        """Raise ValueError where a window was not started and ended."""
+        """Raise ValueError if a window has not ended."""
         for window in self.windows:
             if not window.is_done:
+                first, last = window.route.start_layer_idx, window.route.end_layer_idx
                 raise ValueError(
-                    f"the route of layers {window.route.start_layer_idx} to {window.route.end_layer_idx} was "
-                    "not taken: "
-                    f"{name} does not run its blocks one after another out of the lists that the adapter "
-                    "names"
+                    f"the route of layers {first} to {last} was not taken: {name} does not run its blocks "
+                    "one after another out of the lists that the adapter names"
                 )
 
 
 class _Residuals(Sequence):
-    """The residuals of a model's blocks, each cut to the tokens that are there when the model takes it."""
+    """The residuals of a model's blocks, each gathered for the tokens that are there when it is added."""
 
     def __init__(self, name: str, values: Sequence[torch.Tensor], routed_pass: _RoutedPass):
         self.name, self.values, self.routed_pass = name, values, routed_pass
@@ -355,7 +334,7 @@ class _Residuals(Sequence):
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Put the name of an argument before what is wrong with it."""
+    """Prefix the message of a ValueError with the name of an argument."""
     try:
         yield
     except ValueError as error:
@@ -365,8 +344,7 @@ def _named(name: str) -> Iterator[None]:
 class _StandIn:
     """What a routed pass calls in place of a block of a window.
 
-    It refers to its own window alone: through all of them, what gradient checkpointing keeps would refer to
-    itself.
+    It refers to its own window alone: through the pass, what gradient checkpointing saves would be a cycle.
     """
 
     def __init__(self, block: nn.Module, layer: _Layer, window: _Window, idx: int):
@@ -377,8 +355,7 @@ class _StandIn:
         """Run the block on the kept tokens."""
         if self._records_gradients and not torch.is_grad_enabled():
             raise ValueError(
-                "gradient checkpointing with use_reentrant=True would lose the gradients of bypassing "
-                "tokens: "
+                "checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
                 "use_reentrant=False does not"
             )
         spec, window, name = self._layer.spec, self._window, type(self._block).__name__
@@ -391,15 +368,15 @@ class _StandIn:
         if self._idx == window.route.start_layer_idx:
             values[spec.tokens] = window.start(values[spec.tokens], spec.joint)
         elif window.kept is None:
+            first = window.route.start_layer_idx
             raise ValueError(
-                f"layer {self._idx}, a {name}, runs before layer {window.route.start_layer_idx}, where its "
-                "route starts"
+                f"layer {self._idx}, a {name}, runs before layer {first}, where its route starts"
             )
         for key, gather in spec.by_token.items():
             if values.get(key) is not None:
                 with _named(f"{key} of {name}"):
                     values[key] = gather(values[key], window.kept)
-        # By place and by name as the model did it: hooks of the block may look at either.
+        # Positional and by name as in the model: hooks of the block may look at either.
         output = self._block(*list(values.values())[: len(args)], **{key: values[key] for key in kwargs})
         return window.end(output, spec) if self._idx == window.route.end_layer_idx else output
 
@@ -415,7 +392,7 @@ class _StandIn:
 
 
 class _HandingOut:
-    """A list of blocks that hands out stand-ins while a routed pass runs."""
+    """A list of blocks that hands out stand-ins during a routed pass."""
 
     first_idx, routed_pass = 0, None
 

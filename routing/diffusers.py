@@ -4,7 +4,7 @@ Written against the signatures of diffusers, which is not imported here. Layers 
 of a model: FLUX's and AuraFlow's double blocks first, then the single ones.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,13 @@ def adapter_of(model: nn.Module) -> Adapter:
         if known and type(model).forward is kind.forward:  # a class that shards it is derived from it
             return ADAPTERS[kind.__name__]
     raise ValueError(
-        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(ADAPTERS)}, not what "
-        "wraps it (peft: "
-        "get_base_model()), or write an adapter (attach(model, routes, adapter=...))"
+        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(ADAPTERS)}, not its "
+        "wrapper (peft: get_base_model()), or write an adapter (attach(model, routes, adapter=...))"
     )
 
 
 class _TablePerSample:
-    """A rotary table (N, L, d) where diffusers indexes one of (L, d), which all samples share, before it
-    multiplies.
-    """
+    """A rotary table (N, L, d) in place of one (L, d) that diffusers indexes before it multiplies."""
 
     def __init__(self, table: torch.Tensor):
         self.table = table
@@ -50,25 +47,19 @@ def _flux_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple
 
 def _joint_mask(attention_kwargs: dict[str, Any], kept: Kept) -> dict[str, Any]:
     mask = attention_kwargs.get("attention_mask")
-    return (
-        attention_kwargs
-        if mask is None
-        else {**attention_kwargs, "attention_mask": _gather_mask(mask, kept.gather_joint)}
-    )
+    if mask is None:
+        return attention_kwargs
+    return {**attention_kwargs, "attention_mask": _gather_mask(mask, kept.gather_joint)}
 
 
 def _gather_mask(mask: torch.Tensor, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    """Gather the keys, and the queries where a mask differs between them: (N or 1, L) or (N or 1, ..., 1 or
-    L, L).
-    """
+    """Gather the keys, and the queries if they differ: (N or 1, L) or (N or 1, ..., 1 or L, L)."""
     mask = gather(mask, -1)
     return gather(mask, -2) if mask.ndim > 2 and mask.shape[-2] > 1 else mask
 
 
 def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
-    """Count the tokens of Kontext's reference images, which come last: the first coordinate of their
-    positions is not 0.
-    """
+    """Count Kontext's reference tokens, which come last: the first coordinate of their positions is not 0."""
     img_ids = arguments["img_ids"]
     is_reference = (img_ids[0] if img_ids.ndim == 3 else img_ids)[:, 0] != 0  # (T + S,)
     num_reference_tokens = int(is_reference.sum())  # SYNC: shapes depend on it
@@ -79,46 +70,51 @@ def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
     return num_reference_tokens
 
 
-def _check(
-    processors: Collection[str], attention_kwargs: str, accepted: Collection[str]
-) -> Callable[..., None]:
-    """Return a check of how a model attends.
+def _num_auraflow_prefix_tokens(model: nn.Module, arguments: Arguments) -> int:
+    return model.register_tokens.shape[1] + arguments["encoder_hidden_states"].shape[1]
 
-    Args:
-        processors: names of the attention processors that may be in use.
-        attention_kwargs: the argument of the forward that goes to them.
-        accepted: its keys that may be there.
-    """
+
+def _check(
+    processors: Sequence[str], attention_kwargs: str, accepted: Sequence[str]
+) -> Callable[[nn.Module, Arguments], None]:
+    """Return a check of how a model attends: by these processors, given these keys of `attention_kwargs`."""
 
     def check(model: nn.Module, arguments: Arguments) -> None:
-        name = type(model).__name__
+        refused = f"of {type(model).__name__} does not go together with routing"
         for key in set(arguments.get(attention_kwargs) or ()) - set(accepted):
-            raise ValueError(
-                f"{attention_kwargs}.{key} of {name} does not go together with routing, which accepts "
-                f"{', '.join(accepted)}"
-            )
+            raise ValueError(f"{attention_kwargs}.{key} {refused}, which accepts {', '.join(accepted)}")
         for processor in model.attn_processors.values():
-            if type(processor).__name__ not in processors:
-                raise ValueError(
-                    f"{type(processor).__name__} of {name} does not go together with routing, which accepts "
-                    f"{', '.join(processors)}"
-                )
+            if (name := type(processor).__name__) not in processors:
+                raise ValueError(f"{name} {refused}, which accepts {', '.join(processors)}")
         if getattr(model, "is_cache_enabled", False):
-            raise ValueError(f"the cache of {name} does not go together with routing: model.disable_cache()")
+            raise ValueError(f"the cache {refused}: model.disable_cache()")
         if getattr(model, "_parallel_config", None) is not None:
-            raise ValueError(f"context or tensor parallelism of {name} does not go together with routing")
-        if getattr(model.config, "attention_type", "default") != "default":
-            raise ValueError(
-                f"attention_type={model.config.attention_type} of {name} does not go together with routing"
-            )
+            raise ValueError(f"context or tensor parallelism {refused}")
+        if (kind := getattr(model.config, "attention_type", "default")) != "default":
+            raise ValueError(f"attention_type={kind} {refused}")
 
     return check
 
 
+INPUTS = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")  # of every model below
 FLUX_BLOCK = {
     "output": 1,
     "by_token": {"image_rotary_emb": _flux_rotary, "joint_attention_kwargs": _joint_mask},
     "shared": ("encoder_hidden_states", "temb"),
+}
+FLUX_RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
+JOINT_BLOCK = {"output": 1, "shared": ("encoder_hidden_states", "temb", "joint_attention_kwargs")}
+PIXART_BLOCK = {
+    "by_token": {"attention_mask": lambda mask, kept: _gather_mask(mask, kept.gather)},
+    "shared": ("encoder_hidden_states", "encoder_attention_mask", "timestep", "cross_attention_kwargs"),
+}
+WAN_BLOCK = {
+    "by_token": {
+        "rotary_emb": lambda tables, kept: tuple(kept.gather(table) for table in tables),  # (1, T, 1, d)
+        # (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
+        "temb": lambda temb, kept: kept.gather(temb) if temb.ndim == 4 else temb,
+    },
+    "shared": ("encoder_hidden_states",),
 }
 
 ADAPTERS = {
@@ -127,70 +123,29 @@ ADAPTERS = {
             BlockList("transformer_blocks", **FLUX_BLOCK),
             BlockList("single_transformer_blocks", **FLUX_BLOCK),
         ),
-        accepts=[
-            "hidden_states",
-            "encoder_hidden_states",
-            "pooled_projections",
-            "timestep",
-            "img_ids",
-            "txt_ids",
-            "guidance",
-            "joint_attention_kwargs",
-            "controlnet_block_samples",
-            "controlnet_single_block_samples",
-            "controlnet_blocks_repeat",
-            "return_dict",
-        ],
+        accepts=(
+            *(*INPUTS, "pooled_projections", "img_ids", "txt_ids", "guidance", "joint_attention_kwargs"),
+            *(*FLUX_RESIDUALS, "controlnet_blocks_repeat"),
+        ),
         num_prefix_tokens=lambda model, arguments: arguments["encoder_hidden_states"].shape[1],
         num_suffix_tokens=_num_reference_tokens,
-        residuals=("controlnet_block_samples", "controlnet_single_block_samples"),
+        residuals=FLUX_RESIDUALS,
         check=_check(("FluxAttnProcessor",), "joint_attention_kwargs", ("scale", "attention_mask")),
     ),
     "SD3Transformer2DModel": Adapter(
-        block_lists=(
-            BlockList(
-                "transformer_blocks",
-                output=1,
-                shared=("encoder_hidden_states", "temb", "joint_attention_kwargs"),
-            ),
-        ),
-        accepts=[
-            "hidden_states",
-            "encoder_hidden_states",
-            "pooled_projections",
-            "timestep",
-            "joint_attention_kwargs",
-            "block_controlnet_hidden_states",
-            "return_dict",
-        ],
+        block_lists=(BlockList("transformer_blocks", **JOINT_BLOCK),),
+        accepts=(*INPUTS, "pooled_projections", "joint_attention_kwargs", "block_controlnet_hidden_states"),
         residuals=("block_controlnet_hidden_states",),
         check=_check(
             ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0"), "joint_attention_kwargs", ("scale",)
         ),
     ),
     "PixArtTransformer2DModel": Adapter(
-        block_lists=(
-            BlockList(
-                "transformer_blocks",
-                by_token={"attention_mask": lambda mask, kept: _gather_mask(mask, kept.gather)},
-                shared=(
-                    "encoder_hidden_states",
-                    "encoder_attention_mask",
-                    "timestep",
-                    "cross_attention_kwargs",
-                ),
-            ),
+        block_lists=(BlockList("transformer_blocks", **PIXART_BLOCK),),
+        accepts=(
+            *(*INPUTS, "added_cond_kwargs", "cross_attention_kwargs"),
+            *("attention_mask", "encoder_attention_mask"),
         ),
-        accepts=[
-            "hidden_states",
-            "encoder_hidden_states",
-            "timestep",
-            "added_cond_kwargs",
-            "cross_attention_kwargs",
-            "attention_mask",
-            "encoder_attention_mask",
-            "return_dict",
-        ],
         check=_check(
             ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"),
             "cross_attention_kwargs",
@@ -206,37 +161,15 @@ ADAPTERS = {
             ),
             BlockList("single_transformer_blocks", joint=True, shared=("temb", "attention_kwargs")),
         ),
-        accepts=["hidden_states", "encoder_hidden_states", "timestep", "attention_kwargs", "return_dict"],
-        # The text comes after register tokens.
-        num_prefix_tokens=lambda model, arguments: (
-            model.register_tokens.shape[1] + arguments["encoder_hidden_states"].shape[1]
-        ),
+        accepts=(*INPUTS, "attention_kwargs"),
+        num_prefix_tokens=_num_auraflow_prefix_tokens,
         check=_check(
             ("AuraFlowAttnProcessor2_0", "FusedAuraFlowAttnProcessor2_0"), "attention_kwargs", ("scale",)
         ),
     ),
     "WanTransformer3DModel": Adapter(
-        block_lists=(
-            BlockList(
-                "blocks",
-                by_token={
-                    "rotary_emb": lambda tables, kept: tuple(
-                        kept.gather(table) for table in tables
-                    ),  # (1, T, 1, d)
-                    # (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
-                    "temb": lambda temb, kept: kept.gather(temb) if temb.ndim == 4 else temb,
-                },
-                shared=("encoder_hidden_states",),
-            ),
-        ),
-        accepts=[
-            "hidden_states",
-            "timestep",
-            "encoder_hidden_states",
-            "encoder_hidden_states_image",
-            "return_dict",
-            "attention_kwargs",
-        ],
+        block_lists=(BlockList("blocks", **WAN_BLOCK),),
+        accepts=(*INPUTS, "encoder_hidden_states_image", "attention_kwargs"),
         check=_check(("WanAttnProcessor",), "attention_kwargs", ("scale",)),
     ),
 }

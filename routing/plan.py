@@ -1,8 +1,7 @@
-"""What the routes of a network do at each step of a training: their schedule, and room for tokens that must
-not bypass.
+"""What the routes do at each training step: their schedule, and room for tokens that must not bypass.
 
-Everything here is decided on the host, from numbers that are the same on all processes, so that within a step
-K is one number and over a training it takes few values: each is one shape to compile.
+Everything here is decided on the host, from numbers that are the same on all ranks, so that K is one number
+within a step and takes few values over a training: each is one shape to compile.
 """
 
 import math
@@ -68,16 +67,10 @@ class RoutePlan:
                 raise ValueError(f"routing.{key}={factor} needs routing.schedule=linear or cosine")
             for route in self.routes:
                 if not 0 <= round(factor * route.selection_ratio, RATIO_DIGITS) < 1:
-                    raise ValueError(
-                        f"routing.{key}={factor} times selection_ratio={route.selection_ratio} of "
-                        f"{_name(route)} "
-                        "must be in [0, 1)"
-                    )
+                    product = f"{factor} times selection_ratio={route.selection_ratio}"
+                    raise ValueError(f"routing.{key}={product} of {_name(route)} must be in [0, 1)")
         if self.schedule != "constant" and self.end_factor is None:
-            raise ValueError(
-                f"routing.schedule={self.schedule} needs routing.end_factor, what the ratios are multiplied "
-                "by last"
-            )
+            raise ValueError(f"routing.schedule={self.schedule} needs routing.end_factor, the last factor")
         if self.schedule != "constant" and self.num_levels < 2:
             raise ValueError(f"routing.num_levels={self.num_levels} must be at least 2")
 
@@ -86,7 +79,7 @@ class RoutePlan:
 
         Args:
             step: steps done before this one.
-            num_forced: the largest number of forced tokens in a sample of this step, over all processes.
+            num_forced: the largest number of forced tokens in a sample of this step, over all ranks.
         """
         if self.off_last_steps and step >= self.total_steps - self.off_last_steps:
             return (0.0,) * len(self.routes)
@@ -108,18 +101,13 @@ class RoutePlan:
 
     def describe(self, with_force_keep: bool) -> list[str]:
         """Return what happens to the tokens, a line for each route and one for the schedule."""
-        T = self.num_tokens
-        lines = [
-            f"{T - num_tokens_kept(T, route.selection_ratio)} of {T} tokens bypass blocks "
-            f"{route.start_layer_idx} to "
-            f"{route.end_layer_idx} while training"
-            + (
-                ", fewer where masks hold more"
-                if with_force_keep and self.force_keep_overflow == "grow"
-                else ""
-            )
-            for route in self.routes
-        ]
+        T, grows = self.num_tokens, with_force_keep and self.force_keep_overflow == "grow"
+        lines = []
+        for route in self.routes:
+            num_bypassing = T - num_tokens_kept(T, route.selection_ratio)
+            blocks = f"blocks {route.start_layer_idx} to {route.end_layer_idx}"
+            fewer = ", fewer where masks force more to stay" if grows else ""
+            lines.append(f"{num_bypassing} of {T} tokens bypass {blocks} while training{fewer}")
         if self.routes and (self.schedule != "constant" or self.off_last_steps):
             levels = " -> ".join(", ".join(f"{ratio:g}" for ratio in ratios) for ratios in self._levels())
             dense = f", then {self.off_last_steps} dense steps" if self.off_last_steps else ""
@@ -127,41 +115,32 @@ class RoutePlan:
         return lines
 
     def check_force_keep(self, num_forced: Sequence[int]) -> None:
-        """Refuse samples that force more tokens to stay than fit, where the plan is to refuse them.
+        """Raise ValueError, under `error`, for the first sample that forces more tokens to stay than fit.
 
         Args:
             num_forced: number of forced tokens of each sample.
-
-        Raises:
-            ValueError: naming the first such sample.
         """
         if self.force_keep_overflow != "error" or not self.routes:
             return
-        ratio, route = max(
-            (
-                (ratio, route)
-                for ratios in self._levels()
-                for ratio, route in zip(ratios, self.routes, strict=True)
-            ),
-            key=lambda pair: pair[0],
-        )
+        pairs = [pair for ratios in self._levels() for pair in zip(ratios, self.routes, strict=True)]
+        ratio, route = max(pairs, key=lambda pair: pair[0])
         num_kept = num_tokens_kept(self.num_tokens, ratio)
         for sample, forced in enumerate(num_forced):
             if forced > num_kept:
                 raise ValueError(
                     f"sample {sample} forces {forced} of {self.num_tokens} tokens to stay, more than the "
-                    f"{num_kept} that "
-                    f"{_name(route)} keeps: lower its selection_ratio={ratio}, or set "
+                    f"{num_kept} that {_name(route)} keeps: lower its selection_ratio={ratio}, or set "
                     "routing.force_keep_overflow=grow"
                 )
 
     def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor:
         """Count, on the device, the forced tokens (N, T) that do not fit into the windows: a 0-d tensor."""
         num_forced = force_keep.sum(dim=1)  # (N,)
-        num_kept = [num_tokens_kept(self.num_tokens, ratio) for ratio in ratios]
-        return sum(
-            ((num_forced - K).clamp(min=0).sum() for K in num_kept), torch.zeros((), device=force_keep.device)
-        )
+        total = torch.zeros((), device=force_keep.device)
+        for ratio in ratios:
+            K = num_tokens_kept(self.num_tokens, ratio)
+            total = total + (num_forced - K).clamp(min=0).sum()
+        return total
 
     def _level(self, step: int) -> int:
         active_steps = self.total_steps - (self.off_last_steps or 0)
@@ -183,12 +162,10 @@ class RoutePlan:
 
 
 def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> float:
-    """Return the largest ratio, out of a few below `selection_ratio`, at which `num_forced` tokens fit into
-    the window.
+    """Return the largest ratio, out of `selection_ratio` and a few below, at which `num_forced` tokens fit.
 
     For a training loop of your own: count the forced tokens of each sample where the data is loaded, agree on
-    the largest count, and give the network this ratio for the step. 0, the last resort, makes the window
-    dense.
+    the largest count, and give the network this ratio for the step. 0, the last one, is dense.
 
     Raises:
         ValueError: more forced tokens than there are.
@@ -201,8 +178,7 @@ def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> floa
 
 
 def _name(route: Route) -> str:
-    # By its blocks: a network has its routes in the order of the layers, whatever the order in the
-    # configuration.
+    # By its blocks: a network orders its routes by layer, whatever the order in the configuration.
     return f"the route of blocks {route.start_layer_idx} to {route.end_layer_idx}"
 
 

@@ -1,7 +1,7 @@
 """Routes, windows of layers that a part of the tokens bypasses [TREAD], and what they do in one forward."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -29,14 +29,14 @@ class Route:
 
 @dataclass(frozen=True)
 class Routing:
-    """What the routes of a network do in one forward.
+    """What the routes of a network do in one forward pass.
 
     Args:
         selection_ratio: fraction of tokens that bypass, of all routes or one for each in the order of the
             layers; 0 is dense. None: each route's own ratio in `train()` mode, dense in `eval()` mode.
         force_keep: (N, T) bool, tokens that must not bypass.
-        noise: for each route (N, T) in [0, 1), in place of what its router draws: given by whoever has to
-            know, or to repeat, who is kept.
+        noise: for each route (N, T) in [0, 1), in place of what its router draws: for whoever must know, or
+            repeat, which tokens are kept.
     """
 
     selection_ratio: float | Sequence[float] | None = None
@@ -53,14 +53,10 @@ class Routing:
         if given is None:
             return tuple(route.selection_ratio if active else 0.0 for route in routes)
         ratios = tuple(given) if isinstance(given, Sequence) else (given,) * len(routes)
-        if (
-            len(ratios) != len(routes)
-            or (given and not routes)
-            or not all(0 <= ratio < 1 for ratio in ratios)
-        ):
-            raise ValueError(
-                f"selection_ratio={given} must be in [0, 1), for all routes or each of {len(routes)}"
-            )
+        fits = len(ratios) == len(routes) and (routes or not given)
+        if not fits or not all(0 <= ratio < 1 for ratio in ratios):
+            allowed = f"in [0, 1), for all routes or each of {len(routes)}"
+            raise ValueError(f"selection_ratio={given} must be {allowed}")
         return ratios
 
     def ids_keep(
@@ -115,32 +111,23 @@ def _resolve(key: str, route: Route, depth: int) -> Route:
 def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
     """Read the routes of a `tread_config` of SimpleTuner: {"routes": [{"selection_ratio": ...}, ...]}.
 
-    The words mean the same there and here; routing/README.md tells what differs.
+    routing/README.md has the differences.
 
     Args:
-        tread_config: what stands under that key, or a whole configuration that has it.
+        tread_config: the value of that key, or a complete configuration that has it.
 
     Raises:
-        ValueError: naming the key that is missing, not known, or no number.
+        ValueError: a key that is missing or not known, or a value that is not a number.
     """
     tread_config = tread_config.get("tread_config", tread_config)
-    if (
-        not isinstance(tread_config, dict)
-        or set(tread_config) != {"routes"}
-        or not isinstance(tread_config["routes"], list)
-    ):
+    routes = tread_config.get("routes") if isinstance(tread_config, dict) else None
+    if not isinstance(routes, list) or len(tread_config) > 1:
         raise ValueError(f"tread_config={tread_config} must have one key, routes, with a list")
-    names = [field.name for field in fields(Route)]
-    for i, route in enumerate(tread_config["routes"]):
-        if not isinstance(route, dict):
-            raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(names)}")
-        for key in set(names) ^ set(route):
-            raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(names)}: {key}")
-        for name, kind in (
-            ("selection_ratio", int | float),
-            ("start_layer_idx", int),
-            ("end_layer_idx", int),
-        ):
-            if not isinstance(route[name], kind) or isinstance(route[name], bool):
+    kinds = {"selection_ratio": (int, float), "start_layer_idx": (int,), "end_layer_idx": (int,)}
+    for i, route in enumerate(routes):
+        if not isinstance(route, dict) or set(route) != set(kinds):
+            raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(kinds)}")
+        for name, kind in kinds.items():
+            if type(route[name]) not in kind:
                 raise ValueError(f"tread_config routes.{i}.{name}={route[name]!r} must be a number")
-    return tuple(Route(**route) for route in tread_config["routes"])
+    return tuple(Route(**route) for route in routes)

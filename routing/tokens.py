@@ -4,8 +4,7 @@ Shapes: N samples, T tokens that may bypass, P prefix tokens before them that ne
 (processed by the window), D channels.
 
 DEVIATION: the kept tokens stay in ascending order (the official code leaves them shuffled). Attention does
-    not
-see the difference; operators that depend on the order of the sequence do.
+not see the difference; operators that depend on the order of the sequence do.
 """
 
 from decimal import Decimal
@@ -16,7 +15,7 @@ import torch
 def num_tokens_kept(num_tokens: int, selection_ratio: float) -> int:
     """Return K = T - int(T * selection_ratio), computed on the decimal value of the ratio.
 
-    Floating point alone gives int(100 * 0.29) = 28; the rule that users read says 29.
+    In floating point int(100 * 0.29) is 28, not 29.
     """
     return num_tokens - int(num_tokens * Decimal(str(selection_ratio)))
 
@@ -40,7 +39,7 @@ def sample_ids_keep(
         force_keep: (N, T) bool, tokens that must not bypass; a random part of them stays where K are fewer.
 
     Returns:
-        (N, P + K) int64 positions in the whole sequence of P + T tokens, unique and ascending in each row.
+        (N, P + K) int64 positions in the complete sequence of P + T tokens, unique and ascending in each row.
     """
     if not 0 <= selection_ratio < 1:
         raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1)")

@@ -53,13 +53,8 @@ def write_inputs(folder, name, count=16):
 
 
 def overrides(folder, *options, output="run"):
-    return [
-        f"transformer={folder}/transformer",
-        f"inputs={folder}",
-        f"output_dir={folder}/{output}",
-        *SHORT,
-        *options,
-    ]
+    folders = (f"transformer={folder}/transformer", f"inputs={folder}", f"output_dir={folder}/{output}")
+    return [*folders, *SHORT, *options]
 
 
 def run(folder, *options, output="run"):
@@ -72,17 +67,10 @@ def metrics(folder, output="run"):
 
 
 @pytest.mark.parametrize("name", CHANNELS)
-def test_every_family_learns_with_routes_and_goes_on_bitwise_where_it_was_stopped(name, tmp_path):
+def test_every_family_learns_with_routes_and_resumes_bitwise(name, tmp_path):
     write_inputs(tmp_path, name)
-    options = (
-        ROUTES,
-        "lr=3e-3",
-        "train=full",
-        "gradient_checkpointing=true",
-        "batch_size=8",
-        "total_steps=12",
-        "eval_every=6",
-    )
+    options = (ROUTES, "lr=3e-3", "train=full", "gradient_checkpointing=true")
+    options += ("batch_size=8", "total_steps=12", "eval_every=6")
     for steps in (6, 12):
         run(tmp_path, *options, f"total_steps={steps}", output="stopped")
     run(tmp_path, *options)
@@ -113,40 +101,26 @@ def test_adapters_alone_are_trained_saved_and_loaded_again(options, tmp_path):
     base = AutoModel.from_pretrained(str(tmp_path / "transformer"))
     before = {name: value.clone() for name, value in base.state_dict().items()}
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "model")
-    assert (
-        len(
-            [name for name, _ in loaded.named_parameters() if f"{options[0].removeprefix('train=')}_" in name]
-        )
-        > 20
-    )
+    kind = options[0].removeprefix("train=")
+    assert sum(f"{kind}_" in name for name, _ in loaded.named_parameters()) > 20
     after = loaded.unload().state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-# A family for each way: what holds the weights, and the linear layers whose weights stay as they are.
-FEW_BITS = {
+# A family for each kind, the type of its quantized weights, and the linear layers that are not quantized:
+# those with inputs of 16 and 12, and those that diffusers keeps in fp32.
+QUANTIZED = {
     "int8": ("sd3", "Int8Tensor", set()),
-    "int4": (
-        "auraflow",
-        "IntxUnpackedToInt8Tensor",
-        {"pos_embed.proj", "context_embedder"},
-    ),  # inputs of 16 and 12
-    "nf4": ("wan", "Params4bit", {f"condition_embedder.time_embedder.linear_{i}" for i in (1, 2)}),  # in fp32
+    "int4": ("auraflow", "IntxUnpackedToInt8Tensor", {"pos_embed.proj", "context_embedder"}),
+    "nf4": ("wan", "Params4bit", {f"condition_embedder.time_embedder.linear_{i}" for i in (1, 2)}),
 }
 
 
-@pytest.mark.parametrize("quantize", FEW_BITS)
-def test_base_weights_in_few_bits_go_on_bitwise_where_they_were_stopped(quantize, tmp_path, monkeypatch):
-    name, kind, whole = FEW_BITS[quantize]
+@pytest.mark.parametrize("quantize", QUANTIZED)
+def test_quantized_base_weights_resume_bitwise(quantize, tmp_path, monkeypatch):
+    name, kind, skipped = QUANTIZED[quantize]
     write_inputs(tmp_path, name)
-    options = (
-        ROUTES,
-        f"quantize={quantize}",
-        "mixed_precision=bf16",
-        "rank=4",
-        "eval_every=1",
-        "total_steps=2",
-    )
+    options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", "eval_every=1")
     networks, load_model = [], finetune.load_model
 
     def watched(request):
@@ -157,29 +131,23 @@ def test_base_weights_in_few_bits_go_on_bitwise_where_they_were_stopped(quantize
     monkeypatch.setattr(finetune, "load_model", watched)
     for steps in (1, 2):
         run(tmp_path, *options, f"total_steps={steps}", output="stopped")
-    run(tmp_path, *options)
+    run(tmp_path, *options, "total_steps=2")
     assert metrics(tmp_path) == metrics(tmp_path, "stopped")
     once, twice = (
         load_file(tmp_path / output / "model" / "adapter_model.safetensors") for output in ("run", "stopped")
     )
     assert all(torch.equal(once[key], twice[key]) for key in once)
     for network in networks:
-        linear = {
-            path: layer
-            for path, layer in network.get_base_model().named_modules()
-            if isinstance(layer, nn.Linear)
-        }
-        assert {
-            path
-            for path, layer in linear.items()
-            if type(layer.weight).__name__ != kind and "lora_" not in path
-        } == whole
+        modules = network.get_base_model().named_modules()
+        linear = {path: layer for path, layer in modules if isinstance(layer, nn.Linear)}
+        others = {path for path, layer in linear.items() if type(layer.weight).__name__ != kind}
+        assert {path for path in others if "lora_" not in path} == skipped
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("quantize", FEW_BITS)
-def test_a_gpu_trains_adapters_on_base_weights_in_few_bits(quantize, tmp_path):
+@pytest.mark.parametrize("quantize", QUANTIZED)
+def test_a_gpu_trains_adapters_on_quantized_base_weights(quantize, tmp_path):
     """In a process of its own: this one is on the CPU."""
     write_inputs(tmp_path, "sd3")
     options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", "lr=1e-2")
@@ -193,32 +161,20 @@ def test_a_gpu_trains_adapters_on_base_weights_in_few_bits(quantize, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantize", "train"), [("int8", "lokr"), ("nf4", "lora")])
-def test_two_processes_train_adapters_on_base_weights_in_few_bits(quantize, train, tmp_path):
+def test_two_processes_train_adapters_on_quantized_base_weights(quantize, train, tmp_path):
     write_inputs(tmp_path, "sd3")
-    launch = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "-m",
-        "examples.finetune",
-    )
     options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", f"train={train}")
-    result = subprocess.run(
-        [*launch, *overrides(tmp_path, *options)], cwd=ROOT, env=os.environ, capture_output=True, text=True
-    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launch, "-m", "examples.finetune", *overrides(tmp_path, *options)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
     assert len(losses) == 4
     first, *_, last = (line["val_loss_dense"] for line in metrics(tmp_path) if "val_loss_dense" in line)
     assert last < first
     run(tmp_path, *options, output="one")
-    first_of_one = metrics(tmp_path, "one")[0]["val_loss_dense"]
-    assert first == pytest.approx(
-        first_of_one, rel=1e-3
-    )  # the held-out rows of two processes are all of them, once
+    # Two processes together evaluate every held-out row once.
+    assert first == pytest.approx(metrics(tmp_path, "one")[0]["val_loss_dense"], rel=1e-3)
 
 
 def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):
@@ -249,7 +205,7 @@ RECIPES = sorted(file.stem for file in (ROOT / "configs/model/routes").glob("*.y
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_setting_is_there_by_its_name(name):
+def test_every_recipe_of_routes_is_known_by_its_name(name):
     request = composed("transformer=x", "inputs=x", f"routes={name}", config_name="finetune")
     found = finetune.read_routes(configuration.resolve(request))
     config = composed(f"model={'dit' if name == 'off' else 'tread'}", f"model/routes={name}")
@@ -278,34 +234,20 @@ def loop(velocity=zero, routes=(), *, arrays, **request):
     """The loop around a network of one number, without a transformer and its files."""
     network = nn.Linear(1, 1, bias=False)
     network.config = None
-    request = {
-        "lr": 1e-3,
-        "seed": 0,
-        "batch_size": 4,
-        "shift": 1.0,
-        "mask_area": 0.0,
-        "num_held_out": 1,
-        **request,
-    }
-    request = {
-        "output_dir": ".",
-        "total_steps": 5,
-        "log_every": 5,
-        "save_every": 5,
-        "eval_every": 5,
-        **request,
-    }
-    return finetune.Finetuning(request, finetune.Family(velocity), arrays, network, routes, Accelerator())
+    default = {"lr": 1e-3, "seed": 0, "batch_size": 4, "shift": 1.0, "mask_area": 0.0, "num_held_out": 1}
+    default |= {"output_dir": ".", "total_steps": 5, "log_every": 5, "save_every": 5, "eval_every": 5}
+    family = finetune.Family(velocity)
+    return finetune.Finetuning(default | request, family, arrays, network, routes, Accelerator())
 
 
-@pytest.mark.parametrize(("area", "held"), [(0.0, 12), (0.25, 8), (0.5, 4), (0.75, 4)])
-def test_masks_hold_a_token_by_the_area_that_is_asked_for(area, held):
+@pytest.mark.parametrize(("area", "num_forced"), [(0.0, 12), (0.25, 8), (0.5, 4), (0.75, 4)])
+def test_masks_force_tokens_by_the_area_that_is_asked_for(area, num_forced):
     """Rows of patches of which a mask covers all, a half, a quarter and nothing."""
     masks = np.zeros((2, 8, 8), dtype=np.uint8)
     masks[:, :2] = masks[:, 2] = masks[:, 4, ::2] = 1
     tuned = loop(routes=(Route(0.5, 1, 2),), arrays={"latents": masks, "masks": masks}, mask_area=area)
     tokens = tuned.routing_keywords(np.arange(2), np.arange(2), torch.Generator())["routing"].force_keep
-    assert torch.equal(tokens, (torch.arange(16) < held).expand(2, -1))
+    assert torch.equal(tokens, (torch.arange(16) < num_forced).expand(2, -1))
 
 
 def test_positions_outside_of_masks_do_not_count():
@@ -317,7 +259,7 @@ def test_positions_outside_of_masks_do_not_count():
     torch.testing.assert_close(loss, n[:, :, 2, 5].square().sum() / n.numel())
 
 
-def test_all_processes_take_the_ratio_at_which_the_masks_of_all_fit():
+def test_all_ranks_take_the_ratio_at_which_the_masks_of_all_fit():
     masks = np.zeros((4, 8, 8), np.uint8)
     masks[0], masks[3, 0, 2] = 1, 1
     tuned = loop(routes=(Route(0.5, 1, 2),), arrays={"latents": masks, "masks": masks})
@@ -326,7 +268,7 @@ def test_all_processes_take_the_ratio_at_which_the_masks_of_all_fit():
     assert keywords["routing"].force_keep.nonzero().tolist() == [[1, 1]]  # of its own rows
 
 
-def test_rows_held_out_count_alike_and_are_never_trained_on():
+def test_held_out_rows_count_alike_and_are_never_trained_on():
     tuned = loop(arrays={"latents": np.random.default_rng(0).standard_normal((20, 4, 8, 8))}, num_held_out=12)
     assert sorted(np.concatenate([tuned.order.batch(step) for step in (0, 1)])) == list(range(12, 20))
     first, last = (
@@ -342,16 +284,9 @@ def test_the_seed_decides_the_order_and_gradients_are_clipped(tmp_path):
     arrays = {"latents": np.ones((9, 1, 2, 2), np.float32)}
     orders = [loop(arrays=arrays, seed=seed).order.batch(0).tolist() for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
-    tuned = loop(
-        lambda network, x_t, *_: 1e3 * network.weight + 0 * x_t,
-        arrays=arrays,
-        output_dir=tmp_path,
-        total_steps=1,
-    )
-    norms = []
-    tuned.network.weight.register_post_accumulate_grad_hook(
-        lambda weight: norms.append(weight.grad.norm().item())
-    )
+    steep = lambda network, x_t, *_: 1e3 * network.weight + 0 * x_t  # noqa: E731
+    tuned, norms = loop(steep, arrays=arrays, output_dir=tmp_path, total_steps=1), []
+    tuned.network.weight.register_post_accumulate_grad_hook(lambda w: norms.append(w.grad.norm().item()))
     step = tuned.optimizer.step
     tuned.optimizer.step = lambda: (norms.append(tuned.network.weight.grad.norm().item()), step())
     tuned.fit()
@@ -361,16 +296,15 @@ def test_the_seed_decides_the_order_and_gradients_are_clipped(tmp_path):
 
 @pytest.mark.parametrize(("shift", "median"), [(1, 0.5), (3, 3 * 0.5 / (1 + 2 * 0.5))])
 def test_the_velocity_leads_from_the_latents_to_the_noise(shift, median):
-    """x_t = x + t v, and v is to be learnt: a network that says (x_t - x) / t has no loss."""
+    """x_t = x + t v, and v is to be learnt: a network that predicts (x_t - x) / t has no loss."""
     times = []
 
     def right(network, x_t, t, batch, routing):
         times.extend(t.tolist())
         return (x_t - batch["latents"]) / t.view(-1, 1, 1, 1)
 
-    tuned = loop(
-        right, arrays={"latents": np.random.default_rng(0).standard_normal((2000, 1, 2, 2))}, shift=shift
-    )
+    latents = np.random.default_rng(0).standard_normal((2000, 1, 2, 2))
+    tuned = loop(right, arrays={"latents": latents}, shift=shift)
     assert tuned.loss(tuned.network, np.arange(2000), torch.Generator().manual_seed(0), {}) < 1e-6
     assert np.median(times) == pytest.approx(median, abs=0.02)  # of sigmoid(N(0, 1)), shifted
 
@@ -387,7 +321,7 @@ def test_every_step_draws_times_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "scale"), [("flux", 1), ("sd3", 1000), ("auraflow", 1), ("wan", 1000)])
-def test_times_are_those_that_the_pipelines_give(name, scale):
+def test_times_are_those_of_the_pipelines(name, scale):
     """FLUX and AuraFlow take t in (0, 1), Stable Diffusion 3 and Wan the thousand steps of a schedule."""
     network, given, guidance = FAMILIES[name].build(), [], []
     family = finetune.FAMILIES[type(network).__name__]
@@ -406,7 +340,7 @@ def test_times_are_those_that_the_pipelines_give(name, scale):
     assert name != "flux" or guidance[0].tolist() == [1, 1]  # more would be learnt as the data
 
 
-def test_what_flux_is_given_is_what_its_pipeline_gives():
+def test_flux_gets_the_inputs_of_its_pipeline():
     """A token is a patch of 2 x 2 positions at (row, column); the output has the shape of the latents."""
     x = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).view(2, 3, 4, 6)
     given = {}
@@ -415,11 +349,8 @@ def test_what_flux_is_given_is_what_its_pipeline_gives():
         given.update(arguments)
         return (arguments["hidden_states"],)
 
-    batch = {
-        "text": torch.zeros(2, 5, 12),
-        "pooled": torch.zeros(2, 8),
-        "references": torch.zeros(2, 3, 2, 2),
-    }
+    batch = {"text": torch.zeros(2, 5, 12), "pooled": torch.zeros(2, 8)}
+    batch["references"] = torch.zeros(2, 3, 2, 2)
     assert torch.equal(finetune.flux(model, x, torch.ones(2), batch, {}), x)
     token = 1 * 3 + 2  # row 1, column 2
     assert torch.equal(given["hidden_states"][1, token], x[1, :, 2:4, 4:6].reshape(-1))
@@ -430,7 +361,7 @@ def test_what_flux_is_given_is_what_its_pipeline_gives():
 def test_a_batch_that_processes_cannot_share_is_refused(tmp_path, monkeypatch):
     write_inputs(tmp_path, "sd3")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="batch_size=3 must be a multiple of the number of processes=2"):
+    with pytest.raises(SystemExit, match="batch_size=3 must be a multiple of the 2 processes"):
         run(tmp_path, "batch_size=3")
     assert not (tmp_path / "run").exists()
 
@@ -440,15 +371,14 @@ def test_a_number_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
     latents = np.load(tmp_path / "latents.npy")
     latents[9] = np.nan
     np.save(tmp_path / "latents.npy", latents)
-    with pytest.raises(SystemExit, match=r"loss or gradient of step \d is not finite, of rows .*\b9\b"):
+    with pytest.raises(SystemExit, match=r"loss or gradient of step \d is not finite, rows .*\b9\b"):
         run(tmp_path, "train=full", "save_every=1")
     for _, checkpoint in steps_in(tmp_path / "run/checkpoints"):
-        assert all(
-            weight.isfinite().all() for weight in load_file(checkpoint / "trained.safetensors").values()
-        )
+        weights = load_file(checkpoint / "trained.safetensors")
+        assert all(weight.isfinite().all() for weight in weights.values())
 
 
-def test_lines_that_a_kill_has_cut_are_written_again(tmp_path):
+def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
     write_inputs(tmp_path, "sd3")
     run(tmp_path, "rank=4", "total_steps=2")
     run(tmp_path, "rank=4", output="whole")
@@ -458,7 +388,7 @@ def test_lines_that_a_kill_has_cut_are_written_again(tmp_path):
     assert metrics(tmp_path) == metrics(tmp_path, "whole")
 
 
-def test_what_a_kill_or_a_full_disk_leaves_of_saving_is_no_hindrance(tmp_path, monkeypatch):
+def test_a_run_resumes_after_a_kill_or_a_full_disk_while_saving(tmp_path, monkeypatch):
     write_inputs(tmp_path, "sd3")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.finetune.partial.json").write_text("{")
@@ -484,14 +414,14 @@ def test_what_a_kill_or_a_full_disk_leaves_of_saving_is_no_hindrance(tmp_path, m
 def test_fewer_steps_than_a_run_has_are_refused(tmp_path):
     write_inputs(tmp_path, "sd3")
     run(tmp_path, "rank=4")
-    with pytest.raises(SystemExit, match=r"total_steps=2 must be at least 4, where .*run stands"):
+    with pytest.raises(SystemExit, match=r"total_steps=2 must be at least 4, the step of .*step_00000004"):
         run(tmp_path, "rank=4", "total_steps=2")
 
 
-def test_other_settings_are_refused_where_a_run_is(tmp_path):
+def test_other_settings_of_a_run_are_refused(tmp_path):
     write_inputs(tmp_path, "sd3")
     run(tmp_path, "rank=4")
     before = metrics(tmp_path)
-    with pytest.raises(SystemExit, match="holds a run with other settings: rank: 4 -> 8"):
+    with pytest.raises(SystemExit, match="has a run with other settings: rank: 4 -> 8"):
         run(tmp_path, "rank=8", "total_steps=8")
     assert metrics(tmp_path) == before

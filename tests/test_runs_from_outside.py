@@ -291,14 +291,14 @@ def test_a_run_that_is_not_spoilt_is_sampled(run):
 )
 def test_a_run_neither_writes_its_data_somewhere_nor_sends_anybody_to_fetch_them(run, target, path):
     changed(data={"_target_": target, "path": path, **SIZES})(run)
-    assert told("advise", ()) == f"run=run: data.path={path} is no folder here: give data_path=PATH"
+    assert told("advise", ()) == f"run=run: data.path={path} is not a folder here: set data_path=PATH"
 
 
 def test_a_batch_that_a_manifest_declares_is_bounded(run):
     details = RunFolder(run).manifest()
     for size in (10**9, "8", None, True, 0):
         (run / "manifest.json").write_text(json.dumps(details | {"resolved": {"micro_batch_size": size}}))
-        assert told("advise", ()) == f"run=run: its manifest tells micro-batches of {size}: give batch_size=N"
+        assert told("advise", ()) == f"run=run: its manifest has micro_batch_size={size}: set batch_size=N"
 
 
 def with_sums(checkpoint):

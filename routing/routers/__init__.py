@@ -1,4 +1,4 @@
-"""Routers: each says which tokens of a sample stay in a window.
+"""Routers: each chooses which tokens of a sample stay in a window.
 
     router(x, num_kept, /, *, force_keep=None, noise=None, generator=None) -> ids_keep
 

@@ -26,9 +26,8 @@ def norm_router(
     """
     if not 0 < weight <= 1:
         raise ValueError(f"model.router.weight={weight} must be in (0, 1]")
-    noise = (
-        token_noise(x, generator) if noise is None else noise
-    )  # drawn at weight 1 too: later draws are the same
+    if noise is None:
+        noise = token_noise(x, generator)  # at weight 1 too, so that later draws are the same
     norms = torch.linalg.vector_norm(x.detach(), ord=1, dim=-1, dtype=torch.float32)  # (N, T)
     if weight == 1:
         return keep_lowest(-norms, num_kept, force_keep)  # not scaled: rounding would make ties of neighbours

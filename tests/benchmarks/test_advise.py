@@ -30,7 +30,7 @@ def advise(*arguments):
         ([candidate(1, 9, measured=1.25, alike=0.95)], (2, 8)),
     ],
 )
-def test_the_published_window_unless_another_is_faster_and_as_much_alike(others, expected):
+def test_the_published_window_unless_another_is_faster_and_as_alike(others, expected):
     best = recommend([candidate(2, 8), *others], depth=12)
     assert (best.route.start_layer_idx, best.route.end_layer_idx) == expected
 
@@ -52,7 +52,7 @@ def test_where_routes_save_nothing_the_dense_twin_is_recommended():
     assert "train the dense twin, model=dit" in report(slow, None, 12, routed=False)
 
 
-def test_the_recommendation_is_an_override_as_the_command_line_takes_it():
+def test_the_recommendation_is_an_override_of_the_command_line():
     (word,) = shlex.split(override(Route(0.25, 1, 3), depth=8))
     routes = validated("model=tread", word)["model"]["routes"]
     assert routes == [{"selection_ratio": 0.25, "start_layer_idx": 1, "end_layer_idx": -5}]

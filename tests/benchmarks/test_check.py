@@ -1,6 +1,4 @@
-"""The stage `check` sees a device that computes something else, a step that is not skipped, and a run that
-ends elsewhere.
-"""
+"""The stage `check` sees wrong results of a device, a step that is not skipped, a run that differs."""
 
 import json
 from copy import deepcopy

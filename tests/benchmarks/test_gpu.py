@@ -1,6 +1,4 @@
-"""All that only a GPU can tell is rehearsed on a CPU: stages, their records, and the tables that are written
-from these.
-"""
+"""The stages of `benchmarks.gpu`, rehearsed on a CPU, with their records and tables."""
 
 import json
 import re
@@ -29,11 +27,8 @@ def stage(monkeypatch):
     """Make a stage of one's own settings the one that is called score."""
 
     def make(**settings):
-        monkeypatch.setitem(
-            gpu.STAGES,
-            "score",
-            gpu.Stage(lambda device, tiny, out: settings, {"setting": "{}", "ms": "{:.1f}"}),
-        )
+        columns = {"setting": "{}", "ms": "{:.1f}"}
+        monkeypatch.setitem(gpu.STAGES, "score", gpu.Stage(lambda device, tiny, out: settings, columns))
 
     return make
 
@@ -53,7 +48,7 @@ def rows_in(out):
     return [tuple(row.values()) for row in read_results(file)]
 
 
-def test_a_stage_records_each_setting_and_goes_on_after_what_failed(tmp_path, stage):
+def test_a_stage_records_each_setting_and_continues_after_a_failure(tmp_path, stage):
     stage(first=lambda: [{"ms": 1.0}, {"ms": 2.0}], second=failing, third=lambda: [{"ms": 3.0}])
     assert gpu.run_stage("score", tmp_path, True, 60) == 1
     failed = ("second", "", "RuntimeError: out of memory")
@@ -63,20 +58,20 @@ def test_a_stage_records_each_setting_and_goes_on_after_what_failed(tmp_path, st
     assert [name for name, *_ in rows_in(tmp_path)] == ["first", "first", "third", "second"]
 
 
-def test_what_was_cut_off_is_measured_again_after_the_others(tmp_path, stage):
+def test_settings_that_were_cut_off_are_measured_after_the_others(tmp_path, stage):
     def cut_off():
         raise KeyboardInterrupt
 
     stage(first=cut_off, second=lambda: [{"ms": 2.0}])
     with pytest.raises(KeyboardInterrupt):
         gpu.run_stage("score", tmp_path, True, 60)
-    assert rows_in(tmp_path) == [("first", "begun and not ended")]
+    assert rows_in(tmp_path) == [("first", "started and not ended")]
     stage(first=lambda: [{"ms": 1.0}], second=lambda: [{"ms": 2.0}])
     assert gpu.run_stage("score", tmp_path, True, 60) == 0
     assert [name for name, *_ in rows_in(tmp_path)] == ["second", "first"]
 
 
-def test_no_setting_begins_that_would_take_longer_than_is_left(tmp_path, stage, monkeypatch):
+def test_no_setting_starts_that_would_exceed_the_limit(tmp_path, stage, monkeypatch):
     monkeypatch.setattr("time.perf_counter", iter(range(0, 1000, 10)).__next__)
     stage(first=lambda: [{"ms": 1.0}], second=lambda: [{"ms": 2.0}], third=lambda: [{"ms": 3.0}])
     # The stage begins at 0, the settings at 10, 30 and 50, and each takes 10: the last would end at 60.
@@ -87,7 +82,7 @@ def test_no_setting_begins_that_would_take_longer_than_is_left(tmp_path, stage, 
 
 
 @pytest.mark.parametrize("key", ["source_sha256", "tiny"])
-def test_a_record_of_other_code_is_not_gone_on_with(tmp_path, key):
+def test_a_record_of_other_code_is_not_continued(tmp_path, key):
     Record("gpu_score", tmp_path, HERE).add("first", [{"ms": 1.0}])
     assert Record("gpu_score", tmp_path, HERE).done() == {"first"}
     with pytest.raises(ValueError, match=f"is of {key} .*: give another folder"):
@@ -115,14 +110,9 @@ def test_tables_on_pages_are_what_the_records_give(page):
 
 def test_targets_are_beside_what_was_measured(tmp_path):
     h200 = HERE | {"device": "NVIDIA H200", "tiny": False}
+    dense = {"utilisation": 0.5, "share_outside": 0.04, "peak_memory_gib": 100.0}
     rows = [
-        {
-            "setting": "XL/2",
-            "step": "dense",
-            "utilisation": 0.5,
-            "share_outside": 0.04,
-            "peak_memory_gib": 100.0,
-        },
+        {"setting": "XL/2", "step": "dense", **dense},
         {"setting": "XL/2", "step": "routed", "utilisation": 0.45, "share_of_predicted": 0.96},
         {"setting": "XL/2, checkpointing", "step": "dense", "peak_memory_gib": 49.7},
     ]
@@ -131,9 +121,7 @@ def test_targets_are_beside_what_was_measured(tmp_path):
     assert measured == ["-, 96%", "50%, 45%", "4.0%, -", "100 GiB, 50 GiB", ""]
 
 
-@pytest.mark.parametrize(
-    ("tiny", "message"), [(False, "is a rehearsal: --tiny must be given"), (True, "must not be given")]
-)
+@pytest.mark.parametrize(("tiny", "message"), [(False, "is of a rehearsal"), (True, "is not of a rehearsal")])
 def test_a_rehearsal_is_not_taken_for_a_measurement(tmp_path, project, tiny, message):
     write_results("gpu_score", [{"setting": "a"}], HERE | {"tiny": not tiny}, tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -147,10 +135,8 @@ def test_a_record_without_a_commit_gets_that_of_the_same_code(tmp_path, project,
     for name, source in (("gpu_score", clean["source_sha256"]), ("gpu_families", "another")):
         write_results(name, [{"setting": "a"}], clean | {"commit": None, "source_sha256": source}, tmp_path)
     collect(tmp_path, COLUMNS, project, tiny=True)
-    commits = {
-        file.name[:9]: read_environment(file)["commit"]
-        for file in (project / "benchmarks" / "results").iterdir()
-    }
+    files = (project / "benchmarks" / "results").iterdir()
+    commits = {file.name[:9]: read_environment(file)["commit"] for file in files}
     assert commits == {"gpu_score": "0123456789", "gpu_famil": "None"}
     text = (project / "RESULTS.md").read_text()
     assert "at commit 0123456 (a rehearsal)" in text
@@ -158,10 +144,8 @@ def test_a_record_without_a_commit_gets_that_of_the_same_code(tmp_path, project,
 
 
 def test_a_record_is_shown_on_both_pages(tmp_path, project):
-    rows = [
-        {"setting": "XL/2", "step": step, "images_per_sec": rate}
-        for step, rate in (("dense", 12.3), ("routed", 45.6))
-    ]
+    rates = {"dense": 12.3, "routed": 45.6}
+    rows = [{"setting": "XL/2", "step": step, "images_per_sec": rate} for step, rate in rates.items()]
     write_results("gpu_step", rows, HERE, tmp_path)
     collect(tmp_path, COLUMNS, project, tiny=True)
     shown = {page: re.findall(r"12\.30|45\.60", (project / page).read_text()) for page in PAGES}
@@ -169,7 +153,7 @@ def test_a_record_is_shown_on_both_pages(tmp_path, project):
 
 
 def test_an_empty_folder_has_nothing_to_collect(tmp_path, project):
-    with pytest.raises(ValueError, match="holds no record"):
+    with pytest.raises(ValueError, match="has no record"):
         collect(tmp_path, COLUMNS, project, tiny=False)
 
 
@@ -185,17 +169,10 @@ def test_twins_are_compared_after_the_same_seconds(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     scores = twins.scores_of(tmp_path)
-    assert [(found["step"], found["num_images"], found["train_sec"]) for found in scores] == [
-        (1, 4, 10.0),
-        (2, 8, 20.0),
-    ]
-    assert [twins.at_second(scores, "fd_classifier", sec) for sec in (9, 10, 15, 20, 21)] == [
-        None,
-        8.0,
-        6.0,
-        4.0,
-        None,
-    ]
+    found = [(score["step"], score["num_images"], score["train_sec"]) for score in scores]
+    assert found == [(1, 4, 10.0), (2, 8, 20.0)]
+    found = [twins.at_second(scores, "fd_classifier", sec) for sec in (9, 10, 15, 20, 21)]
+    assert found == [None, 8.0, 6.0, 4.0, None]
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_a_variance_in_the_output_is_left_out_of_the_denoised_image():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("routes", [[PAPER], [Route(0.8, 1, 2), Route(0.8, 3, 4)]], ids=["one", "two"])
-def test_the_loss_of_kept_tokens_is_the_mean_over_the_pixels_that_every_route_kept(routes, masked):
+def test_the_loss_of_kept_tokens_is_over_pixels_that_every_route_kept(routes, masked):
     """Two routes at 0.8 keep 4 of 16 tokens each, and in some samples none in common: these have no loss."""
     net, (x, _, labels) = small_dit(routes, class_dropout_prob=0.0).train(), small_batch(32)
     drawn, router = [], net.router

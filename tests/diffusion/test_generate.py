@@ -24,16 +24,8 @@ TWO_STEPS = partial(edm_sampler, num_steps=2)
 def latents(num_samples, batch_size, rank=0, world_size=1, **sampler):
     labels = balanced_labels(num_samples, 10)
     sampler = partial(edm_sampler, num_steps=4, **sampler)
-    batches = generate(
-        PRECOND,
-        sampler,
-        CFG(),
-        seeds=range(7, 7 + num_samples),
-        class_labels=labels,
-        batch_size=batch_size,
-        launch=Launch(rank, world_size),
-    )
-    return dict(batches)
+    options = {"seeds": range(7, 7 + num_samples), "class_labels": labels, "batch_size": batch_size}
+    return dict(generate(PRECOND, sampler, CFG(), launch=Launch(rank, world_size), **options))
 
 
 def joined(parts):
@@ -59,18 +51,9 @@ def test_initial_noise_is_bitwise_the_same_for_any_batch_size():
         seen.append(torch.stack([noise, randn_like(noise)], dim=1))
         return noise
 
+    options = {"seeds": range(10), "class_labels": torch.arange(10), "launch": Launch()}
     for batch_size in (10, 3):
-        list(
-            generate(
-                PRECOND,
-                sampler,
-                CFG(),
-                seeds=range(10),
-                class_labels=torch.arange(10),
-                batch_size=batch_size,
-                launch=Launch(),
-            )
-        )
+        list(generate(PRECOND, sampler, CFG(), batch_size=batch_size, **options))
     assert torch.equal(seen[0], torch.cat(seen[1:]))
 
 
@@ -149,7 +132,7 @@ def test_a_source_neither_routes_nor_drops_labels():
     assert (images == expected).all()
 
 
-def test_a_source_guides_the_noise_of_each_seed_away_from_the_null_class():
+def test_an_image_source_guides_away_from_the_null_class():
     def look_once(denoise, noise, path, *, randn_like):
         return denoise(noise, torch.tensor(0.5))
 

@@ -47,24 +47,15 @@ def test_churn_keeps_the_distribution_and_draws_its_noise():
 
 @pytest.mark.parametrize(("S_churn", "gamma"), [(1, 1 / 4), (40, math.sqrt(2) - 1)])
 def test_churn_raises_the_noise_of_the_levels_in_its_range(S_churn, gamma):
-    """Levels of rho 2, and a denoiser that says 0: x is proportional to sigma but for the noise that is
-    added, here of ones.
-    """
+    """With rho 2 and a denoiser that returns 0, x is proportional to sigma but for the added ones."""
     seen = []
 
     def denoise(x, sigma):
         seen.append((float(x), float(sigma)))
         return torch.zeros_like(x)
 
-    options = {
-        "num_steps": 4,
-        "sigma_min": 1,
-        "sigma_max": 16,
-        "rho": 2,
-        "S_min": 3,
-        "S_max": 10,
-        "S_noise": 1.5,
-    }
+    options = {"num_steps": 4, "sigma_min": 1, "sigma_max": 16, "rho": 2}
+    options |= {"S_min": 3, "S_max": 10, "S_noise": 1.5}
     edm_sampler(denoise, torch.ones(1, 1, 1, 1), **options, S_churn=S_churn, randn_like=torch.ones_like)
     x, expected = 16.0, []
     for sigma, sigma_next in pairwise((16, 9, 4, 1, 0)):
@@ -79,15 +70,9 @@ def test_churn_raises_the_noise_of_the_levels_in_its_range(S_churn, gamma):
 def test_second_order_convergence():
     noise = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     # sigma_min near zero, so that the last Euler step adds nothing to the error that is measured.
-    errors = [
-        (
-            edm_sampler(gaussian_denoiser, noise, num_steps=n, sigma_min=1e-6, sigma_max=10)
-            - exact_solution(noise, 10)
-        )
-        .abs()
-        .max()
-        for n in (32, 64, 128)
-    ]
+    options, exact = {"sigma_min": 1e-6, "sigma_max": 10}, exact_solution(noise, 10)
+    samples = [edm_sampler(gaussian_denoiser, noise, num_steps=n, **options) for n in (32, 64, 128)]
+    errors = [(x - exact).abs().max() for x in samples]
     orders = [math.log2(coarse / fine) for coarse, fine in pairwise(errors)]
     assert all(1.8 < order < 2.4 for order in orders), orders
 

@@ -84,7 +84,7 @@ def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp3
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_blocks_outside_autocast_are_those_that_the_network_runs_there(monkeypatch, checkpointing):
+def test_the_cost_model_knows_the_blocks_outside_autocast(monkeypatch, checkpointing):
     """Also right before the next window, at the length of that; none after the last block."""
     routes = [Route(0.5, 1, 2), Route(0.25, 3, 4), Route(0.5, 6, -1)]
     net, found = small_dit(routes, fp32_after_route=True, gradient_checkpointing=checkpointing).train(), []

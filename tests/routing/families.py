@@ -40,9 +40,7 @@ def seeded(seed=0):
 
 
 def drawn(routes, num_samples=NUM_SAMPLES, num_reference_tokens=0, generator=None):
-    """The tokens that each route keeps, (N, K), as documented: a seed for each route, and the tokens from
-    that seed.
-    """
+    """Return the tokens (N, K) that each route keeps, as documented: drawn from a seed for each route."""
     generator, ids = generator or seeded(), []
     reference = torch.arange(NUM_TOKENS, NUM_TOKENS + num_reference_tokens).expand(num_samples, -1)
     for route in routes:
@@ -66,9 +64,7 @@ def one(arguments, n):
 
 
 class Trunk:
-    """The tokens of one sample on their way through the layers; windows: {first layer: (last layer, positions
-    that stay)}.
-    """
+    """The tokens of one sample between layers; windows: {first layer: (last layer, kept positions)}."""
 
     def __init__(self, x, windows):
         self.x, self.windows, self.end, self.ids, self.whole = x, windows, None, None, None
@@ -96,9 +92,7 @@ def filled(build):
     def filled_build():
         torch.manual_seed(0)
         model = build()
-        with (
-            torch.no_grad()
-        ):  # nothing of the initialisation may hide a mistake: biases and tables that start at 0
+        with torch.no_grad():  # biases and tables that start at 0 could hide a mistake
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         return model.train()
@@ -148,9 +142,8 @@ def flux_arguments(num_reference_tokens=0, controlnet=False, mask=False):
     }
     if controlnet:
         arguments["controlnet_block_samples"] = [randn(N, T + S, HIDDEN_SIZE, seed=4 + i) for i in range(2)]
-        arguments["controlnet_single_block_samples"] = [
-            randn(N, T + S, HIDDEN_SIZE, seed=6 + i) for i in range(4)
-        ]
+        single = [randn(N, T + S, HIDDEN_SIZE, seed=6 + i) for i in range(4)]
+        arguments["controlnet_single_block_samples"] = single
     if mask:
         L = P + T + S
         seen = randn(N, 1, L, L, seed=10) > -0.5
@@ -167,9 +160,8 @@ def flux_oracle(model, arguments, windows):
     mask = (a.get("joint_attention_kwargs") or {}).get("attention_mask")
     residuals = a.get("controlnet_block_samples") or [], a.get("controlnet_single_block_samples") or []
     trunk, P, layer = Trunk(x, windows), text.shape[1], 0
-    for blocks, added in zip(
-        (model.transformer_blocks, model.single_transformer_blocks), residuals, strict=True
-    ):
+    lists = (model.transformer_blocks, model.single_transformer_blocks)
+    for blocks, added in zip(lists, residuals, strict=True):
         for i, block in enumerate(blocks):
             trunk.enter(layer)
             kwargs = {}
@@ -215,9 +207,8 @@ def sd3_arguments(controlnet=False):
         "timestep": torch.tensor([200.0, 500.0, 900.0]),
     }
     if controlnet:
-        arguments["block_controlnet_hidden_states"] = [
-            randn(N, NUM_TOKENS, HIDDEN_SIZE, seed=4 + i) for i in range(2)
-        ]
+        residuals = [randn(N, NUM_TOKENS, HIDDEN_SIZE, seed=4 + i) for i in range(2)]
+        arguments["block_controlnet_hidden_states"] = residuals
     return arguments
 
 
@@ -354,11 +345,11 @@ def wan():
 def wan_arguments(timestep_per_token=False):
     N = NUM_SAMPLES
     timestep = torch.tensor([200, 500, 900])
+    if timestep_per_token:
+        timestep = 100 * torch.arange(N)[:, None] + torch.arange(NUM_TOKENS)
     return {
         "hidden_states": randn(N, 4, 4, 4, 4, seed=1),  # 4 frames of 2 * 2 tokens
-        "timestep": (100 * torch.arange(N)[:, None] + torch.arange(NUM_TOKENS))
-        if timestep_per_token
-        else timestep,
+        "timestep": timestep,
         "encoder_hidden_states": randn(N, NUM_TEXT, 12, seed=2),
     }
 

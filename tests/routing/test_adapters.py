@@ -33,9 +33,8 @@ def test_a_vit_of_timm_routes_its_patches_and_keeps_its_class_token():
     assert torch.equal(model(x, routing=Routing(0)), plain(x))
     output, ids = model(x, generator=seeded()), drawn(routes)[0]
     for n in range(3):
-        tokens = plain.norm_pre(
-            plain.patch_drop(plain._pos_embed(plain.patch_embed(x[n : n + 1])))
-        )  # (1, 1 + 16, D)
+        tokens = plain._pos_embed(plain.patch_embed(x[n : n + 1]))
+        tokens = plain.norm_pre(plain.patch_drop(tokens))  # (1, 1 + 16, D)
         tokens, keep = plain.blocks[0](tokens), torch.cat([torch.zeros(1, dtype=torch.long), 1 + ids[n]])
         routed = tokens[:, keep]
         for block in plain.blocks[1:4]:
@@ -48,7 +47,7 @@ def test_a_vit_of_timm_routes_its_patches_and_keeps_its_class_token():
     assert torch.equal(model(x), plain(x))
 
 
-def test_a_model_that_does_not_take_its_blocks_out_of_its_list_is_refused_instead_of_left_dense():
+def test_a_model_that_does_not_run_its_list_of_blocks_is_refused():
     model = vit()
     attach(model, [WINDOW], adapter=VIT)
     model.set_grad_checkpointing(True)  # timm then runs over the list's children
@@ -92,18 +91,14 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, depth=5):
         super().__init__()
-        self.embed, self.layers = (
-            nn.Embedding(11, 32),
-            nn.ModuleList(DecoderLayer(32, 2) for _ in range(depth)),
-        )
+        self.embed = nn.Embedding(11, 32)
+        self.layers = nn.ModuleList(DecoderLayer(32, 2) for _ in range(depth))
 
     def forward(self, input_ids, attention_mask):
         x, T = self.embed(input_ids), input_ids.shape[1]
         angles = torch.arange(T)[None, :, None] / 10 ** torch.linspace(0, 2, 16)  # (1, T, d)
-        causal = (
-            torch.ones(T, T, dtype=torch.bool).tril() & attention_mask[:, None, None].bool()
-        )  # (N, 1, T, T)
-        causal = causal | torch.eye(T, dtype=torch.bool)
+        causal, eye = torch.ones(T, T, dtype=torch.bool).tril(), torch.eye(T, dtype=torch.bool)
+        causal = causal & attention_mask[:, None, None].bool() | eye  # (N, 1, T, T)
         for layer in self.layers[:5]:  # by a slice, as such models do
             x = layer(x, attention_mask=causal, position_embeddings=(angles.cos(), angles.sin()))
         return x
@@ -181,10 +176,10 @@ class Taken(Decoder):
         return self.embed(input_ids)
 
 
-def test_a_list_that_is_run_twice_and_an_argument_of_our_name_are_refused():
+def test_blocks_that_run_twice_and_a_generator_argument_are_refused():
     input_ids, seen = torch.randint(11, (2, 16)), torch.ones(2, 16)
     attach(twice := Twice(), [WINDOW], adapter=DECODER)
-    with pytest.raises(ValueError, match="layer 1, a DecoderLayer, is run a second time in one forward pass"):
+    with pytest.raises(ValueError, match="layer 1, a DecoderLayer, runs twice in one forward"):
         twice(input_ids, seen)
     with pytest.raises(ValueError, match="forward of Taken has an argument generator"):
         attach(Taken(), [WINDOW], adapter=DECODER)

@@ -1,6 +1,4 @@
-"""Routes in models of diffusers, against oracles that take each sample's tokens on their own; see
-families.py.
-"""
+"""Routes in models of diffusers, against oracles that run each sample alone; see families.py."""
 
 import copy
 import gc
@@ -75,7 +73,7 @@ def test_ratio_0_is_bitwise_the_model_without_routes(name, variant):
 
 @every_variant
 @pytest.mark.parametrize("windows", [((1, -2),), ((0, 1), (2, -1))], ids=["one route", "two routes"])
-def test_routed_output_is_that_of_the_blocks_on_the_tokens_of_each_sample_alone(name, variant, windows):
+def test_routed_output_is_that_of_the_blocks_on_the_kept_tokens(name, variant, windows):
     family = FAMILIES[name]
     model, arguments = family.build(), family.arguments(**variant)
     plain = copy.deepcopy(model)
@@ -84,29 +82,22 @@ def test_routed_output_is_that_of_the_blocks_on_the_tokens_of_each_sample_alone(
     ids = drawn(routes, num_reference_tokens=variant.get("num_reference_tokens", 0))
     assert not torch.equal(ids[0][0], ids[0][1])
     for n in range(NUM_SAMPLES):
-        at = {
-            route.start_layer_idx: (route.end_layer_idx, kept[n])
-            for route, kept in zip(routes, ids, strict=True)
-        }
+        pairs = zip(routes, ids, strict=True)
+        at = {route.start_layer_idx: (route.end_layer_idx, kept[n]) for route, kept in pairs}
         expected = family.oracle(plain, one(arguments, n), at)
         torch.testing.assert_close(output[n : n + 1], expected, rtol=1e-4, atol=1e-5)
-        dense = family.oracle(
-            plain, one(arguments, n), {}
-        )  # the oracle is right, and routes make a difference that counts
+        # The oracle is right, and routes make a difference.
+        dense = family.oracle(plain, one(arguments, n), {})
         torch.testing.assert_close(run(plain, arguments)[n : n + 1], dense, rtol=1e-4, atol=1e-5)
         assert (dense - expected).abs().max() > 1e-2
 
 
 @every_variant
 def test_an_identity_window_changes_nothing(name, variant):
-    """Text goes through the blocks of a window too, and sees fewer tokens there: they are identities for it
-    as well.
-    """
+    """Text goes through the blocks of a window, too, and sees fewer tokens: identities for it, too."""
     family = FAMILIES[name]
     model, arguments = family.build(), family.arguments(**variant)
-    arguments = {
-        key: value for key, value in arguments.items() if "controlnet" not in key
-    }  # it does not pass through blocks
+    arguments = {key: value for key, value in arguments.items() if "controlnet" not in key}  # beside blocks
     make_identities(family, model, range(1, len(family.layers(model)) - 1))
     plain = run(model, arguments)
     attach(model, [WINDOW])
@@ -176,9 +167,7 @@ def test_a_copy_has_routes_of_its_own(name):
 
 
 @every_variant
-def test_gradient_checkpointing_gives_the_same_gradients_also_with_dropout_and_two_passes_before_the_backward(
-    name, variant
-):
+def test_checkpointed_gradients_are_bitwise_the_same_with_dropout(name, variant):
     family = FAMILIES[name]
     model, arguments = family.build(), with_gradient(family.arguments(**variant))
     attach(model, [WINDOW])
@@ -280,7 +269,7 @@ def test_positions_may_be_given_for_each_sample_as_they_once_were():
     assert torch.equal(run(model, {**arguments, **by_sample}, generator=seeded()), expected)
 
 
-def test_layers_are_counted_through_all_lists_and_negative_ones_from_the_end():
+def test_layers_are_counted_through_all_lists_of_blocks():
     model = FAMILIES["flux"].build()
     assert attach(model, [Route(0.5, 2, -4)]) == (Route(0.5, 2, 3),)
     detach(model)
@@ -352,7 +341,7 @@ class OtherProcessor:
 
 
 @every_family
-def test_every_family_refuses_other_ways_to_attend_and_parallelism_by_name(name):
+def test_other_attention_processors_and_parallelism_are_refused(name):
     family = FAMILIES[name]
     model, arguments = family.build(), family.arguments()
     attach(model, [WINDOW])
@@ -367,9 +356,7 @@ def test_every_family_refuses_other_ways_to_attend_and_parallelism_by_name(name)
 
 
 def check_against_oracle(family, plain, arguments, routes, output):
-    """Hold the output of a routed model, seeded, against that of the plain one's blocks on each sample's
-    tokens.
-    """
+    """Compare a routed model, seeded, with the plain one's blocks on each sample's tokens."""
     ids = drawn(routes)
     for n in range(NUM_SAMPLES):
         at = {
@@ -401,9 +388,7 @@ def test_projections_may_be_fused(name):
 
 
 def test_arguments_may_be_given_by_place_and_residuals_be_repeated():
-    """FLUX takes its ControlNet's residuals in turn where it is told to, and one for so many blocks
-    otherwise.
-    """
+    """FLUX repeats its ControlNet's residuals in turn or, by default, each for several blocks."""
     model, arguments = FAMILIES["flux"].build(), FAMILIES["flux"].arguments(controlnet=True)
     a, b = arguments["controlnet_block_samples"]
     attach(model, [WINDOW])
@@ -428,7 +413,7 @@ def test_wan_takes_the_tokens_of_an_image_beside_the_text():
     check_against_oracle(FAMILIES["wan"], plain, arguments, routes, output)
 
 
-def test_models_that_are_not_known_and_blocks_that_do_not_fit_are_refused_by_name():
+def test_unknown_models_and_blocks_that_do_not_fit_are_refused():
     model = FAMILIES["sd3"].build()
     with pytest.raises(
         ValueError, match="routing knows no Linear: pass one of diffusers' FluxTransformer2DModel"
@@ -514,11 +499,10 @@ def test_a_sharded_model_may_get_routes(name, process_group):
     torch.testing.assert_close(run(model, arguments, generator=seeded()), expected)
 
 
-def test_what_would_lose_the_routes_or_leave_the_model_dense_is_refused():
+def test_a_forward_that_would_lose_the_routes_is_refused():
     model = FAMILIES["sd3"].build()
-    for routes in ([], WINDOW, [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]):
-        with pytest.raises(ValueError, match=r"routes=.* must be a list of Route\("):
-            attach(model, routes)
+    with pytest.raises(ValueError, match="routes must not be empty"):
+        attach(model, [])
     add_hook_to_module(model, ModelHook())
     with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
         attach(model, [WINDOW])
@@ -535,6 +519,8 @@ def test_what_would_lose_the_routes_or_leave_the_model_dense_is_refused():
     model.transformer_blocks = nn.ModuleList(list(model.transformer_blocks))
     with pytest.raises(ValueError, match="transformer_blocks of SD3Transformer2DModel was replaced"):
         run(model, arguments)
+    detach(model)
+    run(model, arguments)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -546,7 +532,7 @@ def test_a_checkpoint_of_the_whole_model_is_refused(use_reentrant):
         arguments["hidden_states"],
         use_reentrant=use_reentrant,
     )
-    with pytest.raises(ValueError, match="as a whole is run again in the backward pass"):
+    with pytest.raises(ValueError, match="as a whole would draw other tokens"):
         output.sum().backward()
 
 

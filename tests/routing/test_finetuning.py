@@ -23,21 +23,14 @@ def run(model, arguments, **ours):
 
 
 def to_nf4(blocks):
-    """Keep the weight of each linear layer in 4 bits of bitsandbytes (diffusers' own way to it asks for a
-    GPU).
-    """
+    """Quantize linear layers to the NF4 of bitsandbytes; diffusers itself refuses to without a GPU."""
     for module in [module for block in blocks for module in block.modules()]:
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear):
-                small = bitsandbytes.nn.Linear4bit(
-                    layer.in_features,
-                    layer.out_features,
-                    layer.bias is not None,
-                    torch.float32,
-                    quant_type="nf4",
-                )
-                small.load_state_dict(layer.state_dict())
-                setattr(module, name, small.to("cpu"))
+                sizes = (layer.in_features, layer.out_features, layer.bias is not None)
+                quantized = bitsandbytes.nn.Linear4bit(*sizes, torch.float32, quant_type="nf4")
+                quantized.load_state_dict(layer.state_dict())
+                setattr(module, name, quantized.to("cpu"))
 
 
 QUANTIZATIONS = {
@@ -100,7 +93,7 @@ def test_the_order_of_attaching_and_adding_adapters_does_not_matter(before):
 
 @every_family
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_base_weights_may_be_in_few_bits(name, quantization):
+def test_base_weights_may_be_quantized(name, quantization):
     family, arguments = FAMILIES[name], FAMILIES[name].arguments()
     model = family.build().requires_grad_(False)
     unquantized = model(**arguments).sample
@@ -113,10 +106,8 @@ def test_base_weights_may_be_in_few_bits(name, quantization):
     assert torch.equal(run(model, arguments, routing=Routing(0)), dense)
     output = run(model, arguments)
     output.square().sum().backward()
-    assert {key.split(".")[-3] for key, p in model.named_parameters() if p.grad is not None} == {
-        "lora_A",
-        "lora_B",
-    }
+    trained = {key.split(".")[-3] for key, p in model.named_parameters() if p.grad is not None}
+    assert trained == {"lora_A", "lora_B"}
     ids = drawn(routes)[0][1]
     expected = family.oracle(plain, one(arguments, 1), {1: (routes[0].end_layer_idx, ids)})
     torch.testing.assert_close(output[1:2], expected, rtol=1e-3, atol=1e-4)

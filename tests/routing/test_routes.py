@@ -43,45 +43,20 @@ def test_errors_name_the_route_the_value_and_the_rule(routes, depth, message):
         resolve_routes(routes, depth)
 
 
-KNOWN = {
-    "paper": [0.5],
-    "basic": [0.5],
-    "advanced": [0.3, 0.5, 0.7],
-    "balanced": [0.5],
-    "max_speed": [0.7],
-    "high_res": [0.6],
-    "lora": [0.4],
-    "masked": [0.7],
+RATIOS = {
+    **{"paper": [0.5], "basic": [0.5], "advanced": [0.3, 0.5, 0.7], "balanced": [0.5], "max_speed": [0.7]},
+    **{"high_res": [0.6], "lora": [0.4], "masked": [0.7], "wan": [0.1, 0.25, 0.35, 0.25, 0.1]},
 }
-VALID = {
-    8: {
-        "paper": [(2, 4)],
-        "basic": [(2, 5)],
-        "balanced": [(2, 6)],
-        "max_speed": [(1, 7)],
-        "high_res": [(2, 5)],
-        "lora": [(3, 4)],
-    },
-    12: {
-        "paper": [(2, 8)],
-        "basic": [(2, 5)],
-        "balanced": [(2, 10)],
-        "max_speed": [(1, 11)],
-        "high_res": [(2, 9)],
-        "lora": [(3, 8)],
-    },
-    24: {
-        "advanced": [(1, 3), (4, 8), (20, 23)],
-        "basic": [(2, 5)],
-        "lora": [(3, 20)],
-        "max_speed": [(1, 23)],
-    },
-    28: {
-        "advanced": [(1, 3), (4, 8), (24, 27)],
-        "paper": [(2, 24)],
-        "masked": [(2, 26)],
-        "high_res": [(2, 25)],
-    },
+WINDOWS = {  # of each recipe, at a depth
+    "paper": {8: [(2, 4)], 12: [(2, 8)], 28: [(2, 24)]},
+    "basic": {8: [(2, 5)], 12: [(2, 5)], 24: [(2, 5)]},
+    "advanced": {24: [(1, 3), (4, 8), (20, 23)], 28: [(1, 3), (4, 8), (24, 27)]},
+    "balanced": {8: [(2, 6)], 12: [(2, 10)], 24: [(2, 22)]},
+    "max_speed": {8: [(1, 7)], 12: [(1, 11)], 24: [(1, 23)]},
+    "high_res": {8: [(2, 5)], 12: [(2, 9)], 28: [(2, 25)]},
+    "lora": {8: [(3, 4)], 12: [(3, 8)], 24: [(3, 20)]},
+    "masked": {8: [(2, 6)], 24: [(2, 22)], 28: [(2, 26)]},
+    "wan": {30: [(2, 8), (9, 11), (12, 15), (16, 23), (24, 28)]},
 }
 
 
@@ -90,42 +65,21 @@ def known_routes(name):
     return [Route(**route) for route in routes]
 
 
-def test_known_settings_give_these_ratios():
-    assert {name: [route.selection_ratio for route in known_routes(name)] for name in KNOWN} == KNOWN
-
-
-@pytest.mark.parametrize("depth", VALID)
-def test_known_settings_give_these_windows(depth):
-    for name, windows in VALID[depth].items():
+@pytest.mark.parametrize("name", WINDOWS)
+def test_recipes_have_these_windows(name):
+    assert [route.selection_ratio for route in known_routes(name)] == RATIOS[name]
+    for depth, windows in WINDOWS[name].items():
         resolved = resolve_routes(known_routes(name), depth)
         assert [(route.start_layer_idx, route.end_layer_idx) for route in resolved] == windows
 
 
-@pytest.mark.parametrize("depth", [8, 12, 24, 28])
-@pytest.mark.parametrize("name", KNOWN)
-def test_known_settings_are_valid_but_where_the_three_windows_do_not_fit(name, depth):
-    if name == "advanced" and depth < 24:
-        message = (
-            r"model\.routes\.\d .* and model\.routes\.\d .* overlap"
-            if depth == 12
-            else "end_layer_idx=8 must be in"
-        )
-        with pytest.raises(ValueError, match=message):
-            resolve_routes(known_routes(name), depth)
-    else:
-        assert resolve_routes(known_routes(name), depth)
-
-
-def test_the_five_windows_of_wan_follow_each_other_in_thirty_blocks():
-    resolved = resolve_routes(known_routes("wan"), depth=30)
-    assert [(r.start_layer_idx, r.end_layer_idx) for r in resolved] == [
-        (2, 8),
-        (9, 11),
-        (12, 15),
-        (16, 23),
-        (24, 28),
-    ]
-    assert [r.selection_ratio for r in resolved] == [0.1, 0.25, 0.35, 0.25, 0.1]
+@pytest.mark.parametrize(
+    ("depth", "message"),
+    [(8, "end_layer_idx=8 must be in"), (12, r"model\.routes\.\d .* and model\.routes\.\d .* overlap")],
+)
+def test_a_recipe_whose_windows_do_not_fit_is_refused(depth, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_routes(known_routes("advanced"), depth)
 
 
 def test_the_configuration_of_simpletuner_is_read():
@@ -139,6 +93,9 @@ def test_the_configuration_of_simpletuner_is_read():
     ) == known_routes("advanced")
 
 
+THEIRS = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
+
+
 @pytest.mark.parametrize(
     ("tread_config", "message"),
     [
@@ -147,15 +104,9 @@ def test_the_configuration_of_simpletuner_is_read():
         ({"tread_config": None}, "tread_config=None must have one key, routes"),
         ({"model_family": "flux"}, "must have one key, routes"),
         ({"routes": [None]}, r"routes\.0=None must have the keys"),
-        (
-            {"routes": [{"selection_ratio": "0.5", "start_layer_idx": 2, "end_layer_idx": 3}]},
-            r"routes\.0\.selection_ratio='0\.5' must be a number",
-        ),
-        ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.*: end_layer_idx"),
-        (
-            {"routes": [{"ratio": 0.5, "selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}]},
-            r"routes\.0=.*: ratio",
-        ),
+        ({"routes": [THEIRS | {"selection_ratio": "0.5"}]}, r"0\.selection_ratio='0\.5' must be a number"),
+        ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.* must have the keys"),
+        ({"routes": [THEIRS | {"ratio": 0.5}]}, r"routes\.0=.* must have the keys"),
     ],
 )
 def test_a_wrong_configuration_of_simpletuner_is_refused(tread_config, message):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -88,6 +89,26 @@ def test_any_sampler_runs_a_network_of_any_path():
     x, t = torch.randn(3, 1, 8, 8).double(), torch.tensor(0.7).double()
     torch.testing.assert_close(on_path(best(EDMPath()), EDMPath(), FlowPath())(x, t), best(FlowPath())(x, t))
     assert abs(euler_sampler(best(FlowPath()), noise, FlowPath(), num_steps=200).std() - 0.5) < 0.03
+
+
+@dataclass(frozen=True)
+class ScaledPath(EDMPath):
+    """x_t = x_0 + scale * t * eps."""
+
+    scale: float
+
+    def sigma(self, t):
+        return self.scale * t
+
+    def time_at(self, noise_to_signal):
+        return noise_to_signal / self.scale
+
+
+def test_paths_of_one_class_differ_by_their_parameters():
+    x, t = torch.zeros(1, 1, 1, 1), torch.tensor(0.5)
+    assert EDMPath() == EDMPath()
+    assert on_path(lambda x, t: t, ScaledPath(2), ScaledPath(2))(x, t) == 0.5
+    assert on_path(lambda x, t: t, ScaledPath(1), ScaledPath(2))(x, t) == 1
 
 
 def test_guidance_of_a_sibling_takes_routing_as_its_weak_branch(opened):
