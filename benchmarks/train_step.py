@@ -60,7 +60,7 @@ PLAIN_KNOWS = {
 SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7")
 SMALL += ("train.batch_size=4", "train.compile=false")
 TINY_SETTINGS = [
-    Setting("256 tokens", SMALL, 8, plain=True),
+    Setting("256 tokens", SMALL, 8, plain=True, whole=True),
     Setting("masks, 25%", SMALL, 8, mask_coverage=0.25),
 ]
 COLUMNS = {
@@ -75,6 +75,7 @@ COLUMNS = {
     "share_of_predicted": "{:.1%}",
     "speedup_over_plain": "{:.2f}x",
     "possible_over_plain": "{:.2f}x",
+    "speedup_over_whole": "{:.2f}x",
     "share_outside": "{:.1%}",
     "n": "{}",
     "failed": "{}",
@@ -107,6 +108,9 @@ def standard_settings(device: torch.device) -> list[Setting]:
     settings.append(Setting("256 tokens, fp32 block", (*usual, fp32_block), check=not on_gpu))
     if on_gpu:
         settings.append(Setting("XL/2, fp32 block", of("xl_2", 256, fp32_block), check=False))
+        settings.append(Setting("256 tokens, whole network", usual, whole=True, check=False))
+        # CUDA graphs keep their memory between turns: at 256 the others would not fit beside them.
+        settings.append(Setting("XL/2, batch 64, whole network", of("xl_2", 64), whole=True, check=False))
     return settings
 
 
@@ -159,6 +163,8 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         builders = {"": ours}
         if setting.plain and not unknown:
             builders["plain "] = plain
+        if setting.whole:
+            builders["whole "] = whole
         workers = {
             name + kind: stack.enter_context(Worker(name + kind, builder, folder, overrides[kind]))
             for name, builder in builders.items()
@@ -183,6 +189,8 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         if name.endswith("routed"):
             row["speedup_over_dense"] = speedup(seconds[name.replace("routed", "dense")], seconds[name])
             row["share_of_predicted"] = row["speedup_over_dense"] / row["predicted_speedup"]
+        if f"whole {name}" in seconds:
+            row["speedup_over_whole"] = speedup(seconds[f"whole {name}"], seconds[name])
         if of_plain := seconds.get(f"plain {name}"):
             row["speedup_over_plain"] = speedup(of_plain, seconds[name])
             # What matrix products alone would take at the peak.
@@ -237,6 +245,19 @@ def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None
     trainer, row = build(folder, overrides)
     step = _steps(trainer)
     _serve_steps(connection, row, step, trainer.launch.device, partial(share_outside, trainer, step))
+
+
+def whole(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
+    """Serve the steps of the trainer, its network compiled as one and, on a GPU, replayed as CUDA graphs."""
+    trainer, row = build(folder, (*overrides, "train.compile=false"))
+    trainer.net.compile(dynamic=False, mode="reduce-overhead")
+    take_step = _steps(trainer)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        take_step()
+
+    _serve_steps(connection, row | {"compile": "as a whole"}, step, trainer.launch.device)
 
 
 def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
@@ -353,7 +374,7 @@ def _latents(trainer: Trainer, num_samples: int) -> Batch:
 
 def _warm_up(step: Callable[[], None], device: torch.device) -> None:
     reset_peak(device)
-    for _ in range(3):
+    for _ in range(3):  # CUDA graphs are recorded in the second
         step()
     _hand_back(device)
 
