@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
             run.unlock()
             raise
     if trainer is None:
-        longer = "" if depends_on_total_steps(config) else "raise train.total_steps to go on, or "
+        longer = "" if depends_on_total_steps(config) else "raise train.total_steps to continue it, or "
         launch.print(f"{run.path} is finished: {longer}start another with run_name=NAME")
         run.unlock()
         return
@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> None:
         if run_training(trainer, run):
             raise SystemExit(TRY_AGAIN)
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None  # what there is to say has been said
+        raise SystemExit(INTERRUPTED) from None  # it has been reported
 
 
 if __name__ == "__main__":

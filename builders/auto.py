@@ -17,9 +17,6 @@ def resolve_auto(
 
     Args:
         saved: what an earlier start of this run decided; empty for a new run.
-
-    Raises:
-        ValueError: the launcher asks for another precision.
     """
     train = config["train"]
     precision, compiled = train["mixed_precision"], train["compile"]

@@ -88,11 +88,7 @@ def _manifest_key(reader: Callable[[str], Any], path: str, key: str) -> Any:
 
 
 def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
-    """Check a training configuration before any device is touched, and return it resolved, as plain types.
-
-    Raises:
-        ValueError: with the dotted key, the value and the rule.
-    """
+    """Check a training configuration before any device is touched, and return it resolved, as plain types."""
     config = resolve(cfg)
     check_loop(config, num_processes)
     check_groups(config)
@@ -108,11 +104,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
 
 
 def check_sampling(config: dict[str, Any]) -> None:
-    """Try sampler and guidance of a configuration on a single number: they check their own keys.
-
-    Raises:
-        ValueError: with the dotted key, the value and the rule.
-    """
+    """Try sampler and guidance of a configuration on a single number: they check their own keys."""
     for group in ("sampler", "guidance"):
         _check_arguments({group: config[group]})
     with torch.device("meta"):
@@ -124,12 +116,7 @@ def check_sampling(config: dict[str, Any]) -> None:
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """Return a configuration as plain types, every interpolation resolved, of the types that its schemas say.
-
-    Raises:
-        ValueError: a mandatory key has no value, or a key was removed, or forced upon a group that does not
-            know it; a value is of another type than its `_target_` takes, or not finite.
-    """
+    """Return a configuration as plain types of its schemas, with every interpolation resolved, checked."""
     check_keys(cfg)
     missing = missing_keys(OmegaConf.to_container(cfg))
     if missing:
@@ -145,9 +132,6 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 def of_run(run: RunFolder) -> dict[str, Any]:
     """Return the configuration of a run, which may come from anywhere, held against the rules of the command
     line.
-
-    Raises:
-        ValueError: it breaks one, or was not written by this version.
     """
     written = run.config()
     check_apart(run.path, config_folders())

@@ -35,11 +35,7 @@ NUM_SEEDS = 2**32  # what the CPU's generator tells apart
 
 
 def check_loop(config: dict[str, Any], num_processes: int) -> None:
-    """Check the scalars of the loop, and normalise the case of words.
-
-    Raises:
-        ValueError: with the dotted key, the value and the rule.
-    """
+    """Check the scalars of the loop, and normalise the case of words."""
     train = config["train"]
     for key in ("run_name", "output_dir"):
         if not config[key].strip():
@@ -78,11 +74,7 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
 
 
 def check_groups(config: dict[str, Any]) -> None:
-    """Check the rules that cross groups.
-
-    Raises:
-        ValueError: with the dotted key, the value and the rule.
-    """
+    """Check the rules that cross groups."""
     method, routes = config["method"], config["model"]["routes"]
     check_choice("method", method, METHODS)
     check_choice("decoding", config["decoding"], DECODINGS)

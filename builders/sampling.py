@@ -27,8 +27,9 @@ from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256
 from runtime.launch import ALONE, Launch
-from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
+from training.checkpoint import damage_of, steps_in
 from training.run_folder import RunFolder
+from training.weights import load_weights, shapes_in
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that a name tells in words of its own
@@ -84,12 +85,7 @@ def open_run(
 
 
 def check_sampling(request: dict[str, Any]) -> None:
-    """Check what is asked of a run, the keys of SamplingConfig and `run`, before any device is touched.
-
-    Raises:
-        FileNotFoundError: there is no such run, or it has no such checkpoint.
-        ValueError: with the key, the value and the rule.
-    """
+    """Check what is asked of a run, the keys of SamplingConfig and `run`, before any device is touched."""
     config, _ = read_run(request["run"])
     settings = _settings(request, config)
     try:
@@ -154,12 +150,7 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
 
 
 def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return configuration and manifest of a run that was started, which may come from anywhere.
-
-    Raises:
-        FileNotFoundError: there is none here.
-        ValueError: what it says breaks a rule.
-    """
+    """Return configuration and manifest of a run that was started, which may come from anywhere."""
     run = RunFolder(path)
     run.check_started()
     config, details = configuration.of_run(run), run.manifest()
@@ -169,11 +160,7 @@ def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def load_net(config: dict[str, Any], weights: Path) -> Backbone:
-    """Build the network of a run with its weights; no memory is taken for more than the weights are.
-
-    Raises:
-        ValueError: the weights do not match the model.
-    """
+    """Build the network of a run with its weights; no memory is taken for more than the weights are."""
     _check_shapes(config, weights)
     net = build_net(config)
     load_weights(net, weights)
@@ -203,10 +190,6 @@ def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], N
 
     Args:
         show: is told what is passed over.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: none is intact.
     """
     if asked is None:
         return _newest_intact(run_folder, show)

@@ -73,11 +73,7 @@ def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
 
 
 def suite_config(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the suite that is asked for, with what is set of it on the command line.
-
-    Raises:
-        ValueError: there is no such suite, or its file breaks a rule.
-    """
+    """Return the configuration of the suite that is asked for, with what is set of it on the command line."""
     files = {
         file.stem: file for folder in config_folders() for file in sorted(folder.glob("evaluation/*.yaml"))
     }
@@ -93,11 +89,7 @@ def suite_config(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_request(request: dict[str, Any]) -> None:
-    """Check that the keys that are given belong together.
-
-    Raises:
-        ValueError: with the key and the rule.
-    """
+    """Check that the keys that are given belong together."""
     check_choice("mode", request["mode"], ("score", "reference"))
     suite = suite_config(request)["evaluation"]
     what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
@@ -136,11 +128,7 @@ def check_request(request: dict[str, Any]) -> None:
 
 
 def check_files(request: dict[str, Any]) -> None:
-    """Check that what is read is there, and what is asked of a run.
-
-    Raises:
-        FileNotFoundError, ValueError: with the key and the value.
-    """
+    """Check that what is read is there, and what is asked of a run."""
     suite = suite_config(request)["evaluation"]
     download = ": `python -m evaluation.fetch` lists what can be downloaded" if "weights" in suite else ""
     for key, hint in (("samples", ": sample.py writes one"), ("reference", download), ("images", "")):
@@ -244,11 +232,7 @@ class DrawnSamples:
 
 
 def read_labels(file: Path) -> np.ndarray | None:
-    """Read the labels (N,) of an .npz in the layout of [ADM]; None where it has none.
-
-    Raises:
-        ValueError: they cannot be read.
-    """
+    """Read the labels (N,) of an .npz in the layout of [ADM]; None where it has none."""
     try:
         with zipfile.ZipFile(file) as archive:
             labels = read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None

@@ -35,13 +35,14 @@ from runtime.launch import Launch
 from runtime.machine import keep_freed_memory
 from runtime.provenance import environment, flatten, source_sha256
 from training.batches import Batches
-from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
+from training.checkpoint import CheckpointFolder, latest_checkpoint
 from training.ema import EMA
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
 from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
+from training.weights import is_own_checkpoint, load_weights
 
 SETTINGS = ("total_steps", "log_every", "save_every", "grad_clip", "max_skipped_steps")
 ENTRIES_AT_ONCE = 1024
@@ -50,11 +51,7 @@ TrainingData = LatentDataset | ShardDataset
 
 
 def check_files(config: dict[str, Any], run: RunFolder) -> None:
-    """Check that what is read is there, before any device is touched.
-
-    Raises:
-        FileNotFoundError, ValueError: with the key and the value.
-    """
+    """Check that what is read is there, before any device is touched."""
     if config["train"]["init_from"] and not latest_checkpoint(run.path):
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
     for key in ("reference", "weights"):
@@ -85,11 +82,7 @@ def check_init_from(source: str, objective: str | None) -> None:
 
 
 def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
-    """Open the data of a run, in the first process before the others, and make sure that all start alike.
-
-    Raises:
-        ValueError: the data do not have what the configuration needs, or ranks disagree.
-    """
+    """Open the data of a run, in the first process before the others, and make sure that all start alike."""
     with launch.main_first():
         dataset = build_node(config, "data")()
     if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
@@ -107,9 +100,6 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     """Build all that a run needs, load its newest checkpoint if it has one, and only then begin to write.
 
     The folder must be locked.
-
-    Raises:
-        ValueError, OSError: what is in the folder does not allow this run.
     """
     train, device = config["train"], launch.device
     resolved = _resolve(config, run, launch)

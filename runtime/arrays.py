@@ -26,11 +26,7 @@ HEADER_ERRORS += (tokenize.TokenError, AttributeError)
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read the header of an .npy: shape, whether the order is Fortran's, and type.
-
-    Raises:
-        ValueError: it is none, or longer than MAX_HEADER_BYTES.
-    """
+    """Read the header of an .npy: shape, whether the order is Fortran's, and type."""
     try:
         first = np.lib.format.read_magic(file) == (1, 0)
         length = file.read(2 if first else 4)
@@ -54,11 +50,7 @@ def check_size(name: str, shape: tuple[int, ...], dtype: np.dtype, size: int) ->
 
 
 def read_array(file: BinaryIO, size: int) -> np.ndarray:
-    """Read an .npy of `size` bytes.
-
-    Raises:
-        ValueError: it is none, or declares another size.
-    """
+    """Read an .npy of `size` bytes."""
     shape, fortran_order, dtype = read_header(file)
     left = size - file.tell()
     check_size("it", shape, dtype, left)
@@ -69,22 +61,12 @@ def read_array(file: BinaryIO, size: int) -> np.ndarray:
 
 
 def parse_array(data: bytes) -> np.ndarray:
-    """Read an .npy from the content of its file.
-
-    Raises:
-        ValueError: it is none, or declares another size.
-    """
+    """Read an .npy from the content of its file."""
     return read_array(io.BytesIO(data), len(data))
 
 
 def member_size(archive: zipfile.ZipFile, name: str) -> int:
-    """Return how many bytes a member of an .npz holds.
-
-    Raises:
-        KeyError: there is none of that name.
-        ValueError: it declares more than the file can hold, or is packed in a way that tells nothing of its
-            size.
-    """
+    """Return how many bytes a member of an .npz holds."""
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{name} is packed by method {member.compress_type}, must be stored or deflated")
@@ -97,12 +79,7 @@ def member_size(archive: zipfile.ZipFile, name: str) -> int:
 
 
 def read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Read a small array of an .npz.
-
-    Raises:
-        KeyError: there is none of that name.
-        ValueError: it is damaged, or declares another size.
-    """
+    """Read a small array of an .npz."""
     size = member_size(archive, f"{name}.npy")
     with archive.open(f"{name}.npy") as file:
         return read_array(file, size)

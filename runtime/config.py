@@ -206,9 +206,6 @@ def missing_keys(node: Any, key: str = "") -> list[str]:
 def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:
     """Return what the `_target_` of the node at a dotted key names, with the node's other entries bound as
     arguments.
-
-    Raises:
-        ValueError: no file names it for this key.
     """
     node = reduce(getitem, key.split("."), config)
     check_targets(node, allowed_targets(config_folders()), key)  # here, too: on the very node that is built
@@ -228,10 +225,6 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
 
     Returns:
         The arguments, converted to the types of the signature (`no` is false where a bool is expected).
-
-    Raises:
-        ValueError: a name that the target does not take, a value of another type, or a plain argument that is
-            missing.
     """
     parameters = inspect.signature(target).parameters
     # What stands before / comes from the caller.

@@ -57,11 +57,7 @@ def finite(content: Any) -> Any:
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: it is damaged, or larger.
-    """
+    """Read a JSON file."""
     try:
         with file.open("rb") as opened:
             return parse_json(read_bounded(opened, max_bytes))
@@ -70,11 +66,7 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON from outside, whose bytes are bounded, in memory that is bounded by them.
-
-    Raises:
-        ValueError, RecursionError: it is none, or consists of brackets.
-    """
+    """Parse JSON from outside, whose bytes are bounded, in memory that is bounded by them."""
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > FREE_BRACKETS + len(data) // BYTES_PER_BRACKET:
         raise ValueError(f"it holds {brackets} brackets in {len(data)} bytes")
@@ -94,11 +86,6 @@ def files_in(folder: Path) -> Iterator[str]:
     other folders.
 
     Hidden folders are left out. Not Path.rglob, which takes minutes for a million files and follows no links.
-
-    Raises:
-        ValueError: a link leads to a folder that is there already: its files would be listed twice, or
-            without end.
-        OSError: a folder cannot be read.
     """
     seen = set()
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_raise):

@@ -97,11 +97,7 @@ class Launch:
         return decided
 
     def assert_ranks_agree(self, facts: Mapping[str, Any]) -> None:
-        """Refuse, on all ranks together, to start with facts that are not the same on all of them.
-
-        Raises:
-            ValueError: naming each fact that differs, with the values and the ranks.
-        """
+        """Refuse, on all ranks together, to start with facts that are not the same on all of them."""
         of_ranks = self.gather_items([dict(facts)])
         keys = sorted({key for of_one in of_ranks for key in of_one})
         described = []
@@ -117,11 +113,7 @@ class Launch:
     def claimed_by_main(
         self, key: str, file: Path, beside: Sequence[Path], overwrite: bool
     ) -> Iterator[None]:
-        """Let the first rank keep the place of a result for all, see `runtime.output.claimed`.
-
-        Raises:
-            OSError: on all ranks, as on the first.
-        """
+        """Let the first rank keep the place of a result for all, see `runtime.output.claimed`."""
         with ExitStack() as held:
 
             def claim() -> None:

@@ -8,11 +8,7 @@ from runtime.lock import Busy, Lock
 
 
 def place_of(key: str, asked: str | None, run: Path, inside: str) -> Path:
-    """Return where a result goes: where it is asked for, or inside a run, which may come from elsewhere.
-
-    Raises:
-        ValueError: a link of the run leads out of it.
-    """
+    """Return where a result goes: where it is asked for, or inside a run, which may come from elsewhere."""
     if asked:
         return Path(asked)
     place = run / inside

@@ -27,11 +27,7 @@ Targets = dict[
 
 @lru_cache
 def allowed_targets(folders: Sequence[Path] = (CONFIGS,)) -> Targets:
-    """Return what the YAML files of folders name; items of a list share the key of the list.
-
-    Raises:
-        ValueError: a file is no YAML.
-    """
+    """Return what the YAML files of folders name; items of a list share the key of the list."""
     found: Targets = {}
     for folder in folders:
         for file in sorted(folder.rglob("*.yaml")):
@@ -46,11 +42,7 @@ def allowed_targets(folders: Sequence[Path] = (CONFIGS,)) -> Targets:
 
 
 def check_targets(node: Any, allowed: Targets, key: str = "") -> None:
-    """Refuse a configuration that names, anywhere in it, what may not be built there. Nothing is imported.
-
-    Raises:
-        ValueError: with the key, the name and what is allowed.
-    """
+    """Refuse a configuration that names, anywhere in it, what may not be built there. Nothing is imported."""
     for place, name in _targets_in(node, key):
         names = allowed.get(place, {})
         if not isinstance(name, str) or name not in names:
@@ -75,9 +67,6 @@ def check_apart(run: Path, folders: Sequence[Path]) -> None:
 def load_target(key: str, name: str) -> Callable[..., Any]:
     """Import what a configuration names; the last part of a name is in a module, be there a module of that
     name or not.
-
-    Raises:
-        ValueError: there is nothing of that name that can be called.
     """
     try:
         target = resolve_name(":".join(name.rsplit(".", 1)))

@@ -315,7 +315,7 @@ def with_sums(checkpoint):
         ),
         (
             lambda file: (file.write_bytes(b"x" * 99), with_sums(file.parent)),
-            "is truncated or no safetensors file",
+            "is truncated or not a safetensors file",
         ),
         (lambda file: (file.unlink(), os.mkfifo(file)), "has no intact checkpoint to sample from"),
         (

@@ -17,9 +17,10 @@ from tests.faults.killing import ONE
 from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
-from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, load_weights, steps_in
+from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, steps_in
 from training.fit import run_training
 from training.run_folder import RunFolder
+from training.weights import load_weights
 
 
 def cut(file):
@@ -54,7 +55,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(
     assert damage_of(newest)
     tiny_run(tmp_path / "run")
     assert f"warning: {newest} is damaged" in (said := capsys.readouterr().out)
-    assert f"put aside as {newest.name}.damaged" in said
+    assert f"renamed to {newest.name}.damaged" in said
     assert "resumed at step 4" in said
     assert newest.with_name(f"{newest.name}.damaged").is_dir()
     assert_same_run(whole, tmp_path / "run")
@@ -112,7 +113,7 @@ def test_what_is_no_checkpoint_is_put_aside_over_whatever_lies_there(tmp_path, w
     assert os.path.lexists(newest), "who samples moves nothing"
     tiny_run(tmp_path / "run")
     assert (
-        f"warning: {newest} is damaged ({reason}), put aside as {newest.name}.damaged"
+        f"warning: {newest} is damaged ({reason}), renamed to {newest.name}.damaged"
         in capsys.readouterr().out
     )
     assert_same_run(whole, tmp_path / "run")
@@ -201,9 +202,9 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_nothing_of_the_ru
     trainer.checkpoints.save = with_little_room
     run_training(trainer, run)
     said = capsys.readouterr().out
-    assert "warning: step 2 could not be saved" in said
+    assert "warning: step 2 cannot be saved" in said
     assert "File too large" in said
-    assert "there is no checkpoint yet. Training goes on and will save again" in said
+    assert "there is no checkpoint yet. Training continues and will save again" in said
     assert [step for step, _ in steps_in(tmp_path / "run/checkpoints")] == [6]
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -215,14 +216,14 @@ def test_a_full_disk_ends_a_run_only_where_it_would_end_without_its_last_checkpo
     assert result.returncode == 0, result.stderr
     full = program(ONE, folder=tmp_path, limit=files_may_have(100_000))
     assert full.returncode == 1
-    assert "warning: step 4 could not be saved" in full.stdout
+    assert "warning: step 4 cannot be saved" in full.stdout
     (line,) = [line for line in full.stderr.splitlines() if line.startswith("error")]
-    assert line.startswith("error: step 6 could not be saved: ")
+    assert line.startswith("error: step 6 cannot be saved: ")
     assert line.endswith("the last checkpoint is that of step 2")
     assert "Traceback" not in full.stderr
     manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
     assert manifest["status"] == "failed"
-    assert "step 6 could not be saved" in manifest["failure"]["reason"]
+    assert "step 6 cannot be saved" in manifest["failure"]["reason"]
     again = program(ONE, folder=tmp_path)
     assert again.returncode == 0, again.stderr
     tiny_run(tmp_path / "whole")
@@ -237,7 +238,7 @@ def test_metrics_that_have_no_room_are_kept_and_written_when_there_is_room(tmp_p
     with pytest.raises(UserError, match="No space left on device"):
         tiny_run(tmp_path / "run", "train.log_every=1")
     said = capsys.readouterr().out
-    assert said.count("No space left on device; its lines wait, in checkpoints too, until there is room") == 1
+    assert said.count("No space left on device; its lines are kept, in checkpoints too, until there is") == 1
     assert RunFolder(tmp_path / "run").manifest()["status"] == "failed"
     (tmp_path / "run/metrics.jsonl").unlink()
     tiny_run(tmp_path / "run", "train.log_every=1")
@@ -304,7 +305,7 @@ def test_lines_that_are_missing_before_a_checkpoint_are_told(tmp_path, capsys):
     tiny_run(tmp_path, "train.total_steps=4", "train.log_every=1")
     (tmp_path / "metrics.jsonl").write_text("")
     tiny_run(tmp_path, "train.log_every=1")
-    assert "lines from before it are missing" in capsys.readouterr().out
+    assert "lines before it are missing" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path)] == [5, 6]
 
 

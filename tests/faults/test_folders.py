@@ -109,7 +109,7 @@ def test_a_run_that_was_robbed_of_a_file_says_which_and_what_to_do(tmp_path, nam
     with pytest.raises(FileNotFoundError) as error:
         tiny_trainer(tmp_path, f"train.total_steps={total_steps}")
     elsewhere = "put it back, or start this run elsewhere with run_name=NAME"
-    assert str(error.value) == f"output_dir={tmp_path} holds a run whose {name} is gone: {elsewhere}"
+    assert str(error.value) == f"output_dir={tmp_path} holds a run without its {name}: {elsewhere}"
     (tmp_path / name).write_text(content)
     tiny_run(tmp_path)
 
@@ -164,7 +164,7 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(
     with pytest.raises(UserError) as error:
         run_training(trainer, run)
     assert str(error.value).startswith(
-        f"output_dir={folder} (or its .lock) was moved or removed while it trained: to go on"
+        f"output_dir={folder} (or its .lock) was moved or removed while it trained: to resume"
     )
     if what == "taken":
         assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == others[1]
@@ -208,7 +208,7 @@ def test_a_moved_run_goes_on_where_it_is(tmp_path, launcher):
     assert process.wait(120) == 1
     output = (killed.folder / "output").read_text()
     assert (
-        "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to go on from its "
+        "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to resume from its "
         "newest" in output
     )
     assert ("Traceback" in output) == (launcher == TWO), "torchrun has one of its own"

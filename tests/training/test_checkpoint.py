@@ -13,9 +13,10 @@ import sample
 from builders.trainer import check_init_from
 from tests.networks import small_dit
 from tests.runs import composed, tiny_run
-from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights, steps_in
+from training.checkpoint import CheckpointFolder, latest_checkpoint, steps_in
 from training.ema import EMA
 from training.run_folder import RunFolder
+from training.weights import load_weights
 
 
 class Malicious:

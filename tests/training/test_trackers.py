@@ -121,7 +121,7 @@ def test_a_file_that_was_cut_goes_on_with_whole_lines(tmp_path, cut, kept):
     again.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(1, kept + 1), 3]
     assert said == [
-        f"warning: {path} has {50 - cut} bytes, the checkpoint knows of 50: lines from before it are missing"
+        f"warning: {path} has {50 - cut} bytes, 50 at the checkpoint: lines before it are missing"
     ]
 
 

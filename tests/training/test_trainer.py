@@ -134,7 +134,7 @@ def test_other_data_is_refused_though_the_configuration_is_the_same(tmp_path):
     tiny_run(tmp_path / "run", *overrides)
     shutil.rmtree(tmp_path / "latents")
     write_latents(tmp_path / "latents", seed=1)
-    with pytest.raises(ValueError, match="was begun with other data"):
+    with pytest.raises(ValueError, match="was started with other data"):
         tiny_trainer(tmp_path / "run", *overrides, "train.total_steps=8")
 
 
