@@ -13,6 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from builders import config as configuration
+from builders.schemas import Config
 from builders.trainer import build_trainer, check_files, open_data
 from runtime.config import run_main, user_mistakes
 from runtime.lock import TRY_AGAIN
@@ -22,7 +23,7 @@ from training.run_folder import RunFolder, depends_on_total_steps
 
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
-configuration.register()
+configuration.register("train", Config)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")

@@ -1,4 +1,4 @@
-"""The trainer of a configuration, with all its parts; a run that has a checkpoint goes on from its newest."""
+"""Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,26 +45,24 @@ from training.trainer import Settings, Trainer
 from training.weights import is_own_checkpoint, load_weights
 
 SETTINGS = ("total_steps", "log_every", "save_every", "grad_clip", "max_skipped_steps")
-ENTRIES_AT_ONCE = 1024
+_CHUNK = 1024  # entries
 
 TrainingData = LatentDataset | ShardDataset
 
 
 def check_files(config: dict[str, Any], run: RunFolder) -> None:
-    """Check that what is read is there, before any device is touched."""
+    """Check that the files are there, before any device is touched."""
     if config["train"]["init_from"] and not latest_checkpoint(run.path):
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
     for key in ("reference", "weights"):
         file = config["evaluation"].get(key)
         if file is not None and not Path(file).exists():
-            raise FileNotFoundError(
-                f"evaluation.{key}={file} not found: `python -m evaluation.fetch` lists what can be "
-                "downloaded"
-            )
+            hint = "`python -m evaluation.fetch` lists what can be downloaded"
+            raise FileNotFoundError(f"evaluation.{key}={file} not found: {hint}")
 
 
 def check_init_from(source: str, objective: str | None) -> None:
-    """Check that the weights to start from are there, and that it is known what they predict."""
+    """Check that the weights to start from are there, and that what they predict is known."""
     try:
         own = is_own_checkpoint(source)
     except FileNotFoundError as error:
@@ -75,14 +73,14 @@ def check_init_from(source: str, objective: str | None) -> None:
         )
     if not own and objective is None:
         raise ValueError(
-            f"train.init_from={source} does not tell what it predicts: give train.init_from_objective=edm "
+            f"train.init_from={source} does not say what it predicts: give train.init_from_objective=edm "
             "(TREAD with EDM), ddpm (DiT: noise, timesteps 0 to 999) or flow (SiT, TREAD with flow matching: "
             "velocity, times 0 to 1)"
         )
 
 
 def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
-    """Open the data of a run, in the first process before the others, and make sure that all start alike."""
+    """Open the data of a run, on the first rank before the others, and check that all ranks start alike."""
     with launch.main_first():
         dataset = build_node(config, "data")()
     if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
@@ -97,7 +95,7 @@ def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
 
 
 def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData, launch: Launch) -> Trainer:
-    """Build all that a run needs, load its newest checkpoint if it has one, and only then begin to write.
+    """Build all that a run needs, load its newest checkpoint if it has one, and only then write.
 
     The folder must be locked.
     """
@@ -133,7 +131,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
     if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
         trainer.resume(checkpoint)
-    launch.barrier()  # all have read what the first process is about to change
+    launch.barrier()  # all have read what the first rank is about to change
     if launch.is_main:
         details = {
             "resolved": resolved,
@@ -146,14 +144,14 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
             "scores": [evaluator.describe() for _, evaluator in evaluators],
         }
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
-        run.begin(config, details, trainer.step)
+        run.record_start(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
         print(summary(config, details, net, resumed_step=trainer.step), flush=True)
     return trainer
 
 
 def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str, Any]:
-    """Decide what the configuration leaves open, on all ranks alike."""
+    """Decide what the configuration leaves open, the same on all ranks."""
     saved = run.manifest()["resolved"] if run.has_results() else {}
     resolved = resolve_auto(config, saved, launch.device, launch.world_size)
     agreed = ("mixed_precision", "compile", "micro_batch_size")
@@ -168,7 +166,7 @@ def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str
 
 
 def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:
-    """Load the weights that a new run starts from, and return what is recorded of them."""
+    """Load the weights that a new run starts from, and return their record."""
     source = config["train"]["init_from"]
     if not source or latest_checkpoint(run.path):
         return None
@@ -179,7 +177,7 @@ def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[s
 
 def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
     """Compile the blocks of a network in place, and return it with its ranks synchronised."""
-    # A sweep runs job after job in one process: nothing of the last one may be left.
+    # A sweep runs its jobs in one process: nothing of the last one may be left.
     AcceleratorState._reset_state()
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
@@ -188,7 +186,7 @@ def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
         for block in net.blocks:
             block.compile(dynamic=False)
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    # The loss runs under autocast; accelerate's own would stay on the network when it is evaluated.
+    # The loss runs under autocast; accelerate's own would stay on in evaluations.
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp]).prepare_model(net)
 
 
@@ -233,12 +231,12 @@ def _mask_coverage(
     masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
     batch_size: int,
 ) -> float:
-    """Return the fraction of tokens that masks keep; refuse masks that the plan refuses."""
+    """Return the fraction of tokens that masks keep, once the plan has checked their counts."""
     if masks_to_tokens is None:
         return 0.0
     if plan.force_keep_overflow == "error":
         num_forced = np.zeros(dataset.manifest.count, dtype=int)
-        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // ENTRIES_AT_ONCE):
+        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // _CHUNK):
             num_forced[ids] = count_forced(dataset, ids, masks_to_tokens)
         plan.check_force_keep(num_forced)
     return mask_coverage(dataset, masks_to_tokens, batch_size) if plan.force_keep_overflow == "grow" else 0.0

@@ -10,6 +10,9 @@ import pytest
 from accelerate import PartialState
 from hydra import compose, initialize_config_dir
 
+import fid  # noqa: F401  each program registers its schema
+import sample  # noqa: F401
+import train  # noqa: F401
 from builders import config as configuration
 from builders.trainer import build_trainer
 from runtime.config import build_node
@@ -17,8 +20,6 @@ from runtime.launch import Launch
 from tests.programs import ROOT
 from training.fit import run_training
 from training.run_folder import RunFolder
-
-configuration.register()
 
 # Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.
 TINY = (

@@ -190,7 +190,7 @@ def test_every_experiment_composes_and_says_what_it_reproduces(experiment, laten
         assert f"# {word}" in header
 
 
-def test_twins_differ_in_their_name_and_routes_alone():
+def test_twins_differ_only_in_name_and_routes():
     tread, dit = validated("model=tread"), validated("model=dit")
     assert tread["model"].pop("routes")
     assert dit["model"].pop("routes") == []
@@ -199,7 +199,7 @@ def test_twins_differ_in_their_name_and_routes_alone():
 
 
 @pytest.mark.parametrize("size", EXPECTED_FID)
-def test_published_experiments_are_the_recipe_and_differ_from_their_dense_twins_in_the_routes_alone(size):
+def test_published_experiments_are_the_recipe_and_twins_but_for_routes(size):
     path = ("data.path=x",)
     tread, dit = (
         validated(f"experiment=imagenet256_{model}_{size}_400k", *path) for model in ("tread", "dit")
@@ -273,7 +273,7 @@ def test_a_data_option_brings_its_recipe_and_the_command_line_wins():
     )
 
 
-def test_a_latent_folder_tells_its_sizes(latents):
+def test_a_latent_folder_gives_its_sizes(latents):
     model = validated("data=latents", f"data.path={latents}")["model"]
     assert (model["input_size"], model["in_channels"], model["num_classes"]) == (16, 4, 7)
 
@@ -414,7 +414,7 @@ def test_no_more_processes_read_ahead_than_there_are_cores():
     assert workers == [0, most, most]
 
 
-def test_micro_batches_that_the_processes_of_a_resumed_run_cannot_share_become_smaller():
+def test_a_resume_on_more_ranks_makes_micro_batches_smaller():
     saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32}
     sizes = [resolve_auto(validated(), saved, torch.device("cpu"), n)["micro_batch_size"] for n in (1, 2, 4)]
     assert sizes == [32, 16, 8]
@@ -472,7 +472,7 @@ def test_every_block_composes_and_builds(block):
     assert (net.rope is None) == (block == "dit")
 
 
-def test_ablation_arms_differ_in_what_their_name_says_alone():
+def test_ablation_arms_differ_only_in_what_their_name_says():
     arms = {
         name: built(f"experiment=ablation_{name}")[0]
         for name in ("dense", "tread", "no_removal", "kept_loss", "fp32_after_route")
@@ -534,12 +534,12 @@ def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
     assert configuration._default_run_name(3) == name
 
 
-def test_the_router_is_the_one_that_was_asked_for():
+def test_the_router_is_as_configured():
     _, net = built("model/router=norm", "model.router.weight=0.5")
     assert (net.router.func, net.router.keywords) == (norm_router, {"weight": 0.5})
 
 
-def test_the_loss_of_kept_tokens_is_built_where_it_is_asked_for():
+def test_the_loss_of_kept_tokens_is_built_when_configured():
     for arm, kind in (("tread", EDMLoss), ("kept_loss", KeptTokensLoss)):
         assert type(build_loss(*built(f"experiment=ablation_{arm}"))) is kind
 

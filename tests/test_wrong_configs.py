@@ -323,7 +323,7 @@ RULES = [
     ("train", "data._target_=data.open_shards train.num_workers=2",
      "train.num_workers=2 must be 0 for data=stream, which reads ahead by itself"),
     ("train", "train.micro_batch_size=5", "train.batch_size=32 must be a multiple of train.micro_batch_size=5"),
-    ("train", "train.init_from=file", "train.init_from=file does not tell what it predicts: give "),
+    ("train", "train.init_from=file", "train.init_from=file does not say what it predicts: give "),
     ("train", "train.init_from_objective=edm", "train.init_from_objective=edm has no meaning without train.init_from"),
     ("train", "train.init_from=own train.init_from_objective=flow",
      "train.init_from_objective=flow must not be given for a run of this project, own"),
@@ -347,7 +347,7 @@ RULES = [
     ("train", "train.total_steps", "train.total_steps cannot be read: must be KEY=VALUE"),
     ("train", "model.routes[0].selection_ratio=0.3", "model.routes[0].selection_ratio=0.3 cannot be read: must be KEY=VALUE"),
     ("train", "model.routes.1.selection_ratio=0.3", "model.routes.1.selection_ratio=0.3: the list has no such item"),
-    ("train", "model.routes.x=0.3", "'x' is no item of a list: they have numbers, from 0"),
+    ("train", "model.routes.x=0.3", "'x' is not an item of a list: those are 0, 1, ..."),
     ("train", "optimizer.lr=fast", f"optimizer.lr=fast: Value 'fast' of type 'str' {NUMBER}"),
     ("sample", "num_samples=3", "run must be given, as KEY=VALUE"),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
@@ -361,7 +361,7 @@ RULES = [
     ("fid", f"{FILES} suite=digits kid=true", "kid=True has no meaning for suite=digits"),
     ("fid", f"{FILES} suite=glyphs kid=true", "kid=True has no meaning for suite=glyphs"),
     ("fid", f"{MAKE} num_samples=5", "num_samples=5 has no meaning for mode=reference"),
-    ("fid", "reference=file samples=r", "samples=r is a folder, which may hold images of an earlier time"),
+    ("fid", "reference=file samples=r", "samples=r is a folder, which may have older images in it"),
     ("fid", "mode=reference images=file", "out must be given for mode=reference"),
     ("fid", "mode=reference images=file out=there.npz", "out=there.npz: there.npz is there already: overwrite=true "),
     ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: a part of a file, or another one"),
@@ -397,7 +397,7 @@ RULES = [
     ("sample", "run=older", "older/config.yaml: seed is missing: another version of this code wrote it"),
     ("sample", "run=interpolated", "interpolated/config.yaml: it has interpolations, which no run writes"),
     ("sample", "run=dotted", "dotted/config.yaml: sampler.'num_steps.of' must be a name without dots: keys are nested"),
-    ("sample", "run=untold", "untold/manifest.json does not tell the data (data.manifest)"),
+    ("sample", "run=untold", "untold/manifest.json has no manifest of the data (data.manifest)"),
     ("advise", "run=r", "run=r: its manifest tells micro-batches of None: give batch_size=N"),
     ("advise", "run=r batch_size=8", "run=r: data.path=latents/digits is no folder here: give data_path=PATH"),
     *((program, f"{run}run=foreign", f"foreign/config.yaml: sampler._target_=os.system must be diffusion.edm_sampler, {NAMED}")
@@ -504,7 +504,7 @@ def line_of(program, overrides):
         for row in table
     ],
 )
-def test_a_wrong_value_is_told_with_key_value_and_rule(program, overrides, rule):
+def test_a_wrong_value_is_reported_with_key_value_and_rule(program, overrides, rule):
     key, _, value = overrides.split()[-1].partition("=")
     told, _, rest = line_of(program, overrides).partition("=")
     assert told == key
@@ -515,7 +515,7 @@ def test_a_wrong_value_is_told_with_key_value_and_rule(program, overrides, rule)
 @pytest.mark.parametrize(
     ("program", "overrides", "expected"), RULES, ids=[f"{program} {row}" for program, row, _ in RULES]
 )
-def test_a_broken_rule_is_told_in_one_line(program, overrides, expected):
+def test_a_broken_rule_is_reported_in_one_line(program, overrides, expected):
     assert line_of(program, overrides).startswith(expected)
 
 
@@ -583,7 +583,7 @@ def test_every_rule_is_broken_by_a_row():
     assert unbroken == []
 
 
-def test_nothing_is_said_beside_the_line(caplog, capsys):
+def test_nothing_is_printed_but_the_line(caplog, capsys):
     """Hydra logs what it cannot import, in lines of its own."""
     _, said = refusal.__wrapped__("train", "sampler._target_=diffusion.nothing")
     assert said.count("\n") == 1

@@ -138,10 +138,10 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
 
 
 def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """Return what is wrong with files of a checkpoint, all by default; None if each is as it was written."""
+    """Return what is wrong with files of a checkpoint, all by default; None if they are intact."""
     sums = checkpoint / SUMS
     if not checkpoint.is_dir():
-        return "it is no folder"
+        return "it is not a folder"
     if not sums.is_file():
         return f"it has no {SUMS}"
     try:
@@ -150,7 +150,7 @@ def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | Non
         digests = {name: digest for digest, name in (line.split("  ") for line in lines)}
         names = digests.keys() | {STATE} if names is None else names  # its line is the last one
         if no_files := [name for name in sorted(names) if not (checkpoint / name).is_file()]:
-            return f"{no_files[0]} is not there, or no file"
+            return f"{no_files[0]} is not a file"
         wrong = [name for name in sorted(names) if digests.get(name) != sha256(checkpoint / name)]
     except (FileNotFoundError, ValueError) as error:  # others may pass, and say nothing of the files
         return str(error)

@@ -204,7 +204,7 @@ class RunFolder:
             failure["reason"] += f" (not recorded in {self.manifest_file}: {error})"
         return failure
 
-    def begin(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
+    def record_start(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
         """Write configuration and manifest of a run that starts or resumes at a step."""
         write_text(self.config_file, yaml.safe_dump(config, sort_keys=False))
         start = {"step": step, **{key: details[key] for key in START}}

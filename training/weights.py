@@ -58,7 +58,7 @@ def is_own_checkpoint(source: str | Path) -> bool:
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes in a `.safetensors` file by name, without reading the tensors."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there, or no file")
+        raise FileNotFoundError(f"{file} is not a file")
     try:
         with safe_open(file, "pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118

@@ -54,7 +54,7 @@ def test_samples_are_drawn_by_the_averaged_weights(run, tmp_path):
     assert record["weights_sha256"] == sha256(folder / "ema.safetensors")
 
 
-def test_what_a_run_says_holds_unless_told_otherwise(run, tmp_path):
+def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):
     (tmp_path / "guided").mkdir()
     for name in ("config.yaml", "manifest.json"):
         shutil.copy(run / name, tmp_path / "guided")
@@ -89,7 +89,7 @@ def test_bf16_is_of_the_network_and_of_the_decoder(run):
         (("class_label=3",), None, "_class3"),
     ],
 )
-def test_labels_are_drawn_from_the_seeds_unless_told_otherwise_and_recorded(run, options, kind, suffix):
+def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, kind, suffix):
     sample.main(composed(f"run={run}", "num_samples=40", "first_seed=7", *options, config_name="sample"))
     file = run / "samples" / f"step_00000006_n40_seed7{suffix}_2steps.npz"
     expected = {
@@ -140,7 +140,7 @@ def test_other_samples_have_another_name(run):
     assert len(names) == 1 + len(options)
 
 
-def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside_them(run, tmp_path):
+def test_samples_are_not_overwritten_unasked_and_take_old_scores_along(run, tmp_path):
     output = tmp_path / "a.npz"
     asked = (f"run={run}", "num_samples=4", f"output={output}")
     sample.main(composed(*asked, config_name="sample"))
@@ -159,12 +159,12 @@ def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.npz", "a.png"]
 
 
-def test_of_a_run_are_scored_as_many_samples_as_published_scores_are_of():
+def test_runs_are_scored_with_50k_samples_by_default():
     assert scoring.drawn({"num_samples": None})["num_samples"] == 50_000
     assert scoring.drawn({"num_samples": 7})["num_samples"] == 7
 
 
-def test_samples_at_the_place_inside_the_run_are_not_overwritten_either(run):
+def test_samples_inside_the_run_are_not_overwritten_either(run):
     asked = composed(f"run={run}", "num_samples=5", config_name="sample")
     sample.main(asked)
     with pytest.raises(UserError, match=r"step_00000006_n5_seed0_2steps\.npz is there already"):
@@ -172,7 +172,7 @@ def test_samples_at_the_place_inside_the_run_are_not_overwritten_either(run):
 
 
 @pytest.mark.parametrize("part", ["_make_array", "save_grid", "write_json"])
-def test_a_disk_that_is_full_leaves_what_was_there_and_nothing_half(run, tmp_path, monkeypatch, part):
+def test_a_full_disk_leaves_old_samples_and_nothing_partial(run, tmp_path, monkeypatch, part):
     output = tmp_path / "a.npz"
     asked = (f"run={run}", "num_samples=4", f"output={output}", "overwrite=true")
     sample.main(composed(*asked, config_name="sample"))

@@ -46,9 +46,7 @@ FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.j
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(
-    tmp_path, whole, damage, name, capsys
-):
+def test_a_damaged_checkpoint_is_renamed_and_the_one_before_it_used(tmp_path, whole, damage, name, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     DAMAGES[damage](newest / name)
@@ -71,7 +69,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_a_run_of_which_no_checkpoint_is_whole_does_not_begin_anew(tmp_path, whole):
+def test_a_run_without_an_intact_checkpoint_does_not_start_again(tmp_path, whole):
     shutil.copytree(whole, tmp_path / "run")
     for _, path in steps_in(tmp_path / "run/checkpoints"):
         flip(path / "net.safetensors")
@@ -99,17 +97,17 @@ def in_place_of(checkpoint, kind):
 
 @pytest.mark.parametrize("before", [None, "empty", "file", "dangling link"])
 @pytest.mark.parametrize("kind", ["no digests", "empty", "file", "dangling link", "link in a circle"])
-def test_what_is_no_checkpoint_is_put_aside_over_whatever_lies_there(tmp_path, whole, kind, before, capsys):
+def test_what_is_not_a_checkpoint_is_renamed_over_anything(tmp_path, whole, kind, before, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     if before:
         shutil.copytree(newest, aside := newest.with_name(f"{newest.name}.damaged"))
         in_place_of(aside, before)
     in_place_of(newest, kind)
-    reason = "it has no SHA256SUMS" if kind in ("no digests", "empty") else "it is no folder"
+    reason = "it has no SHA256SUMS" if kind in ("no digests", "empty") else "it is not a folder"
     assert find_checkpoint(tmp_path / "run", None).name == "step_00000004"
-    told = f"warning: {newest} is damaged ({reason}) and passed over; the checkpoint before it is used\n"
-    assert capsys.readouterr().out == told
+    line = f"warning: {newest} is damaged ({reason}); the checkpoint before it is used\n"
+    assert capsys.readouterr().out == line
     assert os.path.lexists(newest), "who samples moves nothing"
     tiny_run(tmp_path / "run")
     assert (
@@ -120,7 +118,7 @@ def test_what_is_no_checkpoint_is_put_aside_over_whatever_lies_there(tmp_path, w
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_what_is_no_checkpoint_goes_where_an_old_one_would(tmp_path, kind):
+def test_what_is_not_a_checkpoint_is_removed_like_an_old_one(tmp_path, kind):
     folder = CheckpointFolder(tmp_path, keep_last=1, milestone_every=None)
     for step in (1, 2, 3):
         folder.save(step, {"net": torch.nn.Linear(1, 1)})
@@ -130,7 +128,7 @@ def test_what_is_no_checkpoint_goes_where_an_old_one_would(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step_00000009.removed", "step_00000003"]
 
 
-def test_sampling_passes_over_a_checkpoint_whose_average_is_damaged_alone(tmp_path, whole, capsys):
+def test_sampling_skips_a_checkpoint_only_if_its_average_is_damaged(tmp_path, whole, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     flip(newest / "net.safetensors")
@@ -156,7 +154,7 @@ def test_nothing_is_sampled_from_a_damaged_checkpoint(tmp_path, whole):
         load_weights(net, file)
 
 
-def test_retention_counts_whole_checkpoints_alone(tmp_path, whole):
+def test_retention_counts_only_intact_checkpoints(tmp_path, whole):
     """Damaged ones that are newer must not push out the last good one."""
     shutil.copytree(whole, tmp_path / "run")
     flip(latest_checkpoint(tmp_path / "run") / "net.safetensors")
@@ -165,7 +163,7 @@ def test_retention_counts_whole_checkpoints_alone(tmp_path, whole):
     assert (step, damage_of(path)) == (5, None)
 
 
-def test_what_a_kill_left_of_saving_or_removing_is_never_used_and_goes_away(tmp_path):
+def test_what_a_kill_leaves_of_a_checkpoint_is_never_used(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2, milestone_every=None)
     for name in (".step_00000003.partial", ".step_00000001.removed"):
         (tmp_path / name).mkdir()
@@ -175,7 +173,7 @@ def test_what_a_kill_left_of_saving_or_removing_is_never_used_and_goes_away(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005"]
 
 
-def test_saving_does_not_make_a_run_folder_again_that_is_gone(tmp_path):
+def test_saving_does_not_make_a_removed_run_folder_again(tmp_path):
     with pytest.raises(FileNotFoundError):
         CheckpointFolder(tmp_path / "run/checkpoints", 2, None).save(5, {"net": torch.nn.Linear(1, 1)})
     assert list(tmp_path.iterdir()) == []
@@ -185,7 +183,7 @@ def files_may_have(num_bytes):
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_nothing_of_the_run(tmp_path, capsys):
+def test_a_disk_that_is_full_for_a_while_costs_only_checkpoints(tmp_path, capsys):
     """Saving fails at steps 2 and 4 with the error of the system, then there is room again."""
     tiny_run(tmp_path / "whole", "train.log_every=1")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
@@ -210,7 +208,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_nothing_of_the_ru
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_a_run_only_where_it_would_end_without_its_last_checkpoint(tmp_path):
+def test_a_full_disk_ends_a_run_only_at_its_last_checkpoint(tmp_path):
     """The whole program under a limit that the checkpoints do not fit into, and again without it."""
     result = program(ONE, "train.total_steps=2", folder=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -230,7 +228,7 @@ def test_a_full_disk_ends_a_run_only_where_it_would_end_without_its_last_checkpo
     assert_same_run(tmp_path / "whole", tmp_path / "runs/r")
 
 
-def test_metrics_that_have_no_room_are_kept_and_written_when_there_is_room(tmp_path, capsys):
+def test_metrics_wait_for_room_on_a_full_disk(tmp_path, capsys):
     """The lines go to /dev/full; a checkpoint keeps them."""
     tiny_run(tmp_path / "whole", "train.log_every=1")
     (tmp_path / "run").mkdir()
@@ -245,7 +243,7 @@ def test_metrics_that_have_no_room_are_kept_and_written_when_there_is_room(tmp_p
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_metrics_are_written_once_where_room_comes_back_on_the_way(tmp_path):
+def test_metrics_are_written_once_when_there_is_room_again(tmp_path):
     tiny_run(tmp_path / "whole", "train.log_every=1")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
     file, limit = trainer.recorder.metrics_file, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -266,7 +264,7 @@ def test_metrics_are_written_once_where_room_comes_back_on_the_way(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["/sys/run", "/dev/null/run"])
-def test_a_folder_that_cannot_be_written_to_is_one_clear_error(tmp_path, folder):
+def test_a_read_only_folder_is_refused_in_one_line(tmp_path, folder):
     with pytest.raises(OSError, match=folder):
         tiny_trainer(folder)
 
@@ -301,7 +299,7 @@ def test_a_damaged_manifest_or_configuration_of_a_run_is_named(tmp_path):
         (tmp_path / name).write_text(before)
 
 
-def test_lines_that_are_missing_before_a_checkpoint_are_told(tmp_path, capsys):
+def test_missing_lines_before_a_checkpoint_are_reported(tmp_path, capsys):
     tiny_run(tmp_path, "train.total_steps=4", "train.log_every=1")
     (tmp_path / "metrics.jsonl").write_text("")
     tiny_run(tmp_path, "train.log_every=1")
@@ -309,7 +307,7 @@ def test_lines_that_are_missing_before_a_checkpoint_are_told(tmp_path, capsys):
     assert [line["step"] for line in metrics(tmp_path)] == [5, 6]
 
 
-def test_a_picture_that_has_no_room_is_no_reason_to_stop(tmp_path, capsys):
+def test_a_picture_without_disk_space_does_not_stop_a_run(tmp_path, capsys):
     (tmp_path / "samples").write_text("a file where the folder should be")
     tiny_run(tmp_path, "train.sample_every=3", "sampler.num_steps=2")
     assert capsys.readouterr().out.count("could not be written") == 2

@@ -98,14 +98,14 @@ def test_a_file_names_for_the_key_to_which_its_content_goes(tmp_path, header, ke
         ("..", "cannot be imported: invalid format"),
     ],
 )
-def test_what_cannot_be_built_is_told(name, message):
+def test_what_cannot_be_built_is_an_error(name, message):
     with pytest.raises(ValueError, match=f"^sampler={name} {message}"):
         load_target("sampler", name)
 
 
-def test_a_file_that_is_no_yaml_is_named(tmp_path):
+def test_a_file_that_is_not_yaml_is_named(tmp_path):
     (tmp_path / "a.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"a\.yaml is no YAML: ") as raised:
+    with pytest.raises(ValueError, match=r"a\.yaml is not YAML: ") as raised:
         allowed_targets((tmp_path,))
     assert len(str(raised.value).splitlines()) == 1
 

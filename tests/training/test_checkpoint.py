@@ -66,7 +66,7 @@ def official_file(file, net, average, compiled):
 
 @pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_file_of_the_official_code_gives_its_average(tmp_path, compiled):
+def test_an_official_file_gives_its_averaged_weights(tmp_path, compiled):
     average = small_dit()
     average.load_state_dict(other_weights())
     official_file(tmp_path / "latest.pt", small_dit(), average, compiled)
@@ -82,7 +82,7 @@ def test_a_file_of_the_official_code_gives_its_average(tmp_path, compiled):
 
 
 @pytest.mark.usefixtures("gloo")
-def test_a_file_of_the_official_code_starts_a_run_and_is_sampled(tmp_path, capsys):
+def test_an_official_file_starts_a_run_and_is_sampled(tmp_path, capsys):
     trainer = tiny_run(tmp_path / "first")
     average = trainer.ema.net
     official_file(tmp_path / "latest.pt", trainer.net, average, compiled=False)
@@ -116,7 +116,7 @@ def test_a_file_of_the_official_code_starts_a_run_and_is_sampled(tmp_path, capsy
 @pytest.mark.parametrize(
     ("objective", "anew"), [("ddpm", "predicts noise, conditioned on timesteps"), ("flow", "velocity")]
 )
-def test_weights_of_another_objective_are_told_from_those_of_this_one(tmp_path, capsys, objective, anew):
+def test_weights_of_another_objective_start_a_run_with_a_warning(tmp_path, capsys, objective, anew):
     torch.save({"model": tiny_run(tmp_path / "first").net.state_dict()}, tmp_path / "DiT.pt")
     start = (f"train.init_from={tmp_path / 'DiT.pt'}", "train.total_steps=1")
     tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}")
@@ -131,7 +131,7 @@ def test_weights_of_another_objective_are_told_from_those_of_this_one(tmp_path, 
     )
 
 
-def test_what_a_file_predicts_must_be_said_and_what_a_run_predicts_is_known(tmp_path):
+def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path):
     run = tiny_run(tmp_path / "first").checkpoints.folder.parent
     torch.save({"model": small_dit().state_dict()}, tmp_path / "weights.pt")
     (copy := tmp_path / "copy.safetensors").write_bytes(
@@ -139,7 +139,7 @@ def test_what_a_file_predicts_must_be_said_and_what_a_run_predicts_is_known(tmp_
     )
     for file in (tmp_path / "weights.pt", copy):
         with pytest.raises(
-            ValueError, match=r"does not tell what it predicts: give train\.init_from_objective=edm"
+            ValueError, match=r"does not say what it predicts: give train\.init_from_objective=edm"
         ):
             check_init_from(str(file), None)
         check_init_from(str(file), "flow")
@@ -164,7 +164,7 @@ def test_published_weights_load_by_name(tmp_path, prefix, key):
     assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in net.state_dict().items())
 
 
-def test_of_a_file_with_both_the_averaged_weights_are_taken(tmp_path):
+def test_averaged_weights_are_preferred_over_raw_ones(tmp_path):
     """As the public DiT and SiT training scripts save them."""
     for average, raw in (("ema", "model"), ("ema_state_dict", "model_state_dict")):
         torch.save(
@@ -175,7 +175,7 @@ def test_of_a_file_with_both_the_averaged_weights_are_taken(tmp_path):
         assert torch.equal(net.x_embedder.proj.weight, other_weights()["x_embedder.proj.weight"])
 
 
-def test_bad_weights_are_one_clear_error(tmp_path):
+def test_bad_weights_are_refused_in_one_line(tmp_path):
     net = small_dit()
     save_file(small_dit(depth=9).state_dict(), tmp_path / "deeper.safetensors")
     save_file(small_dit(num_classes=7).state_dict(), tmp_path / "classes.safetensors")
@@ -225,7 +225,7 @@ def stepped(net, seed):
     return optimizer
 
 
-def test_a_checkpoint_gives_back_what_its_parts_were(tmp_path):
+def test_a_checkpoint_restores_its_parts(tmp_path):
     net, other = small_dit(), small_dit()
     other.load_state_dict(other_weights())
     average, note = EMA(other, 0.9, False), Part({"a": [1.5]})
@@ -254,7 +254,7 @@ def test_the_last_n_and_the_milestones_are_kept(tmp_path):
     assert [step for step, _ in steps_in(tmp_path)] == [4, 8, 10, 11]
 
 
-def test_a_half_written_checkpoint_is_not_seen(tmp_path):
+def test_a_partial_checkpoint_is_ignored(tmp_path):
     (tmp_path / "checkpoints" / ".step_00000009.partial").mkdir(parents=True)
     for step in ("step_00000002", "step_00000004"):
         (tmp_path / "checkpoints" / step).mkdir()

@@ -46,7 +46,7 @@ def watched(trainer):
     return seen, lengths
 
 
-def test_under_grow_every_masked_token_stays_and_k_is_one_number_within_a_step(tmp_path, latents):
+def test_under_grow_every_masked_token_stays_and_k_is_one_per_step(tmp_path, latents):
     trainer, _ = tiny_trainer(
         tmp_path / "run", *latents, "train.micro_batch_size=2", "train.total_steps=12", "train.batch_size=4"
     )
@@ -62,7 +62,7 @@ def test_under_grow_every_masked_token_stays_and_k_is_one_number_within_a_step(t
     assert len({line["selection_ratio"] for line in lines}) > 1
 
 
-def test_under_bypass_k_stays_and_the_forced_tokens_that_bypass_are_counted(tmp_path, latents):
+def test_under_bypass_k_stays_and_forced_tokens_that_bypass_are_counted(tmp_path, latents):
     trainer, _ = tiny_trainer(
         tmp_path / "run", *latents, "routing.force_keep_overflow=bypass", "train.micro_batch_size=4"
     )
@@ -75,7 +75,7 @@ def test_under_bypass_k_stays_and_the_forced_tokens_that_bypass_are_counted(tmp_
     assert sum(counted) > 0
 
 
-def test_the_saving_that_is_promised_knows_of_the_masks(tmp_path, latents):
+def test_the_predicted_saving_accounts_for_masks(tmp_path, latents):
     flops = {}
     for overflow in ("bypass", "grow"):
         _, run = tiny_trainer(tmp_path / overflow, *latents, f"routing.force_keep_overflow={overflow}")
