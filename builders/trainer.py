@@ -1,6 +1,7 @@
 """Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from math import isqrt
 from pathlib import Path
@@ -44,7 +45,6 @@ from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
 from training.weights import is_own_checkpoint, load_weights
 
-SETTINGS = ("total_steps", "log_every", "save_every", "grad_clip", "max_skipped_steps")
 _CHUNK = 1024  # entries
 
 TrainingData = LatentDataset | ShardDataset
@@ -84,10 +84,8 @@ def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
     with launch.main_first():
         dataset = build_node(config, "data")()
     if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
-        raise ValueError(
-            "train.masked_loss=true needs masks: conditioning_type of the latent manifest is null, "
-            "it must be mask or segmentation (data/README.md)"
-        )
+        rule = "conditioning_type of the latent manifest must be mask or segmentation (data/README.md)"
+        raise ValueError(f"train.masked_loss=true needs masks: {rule}")
     # Ranks that train on different things would average nonsense.
     data = {"fingerprint of the data": dataset.describe()["fingerprint"], "code (sha256)": source_sha256()}
     launch.assert_ranks_agree({**flatten(config), **data, "torch": torch.__version__})
@@ -120,7 +118,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     folder = run.path / "checkpoints"
     checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
     stop = StopRequest(train["max_time_sec"])
-    settings = Settings(**{key: train[key] for key in SETTINGS})
+    settings = Settings(**{field.name: train[field.name] for field in fields(Settings)})
 
     slowdown = fp32_slowdown(net, device, bf16)
     step = micro_step(precond, net, loss, micro_batch_size, device, Routing)
@@ -132,7 +130,8 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
         trainer.resume(checkpoint)
     launch.barrier()  # all have read what the first rank is about to change
-    if launch.is_main:
+
+    def start_writing() -> None:
         details = {
             "resolved": resolved,
             "num_processes": launch.world_size,
@@ -147,6 +146,8 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
         run.record_start(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
         print(summary(config, details, net, resumed_step=trainer.step), flush=True)
+
+    launch.broadcast_from_main(start_writing)
     return trainer
 
 

@@ -50,12 +50,14 @@ class Launch:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let the first rank through the block before the others."""
+        """Let the first rank through the block before the others, even if it fails there."""
         if not self.is_main:
             self.barrier()
-        yield
-        if self.is_main:
-            self.barrier()
+        try:
+            yield
+        finally:
+            if self.is_main:
+                self.barrier()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over the ranks."""

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,11 @@ LOCK_WITHIN_SEC = 5.0
 MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
 
 # What a resumed run may change: none of it changes the weights that a step gives.
-FREE_KEYS = (
-    "run_name",
-    "output_dir",
-    "wait",
-    "decoding",
-    "data.encoder",
-    "evaluation",
-    "guidance",
-    "sampler",
-    "tracker",
-    "model.gradient_checkpointing",
-    "train.total_steps",
-    "train.log_every",
-    "train.save_every",
-    "train.eval_every",
-    "train.sample_every",
-    "train.keep_last",
-    "train.keep_freed_memory",
-    "train.max_skipped_steps",
-    "train.max_time_sec",
-    "train.milestone_every",
-    "train.num_workers",
-)
-
+FREE_KEYS = ("run_name", "output_dir", "wait", "decoding", "data.encoder", "model.gradient_checkpointing")
+FREE_KEYS += ("evaluation", "guidance", "sampler", "tracker")
+FREE_KEYS += ("train.log_every", "train.save_every", "train.eval_every", "train.sample_every")
+FREE_KEYS += ("train.total_steps", "train.max_time_sec", "train.max_skipped_steps", "train.num_workers")
+FREE_KEYS += ("train.keep_last", "train.milestone_every", "train.keep_freed_memory")
 # What a resumed run must not change where it scores its samples: a score must mean the same all along.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
 
@@ -113,22 +94,16 @@ class RunFolder:
             free_keys.remove("train.total_steps")
         if config["evaluation"] and any(key.startswith("evaluation.") for key in old):
             free_keys.difference_update(SCORING_KEYS)
+        elsewhere = "start this run elsewhere with run_name=NAME"
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         changes = [
-            f"{key}: {old.get(key)} -> {new.get(key)}"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key)
-            and not any(key == free or key.startswith(f"{free}.") for free in free_keys)
+            f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed if not _is_in(key, free_keys)
         ]
         if changes:
-            raise ValueError(
-                f"output_dir={self.path} holds a run with another configuration ({'; '.join(changes)}): "
-                "start this one elsewhere with run_name=NAME"
-            )
+            what = f"a run with another configuration ({'; '.join(changes)})"
+            raise ValueError(f"output_dir={self.path} holds {what}: {elsewhere}")
         if self.manifest()["data"]["fingerprint"] != data["fingerprint"]:
-            raise ValueError(
-                f"output_dir={self.path} was started with other data: start this run elsewhere with "
-                "run_name=NAME"
-            )
+            raise ValueError(f"output_dir={self.path} was started with other data: {elsewhere}")
 
     def _check_complete(self) -> None:
         for file in (self.config_file, self.manifest_file):
@@ -215,6 +190,11 @@ class RunFolder:
         """Change fields of the manifest."""
         self.check_place()
         write_json(self.manifest_file, {**self.manifest(), **fields})
+
+
+def _is_in(key: str, groups: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `groups`, or in one."""
+    return any(key == group or key.startswith(f"{group}.") for group in groups)
 
 
 def _check_events(events: Iterator[yaml.Event]) -> None:

@@ -22,6 +22,14 @@ def test_the_first_rank_goes_before_the_others(monkeypatch, rank, order):
     assert seen == order
 
 
+def test_the_others_do_not_wait_for_a_first_rank_that_failed(monkeypatch):
+    seen = []
+    monkeypatch.setattr(Launch, "barrier", lambda self: seen.append("barrier"))
+    with pytest.raises(ValueError, match="damaged"), Launch(0, 2).main_first():
+        raise ValueError("damaged")
+    assert seen == ["barrier"]
+
+
 def test_only_the_first_rank_claims_the_place_of_a_result(monkeypatch, tmp_path):
     monkeypatch.setattr(
         Launch, "broadcast_from_main", lambda self, decide: decide() if self.is_main else None
