@@ -33,12 +33,7 @@ def flip(file):
     file.write_bytes(content)
 
 
-DAMAGES = {
-    "cut": cut,
-    "flipped bit": flip,
-    "empty": lambda file: os.truncate(file, 0),
-    "gone": Path.unlink,
-}
+DAMAGES = {"cut": cut, "flipped bit": flip, "empty": lambda file: os.truncate(file, 0), "gone": Path.unlink}
 
 
 FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS")

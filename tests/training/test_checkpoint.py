@@ -2,6 +2,7 @@ import argparse
 import hashlib
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +46,7 @@ def gloo(tmp_path):
 
 
 def official_file(file, net, average, compiled):
-    """Save two networks as the public TREAD code does: preconditioning, DDP around what is trained, blocks
-    compiled or not.
-    """
+    """Save two networks as the public TREAD code does: preconditioned, DDP around what is trained."""
     wrapped = []
     for part in (net, average):
         if compiled:
@@ -76,9 +75,8 @@ def test_an_official_file_gives_its_averaged_weights(tmp_path, compiled):
     content = torch.load(tmp_path / "latest.pt", weights_only=True)
     torch.save({"model_state_dict": content["model_state_dict"], "step": 7}, tmp_path / "raw.pt")
     assert load_weights(net, tmp_path / "raw.pt")["entry"] == "model_state_dict"
-    assert all(
-        torch.equal(tensor, small_dit().state_dict()[name]) for name, tensor in net.state_dict().items()
-    )
+    expected = small_dit().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in net.state_dict().items())
 
 
 @pytest.mark.usefixtures("gloo")
@@ -89,65 +87,46 @@ def test_an_official_file_starts_a_run_and_is_sampled(tmp_path, capsys):
     start = (f"train.init_from={tmp_path / 'latest.pt'}", "train.total_steps=1", "optimizer.lr=1e-12")
     tiny_run(tmp_path / "second", *start, "train.init_from_objective=edm")
     assert f"start      weights of {tmp_path / 'latest.pt'} (ema_state_dict)\n" in capsys.readouterr().out
-    found = RunFolder(tmp_path / "second").manifest()["init_from"]
-    digest = hashlib.sha256((tmp_path / "latest.pt").read_bytes()).hexdigest()
-    expected = {
-        "file": str(tmp_path / "latest.pt"),
-        "sha256": digest,
-        "entry": "ema_state_dict",
-        "objective": "edm",
-    }
-    assert found == expected
+    expected = {"file": str(tmp_path / "latest.pt"), "entry": "ema_state_dict", "objective": "edm"}
+    expected["sha256"] = hashlib.sha256((tmp_path / "latest.pt").read_bytes()).hexdigest()
+    assert RunFolder(tmp_path / "second").manifest()["init_from"] == expected
     samples = []
     for name, output in (("first", "one"), ("second", "two")):
-        sample.main(
-            composed(
-                f"run={tmp_path / name}",
-                "num_samples=4",
-                f"output={tmp_path / output}.npz",
-                config_name="sample",
-            )
-        )
+        asked = (f"run={tmp_path / name}", "num_samples=4", f"output={tmp_path / output}.npz")
+        sample.main(composed(*asked, config_name="sample"))
         samples.append(np.load(tmp_path / f"{output}.npz")["arr_0"].astype(int))
     assert np.abs(samples[0] - samples[1]).max() <= 1
     assert samples[0].std() > 10
 
 
 @pytest.mark.parametrize(
-    ("objective", "anew"), [("ddpm", "predicts noise, conditioned on timesteps"), ("flow", "velocity")]
+    ("objective", "predicts"), [("ddpm", "noise, conditioned on"), ("flow", "a velocity")]
 )
-def test_weights_of_another_objective_start_a_run_with_a_warning(tmp_path, capsys, objective, anew):
+def test_weights_of_another_objective_start_a_run_with_a_warning(tmp_path, capsys, objective, predicts):
     torch.save({"model": tiny_run(tmp_path / "first").net.state_dict()}, tmp_path / "DiT.pt")
     start = (f"train.init_from={tmp_path / 'DiT.pt'}", "train.total_steps=1")
     tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
-    assert "(model). warning: it " in line
-    assert anew in line
+    assert f"(model). warning: it predicts {predicts}" in line
     assert "has to be learnt again" in line
     assert RunFolder(tmp_path / "second").manifest()["init_from"]["objective"] == objective
     tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}", "train.total_steps=2")
-    assert "init_from" in RunFolder(tmp_path / "second").manifest(), (
-        "a resumed run still says what it began with"
-    )
+    assert "init_from" in RunFolder(tmp_path / "second").manifest(), "also after a resume"
 
 
 def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path):
     run = tiny_run(tmp_path / "first").checkpoints.folder.parent
     torch.save({"model": small_dit().state_dict()}, tmp_path / "weights.pt")
-    (copy := tmp_path / "copy.safetensors").write_bytes(
-        (latest_checkpoint(run) / "ema.safetensors").read_bytes()
-    )
-    for file in (tmp_path / "weights.pt", copy):
+    averaged = latest_checkpoint(run) / "ema.safetensors"
+    for file in (tmp_path / "weights.pt", shutil.copy(averaged, tmp_path / "copy.safetensors")):
         with pytest.raises(
-            ValueError, match=r"does not say what it predicts: give train\.init_from_objective=edm"
+            ValueError, match=r"does not say what it predicts: give train\.init_from_objective"
         ):
             check_init_from(str(file), None)
         check_init_from(str(file), "flow")
-    for own in (run, latest_checkpoint(run), latest_checkpoint(run) / "ema.safetensors"):
+    for own in (run, averaged.parent, averaged):
         check_init_from(str(own), None)
-        with pytest.raises(
-            ValueError, match=r"init_from_objective=edm must not be given for a run of this project"
-        ):
+        with pytest.raises(ValueError, match="init_from_objective=edm must not be given for a run of this"):
             check_init_from(str(own), "edm")
 
 
@@ -156,9 +135,8 @@ def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path):
 def test_published_weights_load_by_name(tmp_path, prefix, key):
     weights = {prefix + name: tensor for name, tensor in other_weights().items()}
     # The public training scripts save their arguments as a Namespace beside the weights.
-    torch.save(
-        {key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights, tmp_path / "weights.pt"
-    )
+    content = {key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights
+    torch.save(content, tmp_path / "weights.pt")
     net = small_dit()
     load_weights(net, tmp_path / "weights.pt")
     assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in net.state_dict().items())
@@ -167,9 +145,8 @@ def test_published_weights_load_by_name(tmp_path, prefix, key):
 def test_averaged_weights_are_preferred_over_raw_ones(tmp_path):
     """As the public DiT and SiT training scripts save them."""
     for average, raw in (("ema", "model"), ("ema_state_dict", "model_state_dict")):
-        torch.save(
-            {raw: small_dit().state_dict(), average: other_weights(), "opt": {}}, tmp_path / "weights.pt"
-        )
+        content = {raw: small_dit().state_dict(), average: other_weights(), "opt": {}}
+        torch.save(content, tmp_path / "weights.pt")
         net = small_dit()
         assert load_weights(net, tmp_path / "weights.pt")["entry"] == average
         assert torch.equal(net.x_embedder.proj.weight, other_weights()["x_embedder.proj.weight"])
@@ -263,15 +240,10 @@ def test_a_partial_checkpoint_is_ignored(tmp_path):
 
 
 def test_a_run_starts_from_the_average_of_another(tmp_path):
-    first = tiny_run(
-        tmp_path / "first", "optimizer.lr=1e-2", "ema.decay=0.5"
-    )  # neither the first weights nor the last
-    second = tiny_run(
-        tmp_path / "second",
-        f"train.init_from={tmp_path / 'first'}",
-        "train.total_steps=1",
-        "optimizer.lr=1e-12",
-    )
+    # Its average is neither the first weights nor the last.
+    first = tiny_run(tmp_path / "first", "optimizer.lr=1e-2", "ema.decay=0.5")
+    start = (f"train.init_from={tmp_path / 'first'}", "train.total_steps=1", "optimizer.lr=1e-12")
+    second = tiny_run(tmp_path / "second", *start)
     for average, parameter in zip(first.ema.net.parameters(), second.net.parameters(), strict=True):
         torch.testing.assert_close(average, parameter, atol=1e-6, rtol=0)
     assert second.step == 1
