@@ -80,7 +80,8 @@ def check_groups(config: dict[str, Any]) -> None:
             node = node.get(name) if isinstance(node, dict) else None
         if not isinstance(node, dict) or "_target_" not in node:
             raise ValueError(f"{key}={node} must name a _target_")
-    if train["kept_tokens_only"] and config["model"]["router"]["_target_"] != "routing.random_router":
+    router = config["model"].get("router", {}).get("_target_")  # not every backbone has one
+    if train["kept_tokens_only"] and router != "routing.random_router":
         raise ValueError(
             "train.kept_tokens_only=true needs model/router=random: the loss must know the kept tokens"
         )

@@ -42,7 +42,7 @@ class ScoreConfig(SamplingConfig):
     images: str | None = None
     resolution: int | None = None
     out: str | None = None  # None: beside the samples, or inside the run
-    weights: str | None = None  # these: None: as the suite's file says
+    weights: str | None = None  # None, here and below: as in the file of the suite
     allow_unpublished_weights: bool | None = None
     precision_recall: bool | None = None
     exact_distances: bool | None = None
@@ -53,8 +53,8 @@ class ScoreConfig(SamplingConfig):
 
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
 # Keys of a suite that can be set on the command line, by their names in its file.
-SUITE_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_distances", "kid")
-SUITE_KEYS = {**{key: key for key in SUITE_KEYS}, "batch_size": "detector_batch_size"}
+SAME_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_distances", "kid")
+SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_size"}
 
 
 def build_suite(

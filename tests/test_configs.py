@@ -15,6 +15,7 @@ from builders import config as configuration
 from builders.auto import resolve_auto
 from builders.kept_tokens import KeptTokensLoss
 from builders.network import build_loss, build_net, build_precond
+from builders.rules import check_groups
 from builders.schemas import RoutingConfig
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, edm_sampler
@@ -403,3 +404,10 @@ def test_the_schema_of_routing_and_the_plan_have_the_same_defaults():
     """They are two because the schema may not import routing, and the plan may not know of a schema."""
     plan = {field.name: field.default for field in fields(RoutePlan) if field.default is not MISSING}
     assert asdict(RoutingConfig()) == plan
+
+
+def test_the_loss_of_kept_tokens_needs_a_backbone_with_a_router():
+    config = validated("train.kept_tokens_only=true")
+    del config["model"]["router"]
+    with pytest.raises(ValueError, match="kept_tokens_only=true needs model/router=random"):
+        check_groups(config)
