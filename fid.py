@@ -6,7 +6,7 @@ digits, of glyphs, or your own; or make a reference to score against.
     accelerate launch fid.py mode=reference images=FOLDER resolution=256 out=REFERENCE.npz
     accelerate launch fid.py suite=digits samples=FILE.npz reference=latents/digits      or glyphs
 
-What was scored, against what and how is kept with the scores as JSON.
+What was scored, against what and how is saved with the scores as JSON.
 """
 
 from dataclasses import asdict
@@ -18,13 +18,14 @@ from omegaconf import DictConfig
 
 from builders import config as configuration
 from builders.scoring import (
+    ScoreConfig,
     check_files,
     check_request,
     comparisons,
     open_samples,
     open_suite,
+    show,
     suite_config,
-    tell,
 )
 from data import open_images
 from evaluation import InceptionDetector, make_reference
@@ -35,7 +36,7 @@ from runtime.launch import Launch
 from runtime.machine import start_process
 from runtime.provenance import environment
 
-configuration.register()
+configuration.register("fid", ScoreConfig)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
@@ -53,24 +54,23 @@ def main(cfg: DictConfig) -> None:
 
 
 def score(request: dict[str, Any], launch: Launch) -> None:
-    """Score samples, and print and keep the scores."""
+    """Score samples, print the scores and save them with a record."""
     samples = open_samples(request, launch)
     suite = open_suite(request, samples.count, launch)
     suite.check(samples.count, samples.shape, samples.name)
     labels = samples.labels() if any(metric.needs_labels for metric in suite.metrics) else None
     with launch.claimed_by_main("out", samples.out, (), request["overwrite"]):
         record = {"num_processes": launch.world_size, "environment": environment(launch.device)}
+        drawn = launch.broadcast_from_main(samples.record)
         if launch.is_main:
-            record |= {"suite": request["suite"], "protocol": suite.describe(), "samples": samples.record()}
+            record |= {"suite": request["suite"], "protocol": suite.describe(), "samples": drawn}
         batches = samples.batches(suite.batch_size, launch)
         scores = suite.score(batches, samples.count, samples.shape, labels)
         others = comparisons(suite, samples.count)
         if launch.is_main:
-            tell(scores, others)
-            record["comparisons"] = {
-                name: {"n": row.num_images, **row.values} for name, row in others.items()
-            }
-            keep({**asdict(scores), **record}, samples.out)
+            show(scores, others)
+            compared = {name: {"n": row.num_images, **row.values} for name, row in others.items()}
+            save({**asdict(scores), **record, "comparisons": compared}, samples.out)
 
 
 def write_reference(request: dict[str, Any], launch: Launch) -> None:
@@ -79,9 +79,8 @@ def write_reference(request: dict[str, Any], launch: Launch) -> None:
     suite = suite_config(request)["evaluation"]
     images = open_images(source, request["resolution"])
     if images.count < 2 or images.shape[-1] != 3:
-        raise ValueError(
-            f"images={source} holds {images.count} of {images.shape}: at least 2 of (H, W, 3) are needed"
-        )
+        rule = "at least 2 of (H, W, 3) are needed"
+        raise ValueError(f"images={source} holds {images.count} of {images.shape}: {rule}")
     beside = file.with_suffix(".json")
     with launch.claimed_by_main("out", file, [beside], request["overwrite"]):
         detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
@@ -91,11 +90,11 @@ def write_reference(request: dict[str, Any], launch: Launch) -> None:
             record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
             record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
             print(f"reference {file}")
-            keep(record, beside)
+            save(record, beside)
 
 
-def keep(record: dict[str, Any], file: Path) -> None:
-    """Write a record as JSON and say where."""
+def save(record: dict[str, Any], file: Path) -> None:
+    """Write a record as JSON and print where."""
     write_json(file, record)
     print(f"record {file}")
 

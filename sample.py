@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
-from builders.sampling import check_sampling, open_source
+from builders.sampling import SampleConfig, check_sampling, open_source
 from diffusion import ImageSource
 from evaluation.pictures import in_turn, save_grid
 from runtime.config import run_main, user_mistakes
@@ -31,7 +31,7 @@ from runtime.provenance import environment
 
 GRID_ROWS = 10
 
-configuration.register()
+configuration.register("sample", SampleConfig)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
@@ -40,14 +40,10 @@ def main(cfg: DictConfig) -> None:
     with user_mistakes():
         request = configuration.resolve(cfg)
         check_positive("grid_columns", request["grid_columns"])
-        if request["output"] and not request["output"].endswith(".npz"):
-            raise ValueError(
-                f"output={request['output']} must end in .npz; the picture and the protocol take its name"
-            )
-        if request["output"]:
-            check_free(
-                "output", Path(request["output"]), beside(Path(request["output"])), request["overwrite"]
-            )
+        if asked := request["output"]:
+            if not asked.endswith(".npz"):
+                raise ValueError(f"output={asked} must end in .npz; picture and record take its name")
+            check_free("output", Path(asked), beside(Path(asked)), request["overwrite"])
         check_sampling(request)
         launch = start_process()
         source, name, record = open_source(request, launch)
@@ -64,16 +60,9 @@ def beside(output: Path) -> list[Path]:
 
 
 def sample(
-    source: ImageSource,
-    num_samples: int,
-    columns: int,
-    output: Path,
-    record: dict[str, Any],
-    launch: Launch,
+    source: ImageSource, num_samples: int, columns: int, output: Path, record: dict[str, Any], launch: Launch
 ) -> None:
-    """Generate on all processes into one array on disk, then pack it into `output`, with picture and record
-    beside it.
-    """
+    """Generate on all ranks into one array on disk, then pack it into `output`, with picture and record."""
     unpacked = output.with_name(f".{output.stem}.npy")
     try:
         launch.broadcast_from_main(lambda: _make_array(unpacked, (num_samples, *source.image_shape)))
@@ -97,7 +86,7 @@ def pack(
     """Write images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
     with atomic_write(output) as partial:
         np.savez(partial, images, *([] if labels is None else [labels.numpy()]))  # arr_0 and arr_1
-    for file in beside(output):  # of samples that were there before
+    for file in beside(output):  # of earlier samples
         file.unlink(missing_ok=True)
     shown = np.arange(len(images)) if labels is None else in_turn(labels.numpy())
     save_grid(images[shown[: GRID_ROWS * columns]], output.with_suffix(".png"), columns)
@@ -105,10 +94,8 @@ def pack(
 
 
 def _make_array(file: Path, shape: tuple[int, ...]) -> None:
-    """Make an .npy of bytes, with its room on the disk: to meet a full one later, in mapped memory, would
-    kill the process.
-    """
-    file.unlink(missing_ok=True)  # what a kill left, or a link that came with the run
+    """Make an .npy of bytes and reserve its disk space: a full disk kills a process that writes to a map."""
+    file.unlink(missing_ok=True)  # left by a kill, or a link that came with the run
     np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
     with file.open("r+b") as opened:
         os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)

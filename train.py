@@ -13,6 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from builders import config as configuration
+from builders.schemas import Config
 from builders.trainer import build_trainer, check_files, open_data
 from runtime.config import run_main, user_mistakes
 from runtime.lock import TRY_AGAIN
@@ -22,7 +23,7 @@ from training.run_folder import RunFolder, depends_on_total_steps
 
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
-configuration.register()
+configuration.register("train", Config)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
@@ -43,7 +44,7 @@ def main(cfg: DictConfig) -> None:
             run.unlock()
             raise
     if trainer is None:
-        longer = "" if depends_on_total_steps(config) else "raise train.total_steps to go on, or "
+        longer = "" if depends_on_total_steps(config) else "raise train.total_steps to continue it, or "
         launch.print(f"{run.path} is finished: {longer}start another with run_name=NAME")
         run.unlock()
         return
@@ -51,7 +52,7 @@ def main(cfg: DictConfig) -> None:
         if run_training(trainer, run):
             raise SystemExit(TRY_AGAIN)
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None  # what there is to say has been said
+        raise SystemExit(INTERRUPTED) from None  # it has been reported
 
 
 if __name__ == "__main__":

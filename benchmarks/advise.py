@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
@@ -58,7 +58,23 @@ HARDLY_TRAINED = """\
 All states are nearly the same: this network has hardly been trained, and similarity says nothing yet.
 """
 
-configuration.register()
+
+@dataclass
+class AdviceConfig:
+    """What `benchmarks.advise` is asked; None means: as in the run."""
+
+    run: str = MISSING
+    checkpoint: str | None = None  # a step, a name or a path; None: the newest
+    num_samples: int = 256
+    batch_size: int | None = None
+    repeats: int = 11
+    mask_coverage: float | None = None  # None: from the masks of the data, where the run uses them
+    data_path: str | None = None  # where the data of the run are found; None: in the folder that it names
+    output: str | None = None  # None: inside the run
+    overwrite: bool = False
+
+
+configuration.register("advise", AdviceConfig)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from builders import config as configuration
 from builders.network import build_net
+from builders.schemas import Config
 from builders.trainer import build_trainer
 from data import LatentManifest, LatentWriter, mask_coverage
 from models import cost_of
@@ -85,7 +86,7 @@ def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
 
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return what Hydra would give train.py with these overrides."""
-    configuration.register()
+    configuration.register("train", Config)
     with initialize_config_dir(config_dir=str(PROJECT / "configs"), version_base="1.3"):
         return compose("config", overrides=["run_name=benchmark", *overrides])
 

@@ -1,3 +1,1 @@
-"""The room that knows all others: schemas, rules across groups, and what puts the parts of a program
-together.
-"""
+"""What puts the parts of a program together: schemas, rules across groups, and functions that build."""

@@ -1,4 +1,4 @@
-"""What a run makes of this machine, where its configuration says auto."""
+"""What `auto` and null come to on this machine."""
 
 import os
 from typing import Any
@@ -6,20 +6,14 @@ from typing import Any
 import torch
 from joblib import cpu_count
 
-from runtime.machine import can_compile, can_keep_freed_memory, has_fast_bf16, is_glibc
+from runtime.machine import can_compile, can_keep_freed_memory, has_fast_bf16
 
 
 def resolve_auto(
     config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int
 ) -> dict[str, Any]:
-    """Decide what the configuration leaves open, for this machine; a resumed run keeps what it was begun
-    with, but for micro-batches that its processes cannot share.
-
-    Args:
-        saved: what an earlier start of this run decided; empty for a new run.
-
-    Raises:
-        ValueError: the launcher asks for another precision.
+    """Decide what the configuration leaves open; a resumed run keeps what it was `saved` with, except for
+    micro-batches that its processes cannot share.
     """
     train = config["train"]
     precision, compiled = train["mixed_precision"], train["compile"]
@@ -31,10 +25,6 @@ def resolve_auto(
     if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
         micro_batch_size = train["batch_size"] // num_processes
     keep = train["keep_freed_memory"]
-    if keep == "true" and not is_glibc():
-        raise ValueError(
-            "train.keep_freed_memory=true needs the C library glibc, which this machine does not have"
-        )
     resolved = {
         "mixed_precision": precision,
         "compile": compiled in (True, "true"),
@@ -42,7 +32,7 @@ def resolve_auto(
         "num_workers": min(train["num_workers"], cpu_count()),
         "keep_freed_memory": can_keep_freed_memory(device) if keep == "auto" else keep == "true",
     }
-    # `accelerate launch` sets this variable to "no" where nobody chose.
+    # `accelerate launch` sets this to "no" by default.
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if launched not in ("no", precision):
         raise ValueError(

@@ -23,7 +23,7 @@ from builders.network import (
     build_sampler,
 )
 from builders.rules import MUST_NAME_A_TARGET, check_finite, check_groups, check_latents, check_loop
-from builders.schemas import SCHEMAS, Config
+from builders.schemas import Config
 from data.manifest import read_manifest
 from data.shards import read_shard_manifest
 from routing import Route
@@ -39,45 +39,43 @@ from runtime.provenance import flatten
 from runtime.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
 from training.run_folder import RunFolder
 
-LONGEST_NAME = 160
+MAX_NAME = 160
 NAMED_ALWAYS = ("model", "model/size", "data")
-NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes nothing of a run
+NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
 GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.router", "evaluation", "tracker")
 
 
-def register() -> None:
-    """Make the schemas and resolvers known to Hydra; entry points call this before they compose."""
+def register(program: str, schema: type) -> None:
+    """Tell Hydra the schema of a program, before it composes, and the resolvers."""
     resolvers = {
         "default_run_name": _default_run_name,
         "latent_manifest": partial(_manifest_key, read_manifest),
         "shard_manifest": partial(_manifest_key, read_shard_manifest),
     }
-    register_with_hydra(SCHEMAS, resolvers)
+    register_with_hydra(program, schema, resolvers)
 
 
 def _default_run_name(seed: int) -> str:
-    """Name a run by every group that differs from its default: no two of them share a folder."""
+    """Name a run by every group that differs from its default, so that no two share a folder."""
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
-    experiment = choices.get("experiment") or ""  # names what it is about; what it does not name is added
+    experiment = choices.get("experiment") or ""
     parts = [choices.get(group) for group in NAMED_ALWAYS]
     parts = [part for part in parts if part and f"_{part}_" not in f"_{experiment}_"]
     parts += ["parity"] if choices.get("parity") == "official" else []
     if hydra.mode == RunMode.MULTIRUN:  # a name must be usable on the command line again, as run=runs/NAME
-        told = re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
+        chosen = re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
     else:
-        told = "_".join(_chosen_groups(hydra.overrides.task))
-    name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", told]))
+        chosen = "_".join(_chosen_groups(hydra.overrides.task))
+    name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", chosen]))
     # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}_{digest}"
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}_{digest}"
 
 
 def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:
-    defaults = yaml.safe_load((CONFIGS / "config.yaml").read_text())["defaults"]
-    defaults = {
-        group: choice for entry in defaults if isinstance(entry, dict) for group, choice in entry.items()
-    }
+    entries = yaml.safe_load((CONFIGS / "config.yaml").read_text())["defaults"]
+    defaults = dict(item for entry in entries if isinstance(entry, dict) for item in entry.items())
     for group, _, choice in (override.partition("=") for override in overrides):
         if group in defaults and choice != defaults[group] and group not in (*NAMED_ALWAYS, *NAMED_OTHERWISE):
             yield f"{group.rpartition('/')[2]}-{choice}"
@@ -88,11 +86,7 @@ def _manifest_key(reader: Callable[[str], Any], path: str, key: str) -> Any:
 
 
 def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
-    """Check a training configuration before any device is touched, and return it resolved, as plain types.
-
-    Raises:
-        ValueError: with the dotted key, the value and the rule.
-    """
+    """Check a training configuration before any device is touched, and return it resolved, as plain types."""
     config = resolve(cfg)
     check_loop(config, num_processes)
     check_groups(config)
@@ -100,7 +94,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
         net = build_net(config)  # the network's own rules, without its memory
     check_latents(net, config["data"])
     if "router" in config["model"]:
-        build_router(config)(torch.zeros(1, 2, 1), 1)  # tried once: it checks its own keys
+        build_router(config)(torch.zeros(1, 2, 1), 1)  # it checks its own keys
     build_route_plan(config, net)
     build_loss(config, net)
     check_sampling(config)
@@ -108,11 +102,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
 
 
 def check_sampling(config: dict[str, Any]) -> None:
-    """Try sampler and guidance of a configuration on a single number: they check their own keys.
-
-    Raises:
-        ValueError: with the dotted key, the value and the rule.
-    """
+    """Call sampler and guidance on a single number: they check their own keys."""
     for group in ("sampler", "guidance"):
         _check_arguments({group: config[group]})
     with torch.device("meta"):
@@ -124,16 +114,11 @@ def check_sampling(config: dict[str, Any]) -> None:
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """Return a configuration as plain types, every interpolation resolved, of the types that its schemas say.
-
-    Raises:
-        ValueError: a mandatory key has no value, or a key was removed, or forced upon a group that does not
-            know it; a value is of another type than its `_target_` takes, or not finite.
-    """
+    """Return a configuration as plain types of its schemas, with every interpolation resolved, checked."""
     check_keys(cfg)
     missing = missing_keys(OmegaConf.to_container(cfg))
     if missing:
-        hint = " (a latent folder; data/README.md tells how one is made)" if "data.path" in missing else ""
+        hint = " (a latent folder, see data/README.md)" if "data.path" in missing else ""
         raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{hint}")
     config = OmegaConf.to_container(cfg, resolve=True)
     check_targets(config, allowed_targets(config_folders()))
@@ -143,12 +128,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 
 
 def of_run(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run, which may come from anywhere, held against the rules of the command
-    line.
-
-    Raises:
-        ValueError: it breaks one, or was not written by this version.
-    """
+    """Return the configuration of a run, which may come from anywhere, checked as on the command line."""
     written = run.config()
     check_apart(run.path, config_folders())
     try:
@@ -159,11 +139,7 @@ def of_run(run: RunFolder) -> dict[str, Any]:
             raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
         check_loop(config, num_processes=1)
         check_groups(config)
-    except (
-        ValueError,
-        OverflowError,
-        OmegaConfBaseException,
-    ) as error:  # the second: an integer that no float can hold
+    except (ValueError, OverflowError, OmegaConfBaseException) as error:  # overflow: of an int in a float
         key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
         raise ValueError(f"{run.config_file}: {key}{one_line(str(error))}") from error
     return config
@@ -186,9 +162,8 @@ def _check_arguments(node: Any, key: str = "") -> None:
         _check_arguments(child, f"{key}.{name}" if key else name)
     if "_target_" in node:
         target = load_target(f"{key}._target_", node["_target_"])
-        node.update(
-            check_arguments(key, target, {name: value for name, value in node.items() if name != "_target_"})
-        )
+        arguments = {name: value for name, value in node.items() if name != "_target_"}
+        node.update(check_arguments(key, target, arguments))
     elif key in GROUPS_OF_TARGETS and node:
         raise ValueError(f"{key}={node} must name a _target_")
     if key == "model":
@@ -196,9 +171,7 @@ def _check_arguments(node: Any, key: str = "") -> None:
 
 
 def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
-    """Return the arguments of each route, checked; raise ValueError with the key for what is not known or of
-    another type.
-    """
+    """Return the arguments of each route, checked for names and types."""
     if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
         raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
     return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]

@@ -1,4 +1,4 @@
-"""What is evaluated while a network trains: pictures, the held-out loss, scores of samples."""
+"""Evaluators of a training: pictures, the held-out loss, scores of samples."""
 
 from functools import partial
 from pathlib import Path
@@ -8,14 +8,7 @@ import torch.nn as nn
 
 from builders.network import build_guidance, build_precond, build_sampler
 from builders.scoring import build_suite, reference_of
-from data import (
-    LatentDataset,
-    ShardDataset,
-    encoder_for,
-    held_out_batches,
-    image_decoder,
-    open_images,
-)
+from data import LatentDataset, ShardDataset, encoder_for, held_out_batches, image_decoder, open_images
 from diffusion import ImageSource
 from evaluation import DenseLoss, SampleGrid, open_reference
 from runtime.launch import Launch
@@ -34,28 +27,27 @@ def build_evaluators(
     ema_net: nn.Module,
     loss: Any,
 ) -> list[tuple[int, Any]]:
-    """Return (every how many steps, evaluator)."""
+    """Return (interval in steps, evaluator)."""
     settings, device = config["train"], launch.device
     share = {"rank": launch.rank, "world_size": launch.world_size}
-    # Around the networks themselves: evaluation needs no gradients of other ranks, nor autocast.
+    # Around the networks themselves: no DDP, no autocast.
     denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
     evaluators = []
-    if settings["sample_every"] or config["evaluation"]:  # the encoder may not be at hand for anything else
+    if settings["sample_every"] or config["evaluation"]:  # otherwise the encoder need not be there
         source, encoder = _image_source(config, dataset, launch, ema_denoiser)
     if settings["sample_every"]:
         grid = SampleGrid(source, run.path / "samples", GRID_SAMPLES, GRID_COLUMNS, write=launch.is_main)
         evaluators.append((settings["sample_every"], grid))
     if settings["eval_every"] and len(dataset.held_out_ids):
-        with_masks = settings["masked_loss"]
-        batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share, with_masks=with_masks)
+        share["with_masks"] = settings["masked_loss"]
+        batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
         evaluators.append((settings["eval_every"], DenseLoss(denoisers, loss, batches, total=launch.sum)))
     if settings["eval_every"] and config["evaluation"]:
         path = config["evaluation"].get("reference")
-        if path:
-            reference = open_reference(Path(path), open_images)
-        else:
-            reference = reference_of(dataset, encoder, "data")
+        reference = (
+            open_reference(Path(path), open_images) if path else reference_of(dataset, encoder, "data")
+        )
         evaluators.append((settings["eval_every"], build_suite(config, reference, launch, source)))
     return evaluators
 
@@ -63,20 +55,13 @@ def build_evaluators(
 def _image_source(
     config: dict[str, Any], dataset: LatentDataset | ShardDataset, launch: Launch, denoiser: nn.Module
 ) -> tuple[ImageSource, Any]:
-    """Return what draws images, and their encoder."""
+    """Return the source of images, and their encoder."""
     official = config["decoding"] == "official"
     try:
         encoder = encoder_for(dataset.manifest, launch.device, dataset.encoder, official=official)
     except ValueError as error:
-        raise ValueError(
-            f"{error}. Training goes without: train.sample_every=null evaluation=none"
-        ) from error
-    source = ImageSource(
-        denoiser,
-        build_sampler(config),
-        build_guidance(config),
-        image_decoder(dataset.manifest, encoder, official),
-        batch_size=EVALUATION_BATCH,
-        launch=launch,
-    )
-    return source, encoder
+        raise ValueError(f"{error}. To train without: train.sample_every=null evaluation=none") from error
+    sampler, guidance = build_sampler(config), build_guidance(config)
+    decode = image_decoder(dataset.manifest, encoder, official)
+    options = {"batch_size": EVALUATION_BATCH, "launch": launch}
+    return ImageSource(denoiser, sampler, guidance, decode, **options), encoder

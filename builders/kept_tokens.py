@@ -1,4 +1,4 @@
-"""An ablation: the loss of the kept tokens alone, as the released code of TREAD's first version had it."""
+"""An ablation: the loss of the kept tokens alone, as in the released code of TREAD's first version."""
 
 from dataclasses import replace
 from math import isqrt
@@ -15,7 +15,7 @@ from routing.tokens import keep_lowest
 class KeptTokensLoss:
     """Leave the pixels of tokens that bypassed a window out of the mean of a loss.
 
-    It gives the routes the noise that their router, which must be the random one, would draw.
+    It draws the noise of the routes in place of their router, which must be the random one.
     """
 
     def __init__(self, loss: Loss, net: Backbone):
@@ -48,6 +48,7 @@ class KeptTokensLoss:
         for noise, ratio in zip(routing.noise, routing.ratios(self.net.routes, active=True), strict=True):
             ids_keep = keep_lowest(noise, num_tokens_kept(T, ratio), routing.force_keep)  # (N, K)
             kept = kept * torch.zeros_like(kept).scatter(1, ids_keep, 1.0)
-        weight = kept * T / kept.sum(dim=1, keepdim=True).clamp(min=1)  # routes may share none
+        # Routes may have no kept token in common.
+        weight = kept * T / kept.sum(dim=1, keepdim=True).clamp(min=1)
         size = x.shape[-1] // grid
         return weight.view(-1, grid, grid).repeat_interleave(size, 1).repeat_interleave(size, 2)

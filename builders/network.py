@@ -1,4 +1,4 @@
-"""What a configuration names of the subject: backbone, plan of routes, objective, sampler, guidance."""
+"""Build what a configuration names: backbone, plan of routes, objective, sampler, guidance."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from runtime.config import build_node
 
 
 def build_net(config: dict[str, Any]) -> Backbone:
-    """Build the network of a validated configuration, on the current default device."""
+    """Build the network of a validated configuration, on torch's default device."""
     model = config["model"]
     parts = {"routes": [Route(**fields) for fields in model["routes"]]}
     if "router" in model:
@@ -28,7 +28,7 @@ def build_router(config: dict[str, Any]) -> Router:
 
 
 def build_route_plan(config: dict[str, Any], net: Backbone) -> RoutePlan:
-    """Build the plan that tells the routes of a network what to do at each step."""
+    """Build the plan of what the routes of a network do at each step."""
     return RoutePlan(net.routes, net.num_tokens, config["train"]["total_steps"], **config["routing"])
 
 

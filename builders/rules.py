@@ -6,22 +6,18 @@ from typing import Any
 from models import Backbone
 from runtime.errors import check_choice, check_not_negative, check_positive
 
-MUST_NAME_A_TARGET = (
-    "model",
-    "data",
-    "diffusion.precond",
-    "diffusion.loss",
-    "optimizer",
-    "sampler",
-    "guidance",
-)
+MUST_NAME_A_TARGET = ("model", "data", "diffusion.precond", "diffusion.loss")
+MUST_NAME_A_TARGET += ("optimizer", "sampler", "guidance")
+POSITIVE = ("total_steps", "batch_size", "log_every", "save_every", "keep_last", "max_skipped_steps")
+POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every")
+POSITIVE_OR_NULL += ("max_time_sec",)
 STREAMED_DATA = "data.open_shards"
 SYNTHETIC_DATA = "data.synthetic"
 METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
 SWITCH = ("auto", "true", "false")
 DECODINGS = ("rounded", "official")
-# What a network that was trained elsewhere has to learn here; nothing, where its objective is EDM's, too.
+# What weights of other code predict; None where that is what a network predicts here.
 INIT_OBJECTIVES = {
     "edm": None,
     "ddpm": "predicts noise, conditioned on timesteps 0 to 999",
@@ -29,31 +25,20 @@ INIT_OBJECTIVES = {
 }
 LABELS = ("random", "balanced")  # of samples
 TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
-MAY_BE_INFINITE = ("sampler.S_max",)
+MAY_BE_INFINITE = ("sampler.S_max", math.inf)
 MAX_SYNTHETIC = 2**28  # numbers of random latents: 1 GiB
-NUM_SEEDS = 2**32  # what the CPU's generator tells apart
+NUM_SEEDS = 2**32  # that the CPU's generator distinguishes
 
 
 def check_loop(config: dict[str, Any], num_processes: int) -> None:
-    """Check the scalars of the loop, and normalise the case of words.
-
-    Raises:
-        ValueError: with the dotted key, the value and the rule.
-    """
+    """Check the scalars of the loop, and normalise the case of words."""
     train = config["train"]
     for key in ("run_name", "output_dir"):
         if not config[key].strip():
             raise ValueError(f"{key}='{config[key]}' must not be empty")
-    for key in ("total_steps", "batch_size", "log_every", "save_every", "keep_last", "max_skipped_steps"):
+    for key in POSITIVE:
         check_positive(f"train.{key}", train[key])
-    for key in (
-        "micro_batch_size",
-        "grad_clip",
-        "eval_every",
-        "sample_every",
-        "milestone_every",
-        "max_time_sec",
-    ):
+    for key in POSITIVE_OR_NULL:
         if train[key] is not None:
             check_positive(f"train.{key}", train[key], otherwise=", or null")
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
@@ -78,36 +63,27 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
 
 
 def check_groups(config: dict[str, Any]) -> None:
-    """Check the rules that cross groups.
-
-    Raises:
-        ValueError: with the dotted key, the value and the rule.
-    """
-    method, routes = config["method"], config["model"]["routes"]
+    """Check the rules that cross groups."""
+    method, routes, data = config["method"], config["model"]["routes"], config["data"]
+    train, evaluation = config["train"], config["evaluation"]
     check_choice("method", method, METHODS)
     check_choice("decoding", config["decoding"], DECODINGS)
     if method == "tread" and not routes:
-        raise ValueError(
-            f"model.routes={routes}: TREAD training requires you to configure the routes, e.g. "
-            "model/routes=paper"
-        )
+        rule = "TREAD training requires you to configure the routes, e.g. model/routes=paper"
+        raise ValueError(f"model.routes={routes}: {rule}")
     if method == "dit" and routes:
-        raise ValueError(
-            f"model.routes={routes} must be empty for model=dit, the dense twin; use model=tread"
-        )
-    data = config["data"]
+        rule = "must be empty for model=dit, the dense twin; use model=tread"
+        raise ValueError(f"model.routes={routes} {rule}")
     for key in (*MUST_NAME_A_TARGET, *(["model.router"] if "router" in config["model"] else [])):
         node = config
         for name in key.split("."):
             node = node.get(name) if isinstance(node, dict) else None
         if not isinstance(node, dict) or "_target_" not in node:
             raise ValueError(f"{key}={node} must name a _target_")
-    if (
-        config["train"]["kept_tokens_only"]
-        and config["model"]["router"]["_target_"] != "routing.random_router"
-    ):
+    router = config["model"].get("router", {}).get("_target_")  # not every backbone has one
+    if train["kept_tokens_only"] and router != "routing.random_router":
         raise ValueError(
-            "train.kept_tokens_only=true needs model/router=random: who is kept must be known before"
+            "train.kept_tokens_only=true needs model/router=random: the loss must know the kept tokens"
         )
     if data["_target_"] == SYNTHETIC_DATA:
         check_synthetic(data)
@@ -117,24 +93,20 @@ def check_groups(config: dict[str, Any]) -> None:
         check_not_negative("data.seed", data["seed"])
     if "mode" in config["tracker"]:
         check_choice("tracker.mode", config["tracker"]["mode"], TRACKER_MODES)
-    evaluation = config["evaluation"]
     if evaluation.get("batch_size") is not None:
         check_positive("evaluation.batch_size", evaluation["batch_size"])
     if "labels" in evaluation:
         check_choice("evaluation.labels", evaluation["labels"], LABELS)
     if "num_samples" in evaluation and evaluation["num_samples"] < 2:
         raise ValueError(f"evaluation.num_samples={evaluation['num_samples']} must be at least 2")
-    train = config["train"]
     if evaluation and train["eval_every"] and train["eval_every"] % train["save_every"]:
         raise ValueError(
-            f"train.eval_every={train['eval_every']} must be a multiple of "
-            f"train.save_every={train['save_every']} where "
-            "samples are scored: what is scored must have been saved, so that a failure loses nothing"
+            f"train.eval_every={train['eval_every']} must be a multiple of train.save_every="
+            f"{train['save_every']} where samples are scored, so that a failure there loses nothing"
         )
     if data["_target_"] == STREAMED_DATA and train["num_workers"]:
-        raise ValueError(
-            f"train.num_workers={train['num_workers']} must be 0 for data=stream, which reads ahead by itself"
-        )
+        rule = "must be 0 for data=stream, which reads ahead by itself"
+        raise ValueError(f"train.num_workers={train['num_workers']} {rule}")
     if data["_target_"] == STREAMED_DATA and evaluation and evaluation.get("reference") is None:
         raise ValueError("evaluation.reference=null, the training images, must be a file for data=stream")
 
@@ -144,26 +116,18 @@ def check_finite(node: Any, key: str = "") -> None:
     if isinstance(node, dict | list):
         for name, child in node.items() if isinstance(node, dict) else enumerate(node):
             check_finite(child, f"{key}.{name}" if key else str(name))
-    elif (
-        isinstance(node, float)
-        and not math.isfinite(node)
-        and not (node == math.inf and key in MAY_BE_INFINITE)
-    ):
+    elif isinstance(node, float) and not (math.isfinite(node) or (key, node) == MAY_BE_INFINITE):
         raise ValueError(f"{key}={node} must be a finite number")
 
 
 def check_synthetic(data: dict[str, Any]) -> None:
     """Raise a ValueError unless as many random latents can be drawn."""
-    check_positive("data.num_entries", data["num_entries"])
-    if data["num_entries"] * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:
-        raise ValueError(
-            f"data.num_entries={data['num_entries']} must give at most {MAX_SYNTHETIC} numbers in memory"
-        )
-    if not 0 <= data["num_held_out"] < data["num_entries"]:
-        raise ValueError(
-            f"data.num_held_out={data['num_held_out']} must be in [0, {data['num_entries'] - 1}], of "
-            "data.num_entries"
-        )
+    count, num_held_out = data["num_entries"], data["num_held_out"]
+    check_positive("data.num_entries", count)
+    if count * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:
+        raise ValueError(f"data.num_entries={count} must give at most {MAX_SYNTHETIC} numbers in memory")
+    if not 0 <= num_held_out < count:
+        raise ValueError(f"data.num_held_out={num_held_out} must be in [0, {count - 1}], of data.num_entries")
 
 
 def check_split(batch_size: int, micro_batch_size: int, num_processes: int) -> None:
@@ -176,7 +140,7 @@ def check_split(batch_size: int, micro_batch_size: int, num_processes: int) -> N
 
 
 def check_latents(net: Backbone, data: dict[str, Any]) -> None:
-    """Raise a ValueError unless a network is made for the latents and the classes of the data."""
+    """Raise a ValueError unless a network fits the latents and the classes of the data."""
     shape = (data["in_channels"], data["input_size"], data["input_size"])
     if net.latent_shape != shape:
         raise ValueError(f"the model takes latents of {net.latent_shape}, those of the data are {shape}")

@@ -1,4 +1,4 @@
-"""A run to draw samples from, and what `sample.py` and `fid.py` are asked of one.
+"""Open a run to sample from, and check what `sample.py` and `fid.py` ask of it.
 
 A run opens in three lines:
 
@@ -11,12 +11,13 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import MISSING
 
 from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
@@ -27,28 +28,55 @@ from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256
 from runtime.launch import ALONE, Launch
-from training.checkpoint import damage_of, load_weights, shapes_in, steps_in
+from training.checkpoint import damage_of, steps_in
 from training.run_folder import RunFolder
+from training.weights import load_weights, shapes_in
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
-NAMED = {"num_steps": None, "guidance_scale": None}  # keys that a name tells in words of its own
+NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
 RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
 Node = dict[str, Any]
 
 
+@dataclass
+class SamplingConfig:
+    """What is drawn from a run; None means: as in the run."""
+
+    checkpoint: str | None = None  # a step, a name or a path; None: the newest
+    num_samples: int | None = None
+    batch_size: int = 100
+    first_seed: int = 0
+    labels: str = "random"  # drawn from the seeds; or balanced, the classes in turn
+    class_label: int | None = None  # this class alone, in place of labels
+    guidance_scale: float | None = None
+    num_steps: int | None = None
+    sampler: dict[str, Any] = field(default_factory=dict)  # chosen as sampler=OPTION
+    guidance: dict[str, Any] = field(default_factory=dict)
+    mixed_precision: str = "no"  # of the network and of the encoder that decodes
+    decoding: str | None = None  # rounded or official
+    encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
+    allow_other_encoder: bool = False
+
+
+@dataclass
+class SampleConfig(SamplingConfig):
+    """What `sample.py` can be asked."""
+
+    run: str = MISSING
+    num_samples: int = 100
+    output: str | None = None  # None: inside the run
+    grid_columns: int = 10
+    overwrite: bool = False
+
+
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run that is ready to be sampled from.
-
-    Args:
-        config, details: its configuration and its manifest.
-        weights: the file of the averaged weights, which `precond` has, in eval mode.
-    """
+    """A run that is ready to be sampled from; `precond` is in eval mode."""
 
     path: Path
     config: dict[str, Any]
-    details: dict[str, Any]
-    weights: Path
+    details: dict[str, Any]  # its manifest
+    weights: Path  # the file of the averaged weights
     precond: Precond
     sampler: Callable[..., torch.Tensor]
     guidance: Guidance
@@ -66,7 +94,7 @@ def open_run(
 
     Args:
         checkpoint: a step, a name or a path; None: the newest that is intact.
-        sampler, guidance: in place of those of the run, as its configuration has them.
+        sampler, guidance: nodes in place of those of the run's configuration.
 
     Raises:
         FileNotFoundError: there is no such run, or it has no such checkpoint.
@@ -74,7 +102,7 @@ def open_run(
     """
     run = Path(path)
     config, details = read_run(run)
-    # The first rank chooses: a run that still trains may save between the looks of two.
+    # The first rank chooses: a run that still trains may save in between.
     chosen = launch.broadcast_from_main(partial(find_checkpoint, run, checkpoint, launch.print))
     weights = chosen / "ema.safetensors"
     net = load_net(config, weights).to(launch.device)
@@ -84,12 +112,7 @@ def open_run(
 
 
 def check_sampling(request: dict[str, Any]) -> None:
-    """Check what is asked of a run, the keys of SamplingConfig and `run`, before any device is touched.
-
-    Raises:
-        FileNotFoundError: there is no such run, or it has no such checkpoint.
-        ValueError: with the key, the value and the rule.
-    """
+    """Check the keys of SamplingConfig and `run` before any device is touched."""
     config, _ = read_run(request["run"])
     settings = _settings(request, config)
     try:
@@ -97,9 +120,9 @@ def check_sampling(request: dict[str, Any]) -> None:
     except ValueError as error:
         if all(request[key] in (None, {}) for key in ("sampler", "guidance", *NAMED)):
             raise ValueError(f"{request['run']}/config.yaml: {error}") from error
-        # These two keys by the names that were asked.
-        told = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
-        raise ValueError(told) from error
+        # These two keys by their names on the command line.
+        message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
+        raise ValueError(message) from error
     if request["checkpoint"] is None:
         _checkpoints_of(Path(request["run"]))
     else:
@@ -107,28 +130,18 @@ def check_sampling(request: dict[str, Any]) -> None:
 
 
 def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
-    """Return what draws the images that are asked for, their name, and a record of all that moves them."""
+    """Return the source of the images that are asked for, their name, and a record of how they are drawn."""
     config, _ = read_run(request["run"])
     settings = _settings(request, config)
-    run = open_run(
-        request["run"],
-        request["checkpoint"],
-        sampler=settings["sampler"],
-        guidance=settings["guidance"],
-        launch=launch,
-    )
+    parts = {group: settings[group] for group in ("sampler", "guidance")}
+    run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
     manifest = manifest_from(run.details["data"]["manifest"], f"{run.path}/manifest.json: data.manifest")
     sizes = ("input_size", "in_channels", "num_classes")
     manifest.check_sizes(str(run.path), **{key: config["data"][key] for key in sizes})
     bf16, official = settings["mixed_precision"] == "bf16", settings["decoding"] == "official"
-    encoder = encoder_for(
-        manifest,
-        launch.device,
-        request["encoder"] or config["data"].get("encoder"),
-        allow_other=request["allow_other_encoder"],
-        bf16=bf16,
-        official=official,
-    )
+    place = request["encoder"] or config["data"].get("encoder")
+    options = {"allow_other": request["allow_other_encoder"], "bf16": bf16, "official": official}
+    encoder = encoder_for(manifest, launch.device, place, **options)
     source = ImageSource(
         run.precond,
         run.sampler,
@@ -148,32 +161,23 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "ema": config["ema"],
         "data": run.details["data"],
         "encoder": encoder_record(encoder),
-        "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
+        "weights_sha256": sha256(run.weights),  # now: a run that still trains removes checkpoints
     }
     return source, _name(run, config, settings), record
 
 
 def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return configuration and manifest of a run that was started, which may come from anywhere.
-
-    Raises:
-        FileNotFoundError: there is none here.
-        ValueError: what it says breaks a rule.
-    """
+    """Return configuration and manifest of a run that was started, which may come from anywhere."""
     run = RunFolder(path)
     run.check_started()
     config, details = configuration.of_run(run), run.manifest()
     if not isinstance(details.get("data"), dict) or not isinstance(details["data"].get("manifest"), dict):
-        raise ValueError(f"{run.manifest_file} does not tell the data (data.manifest)")
+        raise ValueError(f"{run.manifest_file} has no manifest of the data (data.manifest)")
     return config, details
 
 
 def load_net(config: dict[str, Any], weights: Path) -> Backbone:
-    """Build the network of a run with its weights; no memory is taken for more than the weights are.
-
-    Raises:
-        ValueError: the weights do not match the model.
-    """
+    """Build the network of a run with its weights, once their shapes are known to match."""
     _check_shapes(config, weights)
     net = build_net(config)
     load_weights(net, weights)
@@ -181,7 +185,7 @@ def load_net(config: dict[str, Any], weights: Path) -> Backbone:
 
 
 def _check_shapes(config: dict[str, Any], weights: Path) -> None:
-    """Hold what a configuration declares against the shapes in the weights, before memory is taken."""
+    """Check the network of a configuration against the shapes in the weights, before it takes memory."""
     found, depth = shapes_in(weights), config["model"].get("depth", 1)
     if depth > len(found):
         raise ValueError(f"{weights} holds {len(found)} tensors, not those of model.depth={depth}")
@@ -199,15 +203,7 @@ def _check_shapes(config: dict[str, Any], weights: Path) -> None:
 
 
 def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], None] = print) -> Path:
-    """Return the folder of a checkpoint: the newest intact one, or that of a path, a name or a step.
-
-    Args:
-        show: is told what is passed over.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: none is intact.
-    """
+    """Return the folder of a checkpoint: that of a step, a name or a path; None: the newest intact one."""
     if asked is None:
         return _newest_intact(run_folder, show)
     named = dict(steps_in(run_folder / "checkpoints")).get(int(asked)) if asked.isdigit() else None
@@ -230,12 +226,12 @@ def _newest_intact(run_folder: Path, show: Callable[[str], None]) -> Path:
         damage = damage_of(path, ["ema.safetensors"])
         if damage is None:
             return path
-        show(f"warning: {path} is damaged ({damage}) and passed over; the checkpoint before it is used")
+        show(f"warning: {path} is damaged ({damage}); the checkpoint before it is used")
     raise ValueError(f"run={run_folder} has no intact checkpoint to sample from")
 
 
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return everything about the drawing that moves a number, completed by what the run says."""
+    """Return everything that changes a sample, completed from the configuration of the run."""
     for key in ("num_samples", "batch_size"):
         check_positive(key, request[key])
     last = request["first_seed"] + request["num_samples"]
@@ -246,12 +242,9 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     check_choice("labels", request["labels"], LABELS)
     num_classes, label = config["data"]["num_classes"], request["class_label"]
     if label is not None and not 0 <= label < num_classes:
-        classes = (
-            f"in [0, {num_classes - 1}]"
-            if num_classes
-            else "null for an unconditional network (num_classes=0)"
-        )
-        raise ValueError(f"class_label={label} must be {classes}")
+        unconditional = "null for an unconditional network (num_classes=0)"
+        allowed = f"in [0, {num_classes - 1}]" if num_classes else unconditional
+        raise ValueError(f"class_label={label} must be {allowed}")
     if label is not None and request["labels"] == "balanced":
         raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
     decoding = config["decoding"] if request["decoding"] is None else request["decoding"]
@@ -264,7 +257,7 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
 
 
 def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Name what is drawn by its checkpoint and all that was asked for."""
+    """Name samples by their checkpoint and all that was asked for."""
     parts = [run.weights.parent.name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
     if settings["class_label"] is not None:
         parts += [f"class{settings['class_label']}"]

@@ -1,8 +1,8 @@
-"""Suites, and what `fid.py` is asked: checked, opened, and told."""
+"""Suites of metrics, and what `fid.py` is asked: its samples, its reference, and the table of scores."""
 
 import zipfile
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +12,55 @@ import yaml
 from omegaconf import OmegaConf
 
 from builders import config as configuration
-from builders.sampling import check_sampling, open_source
-from builders.schemas import SamplingConfig, ScoreConfig
-from data import (
-    encoder_for,
-    open_images,
-    open_latents,
-    read_manifest,
-    real_images,
-)
-from data.images import ZIP_ERRORS
+from builders.sampling import SamplingConfig, check_sampling, open_source
+from data import encoder_for, open_images, open_latents, read_manifest, real_images
 from diffusion import ImageSource
 from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.detectors.inception import check_weights_file
 from evaluation.files import fingerprint
 from evaluation.suite import Scores
-from runtime.arrays import read_member
+from runtime.arrays import ZIP_ERRORS, read_member
 from runtime.config import build_node, config_folders
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
 from runtime.output import check_free, place_of
 
-NUM_SAMPLES = 50_000  # of a run, unless told
+NUM_SAMPLES = 50_000  # of a run, by default
 MAX_REFERENCE_BYTES = 2**33
+
+
+@dataclass
+class ScoreConfig(SamplingConfig):
+    """What `fid.py` can be asked."""
+
+    mode: str = "score"  # or reference: make one from images
+    suite: str = "adm"  # or digits, glyphs: a file of configs/evaluation/
+    samples: str | None = None  # an .npz, a folder or a zip
+    run: str | None = None  # draw samples and score them without files
+    reference: str | None = None
+    images: str | None = None
+    resolution: int | None = None
+    out: str | None = None  # None: beside the samples, or inside the run
+    weights: str | None = None  # None, here and below: as in the file of the suite
+    allow_unpublished_weights: bool | None = None
+    precision_recall: bool | None = None
+    exact_distances: bool | None = None
+    kid: bool | None = None
+    detector_batch_size: int | None = None
+    overwrite: bool = False
+
+
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
 # Keys of a suite that can be set on the command line, by their names in its file.
-SUITE_KEYS = {
-    "weights": "weights",
-    "allow_unpublished_weights": "allow_unpublished_weights",
-    "batch_size": "detector_batch_size",
-    "precision_recall": "precision_recall",
-    "exact_distances": "exact_distances",
-    "kid": "kid",
-}
+SAME_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_distances", "kid")
+SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_size"}
 
 
 def build_suite(
     config: dict[str, Any], reference: Reference, launch: Launch, source: ImageSource | None = None
 ) -> Suite:
-    """Build the suite of `evaluation`, with the detector and the metrics that its file names, if any."""
+    """Build the suite of a configuration, with the detector and the metrics that it names, if any."""
     node, parts = config["evaluation"], {}
     if "detector" in node:
         parts["detector"] = build_node(config, "evaluation.detector")()
@@ -73,15 +82,9 @@ def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
 
 
 def suite_config(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the suite that is asked for, with what is set of it on the command line.
-
-    Raises:
-        ValueError: there is no such suite, or its file breaks a rule.
-    """
-    files = {
-        file.stem: file for folder in config_folders() for file in sorted(folder.glob("evaluation/*.yaml"))
-    }
-    nodes = {name: yaml.safe_load(file.read_text()) for name, file in files.items()}
+    """Return the configuration of the suite that is asked for, with its keys of the command line."""
+    files = [file for folder in config_folders() for file in sorted(folder.glob("evaluation/*.yaml"))]
+    nodes = {file.stem: yaml.safe_load(file.read_text()) for file in files}
     nodes = {name: node for name, node in nodes.items() if node and "_target_" in node}
     check_choice("suite", request["suite"], sorted(nodes))
     node = nodes[request["suite"]]
@@ -93,11 +96,7 @@ def suite_config(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_request(request: dict[str, Any]) -> None:
-    """Check that the keys that are given belong together.
-
-    Raises:
-        ValueError: with the key and the rule.
-    """
+    """Check that the keys that are given belong together."""
     check_choice("mode", request["mode"], ("score", "reference"))
     suite = suite_config(request)["evaluation"]
     what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
@@ -129,18 +128,12 @@ def check_request(request: dict[str, Any]) -> None:
         check_free("out", out, [out.with_suffix(".json")], request["overwrite"])
     samples = request["samples"]
     if samples and Path(samples).is_dir() and request["num_samples"] is None:
-        raise ValueError(
-            f"samples={samples} is a folder, which may hold images of an earlier time: "
-            "say with num_samples=N how many there must be"
-        )
+        rule = "is a folder, which may have older images in it: give their number as num_samples=N"
+        raise ValueError(f"samples={samples} {rule}")
 
 
 def check_files(request: dict[str, Any]) -> None:
-    """Check that what is read is there, and what is asked of a run.
-
-    Raises:
-        FileNotFoundError, ValueError: with the key and the value.
-    """
+    """Check that the files are there, and what is asked of a run."""
     suite = suite_config(request)["evaluation"]
     download = ": `python -m evaluation.fetch` lists what can be downloaded" if "weights" in suite else ""
     for key, hint in (("samples", ": sample.py writes one"), ("reference", download), ("images", "")):
@@ -153,12 +146,12 @@ def check_files(request: dict[str, Any]) -> None:
 
 
 def drawn(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is asked of a run."""
+    """Return the request of a run, with the default number of samples."""
     return {**request, "num_samples": request["num_samples"] or NUM_SAMPLES}
 
 
 def open_suite(request: dict[str, Any], num_samples: int, launch: Launch) -> Suite:
-    """Build the suite that is asked for, with its reference: a file, or where its file says null, latents."""
+    """Build the suite that is asked for, with its reference: a file, or latents if the suite has none."""
     config = suite_config(request)
     if config["evaluation"].get("reference") is not None:
         reference = open_reference(Path(request["reference"]), open_images)
@@ -172,38 +165,37 @@ def open_suite(request: dict[str, Any], num_samples: int, launch: Launch) -> Sui
     return build_suite(config, reference, launch)
 
 
-def open_samples(request: dict[str, Any], launch: Launch) -> "KeptSamples | DrawnSamples":
+def open_samples(request: dict[str, Any], launch: Launch) -> "FileSamples | DrawnSamples":
     """Open the samples that are asked for."""
-    return KeptSamples(request) if request["run"] is None else DrawnSamples(request, launch)
+    return FileSamples(request) if request["run"] is None else DrawnSamples(request, launch)
 
 
-class KeptSamples:
-    """Samples in files: their number, shape and batches, where their scores go, and a record of them."""
+class FileSamples:
+    """Samples in files: their number, shape and batches, the place of their scores, and a record of them."""
 
     def __init__(self, request: dict[str, Any]):
         self.path, self.name = Path(request["samples"]), f"samples={request['samples']}"
         self._images = open_images(self.path)
         self.count, self.shape = self._images.count, self._images.shape
         if request["num_samples"] not in (None, self.count):
-            raise ValueError(
-                f"{self.name} holds {self.count} images, num_samples={request['num_samples']} must agree"
-            )
+            rule = f"num_samples={request['num_samples']} must agree"
+            raise ValueError(f"{self.name} holds {self.count} images, {rule}")
         name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
         self.out = Path(request["out"] or self.path.parent / f"{name}.scores.json")
 
     def labels(self) -> np.ndarray:
-        """Return the class that was asked for in each image."""
+        """Return the class of each image (N,)."""
         labels = read_labels(self.path) if self.path.suffix == ".npz" else None
         if labels is None or labels.shape != (self.count,):
             raise ValueError(f"{self.name} must be an .npz with a label (arr_1) for each image (arr_0)")
         return labels
 
     def batches(self, batch_size: int | None, launch: Launch) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield this process's batches; None: of all images."""
+        """Yield this rank's batches; None: of all images."""
         return self._images.batches(batch_size or self.count, launch)
 
     def record(self) -> dict[str, Any]:
-        """Return what the samples are, with what `sample.py` says of them."""
+        """Return what the samples are, with the record of `sample.py` if there is one."""
         record = {"path": str(self.path), "sha256": fingerprint(self.path)}
         record |= {"num_samples": self.count, "shape": self.shape}
         beside = self.path.with_suffix(".json")
@@ -211,14 +203,12 @@ class KeptSamples:
         if not isinstance(drawn, dict) or "samples_sha256" not in drawn:
             return record
         if drawn["samples_sha256"] != record["sha256"]:
-            raise ValueError(
-                f"{self.name} is not what {beside} tells about: draw it again, or remove {beside.name}"
-            )
+            raise ValueError(f"{self.name} does not match {beside}: draw it again, or remove {beside.name}")
         return {**record, "drawn": drawn}
 
 
 class DrawnSamples:
-    """Samples drawn from a run while they are scored: the same as of samples in files."""
+    """Samples drawn from a run while they are scored, with the methods of FileSamples."""
 
     def __init__(self, request: dict[str, Any], launch: Launch):
         request = drawn(request)
@@ -228,14 +218,14 @@ class DrawnSamples:
         self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{name}.json")
 
     def labels(self) -> np.ndarray:
-        """Return the class that is asked for in each image."""
+        """Return the class of each image (N,)."""
         labels = self._source.labels(self.count)
         if labels is None:
             raise ValueError(f"{self.name} is unconditional: its samples have no labels")
         return labels.numpy()
 
     def batches(self, batch_size: int | None, launch: Launch) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield this process's batches, of the size that they are drawn in."""
+        """Yield this rank's batches, of the size that they are drawn in."""
         return self._source.batches(self.count)
 
     def record(self) -> dict[str, Any]:
@@ -244,11 +234,7 @@ class DrawnSamples:
 
 
 def read_labels(file: Path) -> np.ndarray | None:
-    """Read the labels (N,) of an .npz in the layout of [ADM]; None where it has none.
-
-    Raises:
-        ValueError: they cannot be read.
-    """
+    """Read the labels (N,) of an .npz in the layout of [ADM]; None where it has none."""
     try:
         with zipfile.ZipFile(file) as archive:
             labels = read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
@@ -258,10 +244,7 @@ def read_labels(file: Path) -> np.ndarray | None:
 
 
 def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
-    """Score what samples are compared with, where a reference has labels and held-out images.
-
-    The mean image of each class in turn is what a model that knows the classes and nothing else would draw.
-    """
+    """Score the mean image of each class, and held-out images, where a reference has them."""
     reference = suite.reference
     if reference.labels is None:
         return {}
@@ -272,14 +255,14 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
         rows["held-out real"] = reference.held_out
     found = {}
     for name, (pixels, labels) in rows.items():
-        kept = ArrayImages(pixels)
-        batches = kept.batches(suite.batch_size or kept.count, suite.launch)
-        found[name] = suite.score(batches, kept.count, kept.shape, labels)
+        images = ArrayImages(pixels)
+        batches = images.batches(suite.batch_size or images.count, suite.launch)
+        found[name] = suite.score(batches, images.count, images.shape, labels)
     return found
 
 
-def tell(scores: Scores, others: dict[str, Scores]) -> None:
-    """Print scores beside those of what they are compared with, and what is to be known of them."""
+def show(scores: Scores, others: dict[str, Scores]) -> None:
+    """Print scores beside those that they are compared with, and their warnings."""
     rows = {"samples": scores, **others}
     if others:
         print(" " * 16 + "".join(f"{name:>16}" for name in rows))

@@ -1,6 +1,7 @@
-"""The trainer of a configuration, with all its parts; a run that has a checkpoint goes on from its newest."""
+"""Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from math import isqrt
 from pathlib import Path
@@ -35,39 +36,33 @@ from runtime.launch import Launch
 from runtime.machine import keep_freed_memory
 from runtime.provenance import environment, flatten, source_sha256
 from training.batches import Batches
-from training.checkpoint import CheckpointFolder, is_own_checkpoint, latest_checkpoint, load_weights
+from training.checkpoint import CheckpointFolder, latest_checkpoint
 from training.ema import EMA
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
 from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
+from training.weights import is_own_checkpoint, load_weights
 
-SETTINGS = ("total_steps", "log_every", "save_every", "grad_clip", "max_skipped_steps")
-ENTRIES_AT_ONCE = 1024
+_CHUNK = 1024  # entries
 
 TrainingData = LatentDataset | ShardDataset
 
 
 def check_files(config: dict[str, Any], run: RunFolder) -> None:
-    """Check that what is read is there, before any device is touched.
-
-    Raises:
-        FileNotFoundError, ValueError: with the key and the value.
-    """
+    """Check that the files are there, before any device is touched."""
     if config["train"]["init_from"] and not latest_checkpoint(run.path):
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
     for key in ("reference", "weights"):
         file = config["evaluation"].get(key)
         if file is not None and not Path(file).exists():
-            raise FileNotFoundError(
-                f"evaluation.{key}={file} not found: `python -m evaluation.fetch` lists what can be "
-                "downloaded"
-            )
+            hint = "`python -m evaluation.fetch` lists what can be downloaded"
+            raise FileNotFoundError(f"evaluation.{key}={file} not found: {hint}")
 
 
 def check_init_from(source: str, objective: str | None) -> None:
-    """Check that the weights to start from are there, and that it is known what they predict."""
+    """Check that the weights to start from are there, and that what they predict is known."""
     try:
         own = is_own_checkpoint(source)
     except FileNotFoundError as error:
@@ -78,25 +73,19 @@ def check_init_from(source: str, objective: str | None) -> None:
         )
     if not own and objective is None:
         raise ValueError(
-            f"train.init_from={source} does not tell what it predicts: give train.init_from_objective=edm "
+            f"train.init_from={source} does not say what it predicts: give train.init_from_objective=edm "
             "(TREAD with EDM), ddpm (DiT: noise, timesteps 0 to 999) or flow (SiT, TREAD with flow matching: "
             "velocity, times 0 to 1)"
         )
 
 
 def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
-    """Open the data of a run, in the first process before the others, and make sure that all start alike.
-
-    Raises:
-        ValueError: the data do not have what the configuration needs, or ranks disagree.
-    """
+    """Open the data of a run, on the first rank before the others, and check that all ranks start alike."""
     with launch.main_first():
         dataset = build_node(config, "data")()
     if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
-        raise ValueError(
-            "train.masked_loss=true needs masks: conditioning_type of the latent manifest is null, "
-            "it must be mask or segmentation (data/README.md)"
-        )
+        rule = "conditioning_type of the latent manifest must be mask or segmentation (data/README.md)"
+        raise ValueError(f"train.masked_loss=true needs masks: {rule}")
     # Ranks that train on different things would average nonsense.
     data = {"fingerprint of the data": dataset.describe()["fingerprint"], "code (sha256)": source_sha256()}
     launch.assert_ranks_agree({**flatten(config), **data, "torch": torch.__version__})
@@ -104,12 +93,9 @@ def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
 
 
 def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData, launch: Launch) -> Trainer:
-    """Build all that a run needs, load its newest checkpoint if it has one, and only then begin to write.
+    """Build all that a run needs, load its newest checkpoint if it has one, and only then write.
 
     The folder must be locked.
-
-    Raises:
-        ValueError, OSError: what is in the folder does not allow this run.
     """
     train, device = config["train"], launch.device
     resolved = _resolve(config, run, launch)
@@ -132,7 +118,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     folder = run.path / "checkpoints"
     checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
     stop = StopRequest(train["max_time_sec"])
-    settings = Settings(**{key: train[key] for key in SETTINGS})
+    settings = Settings(**{field.name: train[field.name] for field in fields(Settings)})
 
     slowdown = fp32_slowdown(net, device, bf16)
     step = micro_step(precond, net, loss, micro_batch_size, device, Routing)
@@ -143,8 +129,9 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
     if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
         trainer.resume(checkpoint)
-    launch.barrier()  # all have read what the first process is about to change
-    if launch.is_main:
+    launch.barrier()  # all have read what the first rank is about to change
+
+    def start_writing() -> None:
         details = {
             "resolved": resolved,
             "num_processes": launch.world_size,
@@ -156,14 +143,16 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
             "scores": [evaluator.describe() for _, evaluator in evaluators],
         }
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
-        run.begin(config, details, trainer.step)
+        run.record_start(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
         print(summary(config, details, net, resumed_step=trainer.step), flush=True)
+
+    launch.broadcast_from_main(start_writing)
     return trainer
 
 
 def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str, Any]:
-    """Decide what the configuration leaves open, on all ranks alike."""
+    """Decide what the configuration leaves open, the same on all ranks."""
     saved = run.manifest()["resolved"] if run.has_results() else {}
     resolved = resolve_auto(config, saved, launch.device, launch.world_size)
     agreed = ("mixed_precision", "compile", "micro_batch_size")
@@ -178,7 +167,7 @@ def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str
 
 
 def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:
-    """Load the weights that a new run starts from, and return what is recorded of them."""
+    """Load the weights that a new run starts from, and return their record."""
     source = config["train"]["init_from"]
     if not source or latest_checkpoint(run.path):
         return None
@@ -189,7 +178,7 @@ def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[s
 
 def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
     """Compile the blocks of a network in place, and return it with its ranks synchronised."""
-    # A sweep runs job after job in one process: nothing of the last one may be left.
+    # A sweep runs its jobs in one process: nothing of the last one may be left.
     AcceleratorState._reset_state()
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
@@ -198,7 +187,7 @@ def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
         for block in net.blocks:
             block.compile(dynamic=False)
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    # The loss runs under autocast; accelerate's own would stay on the network when it is evaluated.
+    # The loss runs under autocast; accelerate's own would stay on in evaluations.
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp]).prepare_model(net)
 
 
@@ -243,12 +232,12 @@ def _mask_coverage(
     masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
     batch_size: int,
 ) -> float:
-    """Return the fraction of tokens that masks keep; refuse masks that the plan refuses."""
+    """Return the fraction of tokens that masks keep, once the plan has checked their counts."""
     if masks_to_tokens is None:
         return 0.0
     if plan.force_keep_overflow == "error":
         num_forced = np.zeros(dataset.manifest.count, dtype=int)
-        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // ENTRIES_AT_ONCE):
+        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // _CHUNK):
             num_forced[ids] = count_forced(dataset, ids, masks_to_tokens)
         plan.check_force_keep(num_forced)
     return mask_coverage(dataset, masks_to_tokens, batch_size) if plan.force_keep_overflow == "grow" else 0.0

@@ -8,14 +8,14 @@ written.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
@@ -40,7 +40,24 @@ SAMPLED = 512
 ENTRIES_AT_ONCE = 256
 ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale")
 
-configuration.register()
+
+@dataclass
+class ConvertConfig:
+    """What `data.convert` is asked; None means: as the format is assumed to be."""
+
+    format: str = MISSING
+    source: str = MISSING
+    out: str = MISSING
+    num_classes: int | None = None  # None: the largest label + 1
+    num_held_out: int = 0
+    stored_as: str | None = None  # samples, mean_logvar or mean_std
+    scaled: bool | None = None
+    hflip: bool | None = None
+    encoder: str | None = None
+    scale: float | None = None
+
+
+configuration.register("convert", ConvertConfig)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="convert")

@@ -22,7 +22,7 @@ import hydra
 import numpy as np
 import torch
 from joblib import cpu_count
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
@@ -47,7 +47,24 @@ CORRUPT_SHOWN = 10
 MAX_HELD_OUT = 5000
 PATIENCE = timedelta(days=30)  # ranks that are done wait for the others
 
-configuration.register()
+
+@dataclass
+class EncodeConfig:
+    """What `data.encode` can be asked."""
+
+    source: str = MISSING  # a folder of class folders, a zip of one, or a list
+    out: str = MISSING
+    encoder: str = "sd-vae-ft-ema"  # or sd-vae-ft-mse, sdxl, identity, a folder, OWNER/NAME on the hub
+    resolution: int = 256
+    hflip: bool = True
+    masks: str | None = None
+    conditioning_type: str = "mask"  # or segmentation; of the masks
+    num_held_out: int | None = None  # None: one image in a hundred, at most 5,000
+    mixed_precision: str = "no"
+    skip_corrupt: bool = False
+
+
+configuration.register("encode", EncodeConfig)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="encode")

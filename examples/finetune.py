@@ -15,6 +15,7 @@ Shapes: N samples, latents x (N, C, H, W), or (N, C, F, H, W) of F frames, T tok
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import torch
 import torch.nn as nn
 import yaml
 from accelerate import Accelerator, PartialState
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -57,7 +58,35 @@ Batch = dict[str, Tensor]
 RoutingArgs = dict[str, Any]  # what `routing.attach` adds to a model's forward
 ROUTERS = {"random": random_router, "norm": norm_router}
 
-configuration.register()
+
+@dataclass
+class FinetuneConfig:
+    """What `examples.finetune` can be asked."""
+
+    transformer: str = MISSING  # a folder that diffusers has saved one in
+    inputs: str = MISSING  # a folder of arrays
+    output_dir: str = "runs/finetune"
+    routes: Any = field(default_factory=list)  # or the name of one of configs/model/routes
+    tread_config: str | None = None  # a JSON file of SimpleTuner, in place of routes
+    mask_area: float = 0.0  # a mask keeps a token if it covers more than this fraction of its patch
+    router: str = "random"  # or norm
+    train: str = "lora"  # or lokr, full
+    rank: int = 16
+    quantize: str | None = None  # int8, int4 or nf4: of the base weights
+    gradient_checkpointing: bool = False
+    mixed_precision: str = "no"  # or bf16
+    lr: float = 1e-4
+    shift: float = 1.0  # of the times, towards noise
+    batch_size: int = 4  # of all processes together
+    total_steps: int = 1000
+    num_held_out: int = 64
+    log_every: int = 10
+    eval_every: int = 100
+    save_every: int = 100
+    seed: int = 0
+
+
+configuration.register("finetune", FinetuneConfig)
 
 
 def flux(model: nn.Module, x: Tensor, t: Tensor, batch: Batch, routing: RoutingArgs) -> Tensor:

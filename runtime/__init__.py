@@ -1,3 +1,1 @@
-"""The ground floor: files and locks, which know nothing of this project's subject and import none of its
-rooms.
-"""
+"""The ground floor: files, locks, ranks, errors, Hydra; imports none of the other rooms."""

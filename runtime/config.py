@@ -1,6 +1,4 @@
-"""Hydra and OmegaConf, whatever is configured: errors in one line, keys and types, and what a `_target_`
-names.
-"""
+"""Hydra and OmegaConf, whatever is configured: errors in one line, keys, types and targets."""
 
 import inspect
 import os
@@ -9,7 +7,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass, make_dataclass
 from functools import partial, reduce
@@ -28,8 +26,8 @@ from runtime.errors import UserError, did_you_mean
 from runtime.lock import TRY_AGAIN, Busy
 from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
 
-SCHEMA = "_schema"  # what the names of schemas end in, beside those of the files that they are for
-NOT_FOR_USERS = (
+SCHEMA = "_schema"  # the suffix of schemas, beside the files of the same names
+FOR_DEVELOPERS = (
     "To append to your config",
     "full_key:",
     "reference_type=",
@@ -37,62 +35,55 @@ NOT_FOR_USERS = (
     "See https://",
     "^",
 )
+A_LIST, A_GROUP = "must be a list, [VALUE,VALUE]", "is a group of keys, which are set one by one"
 CLEARER = (
-    (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", "must be a list, [VALUE,VALUE]"),
-    (r"Cannot merge DictConfig with ListConfig", "must be a list, [VALUE,VALUE]"),
-    (
-        r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*",
-        "is a group of keys, which are set one by one",
-    ),
-    (r"Cannot assign \w+ to Dict\[.*\]", "is a group of keys, which are set one by one"),
+    (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", A_LIST),
+    (r"Cannot merge DictConfig with ListConfig", A_LIST),
+    (r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*", A_GROUP),
+    (r"Cannot assign \w+ to Dict\[.*\]", A_GROUP),
     (r"field '[\w.]+' is not Optional", "must not be null"),
     (r"\w+ \(DictConfig\) does not support deletion", "must not be removed"),
     (r"list index out of range", "the list has no such item"),
     (
         r"^invalid literal for int\(\) with base 10: ('.*')$",
-        r"\1 is no item of a list: they have numbers, from 0",
+        r"\1 is not an item of a list: those are 0, 1, ...",
     ),
 )
 INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
 KEY_IN_FILE = re.compile(r"^\s*(\w+):", re.MULTILINE)
 
 
-def register_with_hydra(schemas: Mapping[str, type], resolvers: Mapping[str, Callable[..., Any]]) -> None:
-    """Make the schemas of programs and the resolvers of interpolations known to Hydra."""
-    store = ConfigStore.instance()
-    for name, schema in schemas.items():
-        store.store(name=f"{name}{SCHEMA}", node=schema)
+def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Callable[..., Any]]) -> None:
+    """Tell Hydra the schema of a program and the resolvers of interpolations."""
+    ConfigStore.instance().store(name=f"{program}{SCHEMA}", node=schema)
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 @contextmanager
 def user_mistakes() -> Iterator[None]:
-    """Mark the errors of checking and building as the user's to mend."""
+    """Turn errors of checking and building into UserErrors."""
     try:
         yield
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        hydra = HydraConfig.get() if HydraConfig.initialized() else None
-        job = (
-            f" (in the job {' '.join(hydra.overrides.task)})"
-            if hydra and hydra.mode == RunMode.MULTIRUN
-            else ""
-        )
+        hydra, job = HydraConfig.get() if HydraConfig.initialized() else None, ""
+        if hydra and hydra.mode == RunMode.MULTIRUN:
+            job = f" (in the job {' '.join(hydra.overrides.task)})"
         raise UserError(f"{error}{job}") from error
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a Hydra application so that a mistake of the user ends in one line; HYDRA_FULL_ERROR=1 shows where
-    it was found.
+    """Run a Hydra application so that a mistake of the user ends in one line; HYDRA_FULL_ERROR=1 shows the
+    traceback.
     """
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print in its own way
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
     try:
         main()
     except (UserError, HydraException, OmegaConfBaseException, ValueError) as error:
         if show_traceback or not (isinstance(error, UserError) or _is_of_hydra(error)):
             raise
-        # One write: the lines of processes that share a terminal stay whole. `sys.exit(text)` takes two.
+        # One write: lines of processes that share a terminal stay intact. `sys.exit(text)` writes twice.
         sys.stderr.write(f"error: {explanation(error, sys.argv[1:])}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
 
@@ -102,47 +93,10 @@ def explanation(error: BaseException, arguments: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         rule = "must be KEY=VALUE, items of a list as routes.0.KEY, other signs in quotes"
         return f"{error.override} cannot be read: {rule}"
-    texts = [
-        str(error),
-        *([str(error.__cause__)] if isinstance(error, HydraException) and error.__cause__ else []),
-    ]
-    return explain(texts, arguments, [f.name for schema in _schemas() for f in _fields_within(schema)])
-
-
-def _is_of_hydra(error: BaseException) -> bool:
-    """Return whether an error comes from composing, where Hydra raises bare ValueErrors, too."""
-    own = isinstance(error, HydraException | OmegaConfBaseException)
-    return own or bool(
-        {"hydra", "omegaconf"} & {*Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts}
-    )
-
-
-def _schemas() -> list[type]:
-    """Return the schemas that `register_with_hydra` has told Hydra of."""
-    stored = ConfigStore.instance().repo
-    return [
-        OmegaConf.get_type(entry.node) for name, entry in stored.items() if name.endswith(f"{SCHEMA}.yaml")
-    ]
-
-
-def _fields_within(schema: type) -> Iterator[Field]:
-    for found in fields(schema):
-        yield found
-        if is_dataclass(found.type):
-            yield from _fields_within(found.type)
-
-
-def explain(texts: Sequence[str], arguments: Sequence[str], keys: Iterable[str]) -> str:
-    """Return one line for an error.
-
-    Args:
-        texts: the messages of the error and of its cause.
-        arguments: the command line.
-        keys: names of keys of the schemas, to find the nearest among them and those of the files.
-    """
-    text = ": ".join(filter(None, map(one_line, texts)))
+    cause = error.__cause__ if isinstance(error, HydraException) else None
+    text = ": ".join(filter(None, (one_line(str(e)) for e in (error, cause) if e)))
     if unknown := re.match(r"Could not override '([\w./@]+)'", text):
-        return f"{unknown[1]} is not known{did_you_mean(unknown[1], [*keys, *_keys_of_files()])}"
+        return f"{unknown[1]} is not known{did_you_mean(unknown[1], _known_keys())}"
     if "Config group override must be" in text:
         named = [a for a in arguments if (CONFIGS / a.partition("=")[0].lstrip("+~")).is_dir()]
         options = [f"{a} (one of {', '.join(_options(a.partition('=')[0].lstrip('+~')))})" for a in named]
@@ -154,16 +108,35 @@ def explain(texts: Sequence[str], arguments: Sequence[str], keys: Iterable[str])
 
 
 def one_line(text: str) -> str:
-    """Return a message without what Hydra and OmegaConf add for their own developers."""
+    """Return a message without what Hydra and OmegaConf add for developers."""
     text = INTERPOLATED.sub(r"\2 takes its value from \1, which is not there", text)
     lines = [line.strip() for line in text.split("Config search path")[0].splitlines()]
-    joined = " ".join(line for line in lines if line and not line.startswith(NOT_FOR_USERS))
+    joined = " ".join(line for line in lines if line and not line.startswith(FOR_DEVELOPERS))
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", joined)
 
 
-def _keys_of_files() -> set[str]:
-    groups = {path.name for path in CONFIGS.rglob("*") if path.is_dir()}
-    return groups.union(*(KEY_IN_FILE.findall(file.read_text()) for file in CONFIGS.rglob("*.yaml")))
+def _is_of_hydra(error: BaseException) -> bool:
+    """Return whether an error comes from composing, where Hydra raises bare ValueErrors, too."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+    return isinstance(error, HydraException | OmegaConfBaseException) or bool(
+        {"hydra", "omegaconf"} & {*raised_in}
+    )
+
+
+def _known_keys() -> set[str]:
+    """Return the names of groups, and of keys in schemas and files."""
+    stored = ConfigStore.instance().repo
+    schemas = [OmegaConf.get_type(stored[name].node) for name in stored if name.endswith(f"{SCHEMA}.yaml")]
+    keys = {field.name for schema in schemas for field in _fields_within(schema)}
+    keys |= {path.name for path in CONFIGS.rglob("*") if path.is_dir()}
+    return keys.union(*(KEY_IN_FILE.findall(file.read_text()) for file in CONFIGS.rglob("*.yaml")))
+
+
+def _fields_within(schema: type) -> Iterator[Field]:
+    for found in fields(schema):
+        yield found
+        if is_dataclass(found.type):
+            yield from _fields_within(found.type)
 
 
 def _options(group: str) -> list[str]:
@@ -171,7 +144,7 @@ def _options(group: str) -> list[str]:
 
 
 def check_keys(node: Any, key: str = "") -> None:
-    """Hold the keys against the schema: `++KEY=VALUE` and `~KEY` get by Hydra."""
+    """Check keys against the schema: Hydra does not where they are given as `++KEY=VALUE` or `~KEY`."""
     if not isinstance(node, DictConfig):
         return
     schema = OmegaConf.get_type(node)
@@ -189,29 +162,18 @@ def check_keys(node: Any, key: str = "") -> None:
 
 
 def missing_keys(node: Any, key: str = "") -> list[str]:
-    """Return the mandatory keys without a value; OmegaConf's own search fails where an interpolation needs
-    one.
-    """
-    if isinstance(node, dict):
-        return [
-            found
-            for name, child in node.items()
-            for found in missing_keys(child, f"{key}.{name}" if key else name)
-        ]
-    if isinstance(node, list):
-        return [found for i, child in enumerate(node) for found in missing_keys(child, f"{key}.{i}")]
-    return [key] if node == MISSING else []
+    """Return the mandatory keys without a value; OmegaConf's own search fails at interpolations."""
+    if not isinstance(node, dict | list):
+        return [key] if node == MISSING else []
+    children = node.items() if isinstance(node, dict) else enumerate(node)
+    nested = (missing_keys(child, f"{key}.{name}" if key else str(name)) for name, child in children)
+    return [missing for keys in nested for missing in keys]
 
 
 def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:
-    """Return what the `_target_` of the node at a dotted key names, with the node's other entries bound as
-    arguments.
-
-    Raises:
-        ValueError: no file names it for this key.
-    """
+    """Return what the `_target_` of the node at a dotted key names, with the node's other entries bound."""
     node = reduce(getitem, key.split("."), config)
-    check_targets(node, allowed_targets(config_folders()), key)  # here, too: on the very node that is built
+    check_targets(node, allowed_targets(config_folders()), key)  # again: on the very node that is built
     arguments = {name: value for name, value in node.items() if name != "_target_"}
     return partial(load_target(f"{key}._target_", node["_target_"]), **arguments)
 
@@ -224,15 +186,7 @@ def config_folders() -> tuple[Path, ...]:
 
 
 def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Check arguments against a signature: names, and types where the annotation is of plain types.
-
-    Returns:
-        The arguments, converted to the types of the signature (`no` is false where a bool is expected).
-
-    Raises:
-        ValueError: a name that the target does not take, a value of another type, or a plain argument that is
-            missing.
-    """
+    """Check names and plain types of arguments against a signature, and return them converted."""
     parameters = inspect.signature(target).parameters
     # What stands before / comes from the caller.
     parameters = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.POSITIONAL_ONLY}

@@ -1,4 +1,4 @@
-"""What a program says of a mistake: its kind, checks of single values, and the key that was meant."""
+"""Errors of the user, checks of single values, and the nearest key."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -24,14 +24,14 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 def did_you_mean(key: str, keys: Iterable[str]) -> str:
-    """Return a hint at the key that is nearest to one that is not known; empty if none is near."""
+    """Return a hint at the key nearest to an unknown one; empty if none is near."""
     name = re.split(r"[./]", key)[-1]
     near = get_close_matches(name, sorted(set(keys)), n=1)
     return f": did you mean {key.removesuffix(name)}{near[0]}?" if near and near[0] != name else ""
 
 
 class UserError(SystemExit):
-    """An end that one line explains: to whom it is shown, a traceback tells no more.
+    """A mistake of the user, shown as one line without a traceback.
 
-    Hydra lets it through as it is, where it would put words of its own before an Exception.
+    Hydra lets a SystemExit through as it is, and would add its own words to an Exception.
     """

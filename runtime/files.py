@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and JSON that every reader takes."""
+"""Files that are written completely or not at all, and JSON that every reader takes."""
 
 import hashlib
 import json
@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 2**24
-# Every list takes some 80 bytes of memory: text of hardly anything but brackets would become thirty times as
-# much.
+# A list takes some 80 bytes of memory: text of hardly anything but brackets would take thirty times its size.
 FREE_BRACKETS, BYTES_PER_BRACKET = 1000, 8
 
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """Yield where to write what takes the place of `file` when all of it is on the disk.
+    """Yield a path to write to, which replaces `file` once it is complete on the disk.
 
-    Whatever goes wrong before, `file` is as it was. The place has the suffix of `file`, by which libraries
-    tell formats.
+    If anything goes wrong before, `file` stays as it was. The path has the suffix of `file`.
     """
     partial = file.with_name(f".{file.stem}.partial{file.suffix}")
-    partial.unlink(missing_ok=True)  # what a kill left, or a link that came with a folder from elsewhere
+    partial.unlink(missing_ok=True)  # left by a kill, or a link from elsewhere
     try:
         yield partial
         sync(partial)
@@ -35,20 +33,18 @@ def atomic_write(file: Path) -> Iterator[Path]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text, whole or not at all."""
+    """Write a text, completely or not at all."""
     with atomic_write(file) as partial:
         partial.write_text(text)
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write JSON, whole or not at all."""
+    """Write JSON, completely or not at all."""
     write_text(file, json.dumps(finite(content), indent=2) + "\n")
 
 
 def finite(content: Any) -> Any:
-    """Return what is written of JSON: null in place of numbers that are not finite, for which it has no
-    words.
-    """
+    """Return JSON content with null in place of numbers that are not finite."""
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -57,24 +53,16 @@ def finite(content: Any) -> Any:
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: it is damaged, or larger.
-    """
+    """Read a JSON file."""
     try:
         with file.open("rb") as opened:
             return parse_json(read_bounded(opened, max_bytes))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged, it is no JSON: {error}") from error
+        raise ValueError(f"{file} is damaged, not JSON: {error}") from error
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON from outside, whose bytes are bounded, in memory that is bounded by them.
-
-    Raises:
-        ValueError, RecursionError: it is none, or consists of brackets.
-    """
+    """Parse JSON from outside, in memory bounded by its size."""
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > FREE_BRACKETS + len(data) // BYTES_PER_BRACKET:
         raise ValueError(f"it holds {brackets} brackets in {len(data)} bytes")
@@ -82,32 +70,24 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
-    """Read a file to its end; raise a ValueError if that is further than so many bytes."""
+    """Read a file; raise a ValueError if it is longer than so many bytes."""
     data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"it holds more than {max_bytes} bytes, must be at most so many")
+        raise ValueError(f"it holds more than {max_bytes} bytes")
     return data
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Yield the names of all files in a folder and its subfolders, relative to it, also through links to
-    other folders.
+    """Yield the names of all files in a folder and its subfolders, relative to it, through links as well.
 
-    Hidden folders are left out. Not Path.rglob, which takes minutes for a million files and follows no links.
-
-    Raises:
-        ValueError: a link leads to a folder that is there already: its files would be listed twice, or
-            without end.
-        OSError: a folder cannot be read.
+    Hidden folders are left out. Path.rglob takes minutes for a million files and follows no links.
     """
     seen = set()
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_raise):
         status, inside = Path(path).stat(), Path(path).relative_to(folder)
         place = status.st_dev, status.st_ino
         if place in seen:
-            raise ValueError(
-                f"{path} is a folder that is listed already, under another name: one of the two must go"
-            )
+            raise ValueError(f"{path} is a folder that is listed already, by another name: remove one")
         seen.add(place)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = "" if inside == Path() else f"{inside.as_posix()}/"

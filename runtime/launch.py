@@ -1,4 +1,4 @@
-"""The processes of one launch, as one of them sees it: which it is, what they agree on, what they add up."""
+"""The ranks of a launch, as one of them sees it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,12 +14,12 @@ from torch.distributed import DistError
 from runtime.output import claimed
 
 T = TypeVar("T")
-LONGEST_VALUE = 80
+MAX_VALUE = 80  # characters in a message
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those of its launch; `runtime.machine.start_process` gives it.
+    """This process among those of its launch, as `runtime.machine.start_process` returns it.
 
     All ranks must call the same collective methods in the same order.
     """
@@ -35,11 +35,11 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """True on the first rank, which writes what is written once."""
+        """True on the first rank."""
         return self.rank == 0
 
     def print(self, text: str) -> None:
-        """Print on the first rank alone."""
+        """Print on the first rank only."""
         if self.is_main:
             print(text, flush=True)
 
@@ -50,12 +50,14 @@ class Launch:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let the first rank through the block before the others."""
+        """Let the first rank through the block before the others, even if it fails there."""
         if not self.is_main:
             self.barrier()
-        yield
-        if self.is_main:
-            self.barrier()
+        try:
+            yield
+        finally:
+            if self.is_main:
+                self.barrier()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over the ranks."""
@@ -67,7 +69,7 @@ class Launch:
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked: (...) -> (world_size, ...)."""
-        # All of one shape and never empty, since not every backend gathers that.
+        # All of one shape and not empty: some backends cannot gather anything else.
         return gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor.unsqueeze(0)
 
     def gather_items(self, items: list[T]) -> list[T]:
@@ -75,11 +77,7 @@ class Launch:
         return gather_object(items) if self.world_size > 1 else items
 
     def broadcast_from_main(self, decide: Callable[[], T]) -> T:
-        """Return, on all ranks, what the first one decides; if it raises, all raise the same.
-
-        Raises:
-            ValueError, OSError: as the first rank did.
-        """
+        """Return, on all ranks, what the first one decides; its ValueError or OSError is raised on all."""
         if self.world_size == 1:
             return decide()
         answer: tuple[T | None, Exception | None] = (None, None)
@@ -97,18 +95,14 @@ class Launch:
         return decided
 
     def assert_ranks_agree(self, facts: Mapping[str, Any]) -> None:
-        """Refuse, on all ranks together, to start with facts that are not the same on all of them.
-
-        Raises:
-            ValueError: naming each fact that differs, with the values and the ranks.
-        """
+        """Raise a ValueError, on all ranks, that names the facts that are not the same on all of them."""
         of_ranks = self.gather_items([dict(facts)])
         keys = sorted({key for of_one in of_ranks for key in of_one})
         described = []
         for key in keys:
             others = [i for i, of_one in enumerate(of_ranks) if of_one.get(key) != of_ranks[0].get(key)]
             if others:
-                values = [str(of_ranks[i].get(key))[:LONGEST_VALUE] for i in (0, others[0])]
+                values = [str(of_ranks[i].get(key))[:MAX_VALUE] for i in (0, others[0])]
                 described.append(f"{key}: {values[0]} in process 0, {values[1]} in process {others[0]}")
         if described:
             raise ValueError(f"ranks disagree on {'; '.join(described)}")
@@ -117,11 +111,7 @@ class Launch:
     def claimed_by_main(
         self, key: str, file: Path, beside: Sequence[Path], overwrite: bool
     ) -> Iterator[None]:
-        """Let the first rank keep the place of a result for all, see `runtime.output.claimed`.
-
-        Raises:
-            OSError: on all ranks, as on the first.
-        """
+        """Let the first rank claim the place of a result for all, see `runtime.output.claimed`."""
         with ExitStack() as held:
 
             def claim() -> None:
@@ -135,9 +125,5 @@ ALONE = Launch()  # one process, on the CPU
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether an error is that of waiting for a process that is gone."""
+    """Return whether an error comes from waiting for a process that is gone."""
     return isinstance(error, DistError) or "gloo/transport" in str(error)  # gloo has no type for it
-
-
-def say_nothing(what: object) -> None:
-    """Stand where others show a message."""

@@ -1,6 +1,4 @@
-"""A lock on what one process alone may write, from when it is taken to the end of that process, however it
-ends.
-"""
+"""A lock on what one process alone may write, released at the end of that process, however it ends."""
 
 import fcntl
 import os
@@ -12,24 +10,21 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-TRY_AGAIN = os.EX_TEMPFAIL  # exit status where the same command may do better later
-
-ATTEMPTS = 100  # of which each fails only where others give the same lock back at that moment
+TRY_AGAIN = os.EX_TEMPFAIL  # exit status where the same command may succeed later
+ATTEMPTS = 100  # each fails only if another process releases the lock at that moment
 
 
 class Busy(OSError):
-    """Another process holds what this one wants: the same command can be given again when it has ended."""
+    """Another process holds the lock."""
 
 
 class Lock:
-    """A lock in a file that tells who holds it; the file goes when the lock is given back.
+    """A lock in a file that says who holds it, and is removed when the lock is released.
 
     Args:
-        file: its folder is made where it is not there, and goes again with the lock if nothing was put into
-            it.
+        file: its folder is made if there is none, and removed with the lock if it is empty.
         what: is locked, for messages: a key and its value.
-        wait_sec: how long to wait for another to end; None for ever, and saying so.
-        show: prints a line.
+        wait_sec: how long to wait for the holder; None: as long as it takes, and say so.
     """
 
     def __init__(
@@ -41,49 +36,47 @@ class Lock:
         self._made: list[Path] = []
 
     def acquire(self) -> "Lock":
-        """Take the lock.
+        """Acquire the lock.
 
         Raises:
             Busy: another process holds it.
             OSError: the file cannot be made.
         """
-        started, told = time.monotonic(), False
+        started, announced = time.monotonic(), False
         while not self._try():
             holder = self.holder()
             if self.wait_sec is not None and time.monotonic() - started >= self.wait_sec:
                 raise Busy(f"{self.what} is in use by {holder}: end it, or try again when it has ended")
-            if self.wait_sec is None and not told:
+            if self.wait_sec is None and not announced:
                 self.show(f"{self.what} is in use by {holder}; waiting for its end")
-            told = True
+            announced = True
             time.sleep(0.5)
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
-        with suppress(OSError):  # a full disk: the lock holds, it only does not tell whose it is
+        with suppress(OSError):  # a full disk: the lock works, but does not say who holds it
             os.ftruncate(self._held, 0)
             os.pwrite(self._held, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
         return self
 
     def release(self) -> None:
-        """Give the lock back; nothing happens where it is not held."""
+        """Release the lock, if it is held."""
         if self._held is None:
             return
         if self.is_in_place():
             self.file.unlink()
             for folder in self._made:
-                with suppress(OSError):  # something was put there
+                with suppress(OSError):  # it is not empty
                     folder.rmdir()
         self._close()
 
     def is_in_place(self) -> bool:
-        """Return False if the lock is not held, or its file was moved or removed, so that it keeps nobody out
-        any more.
-        """
+        """Return whether the lock is held, and its file is still in its place."""
         try:
             if not self._certain:
                 return self.file.exists()
             return self._held is not None and os.path.samestat(os.fstat(self._held), self.file.stat())
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # a network that fails for a moment: that says nothing of the file
+        except OSError:  # a network that fails for a moment
             return True
 
     def holder(self) -> str:
@@ -93,13 +86,13 @@ class Lock:
         return "another process"
 
     def _try(self) -> bool:
-        """Take the lock if nobody holds it; its folder is made."""
+        """Acquire the lock if nobody holds it; make its folder."""
         for _ in range(ATTEMPTS):
             try:
-                # A link would lead to a file of somebody who knows nothing of this.
+                # A link could lead to anybody's file.
                 self._held = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except FileNotFoundError:  # another may have given an empty folder back
+            except FileNotFoundError:  # another may have removed its empty folder
                 self._made = [folder for folder in self.file.parents if not folder.exists()]
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 continue
@@ -112,16 +105,13 @@ class Lock:
                 return self._go_without(error)
             if self.is_in_place():
                 return True
-            # Its last holder removed the file while it was opened here: by now another may hold a new one of
-            # this name.
+            # Its last holder removed the file in between; by now another may hold a new one.
             self._close()
         return self._go_without("an open file is not known by its name")
 
     def _go_without(self, reason: str | OSError) -> bool:
-        """Go on where a file system cannot lock, as some of clusters."""
-        self.show(
-            f"warning: {self.file} cannot be locked ({reason}): see to it that no other process writes there"
-        )
+        """Continue where a file system cannot lock, as on some clusters."""
+        self.show(f"warning: {self.file} cannot be locked ({reason}): let no other process write there")
         self._held = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW) if self._held is None else self._held
         self._certain = False
         return True

@@ -18,22 +18,16 @@ from runtime.launch import Launch
 
 # Parameters of glibc's mallopt, and the variables by which a user sets them.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-MALLOC_VARIABLES = (
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_MMAP_MAX_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_TOP_PAD_",
-    "GLIBC_TUNABLES",
-)
+MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
+MALLOC_VARIABLES += ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
 def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch:
-    """Join the other processes of the launch, if there are any, on CUDA or else on a fair share of the CPU's
-    cores.
+    """Join the other processes of the launch, if any, on CUDA or else on a fair share of the CPU's cores.
 
     Args:
-        timeout: how long a process waits for the others; None: as long as torch chooses.
+        timeout: how long a process waits for the others; None: torch's default.
         tf32: allow TF32, on CUDA.
     """
     # PARITY: TF32 in training and sampling, as in all public code of the field; scores turn it off
@@ -41,51 +35,40 @@ def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     state = PartialState(cpu=on_cpu, **({"timeout": timeout} if timeout else {}))
-    # The launchers set one thread where nobody chose, which is right beside a GPU and half the speed on two
-    # cores.
+    # Launchers set one thread by default, which is right beside a GPU only.
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return Launch.of(state)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed for the next step, as the allocator of a GPU does, for the rest of the
-    process.
+    """Have glibc keep freed memory, as the allocator of a GPU does, for the rest of the process.
 
-    It would otherwise give every large tensor back to the kernel and take fresh pages for the next one
-    (benchmarks/LOG.md).
+    By default it returns large tensors to the kernel and takes new pages for the next (benchmarks/LOG.md).
     """
-    # No tensor has a mapping of its own, and the free end of the heap is never given back, however large it
-    # is.
+    # No tensor has a mapping of its own, and the free end of the heap is never returned.
     for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
         if not ctypes.CDLL(None).mallopt(parameter, value):
-            raise OSError(
-                f"the C library refuses mallopt({parameter}, {value}): set train.keep_freed_memory=false"
-            )
+            raise OSError(f"mallopt({parameter}, {value}) failed: set train.keep_freed_memory=false")
 
 
 def bf16_instructions() -> set[str]:
-    """Return those of the processor's instructions that multiply bf16 numbers, as Linux names them."""
+    """Return the processor's instructions for bf16, as Linux names them."""
     cpuinfo = Path("/proc/cpuinfo")
     return BF16_FLAGS & set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Return whether a device multiplies bf16 numbers itself."""
+    """Return whether a device has instructions for bf16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and bool(bf16_instructions())
 
 
 def can_keep_freed_memory(device: torch.device) -> bool:
-    """Return whether freed memory can be kept, and the user has not told the C library what to do."""
+    """Return whether freed memory can be kept, and the user has set none of the C library's variables."""
     chosen_by_user = any(os.environ.get(name) for name in MALLOC_VARIABLES)
-    return device.type == "cpu" and is_glibc() and not chosen_by_user
-
-
-def is_glibc() -> bool:
-    """Return whether the C library is glibc."""
-    return platform.libc_ver()[0] == "glibc"
+    return device.type == "cpu" and platform.libc_ver()[0] == "glibc" and not chosen_by_user
 
 
 def can_compile(device: torch.device) -> bool:

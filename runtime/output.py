@@ -1,4 +1,4 @@
-"""The place of a result: one program's at a time, and not overwritten unasked."""
+"""The place of a result: of one program at a time, and not overwritten unless asked."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,11 +8,7 @@ from runtime.lock import Busy, Lock
 
 
 def place_of(key: str, asked: str | None, run: Path, inside: str) -> Path:
-    """Return where a result goes: where it is asked for, or inside a run, which may come from elsewhere.
-
-    Raises:
-        ValueError: a link of the run leads out of it.
-    """
+    """Return where a result goes: where asked, or inside a run, whose links must not lead out of it."""
     if asked:
         return Path(asked)
     place = run / inside
@@ -22,7 +18,7 @@ def place_of(key: str, asked: str | None, run: Path, inside: str) -> Path:
 
 
 def check_free(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> None:
-    """Raise an OSError where a result would replace something unasked; see `claimed`."""
+    """Raise an OSError if a result would overwrite something unasked; see `claimed`."""
     if file.is_dir():
         raise IsADirectoryError(f"{key}={file} is a folder, must be a file")
     there = next((found for found in (file, *beside) if found.exists()), None)
@@ -34,13 +30,13 @@ def check_free(key: str, file: Path, beside: Sequence[Path], overwrite: bool) ->
 
 @contextmanager
 def claimed(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
-    """Keep the place of a result for this program, from before the work to after its end.
+    """Lock the place of a result while this program works on it.
 
     Args:
         key: that the user sets to choose another place.
-        file: where the result goes; its folder is made, and goes again if nothing was put into it.
-        beside: what is written beside it, too.
-        overwrite: whether what is there may be replaced.
+        file: where the result goes; its folder is made, and removed if it stays empty.
+        beside: what is written beside it.
+        overwrite: True if what is there may be replaced.
 
     Raises:
         Busy: another program is writing there.

@@ -1,6 +1,4 @@
-"""What made a result: commit, code, versions, device, processor and command of a program, to be kept beside
-it.
-"""
+"""What made a result: commit, code, versions, device, processor and command of a program."""
 
 import hashlib
 import os
@@ -18,22 +16,9 @@ from runtime.machine import bf16_instructions
 
 OWN_PACKAGES = ("builders", "data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
 PROJECT = Path(__file__).resolve().parents[1]
-SOURCES = (
-    "*.py",
-    "configs/**/*.yaml",
-    *(f"{package}/**/*.py" for package in OWN_PACKAGES),
-)
-PACKAGES = (
-    "torch",
-    "torchvision",
-    "timm",
-    "accelerate",
-    "hydra-core",
-    "numpy",
-    "scipy",
-    "torch-fidelity",
-    "pillow",
-)
+SOURCES = ("*.py", "configs/**/*.yaml", *(f"{package}/**/*.py" for package in OWN_PACKAGES))
+PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity")
+PACKAGES += ("pillow",)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -63,7 +48,7 @@ def _git(*arguments: str) -> str | None:
     try:
         result = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None  # not a git checkout: a fact worth recording, not an error
+        return None  # not a git checkout
     return result.stdout.strip()
 
 
@@ -71,19 +56,16 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the values of nested dictionaries by their dotted keys."""
     if not isinstance(config, dict):
         return {prefix: config}
-    return {
-        k: v
-        for key, value in config.items()
-        for k, v in flatten(value, f"{prefix}.{key}" if prefix else key).items()
-    }
+    flat = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else key)
+    return flat
 
 
 def source_sha256() -> str:
-    """Return a hash of all that this project's programs consist of, committed or not."""
+    """Return a hash of the code and configurations of this project, committed or not."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in SOURCES for file in PROJECT.glob(pattern)}):
-        digest.update(
-            f"{file.relative_to(PROJECT).as_posix()} "
-            f"{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
-        )
+        name, content = file.relative_to(PROJECT).as_posix(), hashlib.sha256(file.read_bytes())
+        digest.update(f"{name} {content.hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What servers are held to: bytes at some rate, answers in some time, and no way into the local network."""
+"""Limits for servers: bytes at some rate, answers in some time, and no way into the local network."""
 
 import ipaddress
 import socket
@@ -34,9 +34,7 @@ class Rate:
 
 
 def answered(call: Callable[[], T]) -> T:
-    """Return what a call gives; raise a TimeoutError after ANSWER_SEC, and leave it to a thread that ends
-    with the program.
-    """
+    """Return the result of a call; raise a TimeoutError after ANSWER_SEC, and leave it to a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -53,16 +51,14 @@ def answered(call: Callable[[], T]) -> T:
 
 
 def check_redirect(asked: str, to: str) -> None:
-    """Raise a PermissionError where a host of the internet leads to one of the local network.
+    """Raise a PermissionError if a host of the internet redirects to one of the local network.
 
-    A name is looked up again when it is connected to: one whose address changes between the two is not held
-    by this.
+    The name is looked up again to connect: this does not stop one whose address changes in between.
     """
     addresses = _addresses(to)
     if any(map(_is_inside, addresses)) and not _is_local(asked):
-        raise PermissionError(
-            f"{asked} leads to {to} ({addresses[0]}), an address of a local network: give it yourself"
-        )
+        address = f"{to} ({addresses[0]}), an address of a local network"
+        raise PermissionError(f"{asked} leads to {address}: give it yourself")
 
 
 def _is_local(host: str) -> bool:
@@ -80,5 +76,5 @@ def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     try:
         found = socket.getaddrinfo(host, None)
     except (OSError, UnicodeError):
-        return []  # it is for a proxy to find, or will not be found
+        return []  # left to a proxy
     return [ipaddress.ip_address(address[0]) for *_, address in found]

@@ -17,7 +17,7 @@ from data.shards import read_shard_manifest
 from evaluation import open_reference
 from evaluation.detectors import inception
 from tests.networks import small_dit
-from training.checkpoint import load_weights
+from training.weights import load_weights
 
 COUNT, SHAPE = 6, (4, 4, 4)
 SIZES = {"input_size": 4, "in_channels": 4, "num_classes": 2}

@@ -15,8 +15,8 @@ from builders import config as configuration
 from builders.auto import resolve_auto
 from builders.kept_tokens import KeptTokensLoss
 from builders.network import build_loss, build_net, build_precond
+from builders.rules import check_groups
 from builders.schemas import RoutingConfig
-from builders.scoring import check_request
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, edm_sampler
 from models import DiT
@@ -28,12 +28,8 @@ from tests.runs import ROOT, composed, validated
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
 GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "guidance", "evaluation", "tracker"]
-PUBLISHED_SIZES = {
-    "s": (384, 12, 6),
-    "b": (768, 12, 12),
-    "l": (1024, 24, 16),
-    "xl": (1152, 28, 16),
-}  # width, depth, heads
+# Width, depth, heads.
+PUBLISHED_SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
 # What the paper's code trains and samples with, in numbers; nothing else may have a say.
 RECIPE = {
     "model": {
@@ -57,11 +53,7 @@ RECIPE = {
     "diffusion": {
         "sigma_data": 0.5,
         "precond": {"_target_": "diffusion.EDMPrecond", "sigma_data": 0.5},
-        "loss": {
-            "_target_": "diffusion.EDMLoss",
-            "P_mean": -1.2,
-            "P_std": 1.2,
-        },
+        "loss": {"_target_": "diffusion.EDMLoss", "P_mean": -1.2, "P_std": 1.2},
     },
     "optimizer": {
         "_target_": "torch.optim.AdamW",
@@ -147,9 +139,8 @@ def latents(tmp_path):
     """A tiny latent folder; returns its path."""
     import numpy as np
 
-    with LatentWriter(
-        tmp_path / "latents", LatentManifest(4, (8, 16, 16), "float16", "moments", 7, "identity")
-    ) as writer:
+    manifest = LatentManifest(4, (8, 16, 16), "float16", "moments", 7, "identity")
+    with LatentWriter(tmp_path / "latents", manifest) as writer:
         writer.append(np.zeros((4, 8, 16, 16), np.float16), np.arange(4))
     return tmp_path / "latents"
 
@@ -190,7 +181,7 @@ def test_every_experiment_composes_and_says_what_it_reproduces(experiment, laten
         assert f"# {word}" in header
 
 
-def test_twins_differ_in_their_name_and_routes_alone():
+def test_twins_differ_only_in_name_and_routes():
     tread, dit = validated("model=tread"), validated("model=dit")
     assert tread["model"].pop("routes")
     assert dit["model"].pop("routes") == []
@@ -199,20 +190,18 @@ def test_twins_differ_in_their_name_and_routes_alone():
 
 
 @pytest.mark.parametrize("size", EXPECTED_FID)
-def test_published_experiments_are_the_recipe_and_differ_from_their_dense_twins_in_the_routes_alone(size):
+def test_published_experiments_are_the_recipe_and_twins_but_for_routes(size):
     path = ("data.path=x",)
-    tread, dit = (
-        validated(f"experiment=imagenet256_{model}_{size}_400k", *path) for model in ("tread", "dit")
-    )
+    names = (f"experiment=imagenet256_{model}_{size}_400k" for model in ("tread", "dit"))
+    tread, dit = (validated(name, *path) for name in names)
     assert tread == validated("model=tread", f"model/size={size}", "data=imagenet256", *path)
     assert dit == validated("model=dit", f"model/size={size}", "data=imagenet256", *path)
     routes = tread["model"].pop("routes"), dit["model"].pop("routes")
     assert routes == ([{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}], [])
     assert (tread.pop("method"), dit.pop("method")) == ("tread", "dit")
     assert tread == dit
-    widths = dict(
-        zip(("hidden_size", "depth", "num_heads"), PUBLISHED_SIZES[size.removesuffix("_2")], strict=True)
-    )
+    published = PUBLISHED_SIZES[size.removesuffix("_2")]
+    widths = dict(zip(("hidden_size", "depth", "num_heads"), published, strict=True))
     assert {group: dit[group] for group in RECIPE} == {**RECIPE, "model": RECIPE["model"] | widths}
     assert dit["train"].items() >= RECIPE_OF_STEPS.items()
     for model, fid50k in zip(("tread", "dit"), EXPECTED_FID[size], strict=True):
@@ -257,120 +246,23 @@ def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
 
 def test_a_data_option_brings_its_recipe_and_the_command_line_wins():
     assert validated()["model"]["hidden_size"] == 128
-    config = validated("data=imagenet256", "data.path=x")
-    assert (config["model"]["depth"], config["train"]["batch_size"], config["optimizer"]["lr"]) == (
-        28,
-        256,
-        1e-4,
-    )
-    config = validated(
-        "data=imagenet256", "data.path=x", "model/size=b_2", "optimizer.lr=3e-4", "train.total_steps=5"
-    )
-    assert (config["model"]["depth"], config["train"]["total_steps"], config["optimizer"]["lr"]) == (
-        12,
-        5,
-        3e-4,
-    )
+    recipe, changes = ("data=imagenet256", "data.path=x"), ("optimizer.lr=3e-4", "train.total_steps=5")
+    config = flatten(validated(*recipe))
+    assert config.items() >= {"model.depth": 28, "train.batch_size": 256, "optimizer.lr": 1e-4}.items()
+    config = flatten(validated(*recipe, "model/size=b_2", *changes))
+    assert config.items() >= {"model.depth": 12, "train.total_steps": 5, "optimizer.lr": 3e-4}.items()
 
 
-def test_a_latent_folder_tells_its_sizes(latents):
+def test_a_latent_folder_gives_its_sizes(latents):
     model = validated("data=latents", f"data.path={latents}")["model"]
     assert (model["input_size"], model["in_channels"], model["num_classes"]) == (16, 4, 7)
 
 
 def test_items_of_the_route_list_are_overridden_by_number():
     assert validated("model.routes.0.selection_ratio=0.7")["model"]["routes"][0]["selection_ratio"] == 0.7
-    whole = "model.routes=[{selection_ratio: 0.3, start_layer_idx: 1, end_layer_idx: -2}]"
-    assert validated(whole)["model"]["routes"] == [
-        {"selection_ratio": 0.3, "start_layer_idx": 1, "end_layer_idx": -2}
-    ]
-
-
-WRONG = [
-    (["+model.hiden_size=3"], r"model\.hiden_size=3 is not known: did you mean hidden_size\?"),
-    (["model.depth=abc"], r"model\.depth='abc' must be of type int"),
-    (["model.num_heads=3.5"], r"model\.num_heads=3\.5 must be of type"),
-    (["model.fp32_after_route=7.5"], r"model\.fp32_after_route=7\.5"),
-    (["diffusion.loss.P_mean=x"], r"diffusion\.loss\.P_mean='x' must be of type float"),
-    (["sampler.num_steps=many"], r"sampler\.num_steps='many' must be of type int"),
-    (["+sampler.num_step=3"], r"sampler\.num_step=3 is not known: did you mean num_steps\?"),
-    (
-        ["sampler._target_=diffusion.nothing"],
-        r"_target_=diffusion\.nothing must be diffusion\.edm_sampler, as YAML files",
-    ),
-    (["+tracker.mode=online"], r"tracker=\{'mode': 'online'\} must name a _target_"),
-    (["model.routes=[]"], r"model\.routes=\[\]: TREAD training requires you to configure the routes"),
-    (["model/routes=off"], "TREAD training requires you to configure the routes"),
-    (["model=dit", "model/routes=paper"], r"must be empty for model=dit"),
-    (
-        ["model.routes.0.end_layer_idx=8"],
-        r"model\.routes\.0\.end_layer_idx=8 must be in \[-8, 7\] for depth=8",
-    ),
-    (["model.routes.0.selection_ratio=1.5"], r"model\.routes\.0\.selection_ratio=1\.5 must be in \[0, 1\)"),
-    (["model.routes.0.selection_ratio=half"], r"model\.routes\.0\.selection_ratio='half' must be of type"),
-    (
-        ["model.routes=[{selection_rate: 0.5, start_layer_idx: 2, end_layer_idx: 4}]"],
-        r"model\.routes\.0\.selection_rate=0\.5 is not",
-    ),
-    (["model.num_heads=7"], r"model\.num_heads=7 must divide model\.hidden_size=128"),
-    (["train.batch_size=0"], r"train\.batch_size=0 must be greater than 0"),
-    (["train.micro_batch_size=5"], r"train\.batch_size=32 must be a multiple of train\.micro_batch_size=5"),
-    (["train.mixed_precision=fp16"], r"train\.mixed_precision=fp16 must be one of auto, no, bf16"),
-    (["train.compile=maybe"], r"train\.compile=maybe must be one of auto, true, false"),
-    (["train.grad_clip=0"], r"train\.grad_clip=0\.0 must be greater than 0, or null"),
-    (["train.eval_every=0"], r"train\.eval_every=0 must be greater than 0, or null"),
-    (["seed=-1"], r"seed=-1 must not be negative"),
-    (["seed=4294967296"], r"seed=4294967296 must not be negative, and less than 4294967296"),
-    (["train.num_workers=-1"], r"train\.num_workers=-1 must not be negative"),
-    (["optimizer.betas=[0.9]"], r"optimizer\.betas=\[0\.9\] must be two numbers in \[0, 1\)"),
-    (["diffusion.sigma_data=0"], r"diffusion\.sigma_data=0\.0 must be greater than 0"),
-    (["model.num_classes=7"], r"model\.num_classes=7 must be data\.num_classes=10"),
-    (
-        ["data=synthetic", "data.num_classes=0", "guidance=cfg"],
-        r"guidance\.guidance_scale=1\.5 must be 1 for an unconditional",
-    ),
-    (["evaluation=digits", "evaluation.num_samples=0"], r"evaluation\.num_samples=0 must be at least 2"),
-    (["sampler.num_steps=0"], r"sampler\.num_steps=0 must be in \[1, 100000\]"),
-    (["model=dit", "model.depth=0"], r"model\.depth=0 must be greater than 0"),
-    (["model.num_heads=0"], r"model\.num_heads=0 must be greater than 0"),
-    (["data=synthetic", "data.num_classes=-1"], r"model\.num_classes=-1 must not be negative"),
-    (["~model.depth"], r"model\.depth must be given: DiT needs it"),
-    (["ema.decay=1"], r"ema\.decay=1\.0 must be in \[0, 1\)"),
-    (["optimizer.lr=-1e-4"], r"optimizer\.lr=-0\.0001 must be greater than 0"),
-    (["data=imagenet256"], r"data\.path must be given, as KEY=VALUE \(a latent folder"),
-    (["data=latents"], r"data\.path must be given, as KEY=VALUE \(a latent folder"),
-    (["data=stream"], r"data\.path must be given, as KEY=VALUE \(a latent folder"),
-    (["model.routes.0.selection_ratio=???"], r"model\.routes\.0\.selection_ratio must be given"),
-    (["model/routes=advanced"], r"model\.routes\.1\.end_layer_idx=8 must be in \[-8, 7\] for depth=8"),
-    (["model/router=norm", "model.router.weight=1.5"], r"model\.router\.weight=1\.5 must be in \(0, 1\]"),
-    (
-        ["model/router=norm", "train.kept_tokens_only=true"],
-        r"train\.kept_tokens_only=true needs model/router=random",
-    ),
-    (["model.block=old"], r"model\.block=old must be one of dit, modern"),
-    (["routing.schedule=sine"], r"routing\.schedule=sine must be one of constant, linear, cosine"),
-    (["routing.end_factor=0.5"], r"routing\.end_factor=0\.5 needs routing\.schedule=linear or cosine"),
-    (["routing.off_last_steps=1001"], r"routing\.off_last_steps=1001 must be in \[1, 1000\]"),
-    (
-        ["routing.force_keep_overflow=drop"],
-        r"routing\.force_keep_overflow=drop must be one of grow, bypass, error",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "message"), WRONG, ids=[" ".join(overrides) for overrides, _ in WRONG])
-def test_a_wrong_configuration_is_refused_with_key_value_and_rule(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        validated(*overrides)
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["train.total_stepz=3", "train.total_steps=abc", "optimizer.lr=fast", "model.hiden_size=3", "modle=dit"],
-)
-def test_a_misspelt_or_mistyped_key_does_not_compose(override):
-    with pytest.raises(HydraException):
-        composed(override)
+    one = "model.routes=[{selection_ratio: 0.3, start_layer_idx: 1, end_layer_idx: -2}]"
+    expected = {"selection_ratio": 0.3, "start_layer_idx": 1, "end_layer_idx": -2}
+    assert validated(one)["model"]["routes"] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -378,11 +270,7 @@ def test_a_misspelt_or_mistyped_key_does_not_compose(override):
     [
         ("optimizer/mine.yaml", "lrr: 1.0e-4", "lrr"),
         ("optimizer/mine.yaml", "lr: fast", "lr"),
-        (
-            "data/mine.yaml",
-            "# @package _global_\ndefaults: [synthetic]\ntrain: {total_stepz: 3}",
-            "total_stepz",
-        ),
+        ("data/mine.yaml", "# @package _global_\ndefaults: [synthetic]\ntrain: {steps: 3}", "steps"),
         ("ema/mine.yaml", "decay: 0.9\nwarm_up: true", "warm_up"),
     ],
 )
@@ -407,23 +295,19 @@ def test_compile_means_what_it_says(written, compiled):
 
 def test_no_more_processes_read_ahead_than_there_are_cores():
     cpu, most = torch.device("cpu"), cpu_count()
-    workers = [
-        resolve_auto(validated(f"train.num_workers={n}"), {}, cpu, 1)["num_workers"]
-        for n in (0, most, most + 7)
-    ]
-    assert workers == [0, most, most]
+    for asked, resolved in ((0, 0), (most, most), (most + 7, most)):
+        config = validated(f"train.num_workers={asked}")
+        assert resolve_auto(config, {}, cpu, 1)["num_workers"] == resolved
 
 
-def test_micro_batches_that_the_processes_of_a_resumed_run_cannot_share_become_smaller():
+def test_a_resume_on_more_ranks_makes_micro_batches_smaller():
     saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32}
     sizes = [resolve_auto(validated(), saved, torch.device("cpu"), n)["micro_batch_size"] for n in (1, 2, 4)]
     assert sizes == [32, 16, 8]
 
 
 def test_processes_must_divide_the_batch():
-    with pytest.raises(
-        ValueError, match=r"train\.batch_size=32 must be a multiple of .* number of processes=3"
-    ):
+    with pytest.raises(ValueError, match=r"batch_size=32 must be a multiple of .* number of processes=3"):
         validated(num_processes=3)
     validated(num_processes=4)
 
@@ -438,31 +322,18 @@ def test_auto_is_decided_once_and_kept():
 
 def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(
-        ValueError, match=r"train\.mixed_precision=no gives no here, but the launcher asks for fp16"
-    ):
+    with pytest.raises(ValueError, match="mixed_precision=no gives no here, but the launcher asks for fp16"):
         resolve_auto(validated("train.mixed_precision=no"), {}, torch.device("cpu"), 1)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # what the launcher sets where nobody chose
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's default
     assert resolve_auto(validated("train.mixed_precision=bf16"), {}, torch.device("cpu"), 1)
-
-
-@pytest.mark.parametrize("name", ["sample", "fid"])
-def test_requests_of_the_other_entry_points_are_checked(name):
-    with pytest.raises(ValueError, match="must be given"):
-        check_request(configuration.resolve(composed(config_name=name)))
-    with pytest.raises(HydraException):
-        composed("num_sampels=3", config_name=name)
 
 
 @pytest.mark.parametrize("routes", [p.stem for p in (ROOT / "configs/model/routes").glob("*.yaml")])
 def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
     model = "dit" if routes == "off" else "tread"
     config, net = built(f"model={model}", f"model/routes={routes}", "data=synthetic", "model/size=xl_2")
-    assert (
-        len(net.routes)
-        == len(config["model"]["routes"])
-        == {"off": 0, "advanced": 3, "wan": 5}.get(routes, 1)
-    )
+    expected = {"off": 0, "advanced": 3, "wan": 5}.get(routes, 1)
+    assert len(net.routes) == len(config["model"]["routes"]) == expected
 
 
 @pytest.mark.parametrize("block", ["dit", "modern"])
@@ -472,19 +343,17 @@ def test_every_block_composes_and_builds(block):
     assert (net.rope is None) == (block == "dit")
 
 
-def test_ablation_arms_differ_in_what_their_name_says_alone():
-    arms = {
-        name: built(f"experiment=ablation_{name}")[0]
-        for name in ("dense", "tread", "no_removal", "kept_loss", "fp32_after_route")
-    }
+def test_ablation_arms_differ_only_in_what_their_name_says():
+    names = ("dense", "tread", "no_removal", "kept_loss", "fp32_after_route")
+    arms = {name: built(f"experiment=ablation_{name}")[0] for name in names}
     assert arms["dense"] == validated("model=dit")
     assert arms["tread"] == validated("model=tread")
-    for name, group, key, value in (
-        ("no_removal", "model", "removal", False),
-        ("fp32_after_route", "model", "fp32_after_route", True),
+    for name, key, value in (
+        ("no_removal", "removal", False),
+        ("fp32_after_route", "fp32_after_route", True),
     ):
-        assert arms[name][group].pop(key) is value
-        assert arms["tread"][group].pop(key) is not value
+        assert arms[name]["model"].pop(key) is value
+        assert arms["tread"]["model"].pop(key) is not value
     assert arms["kept_loss"]["train"].pop("kept_tokens_only") is True
     assert arms["tread"]["train"]["kept_tokens_only"] is False
     assert {**arms["no_removal"], "model": None} == {**arms["tread"], "model": None}
@@ -497,28 +366,15 @@ def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
     assert (config["optimizer"]["lr"], config["train"]["total_steps"]) == (1e-5, 300_000)
 
 
+PUBLISHED = {"experiment": "imagenet256_dit_xl_2_400k", "model": "dit", "data": "imagenet256"}
+
+
 @pytest.mark.parametrize(
     ("choices", "name"),
     [
         ({}, "tread_tiny_digits_seed3"),
-        (
-            {
-                "experiment": "imagenet256_dit_xl_2_400k",
-                "model": "dit",
-                "model/size": "xl_2",
-                "data": "imagenet256",
-            },
-            "imagenet256_dit_xl_2_400k_seed3",
-        ),
-        (
-            {
-                "experiment": "imagenet256_dit_xl_2_400k",
-                "model": "dit",
-                "model/size": "l_2",
-                "data": "imagenet256",
-            },
-            "imagenet256_dit_xl_2_400k_l_2_seed3",
-        ),
+        (PUBLISHED | {"model/size": "xl_2"}, "imagenet256_dit_xl_2_400k_seed3"),
+        (PUBLISHED | {"model/size": "l_2"}, "imagenet256_dit_xl_2_400k_l_2_seed3"),
         ({"experiment": "ablation_tread"}, "ablation_tread_tiny_digits_seed3"),
         ({"parity": "official"}, "tread_tiny_digits_parity_seed3"),
         ({"parity": "none"}, "tread_tiny_digits_seed3"),
@@ -534,12 +390,12 @@ def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
     assert configuration._default_run_name(3) == name
 
 
-def test_the_router_is_the_one_that_was_asked_for():
+def test_the_router_is_as_configured():
     _, net = built("model/router=norm", "model.router.weight=0.5")
     assert (net.router.func, net.router.keywords) == (norm_router, {"weight": 0.5})
 
 
-def test_the_loss_of_kept_tokens_is_built_where_it_is_asked_for():
+def test_the_loss_of_kept_tokens_is_built_when_configured():
     for arm, kind in (("tread", EDMLoss), ("kept_loss", KeptTokensLoss)):
         assert type(build_loss(*built(f"experiment=ablation_{arm}"))) is kind
 
@@ -548,3 +404,10 @@ def test_the_schema_of_routing_and_the_plan_have_the_same_defaults():
     """They are two because the schema may not import routing, and the plan may not know of a schema."""
     plan = {field.name: field.default for field in fields(RoutePlan) if field.default is not MISSING}
     assert asdict(RoutingConfig()) == plan
+
+
+def test_the_loss_of_kept_tokens_needs_a_backbone_with_a_router():
+    config = validated("train.kept_tokens_only=true")
+    del config["model"]["router"]
+    with pytest.raises(ValueError, match="kept_tokens_only=true needs model/router=random"):
+        check_groups(config)

@@ -75,7 +75,7 @@ def test_accelerate_launch_resumes_and_a_finished_run_says_so(tmp_path):
     assert "runs/r is finished. Sample from it: accelerate launch sample.py run=runs/r " in resumed
     assert steps == [1, 2, 3, 4]
     again, steps = launch(*short)
-    assert "runs/r is finished: raise train.total_steps to go on" in again
+    assert "runs/r is finished: raise train.total_steps to continue it" in again
     assert steps == [1, 2, 3, 4]
 
 

@@ -39,7 +39,7 @@ from tests.outside import (
     wds,
     written,
 )
-from training.checkpoint import load_weights
+from training.weights import load_weights
 
 EXAMPLES = 300
 FUZZED = settings(

@@ -9,20 +9,15 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from benchmarks import gpu
-from builders import config as configuration
-from builders.schemas import (
-    ConvertConfig,
-    EMAConfig,
-    EncodeConfig,
-    OptimizerConfig,
-    RoutingConfig,
-    SampleConfig,
-    ScoreConfig,
-    TrainConfig,
+from benchmarks import (
+    advise,  # noqa: F401  registers its schema
+    gpu,
 )
-from builders.scoring import check_request
-from data import encode
+from builders import config as configuration
+from builders.sampling import SampleConfig
+from builders.schemas import EMAConfig, OptimizerConfig, RoutingConfig, TrainConfig
+from builders.scoring import ScoreConfig, check_request
+from data import convert, encode
 from evaluation.files import PUBLISHED
 from examples import finetune
 from runtime.provenance import flatten
@@ -245,7 +240,7 @@ def test_every_key_is_on_its_page():
     for page, keys in documented.items():
         assert not [key for key in keys if f"`{key}`" not in PAGES[page]], page
     data = PAGES["data"]
-    for field in (*fields(EncodeConfig), *fields(ConvertConfig)):
+    for field in (*fields(encode.EncodeConfig), *fields(convert.ConvertConfig)):
         assert f"`{field.name}" in data or f"{field.name}=" in data, field.name
 
 

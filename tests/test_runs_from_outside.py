@@ -245,9 +245,9 @@ VALUES_OF_RUNS = {
     ),
     "a long file": (added(f"# {'x' * 2**16}\n"), r"config\.yaml is damaged: it holds more than 65536 bytes"),
     "bytes": (lambda run: (run / "config.yaml").write_bytes(b"\xff\xfe\x00"), r"config\.yaml is damaged: "),
-    "an empty manifest": (manifest("{}"), r"manifest\.json does not tell the data \(data\.manifest\)"),
-    "a manifest of a list": (manifest('{"data": []}'), r"manifest\.json does not tell the data \(data\.manifest\)"),
-    "a manifest of brackets": (manifest("[" * 200_000), r"manifest\.json is damaged, it is no JSON: it holds 200000 brackets"),
+    "an empty manifest": (manifest("{}"), r"manifest\.json has no manifest of the data \(data\.manifest\)"),
+    "a manifest of a list": (manifest('{"data": []}'), r"manifest\.json has no manifest of the data \(data\.manifest\)"),
+    "a manifest of brackets": (manifest("[" * 200_000), r"manifest\.json is damaged, not JSON: it holds 200000 brackets"),
     "a manifest without data": (manifest('{"data": {"manifest": {}}}'), r"manifest\.json: data\.manifest is not a latent"),
     "a manifest of others": (manifest_of(shape=[3, 4096, 4096]), r"data\.input_size=8 must be 4096, as in run/manifest\.json"),
 }  # fmt: skip
@@ -315,7 +315,7 @@ def with_sums(checkpoint):
         ),
         (
             lambda file: (file.write_bytes(b"x" * 99), with_sums(file.parent)),
-            "is truncated or no safetensors file",
+            "is truncated or not a safetensors file",
         ),
         (lambda file: (file.unlink(), os.mkfifo(file)), "has no intact checkpoint to sample from"),
         (

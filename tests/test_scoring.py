@@ -156,8 +156,9 @@ def test_scores_are_not_overwritten_unasked(folder):
 def test_a_record_of_other_samples_is_noticed(folder):
     np.savez(folder / "changed.npz", SAMPLES)
     (folder / "changed.json").write_text(json.dumps({"samples_sha256": "of others"}))
-    result = fid(folder, "samples=changed.npz", "reference=reference.npz", check=False)
-    assert "samples=changed.npz is not what changed.json tells about" in result.stderr
+    result = fid(folder, "samples=changed.npz", "reference=reference.npz", num_processes=2, check=False)
+    line = "error: samples=changed.npz does not match changed.json: draw it again, or remove changed.json"
+    assert [said for said in result.stderr.splitlines() if "rror" in said] == 2 * [line], "on both ranks"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_record_of_other_samples_is_noticed(folder):
         (["samples=samples.npz"], "reference must be given for scoring samples in files"),
         (["reference=reference.npz"], "samples must be given for scoring samples in files (an .npz, a folder or"),
         (["samples=samples.npz", "run=run", "reference=reference.npz"], "samples=samples.npz has no meaning for scoring a run"),
-        (["samples=.", "reference=reference.npz"], "say with num_samples=N how many there must be"),
+        (["samples=.", "reference=reference.npz"], "give their number as num_samples=N"),
         (["samples=samples.npz", "reference=reference.npz", "num_steps=9"], "num_steps=9 has no meaning for scoring"),
         (["samples=samples.npz", "reference=reference.npz", "images=x"], "images=x has no meaning for scoring"),
         (["samples=samples.npz", "reference=reference.npz", "out=samples.npz"], "out=samples.npz must end in .json"),

@@ -273,7 +273,7 @@ def test_a_reference_keeps_the_order_of_its_images(folder):
                 assert close(one[name], two[name]), name
 
 
-def test_processes_that_do_not_start_alike_refuse_together(found):
+def test_ranks_that_disagree_refuse_together(found):
     said = "ValueError('ranks disagree on seed: 0 in process 0, 1 in process 1')"
     assert [of_one.differing for of_one in found] == [said] * NUM_PROCESSES
 

@@ -305,6 +305,15 @@ RULES = [
     ("train", "sampler.num_steps=1000000", "sampler.num_steps=1000000 must be in [1, 100000]"),
     ("train", f"{SYNTHETIC} data.num_entries=2000000", "data.num_entries=2000000 must give at most 268435456 numbers"),
     ("train", "model=dit model/routes=paper", "model.routes=[{'selection_ratio': 0.5, "),
+    ("train", "model.routes=[{selection_rate:0.5}]", "model.routes.0.selection_rate=0.5 is not known: did you mean "),
+    ("train", "model.routes.0.selection_ratio=???", "model.routes.0.selection_ratio must be given, as KEY=VALUE"),
+    ("train", "model/routes=advanced", "model.routes.1.end_layer_idx=8 must be in [-8, 7] for depth=8"),
+    ("train", "model.num_heads=0", "model.num_heads=0 must be greater than 0"),
+    ("train", "optimizer.lr=-1e-4", "optimizer.lr=-0.0001 must be greater than 0"),
+    ("train", "seed=4294967296", "seed=4294967296 must not be negative, and less than 4294967296"),
+    ("train", "+tracker.mode=online", "tracker={'mode': 'online'} must name a _target_"),
+    ("train", "+sampler.num_step=3", "sampler.num_step=3 is not known: did you mean num_steps?"),
+    ("train", "data=stream", "data.path must be given, as KEY=VALUE (a latent folder"),
     ("train", "model.routes=half", "model.routes=half must be a list of routes, each {KEY: VALUE, ...}; [] for none"),
     ("train", "model.routes=[5]", "model.routes=[5] must be a list of routes"),
     ("train", "model/routes=advanced model.routes.1.end_layer_idx=5",
@@ -323,7 +332,7 @@ RULES = [
     ("train", "data._target_=data.open_shards train.num_workers=2",
      "train.num_workers=2 must be 0 for data=stream, which reads ahead by itself"),
     ("train", "train.micro_batch_size=5", "train.batch_size=32 must be a multiple of train.micro_batch_size=5"),
-    ("train", "train.init_from=file", "train.init_from=file does not tell what it predicts: give "),
+    ("train", "train.init_from=file", "train.init_from=file does not say what it predicts: give "),
     ("train", "train.init_from_objective=edm", "train.init_from_objective=edm has no meaning without train.init_from"),
     ("train", "train.init_from=own train.init_from_objective=flow",
      "train.init_from_objective=flow must not be given for a run of this project, own"),
@@ -347,8 +356,10 @@ RULES = [
     ("train", "train.total_steps", "train.total_steps cannot be read: must be KEY=VALUE"),
     ("train", "model.routes[0].selection_ratio=0.3", "model.routes[0].selection_ratio=0.3 cannot be read: must be KEY=VALUE"),
     ("train", "model.routes.1.selection_ratio=0.3", "model.routes.1.selection_ratio=0.3: the list has no such item"),
-    ("train", "model.routes.x=0.3", "'x' is no item of a list: they have numbers, from 0"),
+    ("train", "model.routes.x=0.3", "'x' is not an item of a list: those are 0, 1, ..."),
     ("train", "optimizer.lr=fast", f"optimizer.lr=fast: Value 'fast' of type 'str' {NUMBER}"),
+    ("sample", "run=r num_sampels=3", "num_sampels is not known: did you mean num_samples?"),
+    ("fid", "num_sampels=3", "num_sampels is not known: did you mean num_samples?"),
     ("sample", "num_samples=3", "run must be given, as KEY=VALUE"),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
     ("sample", "run=r labels=balanced class_label=3", "class_label=3 is one class: labels=balanced must not be given"),
@@ -361,7 +372,7 @@ RULES = [
     ("fid", f"{FILES} suite=digits kid=true", "kid=True has no meaning for suite=digits"),
     ("fid", f"{FILES} suite=glyphs kid=true", "kid=True has no meaning for suite=glyphs"),
     ("fid", f"{MAKE} num_samples=5", "num_samples=5 has no meaning for mode=reference"),
-    ("fid", "reference=file samples=r", "samples=r is a folder, which may hold images of an earlier time"),
+    ("fid", "reference=file samples=r", "samples=r is a folder, which may have older images in it"),
     ("fid", "mode=reference images=file", "out must be given for mode=reference"),
     ("fid", "mode=reference images=file out=there.npz", "out=there.npz: there.npz is there already: overwrite=true "),
     ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: a part of a file, or another one"),
@@ -392,7 +403,7 @@ RULES = [
     ("sample", "run=older", "older/config.yaml: seed is missing: another version of this code wrote it"),
     ("sample", "run=interpolated", "interpolated/config.yaml: it has interpolations, which no run writes"),
     ("sample", "run=dotted", "dotted/config.yaml: sampler.'num_steps.of' must be a name without dots: keys are nested"),
-    ("sample", "run=untold", "untold/manifest.json does not tell the data (data.manifest)"),
+    ("sample", "run=untold", "untold/manifest.json has no manifest of the data (data.manifest)"),
     ("advise", "run=r", "run=r: its manifest has micro_batch_size=None: set batch_size=N"),
     ("advise", "run=r batch_size=8", "run=r: data.path=latents/digits is not a folder here: set data_path=PATH"),
     *((program, f"{run}run=foreign", f"foreign/config.yaml: sampler._target_=os.system must be diffusion.edm_sampler, {NAMED}")
@@ -499,7 +510,7 @@ def line_of(program, overrides):
         for row in table
     ],
 )
-def test_a_wrong_value_is_told_with_key_value_and_rule(program, overrides, rule):
+def test_a_wrong_value_is_reported_with_key_value_and_rule(program, overrides, rule):
     key, _, value = overrides.split()[-1].partition("=")
     told, _, rest = line_of(program, overrides).partition("=")
     assert told == key
@@ -510,7 +521,7 @@ def test_a_wrong_value_is_told_with_key_value_and_rule(program, overrides, rule)
 @pytest.mark.parametrize(
     ("program", "overrides", "expected"), RULES, ids=[f"{program} {row}" for program, row, _ in RULES]
 )
-def test_a_broken_rule_is_told_in_one_line(program, overrides, expected):
+def test_a_broken_rule_is_reported_in_one_line(program, overrides, expected):
     assert line_of(program, overrides).startswith(expected)
 
 
@@ -578,7 +589,7 @@ def test_every_rule_is_broken_by_a_row():
     assert unbroken == []
 
 
-def test_nothing_is_said_beside_the_line(caplog, capsys):
+def test_nothing_is_printed_but_the_line(caplog, capsys):
     """Hydra logs what it cannot import, in lines of its own."""
     _, said = refusal.__wrapped__("train", "sampler._target_=diffusion.nothing")
     assert said.count("\n") == 1

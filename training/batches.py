@@ -22,20 +22,20 @@ class MicroBatch(NamedTuple):
     x: torch.Tensor  # (N, C, H, W) clean latents
     class_labels: torch.Tensor | None  # (N,)
     masks: torch.Tensor | None  # (N, H, W) weights of the loss
-    force_keep: torch.Tensor | None  # (N, T) tokens that the masks force to stay
-    num_forced: int  # the largest number of those in a sample of the step, on all ranks
-    generator: torch.Generator  # draws all that is random in this micro-batch
+    force_keep: torch.Tensor | None  # (N, T) tokens that must not bypass
+    num_forced: int  # the largest number of those in a sample of the global batch
+    generator: torch.Generator  # of all random draws
 
 
 class Batches:
     """The endless stream of this rank's micro-batches.
 
     Args:
-        read: gives stored micro-batches (entries, labels, masks, num_forced) of this rank from a step on.
-        entries: names the entries of the global batch after so many steps, in its order.
+        read: read(step) yields this rank's micro-batches (entries, labels, masks, num_forced) from a step on.
+        entries: entries(step) are those of the global batch after so many steps, in its order.
         to_latents: turns stored entries into what the network sees, with a generator for what it draws.
-        token_mask: turns masks (N, H, W) into the tokens (N, T) that they force to stay; None without masks.
-        check_std: looks at the standard deviation of the first micro-batch of a run.
+        token_mask: turns masks (N, H, W) into the tokens (N, T) that must not bypass; None without masks.
+        check_std: is called with the standard deviation of the first micro-batch of a run.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class Batches:
         self.device, self.read, self.entries = launch.device, read, entries
         self.to_latents, self.token_mask, self.check_std = to_latents, token_mask, check_std
         self.seed, self.batch_size = seed, batch_size
-        # Which micro-batches of a step are this rank's, and where their samples lie in the global batch.
+        # This rank's micro-batches of a step, and the places of their samples in the global batch.
         self.indices = range(launch.rank, batch_size // micro_batch_size, launch.world_size)
         self.places = torch.arange(batch_size).view(-1, micro_batch_size)[self.indices].flatten()
 
     def from_step(self, step: int) -> Iterator[Iterator[MicroBatch]]:
-        """Yield the micro-batches of each step from `step` on, for ever."""
+        """Yield the micro-batches of each step from `step` on, without end."""
         stored = iter(self.read(step))
         for now in count(step):
             yield self._of_step(now, stored)
 
     def generator(self, step: int, index: int) -> torch.Generator:
-        """Return what draws in micro-batch `index` of the global batch of a step."""
+        """Return the generator of micro-batch `index` of the global batch of a step."""
         state = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
         return torch.Generator(self.device).manual_seed(int(state[0]))
 

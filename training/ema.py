@@ -35,11 +35,11 @@ class EMA:
         self.num_updates += 1 - skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averaged weights by the network's own names, and a number."""
+        """Return the averaged weights by the network's own names, and the number of updates."""
         return {**self.net.state_dict(), "num_updates": int(self.num_updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Continue from a checkpoint."""
         weights = dict(state)
         self.num_updates.fill_(weights.pop("num_updates"))
         self.net.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""A training from its first step here to its end, however it ends, and what is told of that."""
+"""Run a training to its end, however it ends, and record how it ended."""
 
 from runtime.errors import UserError
 from runtime.launch import is_peer_failure
@@ -7,29 +7,29 @@ from training.run_folder import Moved, RunFolder
 from training.stopping import TIME_LIMIT
 from training.trainer import Trainer
 
-AGAIN = "run the same command again to go on"
+AGAIN = "run the same command again to resume"
 
 
 def run_training(trainer: Trainer, run: RunFolder) -> str:
     """Fit, and record in the manifest how it ended.
 
     Returns:
-        Why it was stopped before the end; empty at the end.
+        Why it stopped before the end; empty at the end.
 
     Raises:
-        UserError: the run could not go on, for a reason that one line tells.
+        UserError: the run failed for a reason that one line explains.
     """
     with trainer.stop.listening():
         try:
             reason = _fit(trainer, run)
         except Moved as error:
             raise UserError(str(error)) from error
-        trainer.launch.barrier()  # a launcher ends the others where one has ended
+        trainer.launch.barrier()  # a launcher kills the others once one has ended
     if reason == TIME_LIMIT and trainer.step == trainer.first_step:
+        save_sec = f"{trainer.clock.longest_sec['save']:.0f} s"
         raise UserError(
             "train.max_time_sec leaves no time for a step: of what is left when the run has started, "
-            f"{trainer.clock.longest_sec['save']:.0f} s are kept for saving and a few for the end of the "
-            "process"
+            f"{save_sec} are reserved for saving and a few for the end of the process"
         )
     if reason:
         saved = "which is saved" if trainer.step else "before the first"
@@ -50,7 +50,7 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
     try:
         reason = trainer.fit()
         trainer.launch.broadcast_from_main(record_end)
-    except Moved:  # is recorded nowhere: the manifest there may be that of another start
+    except Moved:  # is not recorded: the manifest there may be that of another start
         raise
     except KeyboardInterrupt:
         if trainer.launch.is_main:
@@ -69,7 +69,7 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
 
 
 def _fail(trainer: Trainer, run: RunFolder, error: Exception) -> None:
-    """Record what went wrong, and raise a UserError for what one line tells."""
+    """Record what went wrong, and raise a UserError for what one line explains."""
     rank, reason = trainer.launch.rank, f"{type(error).__name__}: {error}"
     if is_peer_failure(error):
         reason = f"another process is gone: {reason}"

@@ -1,7 +1,4 @@
-"""Where a run tells what it does: `metrics.jsonl`, a tracker, and the terminal.
-
-None of them can stop a training: lines that cannot be written wait for room.
-"""
+"""What a run reports: to `metrics.jsonl`, a tracker, and the terminal. None of them can stop it."""
 
 import json
 import os
@@ -18,23 +15,17 @@ from runtime.launch import Launch
 from training.run_folder import RunFolder
 from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, Tracker
 
-HURRIED_SEC = 5.0  # for the tracker, where the run is asked to stop
+HURRIED_SEC = 5.0  # for the tracker, where the run was asked to stop
 
 
 class MetricsFile:
     """Append one JSON object per log point to `metrics.jsonl`.
 
-    Lines that a full disk does not take are kept, in memory and in checkpoints, and written as soon as there
-    is room.
+    On a full disk lines are kept, in memory and in checkpoints, and written as soon as there is room.
 
     Args:
-        size: length in bytes to cut an existing file back to: what lies behind belongs to steps that will be
-            run again.
-        waiting: lines that had no room when `size` was measured.
-        show: prints a warning.
-
-    Raises:
-        OSError: the file cannot be opened.
+        size: bytes to cut an existing file back to: what follows belongs to steps that will be run again.
+        waiting: lines that were not written when `size` was measured.
     """
 
     def __init__(self, path: Path, size: int = 0, waiting: str = "", show: Callable[[str], None] = print):
@@ -43,10 +34,7 @@ class MetricsFile:
         found = os.fstat(self._descriptor).st_size
         self._size, self._waiting, self._warned = size, waiting.encode(), False
         if found < size:
-            show(
-                f"warning: {path} has {found} bytes, the checkpoint knows of {size}: lines from before it "
-                "are missing"
-            )
+            show(f"warning: {path} has {found} bytes, {size} at the checkpoint: lines before it are missing")
             self._size = os.pread(self._descriptor, found, 0).rfind(b"\n") + 1  # to the last complete line
         if found > self._size:
             os.ftruncate(self._descriptor, self._size)
@@ -61,29 +49,23 @@ class MetricsFile:
         self._write()
 
     def flush(self) -> None:
-        """Write the lines that wait.
-
-        Raises:
-            OSError: there is still no room.
-        """
+        """Write the lines that wait."""
         num_written = 0
         try:
             while num_written < len(self._waiting):
-                # At a place, not at the end: what an attempt without room left there is written over.
-                num_written += os.pwrite(
-                    self._descriptor, self._waiting[num_written:], self._size + num_written
-                )
+                # At an offset, not at the end: what an earlier attempt left there is overwritten.
+                rest, offset = self._waiting[num_written:], self._size + num_written
+                num_written += os.pwrite(self._descriptor, rest, offset)
         except OSError as error:
-            raise OSError(
-                f"{self.path}: {error}; its lines wait, in checkpoints too, until there is room"
-            ) from error
-        finally:  # a line that is there in part waits from its beginning
+            kept = "its lines are kept, in checkpoints too, until there is room"
+            raise OSError(f"{self.path}: {error}; {kept}") from error
+        finally:  # a line that was written in part is written again
             complete = self._waiting.rfind(b"\n", 0, num_written) + 1
             self._size, self._waiting = self._size + complete, self._waiting[complete:]
         self._warned = False
 
     def state(self) -> dict[str, Any]:
-        """Return what to open the file with again, after what is in it has reached the disk."""
+        """Return what to open the file with again, once its content is on the disk."""
         if not self._waiting:
             os.fsync(self._descriptor)
         return {"size": self._size, "waiting": self._waiting.decode()}
@@ -101,11 +83,7 @@ class MetricsFile:
 
 
 class Recorder:
-    """Write and show what a run does, on its first rank; on the others, nothing.
-
-    Args:
-        folder: of the run, in which all is written.
-    """
+    """Write and show what a run does; on ranks other than the first, nothing."""
 
     def __init__(self, launch: Launch, folder: RunFolder):
         self.launch, self.folder = launch, folder
@@ -115,17 +93,13 @@ class Recorder:
         self._kept = {"size": 0, "waiting": ""}
 
     def open(self, tracker: Tracker | None) -> None:
-        """Begin to write, behind what a checkpoint that was loaded knows of."""
+        """Start to write, after what belongs to the loaded checkpoint."""
         self.metrics_file = MetricsFile(self.folder.path / "metrics.jsonl", **self._kept, show=self.show)
         self.tracker = None if tracker is None else BackgroundTracker(tracker, self.show)
 
     def log(self, step: int, num_images: int, values: Mapping[str, Any]) -> None:
-        """Write a line of values of a step; a tracker gets their numbers and pictures.
-
-        Raises:
-            Moved: the folder is not in its place any more.
-        """
-        self.check_place()  # a tracker would open its file at the old place
+        """Write a line of values of a step; a tracker gets their numbers and pictures."""
+        self.check_place()  # a tracker would make the folder again where it was
         if self.metrics_file and (line := without_pictures(values)):
             self.metrics_file.log({"num_images": num_images, **line}, step)
         if self.tracker:
@@ -154,13 +128,13 @@ class Recorder:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show beside the progress bar what is done instead of training."""
+        """Show what is done instead of training."""
         self.bar.set_description(what)
         yield
         self.bar.set_description("train")
 
     def check_place(self) -> None:
-        """Raise Moved, on all ranks, if the folder is not in its place any more."""
+        """Raise Moved, on all ranks, if the folder was moved or removed."""
         self.launch.broadcast_from_main(self.folder.check_place)
 
     @property
@@ -176,7 +150,7 @@ class Recorder:
             self.tracker.close(HURRIED_SEC if hurried else CLOSE_WITHIN_SEC)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the lines end that belong to this state."""
+        """Return the size of the file, and the lines that are not in it yet."""
         return self.launch.broadcast_from_main(lambda: self.metrics_file.state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

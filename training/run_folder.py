@@ -1,10 +1,8 @@
-"""The folder of a run: its configuration, manifest, metrics and checkpoints; who may write to it, and what
-may resume it.
-"""
+"""The folder of a run: its configuration and manifest, who may write to it, and what may resume it."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +13,18 @@ from runtime.launch import ALONE, Launch
 from runtime.lock import Busy, Lock
 from runtime.provenance import flatten
 
-START = ("command", "commit", "source_sha256", "num_processes", "changes")  # is kept of every start of a run
-# For processes that read ahead for an earlier start: they end a few seconds after it was killed.
+START = ("command", "commit", "source_sha256", "num_processes", "changes")  # recorded of every start of a run
+# Workers of a run that was killed keep its lock for a few seconds.
 LOCK_WITHIN_SEC = 5.0
 MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
 
 # What a resumed run may change: none of it changes the weights that a step gives.
-FREE_KEYS = (
-    "run_name",
-    "output_dir",
-    "wait",
-    "decoding",
-    "data.encoder",
-    "evaluation",
-    "guidance",
-    "sampler",
-    "tracker",
-    "model.gradient_checkpointing",
-    "train.total_steps",
-    "train.log_every",
-    "train.save_every",
-    "train.eval_every",
-    "train.sample_every",
-    "train.keep_last",
-    "train.keep_freed_memory",
-    "train.max_skipped_steps",
-    "train.max_time_sec",
-    "train.milestone_every",
-    "train.num_workers",
-)
-
-# What a resumed run must not change either, where it scores its samples: scores of one name must mean the
-# same.
+FREE_KEYS = ("run_name", "output_dir", "wait", "decoding", "data.encoder", "model.gradient_checkpointing")
+FREE_KEYS += ("evaluation", "guidance", "sampler", "tracker")
+FREE_KEYS += ("train.log_every", "train.save_every", "train.eval_every", "train.sample_every")
+FREE_KEYS += ("train.total_steps", "train.max_time_sec", "train.max_skipped_steps", "train.num_workers")
+FREE_KEYS += ("train.keep_last", "train.milestone_every", "train.keep_freed_memory")
+# What a resumed run must not change where it scores its samples: a score must mean the same all along.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
 
 
@@ -63,48 +41,40 @@ class RunFolder:
         self.failure_file, self._lock = self.path / ".failure.json", None
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest; empty before the run has started.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Return the manifest; empty before the run has started."""
         if not self.manifest_file.is_file():
             return {}
         manifest = read_json(self.manifest_file)
         if not isinstance(manifest, dict):
-            raise ValueError(f"{self.manifest_file} is damaged: it holds no object")
+            raise ValueError(f"{self.manifest_file} is damaged: not a JSON object")
         return manifest
 
     def config(self) -> dict[str, Any]:
-        """Return the configuration of a run that was started.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Return the configuration of a run that was started, which may come from anywhere."""
         try:
             with self.config_file.open("rb") as opened:
                 text = read_bounded(opened, MAX_CONFIG_BYTES).decode()
             _check_events(yaml.parse(text, yaml.CSafeLoader))
-            config = yaml.load(text, yaml.CSafeLoader)  # that of Python takes minutes for many brackets
+            config = yaml.load(text, yaml.CSafeLoader)  # in pure Python many brackets take minutes
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(f"{self.config_file} is damaged: {' '.join(str(error).split())}") from error
         if not isinstance(config, dict):
-            raise ValueError(f"{self.config_file} is damaged: it holds no configuration")
+            raise ValueError(f"{self.config_file} is damaged: not a configuration")
         return config
 
     def check_started(self) -> None:
-        """Raise a FileNotFoundError unless this is the folder of a run that was started."""
+        """Raise a FileNotFoundError unless a run was started here."""
         for file in (self.config_file, self.manifest_file):
             if not file.is_file():
                 raise FileNotFoundError(f"run={self.path} is not a run directory (no {file})")
 
     def has_results(self) -> bool:
-        """Return whether there is anything here that another run must not overwrite."""
+        """Return whether there is anything that another run must not overwrite."""
         metrics, checkpoints = self.path / "metrics.jsonl", self.path / "checkpoints"
         return (metrics.is_file() and metrics.stat().st_size > 0) or checkpoints.is_dir()
 
     def is_finished(self, total_steps: int) -> bool:
-        """Return whether the run has come to the end that is asked of it."""
+        """Return whether the run has done `total_steps`."""
         manifest = self.manifest()
         return manifest.get("status") == "finished" and manifest.get("step") == total_steps
 
@@ -112,8 +82,8 @@ class RunFolder:
         """Compare configuration and data with what the results in the folder were made from.
 
         Raises:
-            FileNotFoundError, ValueError: they differ in something that changes the result, or what tells
-                that is gone.
+            FileNotFoundError, ValueError: they differ in something that changes the result, or its record is
+                missing.
         """
         if not self.has_results():
             return
@@ -124,52 +94,45 @@ class RunFolder:
             free_keys.remove("train.total_steps")
         if config["evaluation"] and any(key.startswith("evaluation.") for key in old):
             free_keys.difference_update(SCORING_KEYS)
+        elsewhere = "start this run elsewhere with run_name=NAME"
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         changes = [
-            f"{key}: {old.get(key)} -> {new.get(key)}"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key)
-            and not any(key == free or key.startswith(f"{free}.") for free in free_keys)
+            f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed if not _is_in(key, free_keys)
         ]
         if changes:
-            raise ValueError(
-                f"output_dir={self.path} holds a run with another configuration ({'; '.join(changes)}): "
-                "start this one elsewhere with run_name=NAME"
-            )
+            what = f"a run with another configuration ({'; '.join(changes)})"
+            raise ValueError(f"output_dir={self.path} holds {what}: {elsewhere}")
         if self.manifest()["data"]["fingerprint"] != data["fingerprint"]:
-            raise ValueError(
-                f"output_dir={self.path} was begun with other data: start this run elsewhere with "
-                "run_name=NAME"
-            )
+            raise ValueError(f"output_dir={self.path} was started with other data: {elsewhere}")
 
     def _check_complete(self) -> None:
         for file in (self.config_file, self.manifest_file):
             if not file.is_file():
                 raise FileNotFoundError(
-                    f"output_dir={self.path} holds a run whose {file.name} is gone: put it back, or start "
-                    "this run elsewhere with run_name=NAME"
+                    f"output_dir={self.path} holds a run without its {file.name}: put it back, or start this "
+                    "run elsewhere with run_name=NAME"
                 )
 
     def lock(self, launch: Launch = ALONE, wait: bool = False) -> None:
-        """Keep the folder for this launch until its first process ends, however it ends: two that write here
-        would spoil each other's work.
+        """Lock the folder until the first process of this launch ends, however it ends.
 
         Args:
-            wait: until another that holds it has ended; the other ranks hear from the first meanwhile.
+            wait: for the process that holds the lock; other ranks hear from the first one meanwhile.
 
         Raises:
-            Busy: another process holds it.
-            OSError: it cannot be written to.
+            Busy: another process holds the lock.
+            OSError: the folder cannot be written to.
         """
-        told = False
+        announced = False
         while True:
             try:
                 return launch.broadcast_from_main(self._acquire)
             except Busy as error:
                 if not wait:
                     raise Busy(f"{error}, or wait for that with wait=true") from error
-                if not told:
+                if not announced:
                     launch.print(f"wait=true: {error}")
-                told = True
+                announced = True
 
     def _acquire(self) -> None:
         try:
@@ -181,7 +144,7 @@ class RunFolder:
         self.failure_file.unlink(missing_ok=True)
 
     def unlock(self) -> None:
-        """Let another process have the folder; one that nothing was put into goes away."""
+        """Release the lock; a folder that was made for it and is empty is removed."""
         if self._lock:
             self._lock.release()
             self._lock = None
@@ -189,19 +152,16 @@ class RunFolder:
     def check_place(self) -> None:
         """Make sure that what this process writes is still written to the folder that it holds, if it holds
         it.
-
-        Raises:
-            Moved: it was moved or removed, so that another start may be writing there.
         """
         if self._lock and not self._lock.is_in_place():
+            hint = "to resume from its newest checkpoint, run the same command with output_dir=ITS_NEW_PLACE"
             raise Moved(
-                f"output_dir={self.path} (or its .lock) was moved or removed while it trained: to go on from "
-                "its newest checkpoint, run the same command with output_dir=FOLDER, where it is now"
+                f"output_dir={self.path} (or its .lock) was moved or removed while it trained: {hint}"
             )
 
     def fail(self, rank: int, reason: str, details: dict[str, Any]) -> dict[str, Any]:
         """Record why the run failed, and return what failed first: often another rank, whose end was this
-        one's. The manifest is written by the rank that holds the folder.
+        one's. The rank with the lock writes the manifest.
         """
         failure = {"process": rank, "reason": reason, **details}
         own = self.path / f".failure_{rank}.partial"
@@ -219,27 +179,26 @@ class RunFolder:
             failure["reason"] += f" (not recorded in {self.manifest_file}: {error})"
         return failure
 
-    def begin(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
-        """Write the configuration and the manifest of a run that starts or resumes at a step."""
+    def record_start(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
+        """Write configuration and manifest of a run that starts or resumes at a step."""
         write_text(self.config_file, yaml.safe_dump(config, sort_keys=False))
         start = {"step": step, **{key: details[key] for key in START}}
         starts = [*(self.manifest()["starts"] if step else []), start]
         self.update({**details, "status": "running", "reason": None, "failure": None, "starts": starts})
 
     def update(self, fields: dict[str, Any]) -> None:
-        """Change fields of the manifest.
-
-        Raises:
-            Moved: the folder is no longer where this process took it.
-        """
+        """Change fields of the manifest."""
         self.check_place()
         write_json(self.manifest_file, {**self.manifest(), **fields})
 
 
+def _is_in(key: str, groups: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `groups`, or in one."""
+    return any(key == group or key.startswith(f"{group}.") for group in groups)
+
+
 def _check_events(events: Iterator[yaml.Event]) -> None:
-    """Refuse what no run writes: aliases, of which a few nested ones fill all memory; tags, which make other
-    types; depth.
-    """
+    """Refuse what no run writes: aliases, a few of which fill all memory when nested; tags; depth."""
     depth = 0
     for event in events:
         if isinstance(event, yaml.AliasEvent):
@@ -252,16 +211,12 @@ def _check_events(events: Iterator[yaml.Event]) -> None:
 
 
 def depends_on_total_steps(config: dict[str, Any]) -> bool:
-    """Return whether what a step does depends on how many there are in all."""
+    """Return whether what a step does depends on the total number of steps."""
     return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return what differs between this start of a run and the one before it, and what that means.
-
-    Args:
-        old, new: manifests.
-    """
+    """Return what differs between the manifests of two starts of a run, and what that means."""
     said = []
     if old["num_processes"] != new["num_processes"]:
         streamed = "note" in new["data"]

@@ -41,8 +41,9 @@ def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
-    """Measure how many times as long as under bf16 autocast a matrix product takes outside of it (on CUDA in
-    TF32); 1 where no block of a network runs outside."""
+    """Return how much slower a matrix product is outside bf16 autocast (on CUDA in TF32) than under it; 1
+    where no block of the network runs outside.
+    """
     if not (bf16 and net.flops([0] * len(net.routes)).fp32_training):
         return 1.0
     size = PRODUCT_SIZES[device.type]
@@ -62,11 +63,7 @@ def micro_step(
     device: torch.device,
     routing: Callable[[tuple[float, ...]], Any],
 ) -> Callable[[tuple[float, ...]], None]:
-    """Return a function that runs forward and backward of a micro-batch at given ratios, and leaves no trace.
-
-    Args:
-        routing: what makes a routing of ratios.
-    """
+    """Return step(ratios): forward and backward of a micro-batch, without a trace; `routing` takes ratios."""
 
     def step(ratios: tuple[float, ...]) -> None:
         x = torch.zeros(num_samples, *net.latent_shape, device=device)
@@ -87,19 +84,16 @@ def no_sync(precond: nn.Module) -> Any:
 
 
 def most_graphs(num_lengths: int) -> int:
-    """Return how many graphs blocks may need: they share their code, each length is one, and another where
-    one runs in fp32.
-    """
+    """Return how many graphs the blocks may need: one for each length, and another where one runs in fp32."""
     return 2 * num_lengths + 4
 
 
 class SpeedCheck:
-    """Compare the measured speed-up of the routes with the predicted one, once, when everything is compiled.
+    """Compare the speed-up of the routes with what the cost model predicts.
 
     Args:
         step: runs forward and backward of one micro-batch at given ratios of the routes.
         predict: the speed-up that the cost model promises at given ratios.
-        recorder: keeps and shows what was found.
     """
 
     def __init__(
@@ -112,7 +106,7 @@ class SpeedCheck:
         self.step, self.predict, self.device, self.recorder = step, predict, device, recorder
 
     def __call__(self, ratios: tuple[float, ...]) -> None:
-        """Measure at the ratios of a step; where nothing bypasses there is nothing to compare."""
+        """Measure at the ratios of a step, record and show what was found."""
         predicted = self.predict(ratios)
         if predicted == 1:
             return
@@ -121,21 +115,15 @@ class SpeedCheck:
         try:
             seconds = interleaved_seconds(steps, self.device, REPEATS)
         except torch.OutOfMemoryError:
-            self.recorder.show(
-                "the speed-up was not measured: a dense step does not fit into the memory at this "
-                "train.micro_batch_size"
-            )
+            reason = "a dense step does not fit into memory at this train.micro_batch_size"
+            self.recorder.show(f"the speed-up was not measured: {reason}")
             return
         measured = speedup(seconds["dense"], seconds["routed"])
         found = {"ratios": list(ratios), "measured_speedup": measured, "predicted_speedup": predicted}
         self.recorder.note({"speed_check": found})
         at = ", ".join(f"{ratio:g}" for ratio in ratios)
-        self.recorder.show(
-            f"a forward and backward pass at ratio {at} is {measured:.2f}x as fast as a dense one "
-            f"({predicted:.2f}x by FLOPs)"
-        )
+        speedups = f"{measured:.2f}x as fast as a dense one ({predicted:.2f}x by FLOPs)"
+        self.recorder.show(f"a forward and backward pass at ratio {at} is {speedups}")
         if measured < MIN_SHARE * predicted:
-            self.recorder.show(
-                f"That is less than {MIN_SHARE:.0%} of what the FLOPs promise. To compare other routes: "
-                "python -m benchmarks.advise run=..."
-            )
+            hint = "To compare other routes: python -m benchmarks.advise run=..."
+            self.recorder.show(f"That is less than {MIN_SHARE:.0%} of what the FLOPs promise. {hint}")

@@ -1,4 +1,4 @@
-"""Requests from outside to save and end: signals of a scheduler, a limit of time, a launcher that is gone."""
+"""Requests to save and end: signals of a scheduler, a time limit, a launcher that is gone."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-# The order is the rank: where processes have several reasons, the last one is named.
+# In order of precedence: where processes have several reasons, the last of them is reported.
 TIME_LIMIT = "the time limit train.max_time_sec"
 REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGTERM")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -19,7 +19,7 @@ LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # variables th
 
 
 class StopRequest:
-    """Whether the run is asked to save and end, agreed on by all processes.
+    """Whether the run is asked to save and end, agreed on by all ranks.
 
     Args:
         max_time_sec: since the start of this process; None: no limit.
@@ -30,7 +30,7 @@ class StopRequest:
         self._ends = None if max_time_sec is None else started + max_time_sec
         self._launcher = os.getppid() if any(os.environ.get(name) for name in LAUNCHED) else None
         self._signal: str | None = None
-        # Beside the groups of a GPU: numbers of the host are exchanged without waiting for the device.
+        # A group of its own on the CPU: nothing waits for the device.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     @contextmanager
@@ -44,10 +44,10 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def agreed(self, reserve_sec: float) -> str:
-        """Return why all processes stop here; empty where they do not. All must ask together.
+        """Return why all ranks stop here, or an empty string. Collective.
 
         Args:
-            reserve_sec: what the step that would follow, and saving, may take of the time that is left.
+            reserve_sec: what the next step and a save may take of the time that is left.
         """
         reason = torch.tensor(REASONS.index(self._own(reserve_sec)))
         if self._group is not None:

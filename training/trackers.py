@@ -1,4 +1,4 @@
-"""Trackers of the user's choice: one may watch a run, in a thread of its own, and cannot stop it."""
+"""TensorBoard and Weights & Biases, each in a thread of its own, where it cannot stop a run."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,15 +11,11 @@ from typing import Protocol
 import numpy as np
 
 CLOSE_WITHIN_SEC = 60.0
-
-
 Values = dict[str, float | np.ndarray]  # numbers, and pictures (height, width, C) uint8
 
 
 class Tracker(Protocol):
-    """What is asked of a tracker. It is made before the training, the rest happens beside it: any error ends
-    its use alone.
-    """
+    """Built before the training, used in a thread beside it: any error there only switches it off."""
 
     def open(self) -> None: ...
 
@@ -29,12 +25,7 @@ class Tracker(Protocol):
 
 
 class BackgroundTracker:
-    """Run a tracker in a thread of its own, so that a slow or failing one costs the training nothing.
-
-    Args:
-        tracker: what to open, in the thread.
-        show: prints a warning.
-    """
+    """Run a tracker in a thread of its own, so that a slow or failing one costs the training nothing."""
 
     def __init__(self, tracker: Tracker, show: Callable[[str], None]):
         self._tracker, self.show = tracker, show
@@ -49,7 +40,7 @@ class BackgroundTracker:
             self._lines.put((values, step))
 
     def close(self, within_sec: float = CLOSE_WITHIN_SEC) -> None:
-        """Wait for what was handed over, but not for ever."""
+        """Wait for the lines that were handed over, `within_sec` at most."""
         self._lines.put(None)
         self._thread.join(within_sec)
         if self._thread.is_alive():
@@ -65,43 +56,36 @@ class BackgroundTracker:
             self._switch_off(f"{type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
-        if self._failed:  # it was left behind, and has no last word
+        if self._failed:
             return
         self._failed = True
-        self.show(
-            f"warning: the tracker is switched off ({' '.join(reason.split())}); metrics.jsonl has every line"
-        )
+        reason = " ".join(reason.split())
+        self.show(f"warning: the tracker is switched off ({reason}); metrics.jsonl has every line")
 
 
 class WandbTracker:
     """Weights & Biases.
 
     Args:
-        folder: where the files of an offline run are kept, and the identity of the run: a resumed run
-            continues its curves.
-        project: name of the project there.
+        folder: of the run; it is the identity of the run, so that a resumed one continues its curves.
         mode: `offline` writes files for a later `wandb sync`; `online` needs a login.
     """
 
     def __init__(self, run_name: str, folder: str, project: str, mode: str):
         import wandb
 
-        # The same folder is the same run; runs of one name in two folders are two.
-        identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
         self._folder, self._picture = Path(folder), wandb.Image
-        self._init = partial(
-            wandb.init, project=project, name=run_name, id=identity, resume="allow", dir=folder, mode=mode
-        )
+        options = {"project": project, "name": run_name, "dir": folder, "mode": mode, "resume": "allow"}
+        identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
+        self._init = partial(wandb.init, **options, id=identity)
 
     def open(self) -> None:
         self._run = self._init()
 
     def log(self, values: Values, step: int) -> None:
         if not self._folder.is_dir():
-            raise FileNotFoundError(f"{self._folder} is gone")  # pictures would make it again
-        pictures = {
-            key: self._picture(value) for key, value in values.items() if isinstance(value, np.ndarray)
-        }
+            raise FileNotFoundError(f"{self._folder} is gone")  # wandb would make it again for pictures
+        pictures = {key: self._picture(v) for key, v in values.items() if isinstance(v, np.ndarray)}
         self._run.log({**values, **pictures}, step=step)
 
     def close(self) -> None:
@@ -121,8 +105,7 @@ class TensorBoardTracker:
 
     def log(self, values: Values, step: int) -> None:
         self._folder.mkdir(exist_ok=True)  # not its parents, as the writer would: a run folder may be gone
-        # Points that an earlier start of the run drew behind the checkpoint that this one resumed from are
-        # taken back.
+        # Points that an earlier start logged after the checkpoint are removed.
         self._writer = self._writer or self._writer_from(purge_step=step)
         for key, value in values.items():
             if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
 """The training loop.
 
-A run of N steps takes N + 1 turns: each turn first saves and evaluates what the steps before it gave, so that
-the last state takes the same path as the others.
+A run of N steps takes N + 1 turns: each first saves and evaluates the state that it finds, so that the last
+state takes the same path as the others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,12 +24,12 @@ from training.speed import no_sync
 from training.stopping import StopRequest
 from training.window import Window
 
-SLOW_DISK = 100e6  # bytes per second, until a first save tells
-LARGEST_NAMED = 5
+SLOW_DISK = 100e6  # bytes per second, assumed until the first save
+MAX_NORMS = 5  # in a message
 
 
 class RoutePlan(Protocol):
-    """What the trainer asks of the plan of a network's routes."""
+    """What the network's routes do at each step."""
 
     def routing(self, step: int, num_forced: int, force_keep: torch.Tensor | None) -> Any: ...
 
@@ -38,7 +38,7 @@ class RoutePlan(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to train, and how often to do what; keys of the group train."""
+    """Keys of the group train."""
 
     total_steps: int
     log_every: int
@@ -51,12 +51,10 @@ class Trainer:
     """Fit a preconditioned network to a stream of batches.
 
     Args:
-        net: the network itself, whose weights are trained and kept.
-        precond: the preconditioning around what runs in a step: the network, or what synchronises it.
+        net: the network itself, whose weights are trained and saved.
+        precond: the preconditioning around the network, or around what synchronises its gradients.
         loss: loss(precond, x, class_labels, routing=, mask=, generator=) -> (N,).
-        route_plan: says what the routes do at each step.
-        evaluators: (every how many steps, evaluator): evaluator(step) -> {key: number or picture}.
-        stop: says when all ranks are to save and end.
+        evaluators: (interval in steps, evaluator): evaluator(step) -> {key: number or picture}.
         speed_check: called with the ratios of the last step at the first log point where tokens bypass, when
             everything is compiled.
     """
@@ -87,8 +85,8 @@ class Trainer:
         num_bytes = 4 * 4 * sum(parameter.numel() for parameter in net.parameters())
         self.clock = Clock(launch.device, num_bytes / SLOW_DISK)
         self.window = Window(launch, self.clock, batches.batch_size, routed=bool(net.routes))
-        kept = settings.log_every, settings.max_skipped_steps
-        self.history = LossHistory(launch, batches.places, batches.entries, *kept)
+        limits = settings.log_every, settings.max_skipped_steps
+        self.history = LossHistory(launch, batches.places, batches.entries, *limits)
         self.step = self.saved_step = self.first_step = 0
 
     @property
@@ -98,16 +96,11 @@ class Trainer:
         return {name: getattr(self, name) for name in names}
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            ValueError: it has more steps than are asked for.
-        """
+        """Continue from a checkpoint."""
         self.step = self.saved_step = self.first_step = self.checkpoints.load(checkpoint, self.parts)
-        if self.step > self.settings.total_steps:
+        if self.step > (total_steps := self.settings.total_steps):
             raise ValueError(
-                f"train.total_steps={self.settings.total_steps} must be at least the {self.step} steps of "
-                f"{checkpoint}"
+                f"train.total_steps={total_steps} must be at least the {self.step} steps of {checkpoint}"
             )
 
     def fit(self) -> str:
@@ -117,9 +110,9 @@ class Trainer:
             Why it stopped before the end; empty at the end.
 
         Raises:
-            NotFinite: too many steps in a row had to be skipped.
-            Moved: the folder of the run is no longer in its place.
-            OSError: what is to be saved last cannot be written.
+            NotFinite: too many steps in a row were skipped.
+            Moved: the folder of the run was moved or removed.
+            OSError: the last state cannot be saved.
         """
         batches = self.batches.from_step(self.step)
         with self.recorder.progress(self.step, self.settings.total_steps):
@@ -138,7 +131,7 @@ class Trainer:
                     self.clock.resume()
 
     def train_step(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """Take one optimizer step on this rank's micro-batches; the caller counts `step`."""
+        """Take one optimizer step on this rank's micro-batches; `step` is the caller's to count."""
         self.net.train()
         num_micro_batches = len(self.batches.indices)
         loss, sample_losses = torch.zeros((), device=self.launch.device), []
@@ -147,16 +140,10 @@ class Trainer:
             routing = self.route_plan.routing(self.step, batch.num_forced, batch.force_keep)
             self.ratios = routing.selection_ratio
             with nullcontext() if number == num_micro_batches else no_sync(self.precond):
-                losses = self.loss(
-                    self.precond,
-                    batch.x,
-                    batch.class_labels,
-                    routing=routing,
-                    mask=batch.masks,
-                    generator=batch.generator,
-                )
+                options = {"routing": routing, "mask": batch.masks, "generator": batch.generator}
+                losses = self.loss(self.precond, batch.x, batch.class_labels, **options)
                 micro_loss = losses.mean() / num_micro_batches
-                # A loss that is not finite makes the gradients so too, on all ranks: the step is skipped.
+                # A loss that is not finite makes all gradients so: the step is skipped on all ranks.
                 (micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan)).backward()
             loss += micro_loss.detach()
             sample_losses.append(losses.detach())
@@ -165,16 +152,11 @@ class Trainer:
         self.history.add(loss, self.update_weights(loss), sample_losses)
 
     def update_weights(self, loss: torch.Tensor) -> torch.Tensor:
-        """Clip, step and average the weights.
-
-        Returns:
-            Whether the step was skipped: 0 or 1, 0-d, on the device.
-        """
+        """Clip, step and average the weights; return 1 if the step was skipped, else 0 (0-d)."""
         grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
         if self.settings.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, grad_norm)
-        # A step that is not finite is skipped on the device, without asking it. The gradients are the same on
-        # all ranks, and so is the decision.
+        # A step that is not finite is skipped on the device; the gradients are the same on all ranks.
         skipped = (~grad_norm.isfinite()).float()
         self.optimizer.found_inf = skipped
         self.optimizer.step()
@@ -203,7 +185,7 @@ class Trainer:
 
     def _largest_norms(self) -> str:
         norms = {name: parameter.norm().item() for name, parameter in self.net.named_parameters()}
-        largest = sorted(norms, key=norms.get, reverse=True)[:LARGEST_NAMED]
+        largest = sorted(norms, key=norms.get, reverse=True)[:MAX_NORMS]
         return "Largest parameter norms: " + ", ".join(f"{name} {norms[name]:.4g}" for name in largest)
 
     def _log(self, values: dict[str, Any]) -> None:
@@ -216,7 +198,7 @@ class Trainer:
             self.speed_check = None
 
     def _save_and_evaluate(self) -> str:
-        """Do what is due between two steps, and return why the run is to stop here, if it is."""
+        """Do what is due between two steps, and return why the run is to stop here, or an empty string."""
         last, reason = self.step == self.settings.total_steps, self._asked_to_stop()
         due = [evaluator for every, evaluator in self.evaluators if self._is_due(every) or last]
         save = (self._is_due(self.settings.save_every) or last or reason) and self.step > self.saved_step
@@ -227,10 +209,10 @@ class Trainer:
         if save:
             self._save(must=bool(last or reason))
         if unlogged and not reason:
-            self.log_training()  # after the save: a longer run goes on as if it had not been written
+            self.log_training()  # after the save: a longer run resumes as if this had not been written
         values = {}
         for evaluator in due:
-            # What is due and not done is done when the run goes on.
+            # What is due and not done is done when the run resumes.
             reason = reason or self._asked_to_stop(evaluation=True)
             if reason:
                 if self.step > self.saved_step:
@@ -242,8 +224,8 @@ class Trainer:
         if values:
             self._log(values)
         if numbers := without_pictures(values):
-            told = "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
-            self.recorder.show(f"step {self.step}: {told}")
+            text = "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
+            self.recorder.show(f"step {self.step}: {text}")
         self.clock.resume()
         return reason
 
@@ -255,9 +237,7 @@ class Trainer:
         return self.stop.agreed(reserve_sec + self.recorder.closing_sec)
 
     def _save(self, must: bool) -> None:
-        """Save, or say why not: a disk that is full for now must not cost what is in memory, unless this is
-        the last chance.
-        """
+        """Save; if that fails and is no `must`, warn and continue: the disk may have room later."""
         self.recorder.check_place()
         try:
             # SYNC: everything comes to the host.
@@ -265,10 +245,8 @@ class Trainer:
                 self.checkpoints.save(self.step, self.parts)
             self.saved_step = self.step
         except OSError as error:
-            kept = "there is no checkpoint yet"
-            if self.saved_step:
-                kept = f"the last checkpoint is that of step {self.saved_step}"
-            said = f"step {self.step} could not be saved: {error}; {kept}"
+            last = self.saved_step and f"the last checkpoint is of step {self.saved_step}"
+            message = f"step {self.step} cannot be saved: {error}; {last or 'there is no checkpoint yet'}"
             if must:
-                raise OSError(said) from error
-            self.recorder.show(f"warning: {said}. Training goes on and will save again")
+                raise OSError(message) from error
+            self.recorder.show(f"warning: {message}. Training continues and will save again")

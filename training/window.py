@@ -15,7 +15,6 @@ class Window:
 
     Args:
         batch_size: images of a step, on all ranks together.
-        routed: True if the network has routes, of which there is something to log.
     """
 
     def __init__(self, launch: Launch, clock: Clock, batch_size: int, routed: bool):
@@ -36,7 +35,7 @@ class Window:
         self.sums[SUMS.index("num_forced_bypassed")] += num_tokens
 
     def values(self) -> dict[str, Any]:
-        """Return what is logged of these steps: means over all that applied, on all ranks."""
+        """Return what is logged: means over the steps that applied, on all ranks."""
         # SYNC: the sums come to the host.
         sums = dict(zip(SUMS, self.launch.sum(self.sums).div(self.launch.world_size).tolist(), strict=True))
         applied, num_steps = sums["applied"], sums["applied"] + sums["skipped"]
@@ -53,7 +52,7 @@ class Window:
         return values
 
     def start(self) -> None:
-        """Begin the next window."""
+        """Start the next window."""
         self.sums.zero_()
         self.clock.start_window()
 
@@ -62,8 +61,8 @@ class Window:
         return {"sums": self.launch.gather(self.sums).tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the sums of a checkpoint; on another number of ranks each takes their mean, and its
-        share of what is counted.
+        """Continue from a checkpoint; on another number of ranks each takes the mean of the sums, and its
+        share of the counts.
         """
         sums = torch.tensor(state["sums"], device=self.sums.device)
         same = len(sums) == self.launch.world_size

@@ -23,13 +23,13 @@ def nothing_chosen(monkeypatch):
 
 
 @pytest.mark.parametrize("saved", ["no", "bf16"])
-def test_a_run_keeps_the_precision_it_was_begun_with(saved):
+def test_a_resumed_run_keeps_its_precision(saved):
     """On a machine that would choose the other."""
     assert resolve_auto(validated(), {"mixed_precision": saved}, CPU, 1)["mixed_precision"] == saved
 
 
 @pytest.mark.usefixtures("nothing_chosen")
-def test_freed_memory_is_kept_on_a_cpu_unless_told_otherwise(monkeypatch):
+def test_freed_memory_is_kept_on_a_cpu_by_default(monkeypatch):
     assert resolved() is True
     assert resolved("train.keep_freed_memory=false") is False
     assert resolved(device=torch.device("cuda")) is False
@@ -38,8 +38,6 @@ def test_freed_memory_is_kept_on_a_cpu_unless_told_otherwise(monkeypatch):
     assert resolved("train.keep_freed_memory=true") is True
 
 
-def test_another_c_library_cannot_be_told(monkeypatch):
+def test_freed_memory_is_not_kept_by_another_c_library(monkeypatch):
     monkeypatch.setattr("runtime.machine.platform.libc_ver", lambda: ("", ""))
     assert resolved() is False
-    with pytest.raises(ValueError, match=r"train\.keep_freed_memory=true needs the C library glibc"):
-        resolved("train.keep_freed_memory=true")

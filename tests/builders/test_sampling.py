@@ -54,7 +54,7 @@ def test_samples_are_drawn_by_the_averaged_weights(run, tmp_path):
     assert record["weights_sha256"] == sha256(folder / "ema.safetensors")
 
 
-def test_what_a_run_says_holds_unless_told_otherwise(run, tmp_path):
+def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):
     (tmp_path / "guided").mkdir()
     for name in ("config.yaml", "manifest.json"):
         shutil.copy(run / name, tmp_path / "guided")
@@ -67,11 +67,8 @@ def test_what_a_run_says_holds_unless_told_otherwise(run, tmp_path):
     for asked, num_steps in (((), 2), (("num_steps=3",), 3)):
         assert opened(run, *asked)[0].sampler.keywords["num_steps"] == num_steps
     options = ("num_steps=1", "first_seed=5")
-    plain, again = (
-        drawn(run, tmp_path / f"{i}.npz", *options, f"guidance_scale={scale}")
-        for i, scale in enumerate((1, 4))
-    )
-    assert not np.array_equal(plain, again)
+    plain, guided = (drawn(run, tmp_path / f"{i}.npz", *options, f"guidance_scale={i}") for i in (1, 4))
+    assert not np.array_equal(plain, guided)
     assert opened(run, *options)[0].first_seed == 5
 
 
@@ -89,14 +86,11 @@ def test_bf16_is_of_the_network_and_of_the_decoder(run):
         (("class_label=3",), None, "_class3"),
     ],
 )
-def test_labels_are_drawn_from_the_seeds_unless_told_otherwise_and_recorded(run, options, kind, suffix):
+def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, kind, suffix):
     sample.main(composed(f"run={run}", "num_samples=40", "first_seed=7", *options, config_name="sample"))
     file = run / "samples" / f"step_00000006_n40_seed7{suffix}_2steps.npz"
-    expected = {
-        "random": random_labels(range(7, 47), 10),
-        "balanced": np.arange(40) % 10,
-        None: np.full(40, 3),
-    }[kind]
+    balanced, one = np.arange(40) % 10, np.full(40, 3)
+    expected = {"random": random_labels(range(7, 47), 10), "balanced": balanced, None: one}[kind]
     with np.load(file) as arrays:
         images, labels = arrays["arr_0"], arrays["arr_1"]
     assert labels.tolist() == expected.tolist()
@@ -123,16 +117,9 @@ def test_what_is_asked_changes_the_samples(run, tmp_path, option):
 
 
 def test_other_samples_have_another_name(run):
-    options = [
-        "num_samples=7",
-        "first_seed=1",
-        "class_label=1",
-        "labels=balanced",
-        "guidance_scale=2",
-        "num_steps=3",
-        "sampler=edm",
-    ]
-    options += ["sampler=edm sampler.rho=5", "mixed_precision=bf16", "decoding=official", "checkpoint=4"]
+    options = ["num_samples=7", "first_seed=1", "class_label=1", "labels=balanced", "guidance_scale=2"]
+    options += ["num_steps=3", "sampler=edm", "sampler=edm sampler.rho=5"]
+    options += ["mixed_precision=bf16", "decoding=official", "checkpoint=4"]
     names = set()
     for asked in ("", *options):
         request = configuration.resolve(composed(f"run={run}", *asked.split(), config_name="sample"))
@@ -140,17 +127,15 @@ def test_other_samples_have_another_name(run):
     assert len(names) == 1 + len(options)
 
 
-def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside_them(run, tmp_path):
+def test_samples_are_not_overwritten_unasked_and_take_old_scores_along(run, tmp_path):
     output = tmp_path / "a.npz"
     asked = (f"run={run}", "num_samples=4", f"output={output}")
     sample.main(composed(*asked, config_name="sample"))
     first, record = output.read_bytes(), output.with_suffix(".json").read_text()
     (tmp_path / "a.scores.json").write_text("{}")
     others = ("first_seed=9", "class_label=1")
-    with pytest.raises(
-        UserError,
-        match=r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it",
-    ):
+    message = r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it"
+    with pytest.raises(UserError, match=message):
         sample.main(composed(*asked, *others, config_name="sample"))
     assert (output.read_bytes(), output.with_suffix(".json").read_text()) == (first, record)
     sample.main(composed(*asked, *others, "overwrite=true", config_name="sample"))
@@ -159,12 +144,12 @@ def test_samples_are_not_overwritten_unasked_and_no_scores_of_others_stay_beside
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.npz", "a.png"]
 
 
-def test_of_a_run_are_scored_as_many_samples_as_published_scores_are_of():
+def test_runs_are_scored_with_50k_samples_by_default():
     assert scoring.drawn({"num_samples": None})["num_samples"] == 50_000
     assert scoring.drawn({"num_samples": 7})["num_samples"] == 7
 
 
-def test_samples_at_the_place_inside_the_run_are_not_overwritten_either(run):
+def test_samples_inside_the_run_are_not_overwritten_either(run):
     asked = composed(f"run={run}", "num_samples=5", config_name="sample")
     sample.main(asked)
     with pytest.raises(UserError, match=r"step_00000006_n5_seed0_2steps\.npz is there already"):
@@ -172,7 +157,7 @@ def test_samples_at_the_place_inside_the_run_are_not_overwritten_either(run):
 
 
 @pytest.mark.parametrize("part", ["_make_array", "save_grid", "write_json"])
-def test_a_disk_that_is_full_leaves_what_was_there_and_nothing_half(run, tmp_path, monkeypatch, part):
+def test_a_full_disk_leaves_old_samples_and_nothing_partial(run, tmp_path, monkeypatch, part):
     output = tmp_path / "a.npz"
     asked = (f"run={run}", "num_samples=4", f"output={output}", "overwrite=true")
     sample.main(composed(*asked, config_name="sample"))
@@ -184,31 +169,19 @@ def test_a_disk_that_is_full_leaves_what_was_there_and_nothing_half(run, tmp_pat
     monkeypatch.setattr(sample, part, full)
     with pytest.raises(UserError, match="No space left on device"):
         sample.main(composed(*asked, config_name="sample"))
-    left = {path.name for path in tmp_path.iterdir()}
-    assert (
-        left
-        == {
-            "_make_array": {"a.json", "a.npz", "a.png"},
-            "save_grid": {"a.npz"},
-            "write_json": {"a.npz", "a.png"},
-        }[part]
-    )
+    written = {"save_grid": {"a.npz"}, "write_json": {"a.npz", "a.png"}}
+    expected = written.get(part, {"a.json", "a.npz", "a.png"})
+    assert {path.name for path in tmp_path.iterdir()} == expected
     assert output.read_bytes() == before, "the same samples"
 
 
 def test_the_pictures_of_a_training_are_decoded_as_its_samples_are(tmp_path):
     pictures = {}
     for decoding in ("rounded", "official"):
-        options = (
-            f"decoding={decoding}",
-            "data.in_channels=1",
-            "train.sample_every=6",
-            "sampler.num_steps=2",
-        )
-        tiny_run(tmp_path / decoding, *options)
-        pictures[decoding] = np.asarray(
-            Image.open(tmp_path / decoding / "samples" / "step_00000006.png")
-        ).astype(int)
+        options = ("data.in_channels=1", "train.sample_every=6", "sampler.num_steps=2")
+        tiny_run(tmp_path / decoding, f"decoding={decoding}", *options)
+        picture = Image.open(tmp_path / decoding / "samples" / "step_00000006.png")
+        pictures[decoding] = np.asarray(picture).astype(int)
     darker = pictures["rounded"] - pictures["official"]
     assert set(np.unique(darker)) == {0, 1}
 

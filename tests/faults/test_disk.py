@@ -17,9 +17,10 @@ from tests.faults.killing import ONE
 from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
-from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, load_weights, steps_in
+from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, steps_in
 from training.fit import run_training
 from training.run_folder import RunFolder
+from training.weights import load_weights
 
 
 def cut(file):
@@ -32,12 +33,7 @@ def flip(file):
     file.write_bytes(content)
 
 
-DAMAGES = {
-    "cut": cut,
-    "flipped bit": flip,
-    "empty": lambda file: os.truncate(file, 0),
-    "gone": Path.unlink,
-}
+DAMAGES = {"cut": cut, "flipped bit": flip, "empty": lambda file: os.truncate(file, 0), "gone": Path.unlink}
 
 
 FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS")
@@ -45,16 +41,14 @@ FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.j
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(
-    tmp_path, whole, damage, name, capsys
-):
+def test_a_damaged_checkpoint_is_renamed_and_the_one_before_it_used(tmp_path, whole, damage, name, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     DAMAGES[damage](newest / name)
     assert damage_of(newest)
     tiny_run(tmp_path / "run")
     assert f"warning: {newest} is damaged" in (said := capsys.readouterr().out)
-    assert f"put aside as {newest.name}.damaged" in said
+    assert f"renamed to {newest.name}.damaged" in said
     assert "resumed at step 4" in said
     assert newest.with_name(f"{newest.name}.damaged").is_dir()
     assert_same_run(whole, tmp_path / "run")
@@ -70,7 +64,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_a_run_of_which_no_checkpoint_is_whole_does_not_begin_anew(tmp_path, whole):
+def test_a_run_without_an_intact_checkpoint_does_not_start_again(tmp_path, whole):
     shutil.copytree(whole, tmp_path / "run")
     for _, path in steps_in(tmp_path / "run/checkpoints"):
         flip(path / "net.safetensors")
@@ -98,28 +92,28 @@ def in_place_of(checkpoint, kind):
 
 @pytest.mark.parametrize("before", [None, "empty", "file", "dangling link"])
 @pytest.mark.parametrize("kind", ["no digests", "empty", "file", "dangling link", "link in a circle"])
-def test_what_is_no_checkpoint_is_put_aside_over_whatever_lies_there(tmp_path, whole, kind, before, capsys):
+def test_what_is_not_a_checkpoint_is_renamed_over_anything(tmp_path, whole, kind, before, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     if before:
         shutil.copytree(newest, aside := newest.with_name(f"{newest.name}.damaged"))
         in_place_of(aside, before)
     in_place_of(newest, kind)
-    reason = "it has no SHA256SUMS" if kind in ("no digests", "empty") else "it is no folder"
+    reason = "it has no SHA256SUMS" if kind in ("no digests", "empty") else "it is not a folder"
     assert find_checkpoint(tmp_path / "run", None).name == "step_00000004"
-    told = f"warning: {newest} is damaged ({reason}) and passed over; the checkpoint before it is used\n"
-    assert capsys.readouterr().out == told
+    line = f"warning: {newest} is damaged ({reason}); the checkpoint before it is used\n"
+    assert capsys.readouterr().out == line
     assert os.path.lexists(newest), "who samples moves nothing"
     tiny_run(tmp_path / "run")
     assert (
-        f"warning: {newest} is damaged ({reason}), put aside as {newest.name}.damaged"
+        f"warning: {newest} is damaged ({reason}), renamed to {newest.name}.damaged"
         in capsys.readouterr().out
     )
     assert_same_run(whole, tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_what_is_no_checkpoint_goes_where_an_old_one_would(tmp_path, kind):
+def test_what_is_not_a_checkpoint_is_removed_like_an_old_one(tmp_path, kind):
     folder = CheckpointFolder(tmp_path, keep_last=1, milestone_every=None)
     for step in (1, 2, 3):
         folder.save(step, {"net": torch.nn.Linear(1, 1)})
@@ -129,7 +123,7 @@ def test_what_is_no_checkpoint_goes_where_an_old_one_would(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step_00000009.removed", "step_00000003"]
 
 
-def test_sampling_passes_over_a_checkpoint_whose_average_is_damaged_alone(tmp_path, whole, capsys):
+def test_sampling_skips_a_checkpoint_only_if_its_average_is_damaged(tmp_path, whole, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     flip(newest / "net.safetensors")
@@ -155,7 +149,7 @@ def test_nothing_is_sampled_from_a_damaged_checkpoint(tmp_path, whole):
         load_weights(net, file)
 
 
-def test_retention_counts_whole_checkpoints_alone(tmp_path, whole):
+def test_retention_counts_only_intact_checkpoints(tmp_path, whole):
     """Damaged ones that are newer must not push out the last good one."""
     shutil.copytree(whole, tmp_path / "run")
     flip(latest_checkpoint(tmp_path / "run") / "net.safetensors")
@@ -164,7 +158,7 @@ def test_retention_counts_whole_checkpoints_alone(tmp_path, whole):
     assert (step, damage_of(path)) == (5, None)
 
 
-def test_what_a_kill_left_of_saving_or_removing_is_never_used_and_goes_away(tmp_path):
+def test_what_a_kill_leaves_of_a_checkpoint_is_never_used(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2, milestone_every=None)
     for name in (".step_00000003.partial", ".step_00000001.removed"):
         (tmp_path / name).mkdir()
@@ -174,7 +168,7 @@ def test_what_a_kill_left_of_saving_or_removing_is_never_used_and_goes_away(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005"]
 
 
-def test_saving_does_not_make_a_run_folder_again_that_is_gone(tmp_path):
+def test_saving_does_not_make_a_removed_run_folder_again(tmp_path):
     with pytest.raises(FileNotFoundError):
         CheckpointFolder(tmp_path / "run/checkpoints", 2, None).save(5, {"net": torch.nn.Linear(1, 1)})
     assert list(tmp_path.iterdir()) == []
@@ -184,7 +178,7 @@ def files_may_have(num_bytes):
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_nothing_of_the_run(tmp_path, capsys):
+def test_a_disk_that_is_full_for_a_while_costs_only_checkpoints(tmp_path, capsys):
     """Saving fails at steps 2 and 4 with the error of the system, then there is room again."""
     tiny_run(tmp_path / "whole", "train.log_every=1")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
@@ -201,35 +195,35 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_nothing_of_the_ru
     trainer.checkpoints.save = with_little_room
     run_training(trainer, run)
     said = capsys.readouterr().out
-    assert "warning: step 2 could not be saved" in said
+    assert "warning: step 2 cannot be saved" in said
     assert "File too large" in said
-    assert "there is no checkpoint yet. Training goes on and will save again" in said
+    assert "there is no checkpoint yet. Training continues and will save again" in said
     assert [step for step, _ in steps_in(tmp_path / "run/checkpoints")] == [6]
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_a_run_only_where_it_would_end_without_its_last_checkpoint(tmp_path):
+def test_a_full_disk_ends_a_run_only_at_its_last_checkpoint(tmp_path):
     """The whole program under a limit that the checkpoints do not fit into, and again without it."""
     result = program(ONE, "train.total_steps=2", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     full = program(ONE, folder=tmp_path, limit=files_may_have(100_000))
     assert full.returncode == 1
-    assert "warning: step 4 could not be saved" in full.stdout
+    assert "warning: step 4 cannot be saved" in full.stdout
     (line,) = [line for line in full.stderr.splitlines() if line.startswith("error")]
-    assert line.startswith("error: step 6 could not be saved: ")
+    assert line.startswith("error: step 6 cannot be saved: ")
     assert line.endswith("the last checkpoint is that of step 2")
     assert "Traceback" not in full.stderr
     manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
     assert manifest["status"] == "failed"
-    assert "step 6 could not be saved" in manifest["failure"]["reason"]
+    assert "step 6 cannot be saved" in manifest["failure"]["reason"]
     again = program(ONE, folder=tmp_path)
     assert again.returncode == 0, again.stderr
     tiny_run(tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "runs/r")
 
 
-def test_metrics_that_have_no_room_are_kept_and_written_when_there_is_room(tmp_path, capsys):
+def test_metrics_wait_for_room_on_a_full_disk(tmp_path, capsys):
     """The lines go to /dev/full; a checkpoint keeps them."""
     tiny_run(tmp_path / "whole", "train.log_every=1")
     (tmp_path / "run").mkdir()
@@ -237,14 +231,14 @@ def test_metrics_that_have_no_room_are_kept_and_written_when_there_is_room(tmp_p
     with pytest.raises(UserError, match="No space left on device"):
         tiny_run(tmp_path / "run", "train.log_every=1")
     said = capsys.readouterr().out
-    assert said.count("No space left on device; its lines wait, in checkpoints too, until there is room") == 1
+    assert said.count("No space left on device; its lines are kept, in checkpoints too, until there is") == 1
     assert RunFolder(tmp_path / "run").manifest()["status"] == "failed"
     (tmp_path / "run/metrics.jsonl").unlink()
     tiny_run(tmp_path / "run", "train.log_every=1")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_metrics_are_written_once_where_room_comes_back_on_the_way(tmp_path):
+def test_metrics_are_written_once_when_there_is_room_again(tmp_path):
     tiny_run(tmp_path / "whole", "train.log_every=1")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
     file, limit = trainer.recorder.metrics_file, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -265,7 +259,7 @@ def test_metrics_are_written_once_where_room_comes_back_on_the_way(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["/sys/run", "/dev/null/run"])
-def test_a_folder_that_cannot_be_written_to_is_one_clear_error(tmp_path, folder):
+def test_a_read_only_folder_is_refused_in_one_line(tmp_path, folder):
     with pytest.raises(OSError, match=folder):
         tiny_trainer(folder)
 
@@ -300,15 +294,15 @@ def test_a_damaged_manifest_or_configuration_of_a_run_is_named(tmp_path):
         (tmp_path / name).write_text(before)
 
 
-def test_lines_that_are_missing_before_a_checkpoint_are_told(tmp_path, capsys):
+def test_missing_lines_before_a_checkpoint_are_reported(tmp_path, capsys):
     tiny_run(tmp_path, "train.total_steps=4", "train.log_every=1")
     (tmp_path / "metrics.jsonl").write_text("")
     tiny_run(tmp_path, "train.log_every=1")
-    assert "lines from before it are missing" in capsys.readouterr().out
+    assert "lines before it are missing" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path)] == [5, 6]
 
 
-def test_a_picture_that_has_no_room_is_no_reason_to_stop(tmp_path, capsys):
+def test_a_picture_without_disk_space_does_not_stop_a_run(tmp_path, capsys):
     (tmp_path / "samples").write_text("a file where the folder should be")
     tiny_run(tmp_path, "train.sample_every=3", "sampler.num_steps=2")
     assert capsys.readouterr().out.count("could not be written") == 2

@@ -31,7 +31,7 @@ def holder(folder, seconds):
     return process
 
 
-def test_a_lock_that_is_given_back_while_another_waits_is_not_held_twice(tmp_path, monkeypatch):
+def test_a_lock_released_to_a_waiting_process_is_not_held_twice(tmp_path, monkeypatch):
     """The one that waits has the file open that the holder removes; a third then makes a new one."""
     monkeypatch.setattr(run_folder, "LOCK_WITHIN_SEC", 0.0)
     first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
@@ -51,7 +51,7 @@ def test_a_lock_that_is_given_back_while_another_waits_is_not_held_twice(tmp_pat
     third.check_place()
 
 
-def test_a_folder_that_is_given_back_while_another_start_takes_it_is_made_again(tmp_path, monkeypatch):
+def test_a_folder_removed_while_another_start_locks_it_is_made_again(tmp_path, monkeypatch):
     first, second = RunFolder(tmp_path / "runs/run"), RunFolder(tmp_path / "runs/run")
     first.lock()
     acquire, turns = run_folder.Lock.acquire, []
@@ -91,7 +91,7 @@ def test_a_second_start_says_who_holds_the_folder_and_ends(tmp_path, launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [ONE, TWO])
-def test_a_start_waits_where_it_is_asked_to(tmp_path, launcher):
+def test_a_start_waits_with_wait_true(tmp_path, launcher):
     with holder(tmp_path / "runs/r", 45) as process:
         result = program(launcher, "wait=true", folder=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -102,14 +102,14 @@ def test_a_start_waits_where_it_is_asked_to(tmp_path, launcher):
 
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
 @pytest.mark.parametrize("total_steps", [4, 6])
-def test_a_run_that_was_robbed_of_a_file_says_which_and_what_to_do(tmp_path, name, total_steps):
+def test_a_run_without_one_of_its_files_says_which(tmp_path, name, total_steps):
     tiny_run(tmp_path, "train.total_steps=4")
     content = (tmp_path / name).read_text()
     (tmp_path / name).unlink()
     with pytest.raises(FileNotFoundError) as error:
         tiny_trainer(tmp_path, f"train.total_steps={total_steps}")
     elsewhere = "put it back, or start this run elsewhere with run_name=NAME"
-    assert str(error.value) == f"output_dir={tmp_path} holds a run whose {name} is gone: {elsewhere}"
+    assert str(error.value) == f"output_dir={tmp_path} holds a run without its {name}: {elsewhere}"
     (tmp_path / name).write_text(content)
     tiny_run(tmp_path)
 
@@ -141,9 +141,7 @@ def drawing(tmp_path_factory):
         ("taken", "tensorboard", 5),
     ],
 )
-def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(
-    tmp_path, drawing, what, tracker, step
-):
+def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there(tmp_path, drawing, what, tracker, step):
     """After step 2 a grid of samples would be next, after step 5 the last save; a tracker opens its file at
     its first line.
     """
@@ -164,7 +162,7 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(
     with pytest.raises(UserError) as error:
         run_training(trainer, run)
     assert str(error.value).startswith(
-        f"output_dir={folder} (or its .lock) was moved or removed while it trained: to go on"
+        f"output_dir={folder} (or its .lock) was moved or removed while it trained: to resume"
     )
     if what == "taken":
         assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == others[1]
@@ -178,7 +176,7 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there_any_more(
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, OSError])
-def test_a_run_that_fails_after_its_folder_was_moved_leaves_the_one_in_its_place_alone(tmp_path, end):
+def test_a_failing_run_leaves_a_new_folder_in_its_place_alone(tmp_path, end):
     folder = tmp_path / "run"
     trainer, run = tiny_trainer(folder)
 
@@ -195,7 +193,7 @@ def test_a_run_that_fails_after_its_folder_was_moved_leaves_the_one_in_its_place
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [ONE, TWO])
-def test_a_moved_run_goes_on_where_it_is(tmp_path, launcher):
+def test_a_moved_run_resumes_where_it_is(tmp_path, launcher):
     """Of the whole program: its status, its one line, and that nothing was lost."""
     whole = Killed(tmp_path / "whole", Variant(launcher, ("train.micro_batch_size=4", "wait=true")))
     whole.finish()
@@ -208,7 +206,7 @@ def test_a_moved_run_goes_on_where_it_is(tmp_path, launcher):
     assert process.wait(120) == 1
     output = (killed.folder / "output").read_text()
     assert (
-        "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to go on from its "
+        "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to resume from its "
         "newest" in output
     )
     assert ("Traceback" in output) == (launcher == TWO), "torchrun has one of its own"

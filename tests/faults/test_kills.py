@@ -11,7 +11,7 @@ NUM_KILLS = {"one process": 11, "accumulation": 4, "compiled": 2, "two processes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_that_is_killed_at_random_moments_ends_bitwise_like_one_that_was_not(tmp_path, name):
+def test_a_run_killed_at_random_resumes_bitwise(tmp_path, name):
     outcome = kill_often(tmp_path, VARIANTS[name], NUM_KILLS[name], seed=0)
     assert outcome.lost == []
     assert sum(outcome.kills.values()) == NUM_KILLS[name]

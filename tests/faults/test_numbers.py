@@ -75,7 +75,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_named(tmp_path, what, 
     assert all(0 < line["loss"] < 10 for line in (first, second))
 
 
-def test_too_many_steps_in_a_row_end_the_run_at_the_next_log_point_and_say_where(tmp_path):
+def test_too_many_skipped_steps_end_the_run_at_the_next_log_point(tmp_path):
     trainer, run = tiny_trainer(
         tmp_path, "train.log_every=4", "train.total_steps=12", "train.max_skipped_steps=3"
     )
@@ -117,7 +117,7 @@ def test_steps_in_a_row_are_counted_across_log_points_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["nan loss", "inf loss", "nan batch"])
-def test_a_checkpoint_amid_skipped_steps_is_json_and_goes_on_bitwise(tmp_path, what):
+def test_a_checkpoint_amid_skipped_steps_resumes_bitwise(tmp_path, what):
     options = ("train.log_every=3", "train.save_every=2")
     trainer, run = tiny_trainer(tmp_path / "whole", *options)
     poison(trainer, what, {3})
@@ -132,7 +132,7 @@ def test_a_checkpoint_amid_skipped_steps_is_json_and_goes_on_bitwise(tmp_path, w
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_held_out_loss_that_is_not_finite_is_null_and_told_of(tmp_path, capsys):
+def test_a_held_out_loss_that_is_not_finite_is_null_with_a_warning(tmp_path, capsys):
     trainer, run = tiny_trainer(tmp_path, "train.eval_every=3", "train.total_steps=3")
     ((every, dense),) = trainer.evaluators
     trainer.evaluators = [(every, lambda step: {**dense(step), "val_loss_dense": math.nan})]
@@ -155,9 +155,7 @@ def test_steps_that_are_not_in_a_row_do_not_end_a_run(tmp_path):
     assert [line["num_skipped_steps"] for line in metrics(tmp_path)] == [1, 1, 1, 1]
 
 
-def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survives_a_resume(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_spike_is_logged_with_its_entries_also_after_a_resume(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("training.history.MIN_STEPS", 20)
     options = ("train.log_every=7", "train.total_steps=42", "train.save_every=5", "train.batch_size=8")
 
@@ -190,7 +188,7 @@ def test_a_spike_of_the_loss_is_logged_with_the_entries_that_made_it_and_survive
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_new_level_of_the_loss_is_no_spike_for_ever(tmp_path):
+def test_a_lasting_rise_of_the_loss_is_one_spike(tmp_path):
     history = tiny_trainer(tmp_path)[0].history
     rng = np.random.default_rng(0)
     assert not any(history._is_spike(loss) for loss in rng.normal(1.0, 0.1, 400))
@@ -201,7 +199,7 @@ def test_a_new_level_of_the_loss_is_no_spike_for_ever(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_processes_skip_what_is_not_finite_in_one_of_them(tmp_path):
+def test_all_ranks_skip_what_is_not_finite_on_one(tmp_path):
     """A gradient; of a loss, see test_two_processes."""
     result = inject(TWO, "gradient", 3, 1, "train.log_every=3", "train.micro_batch_size=4", folder=tmp_path)
     assert result.returncode == 0, result.stderr

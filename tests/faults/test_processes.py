@@ -24,7 +24,7 @@ def lines_of(result):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["configuration", "folder", "code"])
-def test_processes_that_do_not_start_alike_refuse_together(tmp_path, fault):
+def test_ranks_that_disagree_refuse_together(tmp_path, fault):
     data = ()
     if fault == "folder":
         write_latents(tmp_path / "latents", seed=0)
@@ -55,9 +55,7 @@ def test_processes_that_do_not_start_alike_refuse_together(tmp_path, fault):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "process"), [("raise", 1), ("kill", 0), ("kill", 1)])
-def test_a_process_that_dies_takes_the_others_along_and_the_first_reason_is_recorded(
-    tmp_path, fault, process
-):
+def test_a_process_that_dies_ends_the_others_and_is_recorded(tmp_path, fault, process):
     start = time.monotonic()
     result = inject(TWO, fault, 3, process, folder=tmp_path)
     assert result.returncode != 0
@@ -85,7 +83,7 @@ def test_a_process_that_dies_takes_the_others_along_and_the_first_reason_is_reco
     per_process=st.integers(1, 3),
     micro_batch_size=st.integers(1, 5),
 )
-def test_all_processes_have_equally_many_batches_whatever_the_size_of_the_data(
+def test_all_ranks_have_equally_many_batches_for_any_data(
     num_entries, world_size, per_process, micro_batch_size
 ):
     """No epoch ends for one process and not for the others; each is every entry once, over all of them."""

@@ -32,9 +32,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 1), (signal.SIGTERM, 3), (signal.SIGUSR1, 4)])
-def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(
-    tmp_path, whole, number, at, capsys
-):
+def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(tmp_path, whole, number, at, capsys):
     """Also where nothing was to be saved, and within a window of the log."""
     options = ("train.eval_every=4",)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
@@ -56,7 +54,7 @@ def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on_bitwise(
     assert_same_run(whole, tmp_path / "run")
 
 
-def test_a_signal_at_the_end_or_before_an_evaluation_leaves_that_for_the_next_start(tmp_path):
+def test_a_signal_leaves_what_is_due_for_the_next_start(tmp_path):
     options = ("train.eval_every=3", "train.log_every=4")
     tiny_run(tmp_path / "whole", *options)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
@@ -67,7 +65,7 @@ def test_a_signal_at_the_end_or_before_an_evaluation_leaves_that_for_the_next_st
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_what_was_to_be_logged_last_is_logged_by_the_next_start(tmp_path):
+def test_the_last_log_point_is_left_for_the_next_start(tmp_path):
     """A kill between the last checkpoint and the last line, which is at no log point."""
     tiny_run(tmp_path / "whole", "train.log_every=4")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=4")
@@ -113,7 +111,7 @@ def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path, sav
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_limit_that_leaves_no_step_is_an_error_and_no_reason_to_try_again(tmp_path):
+def test_a_limit_that_leaves_no_step_is_an_error(tmp_path):
     trainer, run = tiny_trainer(tmp_path, "train.max_time_sec=1")
     with pytest.raises(UserError, match=r"train\.max_time_sec leaves no time for a step"):
         run_training(trainer, run)
@@ -141,7 +139,7 @@ LAUNCHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_under_a_launcher_the_checkpoint_and_the_status_are_the_contract(tmp_path, name):
+def test_a_launcher_ends_with_a_checkpoint_and_a_status(tmp_path, name):
     launcher, number, reason = LAUNCHES[name]
     killed = Killed(tmp_path / "run", Variant(launcher))
     process = killed.start()

@@ -23,7 +23,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_who_reads_meanwhile_reads_the_whole_of_what_was_there(tmp_path):
+def test_readers_see_the_old_file_until_the_new_one_is_complete(tmp_path):
     file = tmp_path / "record.json"
     write_json(file, {"a": 1})
     with file.open() as reader:
@@ -41,7 +41,7 @@ def test_what_is_renamed_is_on_the_disk(tmp_path, monkeypatch):
     assert synced == [tmp_path / ".a.partial.txt", tmp_path]
 
 
-def test_a_link_at_the_place_beside_leads_nowhere(tmp_path):
+def test_a_link_at_the_partial_file_is_not_followed(tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / ".a.partial.json").symlink_to(tmp_path / "victim")
     write_json(tmp_path / "a.json", 1)
@@ -49,13 +49,13 @@ def test_a_link_at_the_place_beside_leads_nowhere(tmp_path):
     assert not (tmp_path / "a.json").is_symlink()
 
 
-def test_what_is_written_beside_has_the_suffix_by_which_libraries_tell_formats(tmp_path):
+def test_a_partial_file_has_the_suffix_of_the_file(tmp_path):
     with atomic_write(tmp_path / "a.npz") as partial:
         assert partial.parent == tmp_path and partial.suffix == ".npz" and partial.name.startswith(".")
         partial.touch()
 
 
-def test_json_has_no_words_for_numbers_that_are_not_finite(tmp_path):
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     file = tmp_path / "a.json"
     write_json(file, {"loss": float("nan"), "of": [1.5, float("inf"), (float("nan"), "x")]})
     assert json.loads(file.read_text(), parse_constant=pytest.fail) == {
@@ -67,18 +67,16 @@ def test_json_has_no_words_for_numbers_that_are_not_finite(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00"])
 def test_damaged_json_is_named(tmp_path, text):
     write_text(tmp_path / "a.json", text)
-    with pytest.raises(ValueError, match=r"a\.json is damaged, it is no JSON") as raised:
+    with pytest.raises(ValueError, match=r"a\.json is damaged, not JSON") as raised:
         read_json(tmp_path / "a.json")
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_json_that_is_longer_than_it_may_be_is_not_read(tmp_path):
+def test_json_that_is_too_long_is_not_read(tmp_path):
     file = tmp_path / "a.json"
     write_text(file, '"' + "a" * 8 + '"')
     assert read_json(file, max_bytes=10) == "a" * 8
-    with pytest.raises(
-        ValueError, match=r"a\.json is damaged, .*: it holds more than 9 bytes, must be at most so many"
-    ):
+    with pytest.raises(ValueError, match=r"a\.json is damaged, .*: it holds more than 9 bytes"):
         read_json(file, max_bytes=9)
     with file.open("wb") as opened:
         opened.truncate(MAX_JSON_BYTES + 1)

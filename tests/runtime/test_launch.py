@@ -6,7 +6,7 @@ import torch
 from runtime.launch import Launch
 
 
-def test_a_sum_leaves_what_was_summed_as_it_is(monkeypatch):
+def test_a_sum_does_not_change_its_argument(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
     of_this_rank = torch.ones(3)
     assert Launch(0, 2).sum(of_this_rank).tolist() == [2, 2, 2]
@@ -22,7 +22,15 @@ def test_the_first_rank_goes_before_the_others(monkeypatch, rank, order):
     assert seen == order
 
 
-def test_the_first_rank_alone_keeps_the_place_of_a_result(monkeypatch, tmp_path):
+def test_the_others_do_not_wait_for_a_first_rank_that_failed(monkeypatch):
+    seen = []
+    monkeypatch.setattr(Launch, "barrier", lambda self: seen.append("barrier"))
+    with pytest.raises(ValueError, match="damaged"), Launch(0, 2).main_first():
+        raise ValueError("damaged")
+    assert seen == ["barrier"]
+
+
+def test_only_the_first_rank_claims_the_place_of_a_result(monkeypatch, tmp_path):
     monkeypatch.setattr(
         Launch, "broadcast_from_main", lambda self, decide: decide() if self.is_main else None
     )

@@ -14,7 +14,7 @@ from runtime.lock import Busy, Lock
 from tests.runs import ROOT
 
 
-def test_a_second_one_is_told_who_holds_it(tmp_path):
+def test_a_busy_lock_says_who_holds_it(tmp_path):
     holder = rf"process {os.getpid()} on .* since 20.*"
     with (
         Lock(tmp_path / ".lock", "out=x"),
@@ -38,7 +38,7 @@ def test_one_that_waits_says_so_and_gets_it(tmp_path):
     second.release()
 
 
-def test_no_two_hold_it_where_one_opened_the_file_that_the_last_holder_removed(tmp_path, monkeypatch):
+def test_a_removed_lock_file_that_is_still_open_locks_nothing(tmp_path, monkeypatch):
     """Who waits has the file open when the holder removes it: what it then locks keeps nobody out."""
     first, flock, others = Lock(tmp_path / ".lock", "x").acquire(), fcntl.flock, []
 
@@ -55,7 +55,7 @@ def test_no_two_hold_it_where_one_opened_the_file_that_the_last_holder_removed(t
     assert others[1].is_in_place()
 
 
-def test_a_killed_holder_keeps_nobody_out(tmp_path):
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
     program = "import sys, time; from pathlib import Path; from runtime.lock import Lock\n"
     program += "Lock(Path(sys.argv[1]), 'x').acquire(); print('held', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, str(tmp_path / ".lock")]
@@ -68,7 +68,7 @@ def test_a_killed_holder_keeps_nobody_out(tmp_path):
         assert f"process {os.getpid()} on" in lock.holder()
 
 
-def test_a_lock_that_was_moved_away_keeps_nobody_out(tmp_path):
+def test_a_lock_that_was_moved_locks_nothing(tmp_path):
     (tmp_path / "run").mkdir()
     lock = Lock(tmp_path / "run/.lock", "x").acquire()
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -79,7 +79,7 @@ def test_a_lock_that_was_moved_away_keeps_nobody_out(tmp_path):
     assert (tmp_path / "moved/.lock").exists(), "only its own place is tidied up"
 
 
-def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
     def without(descriptor, how):
         raise OSError(95, "Operation not supported")
 
@@ -89,11 +89,11 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
     assert lock.is_in_place()
     assert told == [
         f"warning: {tmp_path}/.lock cannot be locked ([Errno 95] Operation not supported): "
-        "see to it that no other process writes there"
+        "let no other process write there"
     ]
 
 
-def test_a_link_is_no_lock(tmp_path):
+def test_a_link_is_not_a_lock(tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / ".lock").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
@@ -101,7 +101,7 @@ def test_a_link_is_no_lock(tmp_path):
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_a_folder_that_goes_while_the_lock_is_taken_is_made_again(tmp_path, monkeypatch):
+def test_a_folder_removed_while_locking_is_made_again(tmp_path, monkeypatch):
     opened, gone = os.open, []
 
     def late(path, *arguments, **options):
@@ -126,7 +126,7 @@ def test_a_network_that_fails_for_a_moment_moves_nothing(tmp_path, monkeypatch):
         assert lock.is_in_place()
 
 
-def test_a_file_system_that_does_not_know_an_open_file_by_its_name_is_told_of(tmp_path, monkeypatch):
+def test_a_file_system_with_changing_inodes_gives_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(os.path, "samestat", lambda one, other: False)
     told = []
     lock = Lock(tmp_path / ".lock", "x", show=told.append).acquire()

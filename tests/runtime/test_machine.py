@@ -25,11 +25,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def test_a_refusal_of_the_c_library_is_told(monkeypatch):
+def test_a_failure_of_mallopt_is_an_error(monkeypatch):
     monkeypatch.setattr(
         "runtime.machine.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda parameter, value: 0)
     )
-    with pytest.raises(OSError, match=r"refuses mallopt\(-4, 0\): set train\.keep_freed_memory=false"):
+    with pytest.raises(OSError, match=r"mallopt\(-4, 0\) failed: set train\.keep_freed_memory=false"):
         keep_freed_memory()
 
 

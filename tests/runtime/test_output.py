@@ -23,7 +23,7 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_nothing_was_put_into_goes_again(tmp_path):
+def test_an_empty_folder_is_removed_again(tmp_path):
     with claimed("out", tmp_path / "x/y/a.json", (), False):
         assert (tmp_path / "x/y").is_dir()
     assert list(tmp_path.iterdir()) == []
@@ -43,7 +43,7 @@ def test_two_programs_do_not_write_at_one_place(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["/proc/x/a.json", "/dev/null/a.json"])
-def test_where_nothing_can_be_written_is_told_before_the_work(place):
+def test_a_read_only_place_is_refused_before_the_work(place):
     with (
         pytest.raises(OSError, match=f"^out={place} cannot be written: "),
         claimed("out", Path(place), (), False),

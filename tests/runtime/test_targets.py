@@ -49,9 +49,8 @@ def printed(*arguments):
 def own(tmp_path):
     """A folder of configurations that names code of the user's."""
     (tmp_path / "own/sampler").mkdir(parents=True)
-    (tmp_path / "own/sampler/twice.yaml").write_text(
-        "# Ours.\n_target_: own_sampler.heun_twice\nnum_steps: 2\n"
-    )
+    twice = "# Ours.\n_target_: own_sampler.heun_twice\nnum_steps: 2\n"
+    (tmp_path / "own/sampler/twice.yaml").write_text(twice)
     (tmp_path / "own_sampler.py").write_text(OWN)
     return tmp_path / "own"
 
@@ -98,14 +97,14 @@ def test_a_file_names_for_the_key_to_which_its_content_goes(tmp_path, header, ke
         ("..", "cannot be imported: invalid format"),
     ],
 )
-def test_what_cannot_be_built_is_told(name, message):
+def test_what_cannot_be_built_is_an_error(name, message):
     with pytest.raises(ValueError, match=f"^sampler={name} {message}"):
         load_target("sampler", name)
 
 
-def test_a_file_that_is_no_yaml_is_named(tmp_path):
+def test_a_file_that_is_not_yaml_is_named(tmp_path):
     (tmp_path / "a.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"a\.yaml is no YAML: ") as raised:
+    with pytest.raises(ValueError, match=r"a\.yaml is not YAML: ") as raised:
         allowed_targets((tmp_path,))
     assert len(str(raised.value).splitlines()) == 1
 
@@ -124,25 +123,16 @@ def test_code_of_the_user_is_trained_and_sampled_with_its_folder_alone(own):
     small = ("model=tread", "data=synthetic", "train.total_steps=2", "run_name=r")
     start("train.py", given, *small, "sampler=twice", **where)
     start("sample.py", given, "run=runs/r", "num_samples=2", "output=a.npz", **where)
-    for arguments, message in (
-        (
-            ("sample.py", "run=runs/r"),
-            "sampler._target_=own_sampler.heun_twice must be diffusion.edm_sampler",
-        ),
-        (
-            ("train.py", *small, "sampler._target_=own_sampler.heun_twice"),
-            "must be diffusion.edm_sampler, as YAML files in",
-        ),
-    ):
+    message = "sampler._target_=own_sampler.heun_twice must be diffusion.edm_sampler, as YAML files in"
+    chosen = "sampler._target_=own_sampler.heun_twice"
+    for arguments in (("sample.py", "run=runs/r"), ("train.py", *small, chosen)):
         result = start(*arguments, **where, check=False)
         assert result.returncode == 1
         assert message in result.stderr
     changed(sampler=TIMEIT)(folder / "runs/r")
     refused = start("sample.py", given, "run=runs/r", **where, check=False)
-    assert (
-        "sampler._target_=timeit.timeit must be diffusion.edm_sampler or own_sampler.heun_twice"
-        in refused.stderr
-    )
+    message = "sampler._target_=timeit.timeit must be diffusion.edm_sampler or own_sampler.heun_twice"
+    assert message in refused.stderr
 
 
 def test_our_own_files_are_those_of_the_project():

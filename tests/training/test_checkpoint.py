@@ -2,6 +2,7 @@ import argparse
 import hashlib
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ import sample
 from builders.trainer import check_init_from
 from tests.networks import small_dit
 from tests.runs import composed, tiny_run
-from training.checkpoint import CheckpointFolder, latest_checkpoint, load_weights, steps_in
+from training.checkpoint import CheckpointFolder, latest_checkpoint, steps_in
 from training.ema import EMA
 from training.run_folder import RunFolder
+from training.weights import load_weights
 
 
 class Malicious:
@@ -44,9 +46,7 @@ def gloo(tmp_path):
 
 
 def official_file(file, net, average, compiled):
-    """Save two networks as the public TREAD code does: preconditioning, DDP around what is trained, blocks
-    compiled or not.
-    """
+    """Save two networks as the public TREAD code does: preconditioned, DDP around what is trained."""
     wrapped = []
     for part in (net, average):
         if compiled:
@@ -65,7 +65,7 @@ def official_file(file, net, average, compiled):
 
 @pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_file_of_the_official_code_gives_its_average(tmp_path, compiled):
+def test_an_official_file_gives_its_averaged_weights(tmp_path, compiled):
     average = small_dit()
     average.load_state_dict(other_weights())
     official_file(tmp_path / "latest.pt", small_dit(), average, compiled)
@@ -75,78 +75,58 @@ def test_a_file_of_the_official_code_gives_its_average(tmp_path, compiled):
     content = torch.load(tmp_path / "latest.pt", weights_only=True)
     torch.save({"model_state_dict": content["model_state_dict"], "step": 7}, tmp_path / "raw.pt")
     assert load_weights(net, tmp_path / "raw.pt")["entry"] == "model_state_dict"
-    assert all(
-        torch.equal(tensor, small_dit().state_dict()[name]) for name, tensor in net.state_dict().items()
-    )
+    expected = small_dit().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in net.state_dict().items())
 
 
 @pytest.mark.usefixtures("gloo")
-def test_a_file_of_the_official_code_starts_a_run_and_is_sampled(tmp_path, capsys):
+def test_an_official_file_starts_a_run_and_is_sampled(tmp_path, capsys):
     trainer = tiny_run(tmp_path / "first")
     average = trainer.ema.net
     official_file(tmp_path / "latest.pt", trainer.net, average, compiled=False)
     start = (f"train.init_from={tmp_path / 'latest.pt'}", "train.total_steps=1", "optimizer.lr=1e-12")
     tiny_run(tmp_path / "second", *start, "train.init_from_objective=edm")
     assert f"start      weights of {tmp_path / 'latest.pt'} (ema_state_dict)\n" in capsys.readouterr().out
-    found = RunFolder(tmp_path / "second").manifest()["init_from"]
-    digest = hashlib.sha256((tmp_path / "latest.pt").read_bytes()).hexdigest()
-    expected = {
-        "file": str(tmp_path / "latest.pt"),
-        "sha256": digest,
-        "entry": "ema_state_dict",
-        "objective": "edm",
-    }
-    assert found == expected
+    expected = {"file": str(tmp_path / "latest.pt"), "entry": "ema_state_dict", "objective": "edm"}
+    expected["sha256"] = hashlib.sha256((tmp_path / "latest.pt").read_bytes()).hexdigest()
+    assert RunFolder(tmp_path / "second").manifest()["init_from"] == expected
     samples = []
     for name, output in (("first", "one"), ("second", "two")):
-        sample.main(
-            composed(
-                f"run={tmp_path / name}",
-                "num_samples=4",
-                f"output={tmp_path / output}.npz",
-                config_name="sample",
-            )
-        )
+        asked = (f"run={tmp_path / name}", "num_samples=4", f"output={tmp_path / output}.npz")
+        sample.main(composed(*asked, config_name="sample"))
         samples.append(np.load(tmp_path / f"{output}.npz")["arr_0"].astype(int))
     assert np.abs(samples[0] - samples[1]).max() <= 1
     assert samples[0].std() > 10
 
 
 @pytest.mark.parametrize(
-    ("objective", "anew"), [("ddpm", "predicts noise, conditioned on timesteps"), ("flow", "velocity")]
+    ("objective", "predicts"), [("ddpm", "noise, conditioned on"), ("flow", "a velocity")]
 )
-def test_weights_of_another_objective_are_told_from_those_of_this_one(tmp_path, capsys, objective, anew):
+def test_weights_of_another_objective_start_a_run_with_a_warning(tmp_path, capsys, objective, predicts):
     torch.save({"model": tiny_run(tmp_path / "first").net.state_dict()}, tmp_path / "DiT.pt")
     start = (f"train.init_from={tmp_path / 'DiT.pt'}", "train.total_steps=1")
     tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
-    assert "(model). warning: it " in line
-    assert anew in line
+    assert f"(model). warning: it predicts {predicts}" in line
     assert "has to be learnt again" in line
     assert RunFolder(tmp_path / "second").manifest()["init_from"]["objective"] == objective
     tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}", "train.total_steps=2")
-    assert "init_from" in RunFolder(tmp_path / "second").manifest(), (
-        "a resumed run still says what it began with"
-    )
+    assert "init_from" in RunFolder(tmp_path / "second").manifest(), "also after a resume"
 
 
-def test_what_a_file_predicts_must_be_said_and_what_a_run_predicts_is_known(tmp_path):
+def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path):
     run = tiny_run(tmp_path / "first").checkpoints.folder.parent
     torch.save({"model": small_dit().state_dict()}, tmp_path / "weights.pt")
-    (copy := tmp_path / "copy.safetensors").write_bytes(
-        (latest_checkpoint(run) / "ema.safetensors").read_bytes()
-    )
-    for file in (tmp_path / "weights.pt", copy):
+    averaged = latest_checkpoint(run) / "ema.safetensors"
+    for file in (tmp_path / "weights.pt", shutil.copy(averaged, tmp_path / "copy.safetensors")):
         with pytest.raises(
-            ValueError, match=r"does not tell what it predicts: give train\.init_from_objective=edm"
+            ValueError, match=r"does not say what it predicts: give train\.init_from_objective"
         ):
             check_init_from(str(file), None)
         check_init_from(str(file), "flow")
-    for own in (run, latest_checkpoint(run), latest_checkpoint(run) / "ema.safetensors"):
+    for own in (run, averaged.parent, averaged):
         check_init_from(str(own), None)
-        with pytest.raises(
-            ValueError, match=r"init_from_objective=edm must not be given for a run of this project"
-        ):
+        with pytest.raises(ValueError, match="init_from_objective=edm must not be given for a run of this"):
             check_init_from(str(own), "edm")
 
 
@@ -155,26 +135,24 @@ def test_what_a_file_predicts_must_be_said_and_what_a_run_predicts_is_known(tmp_
 def test_published_weights_load_by_name(tmp_path, prefix, key):
     weights = {prefix + name: tensor for name, tensor in other_weights().items()}
     # The public training scripts save their arguments as a Namespace beside the weights.
-    torch.save(
-        {key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights, tmp_path / "weights.pt"
-    )
+    content = {key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights
+    torch.save(content, tmp_path / "weights.pt")
     net = small_dit()
     load_weights(net, tmp_path / "weights.pt")
     assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in net.state_dict().items())
 
 
-def test_of_a_file_with_both_the_averaged_weights_are_taken(tmp_path):
+def test_averaged_weights_are_preferred_over_raw_ones(tmp_path):
     """As the public DiT and SiT training scripts save them."""
     for average, raw in (("ema", "model"), ("ema_state_dict", "model_state_dict")):
-        torch.save(
-            {raw: small_dit().state_dict(), average: other_weights(), "opt": {}}, tmp_path / "weights.pt"
-        )
+        content = {raw: small_dit().state_dict(), average: other_weights(), "opt": {}}
+        torch.save(content, tmp_path / "weights.pt")
         net = small_dit()
         assert load_weights(net, tmp_path / "weights.pt")["entry"] == average
         assert torch.equal(net.x_embedder.proj.weight, other_weights()["x_embedder.proj.weight"])
 
 
-def test_bad_weights_are_one_clear_error(tmp_path):
+def test_bad_weights_are_refused_in_one_line(tmp_path):
     net = small_dit()
     save_file(small_dit(depth=9).state_dict(), tmp_path / "deeper.safetensors")
     save_file(small_dit(num_classes=7).state_dict(), tmp_path / "classes.safetensors")
@@ -224,7 +202,7 @@ def stepped(net, seed):
     return optimizer
 
 
-def test_a_checkpoint_gives_back_what_its_parts_were(tmp_path):
+def test_a_checkpoint_restores_its_parts(tmp_path):
     net, other = small_dit(), small_dit()
     other.load_state_dict(other_weights())
     average, note = EMA(other, 0.9, False), Part({"a": [1.5]})
@@ -253,7 +231,7 @@ def test_the_last_n_and_the_milestones_are_kept(tmp_path):
     assert [step for step, _ in steps_in(tmp_path)] == [4, 8, 10, 11]
 
 
-def test_a_half_written_checkpoint_is_not_seen(tmp_path):
+def test_a_partial_checkpoint_is_ignored(tmp_path):
     (tmp_path / "checkpoints" / ".step_00000009.partial").mkdir(parents=True)
     for step in ("step_00000002", "step_00000004"):
         (tmp_path / "checkpoints" / step).mkdir()
@@ -262,15 +240,10 @@ def test_a_half_written_checkpoint_is_not_seen(tmp_path):
 
 
 def test_a_run_starts_from_the_average_of_another(tmp_path):
-    first = tiny_run(
-        tmp_path / "first", "optimizer.lr=1e-2", "ema.decay=0.5"
-    )  # neither the first weights nor the last
-    second = tiny_run(
-        tmp_path / "second",
-        f"train.init_from={tmp_path / 'first'}",
-        "train.total_steps=1",
-        "optimizer.lr=1e-12",
-    )
+    # Its average is neither the first weights nor the last.
+    first = tiny_run(tmp_path / "first", "optimizer.lr=1e-2", "ema.decay=0.5")
+    start = (f"train.init_from={tmp_path / 'first'}", "train.total_steps=1", "optimizer.lr=1e-12")
+    second = tiny_run(tmp_path / "second", *start)
     for average, parameter in zip(first.ema.net.parameters(), second.net.parameters(), strict=True):
         torch.testing.assert_close(average, parameter, atol=1e-6, rtol=0)
     assert second.step == 1

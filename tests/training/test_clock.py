@@ -52,7 +52,7 @@ def trained_lines(folder):
     return [line for line in metrics(folder, clocks=True) if "loss" in line]
 
 
-def test_steps_alone_count_as_time_of_training_and_all_images_of_a_step(tmp_path, clock):
+def test_training_time_counts_steps_only(tmp_path, clock):
     trainer, run, _ = timed(tmp_path, clock)
     run_training(trainer, run)
     keys = ("step", "num_images", "train_time_sec", "images_per_sec")
@@ -62,7 +62,7 @@ def test_steps_alone_count_as_time_of_training_and_all_images_of_a_step(tmp_path
     ]
 
 
-def test_a_run_that_goes_on_within_a_window_counts_on(tmp_path, clock):
+def test_a_resume_within_a_window_continues_its_time(tmp_path, clock):
     trainer, run, _ = timed(tmp_path, clock)
     interrupted(trainer, run, 5)
     trainer, run, _ = timed(tmp_path, clock)
@@ -97,7 +97,7 @@ def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
     assert [seconds for _, seconds in asked] == pytest.approx([seconds for _, seconds in expected])
 
 
-def test_the_reserve_after_a_resume_is_that_of_its_own_steps(tmp_path, clock):
+def test_a_resumed_run_reserves_time_by_its_own_steps(tmp_path, clock):
     trainer, run, _ = timed(tmp_path, clock)
     interrupted(trainer, run, 4)
     trainer, run, asked = timed(tmp_path, clock)
@@ -109,7 +109,7 @@ def test_the_reserve_after_a_resume_is_that_of_its_own_steps(tmp_path, clock):
     assert asked[:2] == [(4, end_sec + SAVE_SEC), (5, end_sec + SAVE_SEC + 5 * STEP_SEC)]
 
 
-def test_a_run_that_is_to_stop_waits_for_its_tracker_no_longer_than_it_reserved(tmp_path):
+def test_a_stopping_run_waits_for_its_tracker_only_as_reserved(tmp_path):
     trainer, run = tiny_trainer(tmp_path)
     waited, recorder = [], trainer.recorder
     recorder.close(hurried=False)
@@ -120,7 +120,7 @@ def test_a_run_that_is_to_stop_waits_for_its_tracker_no_longer_than_it_reserved(
     assert waited == [HURRIED_SEC, CLOSE_WITHIN_SEC]
 
 
-def test_the_limit_counts_from_the_start_and_a_signal_comes_first(monkeypatch):
+def test_the_limit_counts_from_the_start_and_a_signal_precedes_it(monkeypatch):
     request, started, now = StopRequest(100.0), psutil.Process().create_time(), [0.0]
     monkeypatch.setattr("training.stopping.time", SimpleNamespace(time=lambda: started + now[0]))
     for now[0], reserve_sec, reason in ((90.0, 9.5, ""), (90.0, 10.5, TIME_LIMIT), (101.0, 0.0, TIME_LIMIT)):

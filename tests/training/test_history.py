@@ -59,7 +59,7 @@ def test_a_spike_does_not_hide_the_next_one():
 
 
 @pytest.mark.parametrize(("num_steps", "spike"), [(MIN_STEPS - 1, False), (MIN_STEPS, True)])
-def test_the_first_steps_are_no_measure_of_a_spike(num_steps, spike):
+def test_no_spike_is_reported_in_the_first_steps(num_steps, spike):
     assert level(history(), num_steps)._is_spike(5.0) == spike
 
 
@@ -75,7 +75,7 @@ def test_mean_and_deviation_forget_old_steps():
     )
 
 
-def test_what_is_remembered_comes_back_from_a_checkpoint():
+def test_statistics_are_restored_from_a_checkpoint():
     found = level(history())
     add(found, skipped=1)
     found.report(7)
@@ -89,7 +89,7 @@ def test_what_is_remembered_comes_back_from_a_checkpoint():
         add(other)
 
 
-def test_the_largest_losses_of_all_processes_are_named_by_step_and_entry():
+def test_the_largest_losses_of_all_ranks_are_named_by_step_and_entry():
     one, two = history(), of_two()
     for found in (one, *two):
         add(found)
@@ -101,7 +101,7 @@ def test_the_largest_losses_of_all_processes_are_named_by_step_and_entry():
     assert len(LARGEST) == MAX_NAMED
 
 
-def test_the_loss_of_a_step_is_the_mean_over_processes():
+def test_the_loss_of_a_step_is_the_mean_over_ranks():
     found = [level(of_one) for of_one in of_two()]
     add(found[0], loss=1.0)
     add(found[1], loss=9.0)
@@ -110,14 +110,14 @@ def test_the_loss_of_a_step_is_the_mean_over_processes():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_the_largest(value):
+def test_a_loss_that_is_not_finite_is_the_largest(value):
     found = history()
     add(found, skipped=1, losses=(*LOSSES[:5], value, *LOSSES[6:]))
     (skipped,) = found.report(1)["skipped_steps"]
     assert skipped["entries"] == [f"0/{place}" for place in (5, 2, 6, 1)]
 
 
-def test_rows_of_two_processes_go_on_in_one_and_the_other_way_round():
+def test_rows_of_two_ranks_resume_on_one_and_back():
     two, one = of_two(), history()
     for found in two:
         add(found, loss=float(found.places[0]), skipped=1)
@@ -135,7 +135,7 @@ def test_rows_of_two_processes_go_on_in_one_and_the_other_way_round():
 
 
 @pytest.mark.parametrize(("in_row", "ends"), [(2, False), (3, True), (4, True)])
-def test_as_many_skipped_steps_in_a_row_as_are_allowed_end_a_run(in_row, ends):
+def test_max_skipped_steps_in_a_row_end_a_run(in_row, ends):
     found = history()
     add(found, skipped=1)
     found.report(4)
@@ -152,7 +152,7 @@ def test_as_many_skipped_steps_in_a_row_as_are_allowed_end_a_run(in_row, ends):
     )
 
 
-def test_a_step_that_applied_ends_the_row():
+def test_an_applied_step_ends_the_row():
     found = history()
     for skipped in (1, 1, 0, 1):
         add(found, skipped=skipped)

@@ -22,9 +22,8 @@ def latents(tmp_path):
         for token in range(entry % 17):
             row, column = divmod(token, 4)
             masks[entry, 2 * row, 2 * column] = 200
-    manifest = LatentManifest(
-        24, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=4, conditioning_type="mask"
-    )
+    options = {"num_held_out": 4, "conditioning_type": "mask"}
+    manifest = LatentManifest(24, (4, 8, 8), "float32", "samples", 10, "identity", **options)
     with LatentWriter(tmp_path / "latents", manifest) as writer:
         writer.append(np.random.default_rng(0).standard_normal((24, 4, 8, 8)), np.arange(24) % 10, masks)
     return ("data=latents", f"data.path={tmp_path / 'latents'}", *MASKED)
@@ -46,10 +45,9 @@ def watched(trainer):
     return seen, lengths
 
 
-def test_under_grow_every_masked_token_stays_and_k_is_one_number_within_a_step(tmp_path, latents):
-    trainer, _ = tiny_trainer(
-        tmp_path / "run", *latents, "train.micro_batch_size=2", "train.total_steps=12", "train.batch_size=4"
-    )
+def test_under_grow_every_masked_token_stays_and_k_is_one_per_step(tmp_path, latents):
+    options = ("train.micro_batch_size=2", "train.total_steps=12", "train.batch_size=4")
+    trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options)
     seen, lengths = watched(trainer)
     trainer.fit()
     for force_keep, ids_keep in seen:
@@ -62,10 +60,9 @@ def test_under_grow_every_masked_token_stays_and_k_is_one_number_within_a_step(t
     assert len({line["selection_ratio"] for line in lines}) > 1
 
 
-def test_under_bypass_k_stays_and_the_forced_tokens_that_bypass_are_counted(tmp_path, latents):
-    trainer, _ = tiny_trainer(
-        tmp_path / "run", *latents, "routing.force_keep_overflow=bypass", "train.micro_batch_size=4"
-    )
+def test_under_bypass_k_stays_and_forced_tokens_that_bypass_are_counted(tmp_path, latents):
+    options = ("routing.force_keep_overflow=bypass", "train.micro_batch_size=4")
+    trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options)
     seen, lengths = watched(trainer)
     trainer.fit()
     assert set(lengths) == {8}
@@ -75,7 +72,7 @@ def test_under_bypass_k_stays_and_the_forced_tokens_that_bypass_are_counted(tmp_
     assert sum(counted) > 0
 
 
-def test_the_saving_that_is_promised_knows_of_the_masks(tmp_path, latents):
+def test_the_predicted_saving_accounts_for_masks(tmp_path, latents):
     flops = {}
     for overflow in ("bypass", "grow"):
         _, run = tiny_trainer(tmp_path / overflow, *latents, f"routing.force_keep_overflow={overflow}")
@@ -84,14 +81,12 @@ def test_the_saving_that_is_promised_knows_of_the_masks(tmp_path, latents):
 
 
 def test_under_error_the_data_are_refused_before_anything_is_written(tmp_path, latents):
-    with pytest.raises(
-        ValueError, match=r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that the route of"
-    ):
-        tiny_trainer(tmp_path / "run", *latents, "routing.force_keep_overflow=error")
+    latents = (*latents, "routing.force_keep_overflow=error")
+    message = r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that the route of"
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path / "run", *latents)
     assert not (tmp_path / "run").exists()
-    tiny_trainer(
-        tmp_path / "run", *latents, "routing.force_keep_overflow=error", "model.routes.0.selection_ratio=0"
-    )
+    tiny_trainer(tmp_path / "run", *latents, "model.routes.0.selection_ratio=0")
 
 
 @pytest.mark.parametrize("model", ["tread", "dit"])
@@ -110,9 +105,8 @@ def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path,
     trainer.train_step(next(trainer.batches.from_step(0)))
     ((loss, arguments),) = losses
     assert torch.equal(arguments["mask"], stored.masks)
-    assert torch.equal(
-        arguments["routing"].force_keep, torch.nn.functional.max_pool2d(stored.masks, 2).flatten(1) > 0
-    )
+    touched = torch.nn.functional.max_pool2d(stored.masks, 2).flatten(1) > 0
+    assert torch.equal(arguments["routing"].force_keep, touched)
     assert torch.equal(loss.detach() == 0, stored.masks.flatten(1).sum(dim=1) == 0)
     assert 0 < (loss == 0).sum() < len(loss)
 
@@ -130,9 +124,8 @@ def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, l
     for (_, x, _, masks), (sigma, denoised) in zip(evaluator.batches(), seen, strict=True):
         assert masks.max() == pytest.approx(200 / 255)
         weight = (sigma**2 + 0.5**2) / (sigma * 0.5) ** 2
-        errors += (
-            (weight.view(-1, 1, 1, 1) * (denoised - x) ** 2 * masks[:, None]).mean(dim=(1, 2, 3)).tolist()
-        )
+        squared = weight.view(-1, 1, 1, 1) * (denoised - x) ** 2 * masks[:, None]
+        errors += squared.mean(dim=(1, 2, 3)).tolist()
     assert len(errors) == 4
     assert found == pytest.approx(np.mean(errors))
 

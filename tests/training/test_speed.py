@@ -32,7 +32,7 @@ def check(clock, dense_sec, routed_sec, predicted):
     return reported, shown
 
 
-def test_a_speed_up_as_predicted_is_told_and_no_more(clock):
+def test_a_speed_up_as_predicted_is_one_line(clock):
     reported, shown = check(clock, 3.0, 2.0, predicted=1.5)
     assert reported["speed_check"]["measured_speedup"] == pytest.approx(1.5)
     assert reported["speed_check"]["predicted_speedup"] == 1.5
@@ -48,7 +48,7 @@ def test_the_limit_is_eighty_percent_of_the_predicted_speed_up(clock, routed_sec
     assert (lines == 1) or "python -m benchmarks.advise" in shown[1]
 
 
-def test_a_dense_step_that_does_not_fit_is_told_and_harms_nothing():
+def test_a_dense_step_that_does_not_fit_is_reported_and_harms_nothing():
     net, shown = small_dit([PAPER]), []
 
     def loss(precond, x, labels, *, generator, routing):
@@ -65,7 +65,7 @@ def test_where_nothing_bypasses_nothing_is_measured(clock):
     assert check(clock, 1, 1, predicted=1) == ({}, [])
 
 
-def test_a_block_outside_autocast_is_slower_by_what_products_take_there(clock, monkeypatch):
+def test_the_slowdown_outside_autocast_is_that_of_products(clock, monkeypatch):
     """Only where there is such a block: bf16 autocast, routes, and fp32 after them."""
     torch_matmul, seconds = torch.Tensor.__matmul__, {torch.float32: 5.0, torch.bfloat16: 2.0}
 
@@ -99,6 +99,6 @@ def test_functions_take_turns_after_a_warm_up():
     assert [len(times) for times in seconds.values()] == [2, 2]
 
 
-def test_a_speed_up_is_the_median_of_the_ratios_of_neighbours():
+def test_a_speed_up_is_the_median_of_paired_ratios():
     """A machine that slows down on the way does not change it."""
     assert speedup([2, 4, 40, 80, 100], [1, 2, 20, 40, 1]) == 2

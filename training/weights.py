@@ -1,0 +1,109 @@
+"""Weights from files: those of this project's checkpoints, and those that public code has saved."""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from runtime.arrays import check_stored
+from training.checkpoint import STEP_FOLDER, damage_of, latest_checkpoint
+
+WRAPPERS = ("module.", "model.", "net.")
+COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
+# Where public code keeps weights in its files, averaged ones first: DiT, SiT, REPA and MaskDiT, TREAD.
+ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
+KEYS = "model/size, model/block, model.num_prefix_tokens, model.learn_sigma"  # of the network's shapes
+MAX_ERROR = 300  # characters of what torch has to say of weights
+
+
+def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
+    """Load weights into a network, by name.
+
+    Args:
+        source: a `.safetensors` file; a `.pt` or `.pth` file, read without executing code from it, of which
+            the first of `ENTRIES` is taken that is there; a checkpoint folder or a run folder, whose averaged
+            weights are taken. Names may carry the prefixes of wrappers (`module.`, `model.`, `net.`) and of
+            compilation.
+
+    Returns:
+        Which file was read, and the entry that was taken (None: its top).
+
+    Raises:
+        FileNotFoundError: there is nothing at `source`.
+        ValueError: the file cannot be read, is not as its checkpoint was written, or its names or shapes are
+            not those of the network.
+    """
+    file = _weights_file(Path(source))
+    if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
+        raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
+    tensors, entry = _load_tensors(file)
+    try:
+        net.load_state_dict({_strip(name): tensor for name, tensor in tensors.items()})
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:MAX_ERROR]
+        raise ValueError(
+            f"{file}: weights do not match the model ({KEYS} must be the same): {reason}"
+        ) from error
+    return {"file": str(file), "entry": entry}
+
+
+def is_own_checkpoint(source: str | Path) -> bool:
+    """Return whether weights lie in a checkpoint of this project, whose run says what they predict."""
+    return STEP_FOLDER.fullmatch(_weights_file(Path(source)).parent.name) is not None
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a `.safetensors` file by name, without reading the tensors."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not a file")
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
+
+
+def _weights_file(source: Path) -> Path:
+    if source.is_dir():
+        folder = latest_checkpoint(source) if (source / "checkpoints").is_dir() else source
+        source = source / "checkpoints" if folder is None else folder / "ema.safetensors"
+    if not source.is_file():
+        raise FileNotFoundError(
+            f"{source} not found: give a weights file, a checkpoint folder or a run folder"
+        )
+    return source
+
+
+def _load_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """Return named tensors, and the entry of the file that they were in (None: at its top)."""
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file), None
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
+    check_stored(file)
+    try:
+        # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes make torch raise almost anything
+        raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
+    entry = None
+    if isinstance(content, dict):
+        entry = next((key for key in ENTRIES if isinstance(content.get(key), dict)), None)
+        content = content if entry is None else content[entry]
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
+    ):
+        raise ValueError(f"{file} must hold named tensors, at its top or under one of {', '.join(ENTRIES)}")
+    return content, entry
+
+
+def _strip(name: str) -> str:
+    name = name.replace(COMPILED, "")
+    while prefix := next((prefix for prefix in WRAPPERS if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    return name
