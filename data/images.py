@@ -67,9 +67,11 @@ class NpzImages:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
-                shape, fortran_order, dtype = read_header(member)
-                size = member_size(archive, "arr_0.npy") - member.tell()
+            with zipfile.ZipFile(self.path) as archive:
+                size = member_size(archive, "arr_0.npy")  # first: it refuses unknown ways of packing
+                with archive.open("arr_0.npy") as member:
+                    shape, fortran_order, dtype = read_header(member)
+                    size -= member.tell()
             if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
                 raise ValueError(f"arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255")
             if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MAX_CHANNELS:

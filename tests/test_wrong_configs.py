@@ -467,7 +467,7 @@ def folder(tmp_path_factory):
     for file in (folder / "file", folder / "there.npz", own / "ema.safetensors", own / "SHA256SUMS"):
         file.touch()
     with (folder / "weights.pth").open("wb") as weights:
-        weights.truncate(inception.SMALLEST_FILE + 1)  # takes no room
+        weights.truncate(inception.MIN_FILE_BYTES + 1)  # takes no room
     with chdir(folder):
         yield folder
 

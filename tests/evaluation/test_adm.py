@@ -1,6 +1,7 @@
 """The suite on a few images, with an Inception network of random weights."""
 
 import os
+import zipfile
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from scipy.linalg import sqrtm
 
 from data import open_images
 from evaluation import (
+    FrechetDistance,
     InceptionDetector,
+    PixelDetector,
     Reference,
+    Suite,
     kernel_distance,
     make_reference,
     open_reference,
@@ -143,8 +147,35 @@ def test_a_reference_is_of_no_use_to_other_weights(detector, folder, tmp_path):
         open_reference(folder / "made.npz", open_images),
     )
     for _ in range(2):  # the reference stays what it is
-        with pytest.raises(ValueError, match=r"made with other weights than .*other.pth"):
+        with pytest.raises(ValueError, match=r"statistics .* are of another network than .*other.pth"):
             adm_suite(other, reference)
+
+
+def test_statistics_are_of_no_use_to_another_detector(tmp_path):
+    """Also to one whose features have the same name and size."""
+    np.savez(tmp_path / "edm.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    asked = {"num_samples": 5, "labels": "random", "launch": Launch()}
+    metrics = {"distance": FrechetDistance("fd", "pool")}
+    with pytest.raises(ValueError, match=r"statistics .* are of another network than PixelDetector"):
+        Suite(
+            open_reference(tmp_path / "edm.npz", open_images),
+            detector=PixelDetector(),
+            metrics=metrics,
+            **asked,
+        )
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+@pytest.mark.parametrize("name", ["mu", "arr_0"])
+def test_a_reference_packed_as_numpy_does_not_is_refused(tmp_path, method, name):
+    """Even where what is packed is damaged."""
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", method) as archive:
+        archive.writestr(f"{name}.npy", bytes(10_000))
+    data = bytearray((tmp_path / "x.npz").read_bytes())
+    data[50:60] = bytes(10)
+    (tmp_path / "x.npz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"cannot be read as an .npz.* is packed by method"):
+        open_reference(tmp_path / "x.npz", open_images)
 
 
 def test_batches_and_order_matter_only_for_splits(weights, folder):

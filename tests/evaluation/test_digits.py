@@ -71,6 +71,11 @@ def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
     run.unlock()
 
 
+def test_labels_that_a_metric_needs_must_be_there(dataset):
+    with pytest.raises(ValueError, match="label_accuracy cannot be computed: the samples have no labels"):
+        scored(suite_of("digits", dataset), np.zeros((9, 8, 8, 1), np.uint8), None)
+
+
 class Source:
     """The first of some images, in two batches; it remembers which labels were asked for."""
 
