@@ -25,7 +25,7 @@ class AdmSuite(Suite):
 
     Args:
         weights: file of the Inception network's weights.
-        precision_recall, kid: whether to give them; they need the features of all images.
+        precision_recall, kid: compute them, from the features of all images.
         exact_distances: precision and recall with distances in fp32; the original's are fp16.
     """
 
@@ -69,7 +69,7 @@ class AdmSuite(Suite):
         return with_count(key, num_images)
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
-        """Return what to keep in mind of scores."""
+        """Return notes on how far scores can be compared."""
         warnings, weights, images = [], self.detector.record, self.reference.images
         if weights["checked"] != "sha256":
             how = f"{weights['checked']} alone, not by a published hash"

@@ -1,4 +1,4 @@
-"""A suite: what a detector sees in samples, scored by metrics against a reference; during a training, too."""
+"""A suite: metrics of a detector's features of samples against a reference, also during training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ MANY_IMAGES = 100_000
 
 @dataclass
 class Scores:
-    """Metrics by name, the metrics that were left out and why, and what to keep in mind."""
+    """Metrics by name, the metrics that were left out and why, and warnings."""
 
     num_images: int = 0
     values: dict[str, float] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Suite:
             detector.fit(images, reference.labels)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
-        """Raise a ValueError where images, which errors call `name`, cannot be scored."""
+        """Raise a ValueError where images, called `name` in errors, cannot be scored."""
         strictest = max(self.metrics, key=lambda metric: metric.min_images)
         if num_images < strictest.min_images:
             needed = f"at least {strictest.min_images} are needed for {', '.join(strictest.keys)}"
@@ -86,7 +86,7 @@ class Suite:
             raise ValueError(f"{name}: images are {shape}, the reference is {self.reference.images.shape}")
 
     def describe(self) -> dict[str, Any]:
-        """Return everything about the scores that moves a number."""
+        """Return everything that the scores depend on."""
         drawn = {} if self.source is None else {"num_samples": self.num_samples, "labels": self.labels}
         return {
             "detector": {"name": type(self.detector).__name__, **getattr(self.detector, "record", {})},
@@ -141,7 +141,7 @@ class Suite:
         return key
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
-        """Return what to keep in mind of scores."""
+        """Return notes on how far scores can be compared."""
         return []
 
     def _why_without(self, kind: type, name: str) -> str:
@@ -152,7 +152,7 @@ class Suite:
     def _look_at_reference(self) -> FeatureSet:
         known, images = self.reference.statistics, self.reference.images
         needs = {need for metric in self.metrics for need in metric.needs_of_reference}
-        if known:  # are of all images, of which a reference may carry some
+        if known:  # of all images, of which a reference may carry some
             needs = {(kind, name) for kind, name in needs if kind is not FeatureStatistics}
         if not needs or images is None:
             return FeatureSet(statistics=dict(known))

@@ -128,7 +128,7 @@ def test_a_download_that_was_whole_but_not_moved_is_taken(server, tmp_path):
     (tmp_path / "weights.pth").unlink()
     assert not server.starts
     (tmp_path / "weights.pth.partial").write_bytes(CONTENT + b"more")
-    with pytest.raises(ValueError, match="3145749 bytes, the server says 3145745"):
+    with pytest.raises(ValueError, match="3145749 bytes, the server has 3145745"):
         fetch(published(server, None), tmp_path)
     assert not (tmp_path / "weights.pth.partial").exists()
 
@@ -143,12 +143,12 @@ def test_the_beginning_of_another_version_is_not_continued(server, tmp_path):
 
 
 def test_another_file_than_the_published_one_is_refused(server, tmp_path):
-    with pytest.raises(ValueError, match="not the file that was published"):
+    with pytest.raises(ValueError, match="not the published file"):
         fetch(published(server, b"other"), tmp_path)
     assert not list(tmp_path.glob("weights.pth*th"))
     assert not list(tmp_path.glob("*.partial"))
     (tmp_path / "weights.pth").write_bytes(b"mine")
-    with pytest.raises(ValueError, match="not the file that was published"):
+    with pytest.raises(ValueError, match="not the published file"):
         fetch(published(server), tmp_path)
     assert (tmp_path / "weights.pth").read_bytes() == b"mine"
 
@@ -159,10 +159,10 @@ def test_where_no_hash_is_published_the_servers_is_checked(server, tmp_path):
     (tmp_path / "weights.pth").unlink()
     # Also where the beginning comes from an earlier, broken download.
     (tmp_path / "weights.pth.partial").write_bytes(bytes(2**20))
-    with pytest.raises(ValueError, match="damaged on the way"):
+    with pytest.raises(ValueError, match="damaged in transfer"):
         fetch(published(server, None), tmp_path)
     server.md5 = hashlib.md5(b"other").digest()
-    with pytest.raises(ValueError, match="damaged on the way"):
+    with pytest.raises(ValueError, match="damaged in transfer"):
         fetch(published(server, None), tmp_path)
 
 
@@ -234,4 +234,4 @@ def test_the_program_lists_and_refuses():
     assert "Warning" not in listing.stderr
     unknown = start("-m evaluation.fetch", "cifar", check=False)
     assert unknown.returncode == 1
-    assert unknown.stderr == f"error: cifar is not known: {', '.join(PUBLISHED)}\n"
+    assert unknown.stderr == f"error: NAME=cifar must be one of {', '.join(PUBLISHED)}\n"
