@@ -230,7 +230,7 @@ def test_a_wrong_scale_is_a_warning_at_step_0_and_only_there(folder, tmp_path, c
     tiny_run(tmp_path / "run", *options, "train.total_steps=2")
     out = capsys.readouterr().out
     assert out.count("warning: what the network sees has a standard deviation of 0.") == 1
-    assert "the manifest promises 1. If these are the right latents, scale 0." in out
+    assert "the manifest promises 1. If these are the right latents, set scale 0." in out
     tiny_run(tmp_path / "run", *options)
     assert "warning: what the network sees" not in capsys.readouterr().out
 

@@ -159,18 +159,18 @@ def drop(file, name):
 
 
 @pytest.mark.parametrize("name", ["sd-vae-ft-emma", "vae/with/three", "../nowhere"])
-def test_an_unknown_name_is_answered_with_the_known_ones(name):
+def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(ValueError, match="must be one of identity, sd-vae-ft-ema, sd-vae-ft-mse, sdxl, a"):
         load_encoder(name, CPU)
 
 
-def test_an_autoencoder_that_is_not_here_says_how_to_bring_it(monkeypatch):
+def test_a_missing_autoencoder_says_how_to_download_it(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         ValueError,
-        match=r"encoder=sdxl is neither .* \(HF_HUB_OFFLINE is set\): .*`hf download "
+        match=r"encoder=sdxl is not in .* \(HF_HUB_OFFLINE is set\): .*`hf download "
         r"stabilityai/sdxl-vae --local-dir",
     ):
         load_encoder("sdxl", CPU)
@@ -180,12 +180,12 @@ def test_without_a_network_the_reason_is_the_network(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    with pytest.raises(ValueError, match=r"can it be downloaded \(http://127.0.0.1:9: .*refused"):
+    with pytest.raises(ValueError, match=r"cannot be downloaded \(http://127.0.0.1:9: .*refused"):
         load_encoder("sdxl", CPU)
 
 
 def test_a_folder_that_is_gone_is_named():
-    with pytest.raises(ValueError, match=r"encoder=/nowhere/vae is not there \(any more\): say with"):
+    with pytest.raises(ValueError, match=r"encoder=/nowhere/vae not found: give its folder"):
         load_encoder("/nowhere/vae", CPU)
 
 
@@ -254,14 +254,14 @@ def test_the_official_decoding_is_coarser_and_half_a_level_darker(folder):
     assert to_uint8(torch.tensor([-1.0, 0.99, 1.0]), official=True).tolist() == [0, 253, 255]
 
 
-def test_bf16_is_used_where_asked_and_only_there(folder):
+def test_bf16_is_used_only_on_request(folder):
     exact, fast = KLEncoder(folder, CPU), KLEncoder(folder, CPU, bf16=True)
     difference = (exact.encode(IMAGES) - fast.encode(IMAGES)).abs().max()
     assert 0 < difference < 0.1
     assert fast.decode(torch.randn(1, 4, 16, 16)).dtype == torch.float32
 
 
-def test_records_tell_name_and_hash(folder):
+def test_records_have_name_and_hash(folder):
     encoder = KLEncoder(folder, CPU)
     assert encoder_record(IdentityEncoder()) == {"name": "identity", "weights_hash": None}
     assert encoder_record(encoder) == {"name": folder, "weights_hash": encoder.weights_hash}

@@ -21,7 +21,9 @@ def test_masks_are_found_by_name_whatever_their_format(tmp_path):
     masks = MaskFiles(tmp_path, ["b/2.jpg", "a/deep/er/0.png"])
     with masks.open("a/deep/er/0.png") as file:
         assert np.asarray(Image.open(file))[0, 0] == len("a/deep/er/0.bmp")
-    with pytest.raises(ValueError, match=r"has no mask for c/3.jpg: c/3.png must be there, or the like \(1"):
+    with pytest.raises(
+        ValueError, match=r"has no mask for c/3.jpg: c/3.png must be there, or another lossless format \(1"
+    ):
         MaskFiles(tmp_path, ["b/2.jpg", "c/3.jpg"])
 
 

@@ -122,7 +122,7 @@ def test_each_group_of_shards_has_draws_of_its_own(folder):
     assert one != other and sorted(one) == sorted(other)
 
 
-def test_a_sample_is_told_by_the_shards_that_it_may_come_from(folder):
+def test_samples_are_named_by_their_shards(folder):
     dataset = open_shards(str(folder), **SIZES)
     told = shards.shards_by_step(dataset, 0, 6, 2, 2)(4)
     for rank, where in ((0, (0, 1, 4, 5)), (1, (2, 3))):
@@ -150,7 +150,7 @@ def test_shards_are_read_in_another_order_in_every_epoch(folder):
     assert orders[0] != tuple(range(8))
 
 
-def test_a_stream_that_begins_where_a_group_ends_begins_with_the_next(folder):
+def test_a_stream_that_starts_at_a_groups_end_starts_with_the_next(folder):
     dataset = open_shards(str(folder), **SIZES)
     (epoch, group, skip), after, *_ = itertools.islice(stream(dataset).groups(), 3)
     steps = int(dataset.counts[group].sum())  # of one image each
@@ -159,7 +159,7 @@ def test_a_stream_that_begins_where_a_group_ends_begins_with_the_next(folder):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_of_several_processes_goes_on_at_its_own_place(folder, rank):
+def test_each_rank_resumes_at_its_own_place(folder, rank):
     dataset, share = open_shards(str(folder), **SIZES), {"world_size": 2, "rank": rank}
     whole = first(stream(dataset, **share), 60)
     for step in (1, 8, 25):
@@ -167,7 +167,7 @@ def test_each_of_several_processes_goes_on_at_its_own_place(folder, rank):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_processes_read_shards_of_their_own_and_always_have_full_batches(latents, folder, world_size):
+def test_ranks_read_shards_of_their_own_in_full_batches(latents, folder, world_size):
     dataset = open_shards(str(folder), **SIZES)
     seen = []
     for rank in range(world_size):
@@ -187,7 +187,7 @@ def test_fewer_shards_than_processes_are_refused(folder):
         stream(dataset, world_size=9)
 
 
-def test_groups_that_are_left_are_not_read(folder, monkeypatch):
+def test_skipped_groups_are_not_read(folder, monkeypatch):
     """A resumed run does not fetch what lies before its place."""
     dataset = open_shards(str(folder), **SIZES)
     read, read_shard = [], dataset.read_shard
@@ -218,7 +218,7 @@ def test_shards_on_a_server_are_the_same(folder, served):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shards.json", "held_out-000000.tar"])
-def test_a_server_that_fails_is_asked_again_and_then_named(served, name):
+def test_a_server_that_fails_is_tried_again_and_then_named(served, name):
     server, path = served
     server.of, server.faults = name, [503, "cut"]
     open_shards(path, **SIZES)
@@ -228,7 +228,7 @@ def test_a_server_that_fails_is_asked_again_and_then_named(served, name):
         open_shards(path, **SIZES)
 
 
-def test_a_shard_whose_bytes_are_spoilt_on_the_way_is_read_again(served, monkeypatch):
+def test_a_shard_damaged_in_transfer_is_read_again(served, monkeypatch):
     dataset, parsed, parse_array = open_shards(served[1], **SIZES), [], shards.parse_array
 
     def spoilt_once(data):

@@ -197,7 +197,7 @@ def test_batches_and_order_matter_only_for_splits(weights, folder):
     np.testing.assert_allclose(kept.features, others_kept.features[::-1], rtol=1e-3, atol=1e-4)
 
 
-def test_the_detector_sees_no_more_images_at_a_time_than_it_is_told():
+def test_batches_are_split_to_the_detectors_size():
     parts = [(10, np.arange(5)), (15, np.arange(2)), (17, np.arange(0))]
     assert [(start, images.tolist()) for start, images in split(parts, 2)] == [
         (10, [0, 1]),
@@ -228,7 +228,7 @@ def test_lost_images_are_noticed(detector, folder):
         ({"arr_0": np.zeros((5, 8, 8, 3))}, "arr_0 is float64"),
     ],
 )
-def test_references_that_are_none_are_refused(tmp_path, arrays, message):
+def test_files_that_are_not_references_are_refused(tmp_path, arrays, message):
     np.savez(tmp_path / "reference.npz", **arrays)
     with pytest.raises(ValueError) as found:
         open_reference(tmp_path / "reference.npz", open_images)
@@ -251,12 +251,7 @@ def test_damaged_and_missing_references_are_refused(tmp_path):
     ("num_images", "shape", "options", "message"),
     [
         (1, (8, 8, 3), {"precision_recall": False}, r"1 image\(s\) are too few: at least 2 are needed"),
-        (
-            3,
-            (8, 8, 3),
-            {},
-            r"3 image\(s\) are too few: at least 4 are needed for precision, recall",
-        ),
+        (3, (8, 8, 3), {}, r"3 image\(s\) are too few: at least 4 are needed for precision, recall"),
         (9, (8, 8, 1), {}, r"images are \(8, 8, 1\), must be \(H, W, 3\)"),
     ],
 )
@@ -320,7 +315,7 @@ def test_a_reference_that_cannot_be_used_shows_before_samples_are_drawn(detector
         suite.score(drawn(), 10, (24, 24, 3))
 
 
-def test_few_samples_and_unpublished_weights_are_said(detector, folder):
+def test_few_samples_and_unpublished_weights_give_warnings(detector, folder):
     warnings = " ".join(scores(detector, folder, "images.npz", precision_recall=False, kid=False).warnings)
     for part in (
         "published scores are of 50,000 samples",

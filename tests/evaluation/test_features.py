@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 
 from data import NpzImages, open_images
-from evaluation import (
-    inception_score,
-    kernel_distance,
-    make_reference,
-    open_reference,
-    precision_recall,
-)
+from evaluation import inception_score, kernel_distance, make_reference, open_reference, precision_recall
 from evaluation.features import extract
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.reference import evenly_spaced
@@ -70,7 +64,7 @@ def test_a_reference_keeps_images_evenly_spaced_and_the_statistics_of_all(folder
     assert (of_kept["precision22"], of_kept["recall22"]) == precision_recall(kept, samples)
 
 
-def test_precision_recall_and_kernel_distance_are_asked_as_the_protocol_says(folder):
+def test_precision_recall_and_kernel_distance_follow_the_protocol(folder):
     reference, samples = (DETECTOR(images)["pool"] for images in (REFERENCE, SAMPLES))
     for exact in (False, True):
         found = scores(folder, "images.npz", exact_distances=exact)

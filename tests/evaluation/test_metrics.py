@@ -46,7 +46,7 @@ def test_frechet_distance_of_singular_covariances():
     )
 
 
-def test_frechet_distance_takes_tensors_and_refuses_what_it_cannot_compare():
+def test_frechet_distance_takes_tensors_and_refuses_other_shapes():
     identity = torch.eye(3)
     assert frechet_distance(torch.zeros(3), identity, torch.ones(3), identity) == pytest.approx(3)
     with pytest.raises(ValueError, match="cannot be compared"):
@@ -146,7 +146,7 @@ def plain_precision_recall(reference, samples, k, block_size):
     return (d <= reference_radii[:, None]).any(0).mean(), (d <= sample_radii[None]).any(1).mean()
 
 
-def test_half_precision_distances_round_at_every_step_in_the_order_of_the_original():
+def test_fp16_distances_round_in_the_order_of_the_original():
     rng = np.random.default_rng(5)
     # Eighths: sums are exact in fp32, in whatever order. Of these the squares are rounded down, by about as
     # much as fp16 can.
@@ -298,7 +298,7 @@ def together(objects):
 
 @settings(max_examples=30, deadline=None)
 @given(batches=st.integers(1, 9), processes=st.integers(1, 4), offset=st.sampled_from([0.0, 1000.0]))
-def test_statistics_of_parts_are_those_of_the_whole(batches, processes, offset):
+def test_statistics_of_parts_add_up(batches, processes, offset):
     rng = np.random.default_rng(batches)
     features = rng.standard_normal((37, 5)) * 3 + offset
     probs = rng.dirichlet(np.ones(6), 37)
