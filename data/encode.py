@@ -41,7 +41,6 @@ from runtime.machine import start_process
 from runtime.provenance import environment
 
 PART_IMAGES = 256
-IMAGES_AT_ONCE = 16
 CORRUPT_SHOWN = 10
 MAX_HELD_OUT = 5000
 TIMEOUT = timedelta(days=30)  # ranks that are done wait for the others
@@ -176,12 +175,8 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) ->
             ahead = next(reads, [])
             for part in mine:
                 images, ahead = ahead, next(reads, [])
-                pieces = []
-                for start in range(0, len(images), IMAGES_AT_ONCE):
-                    piece = slice(start, start + IMAGES_AT_ONCE)
-                    pieces.append(encode_batch(job, job.positions(part)[piece], images[piece], encoder))
-                    progress.update(min(len(images[piece]) * launch.world_size, total - progress.n))
-                job.parts.write(part, Part.join(pieces))
+                job.parts.write(part, encode_part(job, job.positions(part), images, encoder))
+                progress.update(min(len(images) * launch.world_size, total - progress.n))
         except KeyboardInterrupt:
             launch.print(f"\nstopped: the same command resumes from {job.parts.path}")
             raise
@@ -189,7 +184,7 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) ->
             pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(job: Job, positions: range, images: list[Future], encoder: Encoder) -> Part:
+def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> Part:
     """Encode the images that can be read, and list the others as errors."""
     manifest, errors, good = job.manifest, {}, []
     for position, future in zip(positions, images, strict=True):
@@ -206,7 +201,7 @@ def encode_batch(job: Job, positions: range, images: list[Future], encoder: Enco
         masks = np.empty((0, *manifest.shape[1:]), np.uint8) if job.masks else None
         return Part(np.empty((0, *manifest.stored_shape[1:]), np.float16), masks, found, errors)
     pixels = torch.from_numpy(np.stack([image for _, image, _ in good])).permute(0, 3, 1, 2)  # (n, 3, H, W)
-    if manifest.hflip:  # a latent cannot be flipped: the flip is encoded for itself
+    if manifest.hflip:  # a latent cannot be flipped
         pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
     latents = encoder.encode(pixels).half().view(len(good), *manifest.stored_shape[1:]).numpy()
     finite = np.isfinite(latents).reshape(len(good), -1).all(axis=1)

@@ -157,11 +157,6 @@ def encoder_for(
     return found
 
 
-def encoder_record(encoder: Encoder) -> dict[str, str | None]:
-    """Return what a record of decoded images says of their encoder."""
-    return {"name": encoder.name, "weights_hash": encoder.weights_hash}
-
-
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
     """Return a hash of the values, independent of the file and the names."""
     arrays = (tensor.detach().cpu().float().contiguous().numpy() for tensor in tensors.values())

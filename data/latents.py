@@ -1,7 +1,7 @@
 """The latent folder, opened: memory-mapped latents or posterior moments, labels, and masks, read by index.
 
 The format is in data/README.md. A network sees z = (latent - shift) * scale, applied once, from the manifest
-alone; moments (mean and log-variance of a Gaussian posterior) are sampled anew at each step.
+alone; moments (mean and log-variance of a Gaussian posterior) are sampled again at each step.
 
 Shapes: N samples, C channels, H = W.
 """

@@ -17,7 +17,12 @@ class MaskFiles:
 
     def __init__(self, path: str | Path, names: Sequence[str]):
         self._files = Files(Path(path), "masks=")
-        self._by_stem = {_stem(name): name for name in self._files.names if name.lower().endswith(LOSSLESS)}
+        masks = [name for name in self._files.names if name.lower().endswith(LOSSLESS)]
+        self._by_stem = {_stem(name): name for name in masks}
+        doubles = [name for name in masks if self._by_stem[_stem(name)] != name]
+        if doubles:
+            other = self._by_stem[_stem(doubles[0])]
+            raise ValueError(f"masks={path} has both {doubles[0]} and {other}: one of them must go")
         missing = [name for name in names if _stem(name) not in self._by_stem]
         if missing:
             rule = f"{_stem(missing[0])}{LOSSLESS[0]} must be there, or another lossless format"

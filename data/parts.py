@@ -31,14 +31,6 @@ class Part:
     positions: np.ndarray
     errors: dict[int, str]
 
-    @staticmethod
-    def join(pieces: list["Part"]) -> "Part":
-        latents = np.concatenate([piece.latents for piece in pieces])
-        masks = None if pieces[0].masks is None else np.concatenate([piece.masks for piece in pieces])
-        positions = np.concatenate([piece.positions for piece in pieces])
-        errors = {position: error for piece in pieces for position, error in piece.errors.items()}
-        return Part(latents, masks, positions, errors)
-
 
 class PartFolder:
     """The parts of one job, which is described by `about`."""

@@ -70,6 +70,8 @@ class Suite:
             self.check(reference.images.count, reference.images.shape, "reference images")
         if source is not None:
             self.check(num_samples, source.image_shape, "evaluation")
+        if hasattr(detector, "fit") and batch_size and launch.world_size > 1:
+            raise ValueError("batch_size must be null for a detector that is fitted, on the first rank alone")
         if hasattr(detector, "fit") and launch.is_main:
             if reference.labels is None:
                 raise ValueError(f"{reference.name} must hold images with labels, to fit a classifier on")

@@ -39,7 +39,6 @@ def photos(tmp_path_factory):
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(encode, "PART_IMAGES", 4)
-    monkeypatch.setattr(encode, "IMAGES_AT_ONCE", 3)
 
 
 def options(source, out, vae, *overrides):
@@ -466,8 +465,8 @@ def test_a_kill_while_parts_are_joined_costs_nothing(tmp_path, photos, vae, smal
         with pytest.raises(KeyboardInterrupt):
             run(photos, tmp_path / "out", vae)
     assert (tmp_path / "out.partial" / "joined" / "latents.npy").exists()
-    encoded, again = [], encode.encode_batch
-    monkeypatch.setattr(encode, "encode_batch", lambda *arguments: (encoded.append(1), again(*arguments))[1])
+    encoded, again = [], encode.encode_part
+    monkeypatch.setattr(encode, "encode_part", lambda *arguments: (encoded.append(1), again(*arguments))[1])
     run(photos, tmp_path / "out", vae)
     assert not encoded
     assert files(tmp_path / "out") == files(tmp_path / "whole")

@@ -25,6 +25,9 @@ def test_masks_are_found_by_name_whatever_their_format(tmp_path):
         ValueError, match=r"has no mask for c/3.jpg: c/3.png must be there, or another lossless format \(1"
     ):
         MaskFiles(tmp_path, ["b/2.jpg", "c/3.jpg"])
+    (tmp_path / "b/2.bmp").write_bytes((tmp_path / "b/2.png").read_bytes())
+    with pytest.raises(ValueError, match=r"has both b/2.bmp and b/2.png: one of them must go"):
+        MaskFiles(tmp_path, ["b/2.jpg"])
 
 
 def test_a_segmentation_counts_by_its_numbers_not_by_colours_or_alpha():
