@@ -290,11 +290,8 @@ def test_s3_without_its_library_says_what_to_install(monkeypatch):
 )
 def test_other_addresses_are_refused_before_anything_is_opened(path, monkeypatch):
     monkeypatch.setattr(remote, "_open", lambda *_: pytest.fail("it was opened"))
-    told = refused(path)
-    assert (
-        told == f"ValueError: data.path={path} must be a folder, or an address http://, "
-        f"https:// or s3:// of plain signs"
-    )
+    rule = "must be a folder, or an address http://, https:// or s3:// of plain signs"
+    assert refused(path) == f"ValueError: data.path={path} {rule}"
 
 
 def test_names_of_folders_may_hold_a_colon_after_a_slash(tmp_path, monkeypatch):

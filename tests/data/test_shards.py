@@ -13,11 +13,13 @@ from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_s
 from data.make_shards import write_shards
 from runtime.config import explanation
 from runtime.errors import UserError
+from tests.data.test_latents import remove
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from tests.servers import serving
 from training.checkpoint import latest_checkpoint
 from training.fit import run_training
 
+TRAIN_TAR, HELD_OUT_TAR = "train-000000.tar", "held_out-000000.tar"
 COUNT, HELD_OUT, SHARD = 60, 5, 7  # 55 entries in 8 shards, the last of 6
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 10}
 
@@ -259,16 +261,8 @@ def listing(**changes):
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (
-            lambda folder: (folder / "manifest.json").unlink(),
-            FileNotFoundError,
-            "must hold shards, but .*manifest.json is not there",
-        ),
-        (
-            lambda folder: (folder / "shards.json").unlink(),
-            FileNotFoundError,
-            "must hold shards, but .*shards.json is not there",
-        ),
+        (remove("manifest.json"), FileNotFoundError, "must hold shards, but .*manifest.json is not there"),
+        (remove("shards.json"), FileNotFoundError, "must hold shards, but .*shards.json is not there"),
         (spoil("manifest.json", lambda data: data[:40]), ValueError, "manifest.json is not a latent"),
         (spoil("shards.json", lambda data: data[:40]), ValueError, "shards.json is damaged"),
         (spoil("shards.json", lambda data: b"[]"), ValueError, "shards.json is damaged"),
@@ -278,22 +272,10 @@ def listing(**changes):
         (listing(**{"train-000000.tar": -1}), ValueError, "must list shards .*: train-000000.tar"),
         (listing(**{"train-000000.tar": 7.0}), ValueError, "must list shards .*: train-000000.tar"),
         (listing(**{"held_out-000000.tar": 4}), ValueError, "shards.json lists 59 entries, the manifest"),
-        (
-            listing(**{"held_out-000000.tar": 4, "train-000000.tar": 8}),
-            ValueError,
-            "held_out-000000.tar cannot be read, .*must be",
-        ),
-        (
-            listing(**{"held_out-000000.tar": 6, "train-000000.tar": 6}),
-            ValueError,
-            "it holds 5 entries, must hold 6",
-        ),
-        (spoil("held_out-000000.tar", lambda data: data[:2000]), ValueError, "held_out-000000.tar cannot be"),
-        (
-            spoil("held_out-000000.tar", lambda data: b"no tar" * 300),
-            ValueError,
-            "held_out-000000.tar cannot be read",
-        ),
+        (listing(**{HELD_OUT_TAR: 4, TRAIN_TAR: 8}), ValueError, f"{HELD_OUT_TAR} cannot be read, .*must be"),
+        (listing(**{HELD_OUT_TAR: 6, TRAIN_TAR: 6}), ValueError, "it holds 5 entries, must hold 6"),
+        (spoil(HELD_OUT_TAR, lambda data: data[:2000]), ValueError, f"{HELD_OUT_TAR} cannot be read"),
+        (spoil(HELD_OUT_TAR, lambda data: b"no tar" * 300), ValueError, f"{HELD_OUT_TAR} cannot be read"),
         (replaced(b'"num_classes": 10', b'"num_classes": 2'), ValueError, "data.num_classes=10 must be 2"),
         (replaced(b'"float16"', b'"float32"'), ValueError, r"float16 \(2, 4, 8, 8\), must be float32"),
     ],
