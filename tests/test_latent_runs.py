@@ -266,7 +266,7 @@ def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
     options = (*RUN, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
     with pytest.raises(
         UserError,
-        match=r"gone is not there \(any more\): say with encoder=FOLDER .*Training goes "
+        match=r"gone not found: give its folder, encoder=FOLDER.*Training goes "
         r"without: train\.sample_every=null",
     ):
         train.main(composed(*options, "train.sample_every=2"))

@@ -364,7 +364,7 @@ RULES = [
     ("fid", "reference=file samples=r", "samples=r is a folder, which may hold images of an earlier time"),
     ("fid", "mode=reference images=file", "out must be given for mode=reference"),
     ("fid", "mode=reference images=file out=there.npz", "out=there.npz: there.npz is there already: overwrite=true "),
-    ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: a part of a file, or another one"),
+    ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: truncated, or another file"),
     ("encode", "source=file", "out must be given, as KEY=VALUE"),
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
     ("advise", "run=shallow", "run=shallow: routes make no sense at model.depth=7, it must be at least 8"),

@@ -195,10 +195,10 @@ def _read_graph(file: Path) -> dict[str, torch.Tensor]:
             raise ValueError(f"it has no constant {name}")
         tensor = nodes[name].attr["value"].tensor
         shape = [dim.size for dim in tensor.tensor_shape.dim]
-        if len(shape) != num_dims:
-            raise ValueError(f"constant {name} is {shape}: must have {num_dims} dimensions")
         if min(shape, default=0) < 0 or math.prod(shape) > MAX_NUMBERS:
             raise ValueError(f"constant {name} is {shape}: must be at most {MAX_NUMBERS} numbers")
+        if len(shape) != num_dims:
+            raise ValueError(f"constant {name} is {shape}: must have {num_dims} dimensions")
         try:
             return torch.from_numpy(make_ndarray(tensor).astype(np.float32))
         except (TypeError, ValueError, LookupError, OverflowError) as error:
