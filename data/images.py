@@ -68,7 +68,7 @@ class NpzImages:
         self.path = Path(path)
         try:
             with zipfile.ZipFile(self.path) as archive:
-                size = member_size(archive, "arr_0.npy")  # first: it refuses unknown ways of packing
+                size = member_size(archive, "arr_0.npy")  # first: it refuses compression unknown to numpy
                 with archive.open("arr_0.npy") as member:
                     shape, fortran_order, dtype = read_header(member)
                     size -= member.tell()

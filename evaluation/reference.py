@@ -123,7 +123,7 @@ def _read_hash(archive: zipfile.ZipFile) -> str:
 
 
 def _read_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    member_size(archive, f"{name}.npy")  # first: it refuses what is packed in another way than numpy's
+    member_size(archive, f"{name}.npy")  # first: it refuses other compression than numpy uses
     with archive.open(f"{name}.npy") as file:
         shape, _, dtype = read_header(file)
     return shape, dtype
