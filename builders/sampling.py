@@ -22,7 +22,7 @@ from omegaconf import MISSING
 from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS
-from data import encoder_for, encoder_record, image_decoder, manifest_from
+from data import encoder_for, image_decoder, manifest_from
 from diffusion import Guidance, ImageSource, Precond
 from models import Backbone
 from runtime.errors import check_choice, check_positive
@@ -160,8 +160,8 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "checkpoint": str(run.weights.parent),
         "ema": config["ema"],
         "data": run.details["data"],
-        "encoder": encoder_record(encoder),
-        "weights_sha256": sha256(run.weights),  # now: a run that still trains removes checkpoints
+        "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
+        "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
     }
     return source, _name(run, config, settings), record
 

@@ -3,8 +3,8 @@
     python -m data.convert format=maskdit_lmdb source=imagenet256_latent_lmdb/train out=latents/NAME
     python -m data.convert format=repa source=vae-sd.zip out=latents/NAME
 
-What the format does not say is assumed, printed, and held against the numbers of a sample before anything is
-written.
+What the format does not say is assumed, printed, and checked against the numbers of a sample before anything
+is written.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ from data.writer import NEXT_STEPS, LatentWriter, check_out
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 
-SAMPLED = 512
+NUM_SAMPLED = 512
 ENTRIES_AT_ONCE = 256
 ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale")
 
@@ -62,7 +62,7 @@ configuration.register("convert", ConvertConfig)
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="convert")
 def main(cfg: DictConfig) -> None:
-    """Check what is asked and what is there, then convert."""
+    """Check the request and a sample of the source, then convert."""
     with user_mistakes():
         request = configuration.resolve(cfg)
         chosen, path = check_request(request), Path(request["source"])
@@ -80,7 +80,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_request(request: dict[str, Any]) -> Format:
-    """Check what can be checked before anything is read, and return the format with what was chosen."""
+    """Check the request, and return its format with the assumptions that it replaces."""
     check_choice("format", request["format"], list(FORMATS))
     if request["stored_as"] is not None:
         check_choice("stored_as", request["stored_as"], STORED_AS)
@@ -96,25 +96,24 @@ def check_request(request: dict[str, Any]) -> Format:
         raise FileNotFoundError(f"source={request['source']} not found")
     check_out(request["out"])
     given = {key: request[key] for key in ASSUMED} | {"encoder": encoder}
-    return replace(
-        FORMATS[request["format"]], **{key: value for key, value in given.items() if value is not None}
-    )
+    given = {key: value for key, value in given.items() if value is not None}
+    return replace(FORMATS[request["format"]], **given)
 
 
 def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
-    """Hold the assumptions against a sample of entries, which is returned (N, C', H, W)."""
+    """Check the assumptions against a sample of entries, and return it (N, C', H, W)."""
     if not source.count:
         raise ValueError(f"source={path} holds no entries")
     if chosen.hflip and source.at is None:
         some = "maskdit_lmdb, repa, edm2"
         raise ValueError(f"hflip=true needs a format whose entries can be read in any order: {some}")
     if chosen.hflip and source.count % 2:
-        raise ValueError(
-            f"source={path}: {source.count} entries are not images and as many flips: hflip=false"
-        )
+        raise ValueError(f"source={path}: {source.count} entries are not images and their flips: hflip=false")
     half = source.count // 2 if chosen.hflip else source.count
-    ids = np.unique(np.linspace(0, half - 1, min(SAMPLED, half)).astype(int))
-    entries = _stack([source.at(i) for i in ids] if source.at else list(islice(source.entries(), SAMPLED)))
+    ids = np.unique(np.linspace(0, half - 1, min(NUM_SAMPLED, half)).astype(int))
+    entries = _stack(
+        [source.at(i) for i in ids] if source.at else list(islice(source.entries(), NUM_SAMPLED))
+    )
     found, labels = contradiction(chosen, entries), source.labels
     if chosen.hflip and not found:
         if labels is not None and not np.array_equal(labels[:half], labels[half:]):
@@ -123,7 +122,7 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
             others = _stack([source.at(half + i) for i in ids])
             found = hflip_contradiction(chosen.means(entries), chosen.means(others))
     if found:
-        raise ValueError(f"source={path}: {len(entries)} entries contradict what is assumed of them: {found}")
+        raise ValueError(f"source={path}: {len(entries)} entries contradict the assumptions: {found}")
     return entries
 
 
@@ -150,7 +149,7 @@ def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: n
 
 
 def pieces(chosen: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first, stored latents) of a few entries at a time, flips beside their images."""
+    """Yield (position, stored latents) of ENTRIES_AT_ONCE entries, flips beside their images."""
     half = source.count // 2
     entries = source.entries()
     if chosen.hflip:

@@ -1,4 +1,4 @@
-"""The embedded data set: 1,797 handwritten digits of 8x8 grey pixels that ship with scikit-learn."""
+"""An embedded data set: the 1,797 handwritten digits of scikit-learn, 8x8 grey pixels."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def _write(path: str, foreground_masks: bool) -> None:
     from sklearn.datasets import load_digits
 
     source = load_digits()
-    # Grey levels 0..16 of the source fill the bytes 0..255.
+    # Grey levels 0..16 -> 0..255.
     images = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
     kind, classes = "segmentation" if foreground_masks else None, tuple(map(str, source.target_names))
     manifest = pixel_manifest(images, len(images), 297, classes, kind)

@@ -1,4 +1,4 @@
-"""What data sets share that are made of installed packages: small pixels, written once as a latent folder."""
+"""What embedded data sets share: small images of installed packages, written once as a latent folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +13,11 @@ from runtime.lock import Lock
 
 
 def write_once(path: str, write: Callable[[], None]) -> None:
-    """Have the folder `data.path` written unless it is there."""
+    """Write the folder `path` unless it is there."""
     folder = Path(path)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Of two first starts one waits for the other.
+        # Of two processes that start at once one waits.
         with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait_sec=None):
             if not folder.exists():
                 write()
@@ -31,9 +31,9 @@ def pixel_manifest(
     conditioning_type: str | None = None,
     origin: dict[str, Any] | None = None,
 ) -> LatentManifest:
-    """Return the manifest of images like these, (N, C, H, W) uint8, kept as pixels.
+    """Return the manifest of images like these, (N, C, H, W) uint8, stored as pixels.
 
-    The network sees mean 0 and standard deviation 0.5, the sigma_data that EDM is set up for.
+    The network sees mean 0 and standard deviation 0.5, EDM's sigma_data.
     """
     pixels = IdentityEncoder().encode(torch.from_numpy(images))
     return LatentManifest(

@@ -3,9 +3,8 @@
     accelerate launch -m data.encode source=IMAGES out=latents/NAME
     accelerate launch -m data.encode source=IMAGES out=latents/NAME masks=MASKS conditioning_type=segmentation
 
-The ranks share the images in parts. A part that is finished is kept in OUT.partial, so that the same command
-goes on where it was stopped, on any number of processes; when all are there, the first rank puts them
-together.
+The ranks share the images in parts. Finished parts are kept in OUT.partial, so that the same command resumes
+where it was stopped, on any number of processes; the first rank joins them in the end.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ from data.latents import open_latents
 from data.listing import ImageList, list_images
 from data.manifest import FILES, LatentManifest
 from data.masks import MaskFiles, pool_mask, read_mask
-from data.parts import GO_ON, Part, PartFolder
+from data.parts import RESUME, Part, PartFolder
 from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
@@ -42,10 +41,9 @@ from runtime.machine import start_process
 from runtime.provenance import environment
 
 PART_IMAGES = 256
-IMAGES_AT_ONCE = 16
 CORRUPT_SHOWN = 10
 MAX_HELD_OUT = 5000
-PATIENCE = timedelta(days=30)  # ranks that are done wait for the others
+TIMEOUT = timedelta(days=30)  # ranks that are done wait for the others
 
 
 @dataclass
@@ -69,17 +67,16 @@ configuration.register("encode", EncodeConfig)
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="encode")
 def main(cfg: DictConfig) -> None:
-    """Check what is asked, encode what is missing, and put it together."""
+    """Check the request, encode the parts that are missing, and join all."""
     with user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
         check_sources(request)
-        launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
+        launch = start_process(timeout=TIMEOUT, tf32=False)  # latents are made once, for all runs
         encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
         job = plan(request, encoder)
         lock = lock_of(Path(request["out"]))
         try:
-            # The first rank decides for all, before anybody writes.
             todo = launch.broadcast_from_main(partial(begin, job, lock, launch))
             encode_parts(job, todo, encoder, launch)
             launch.barrier()
@@ -90,7 +87,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_request(request: dict[str, Any]) -> None:
-    """Check what can be checked before anything is loaded."""
+    """Check the values of the request."""
     check_out(request["out"])
     check_positive("resolution", request["resolution"])
     if request["num_held_out"] is not None:
@@ -100,7 +97,7 @@ def check_request(request: dict[str, Any]) -> None:
 
 
 def check_sources(request: dict[str, Any]) -> None:
-    """Raise a FileNotFoundError where what is read is not there."""
+    """Raise a FileNotFoundError unless the sources are there."""
     for key in ("source", "masks"):
         if request[key] is not None and not Path(request[key]).exists():
             raise FileNotFoundError(f"{key}={request[key]} not found")
@@ -108,7 +105,7 @@ def check_sources(request: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What is encoded, and what its manifest says if no image is corrupt."""
+    """What is encoded; the manifest is that without corrupt images."""
 
     request: dict[str, Any]
     images: ImageList
@@ -122,7 +119,7 @@ class Job:
 
 
 def plan(request: dict[str, Any], encoder: Encoder) -> Job:
-    """Look at the source and lay down what is to be made of it."""
+    """List the source and describe the folder to make of it."""
     images = list_images(request["source"])
     masks = MaskFiles(request["masks"], images.names) if request["masks"] else None
     resolution, count, num_held_out = request["resolution"], len(images.names), request["num_held_out"]
@@ -165,26 +162,26 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
 
 
 def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
-    """Take the lock of `out`, tell what is there, and return the parts that are still to do."""
+    """Take the lock of `out`, print what the source holds, and return the parts to do."""
     images, out = job.images, job.request["out"]
     launch.print(f"{len(images.names)} images of {images.num_classes} classes in {job.request['source']}")
     if images.ignored:
         some = ", ".join(images.ignored[:CORRUPT_SHOWN])
-        launch.print(f"{len(images.ignored)} files are no images and are left aside: {some}")
+        launch.print(f"{len(images.ignored)} files are not images and are ignored: {some}")
     lock.acquire()
     check_out(out)
-    todo = job.parts.begin()
+    todo = job.parts.start()
     size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
-    needed = size + size * len(todo) // job.parts.num_parts  # the parts, and what is put together from them
+    needed = size + size * len(todo) // job.parts.num_parts  # the parts, and the folder
     free = shutil.disk_usage(job.parts.path).free
     if free < needed:
-        rule = f"needs {needed / 2**30:.1f} GiB while it is made, {free / 2**30:.1f} are free"
-        raise ValueError(f"out={out} {rule}")
+        room = f"{needed / 2**30:.1f} GiB while it is written, {free / 2**30:.1f} are free"
+        raise ValueError(f"out={out} needs {room}")
     return todo
 
 
 def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) -> None:
-    """Encode this rank's share of the parts to do; the images of the next part are read meanwhile."""
+    """Encode this rank's share of the parts; the images of the next part are read meanwhile."""
     mine = todo[launch.rank :: launch.world_size]
     total, left = len(job.images.names), sum(len(job.positions(part)) for part in todo)
     bar = {"total": total, "initial": total - left, "desc": "encode", "unit": "image"}
@@ -195,38 +192,33 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) ->
             ahead = next(reads, [])
             for part in mine:
                 images, ahead = ahead, next(reads, [])
-                pieces = []
-                for start in range(0, len(images), IMAGES_AT_ONCE):
-                    piece = slice(start, start + IMAGES_AT_ONCE)
-                    pieces.append(encode_batch(job, job.positions(part)[piece], images[piece], encoder))
-                    progress.update(min(len(images[piece]) * launch.world_size, total - progress.n))
-                job.parts.write(part, Part.join(pieces))
+                job.parts.write(part, encode_part(job, job.positions(part), images, encoder))
+                progress.update(min(len(images) * launch.world_size, total - progress.n))
         except KeyboardInterrupt:
-            launch.print(f"\nstopped: {job.parts.path} keeps what is done, and the same command goes on")
+            launch.print(f"\nstopped: the same command resumes from {job.parts.path}")
             raise
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(job: Job, positions: range, images: list[Future], encoder: Encoder) -> Part:
-    """Encode the images that can be read, and note the others."""
+def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> Part:
+    """Encode the images that can be read, and list the others as errors."""
     manifest, errors, good = job.manifest, {}, []
     for position, future in zip(positions, images, strict=True):
         try:
             good.append((position, *future.result()))
         except IMAGE_ERRORS as error:
             name = job.images.names[position]
-            # The system's own errors say nothing of the image: a disk that is gone must not look like corrupt
-            # images.
+            # A disk that is gone must not look like corrupt images.
             if isinstance(error, OSError) and error.errno is not None:
-                raise OSError(error.errno, f"{error.strerror}; {GO_ON}", name) from error
+                raise OSError(error.errno, f"{error.strerror}; {RESUME}", name) from error
             errors[position] = f"{name}: {error}".encode(errors="backslashreplace").decode()
     found = np.array([position for position, _, _ in good], dtype=np.int64)
     if not good:
         masks = np.empty((0, *manifest.shape[1:]), np.uint8) if job.masks else None
         return Part(np.empty((0, *manifest.stored_shape[1:]), np.float16), masks, found, errors)
     pixels = torch.from_numpy(np.stack([image for _, image, _ in good])).permute(0, 3, 1, 2)  # (n, 3, H, W)
-    if manifest.hflip:  # a latent cannot be flipped: the flip is encoded for itself
+    if manifest.hflip:  # a latent cannot be flipped
         pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
     latents = encoder.encode(pixels).half().view(len(good), *manifest.stored_shape[1:]).numpy()
     finite = np.isfinite(latents).reshape(len(good), -1).all(axis=1)
@@ -254,27 +246,27 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def finish(job: Job, launch: Launch) -> None:
-    """Put the parts together, unless images are corrupt and nobody said that they may be left out."""
+    """Join the parts, unless images are corrupt and skip_corrupt is false."""
     errors = [*job.parts.errors(range(job.parts.num_parts)).values()]
     if errors:
         report_corrupt(job, errors)
     out, count = job.request["out"], len(job.images.names) - len(errors)
     origin = {
         **job.parts.about,
-        "crop": "shrunk by box filter and bicubic, cut out of the middle, as ADM does",
+        "crop": "resized by box filter and bicubic, center-cropped, as ADM does",
         "left_out": errors,
         "environment": environment(launch.device),
     }
     num_held_out = min(job.manifest.num_held_out, count - 1)
     manifest = replace(job.manifest, count=count, origin=origin, num_held_out=num_held_out)
     with LatentWriter(out, manifest, partial=job.parts.path / "joined") as writer:
-        for number in tqdm(range(job.parts.num_parts), desc="put together", unit="part"):
+        for number in tqdm(range(job.parts.num_parts), desc="join", unit="part"):
             part = job.parts.read(number)
             labels = None if job.images.labels is None else job.images.labels[part.positions]
             writer.append(part.latents, labels, part.masks)
     job.parts.remove()
     if errors:
-        print(f"What was left out, and why, is kept in {Path(out) / FILES['manifest']} (origin.left_out)")
+        print(f"The images left out, and why, are in {Path(out) / FILES['manifest']} (origin.left_out)")
     warning = manifest.std_warning(open_latents(out).measure()[2])
     if warning:
         print(warning)
@@ -292,8 +284,8 @@ def report_corrupt(job: Job, errors: list[str]) -> None:
         raise ValueError(f"source={job.request['source']}: all {count} images are corrupt")
     if not job.request["skip_corrupt"]:
         raise ValueError(
-            f"{len(errors)} images are corrupt, and nothing was put together: mend them, or leave them out "
-            "with skip_corrupt=true, and run the command again: what is encoded is kept"
+            f"{len(errors)} images are corrupt: fix them, or leave them out with skip_corrupt=true, and run "
+            "the same command again: what is encoded is kept"
         )
 
 

@@ -25,20 +25,18 @@ PUBLISHED = {
     "sd-vae-ft-mse": "stabilityai/sd-vae-ft-mse",
     "sdxl": "stabilityai/sdxl-vae",
 }
-# An autoencoder works on so many pixels at once: 8 images of 256x256. A fixed number, so that no result
-# depends on how much memory happens to be free. RESULTS.md has what it takes.
+# 8 images of 256x256 at a time; fixed, so that no result depends on free memory. RESULTS.md has the cost.
 PIXELS_AT_ONCE = 8 * 256 * 256
 TIMEOUT_SEC = 10
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
-MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder: a run from elsewhere may bring one
+MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder from outside
 
 
 class Encoder(Protocol):
-    """What turns images into stored latents and latents into images.
+    """Turns images into stored latents and latents into images.
 
-    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are what a manifest says under the like keys;
-    an image has `factor` times the side of its latents, which have `latent_channels` channels (None: as many
-    as the image).
+    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are those of a manifest. An image has `factor`
+    times the side of its latents, which have `latent_channels` channels (None: as many as the image).
     """
 
     name: str
@@ -72,22 +70,21 @@ class IdentityEncoder:
 
 
 class KLEncoder:
-    """An autoencoder with a Gaussian posterior: AutoencoderKL of diffusers, in fp32 unless asked otherwise.
+    """An autoencoder with a Gaussian posterior: AutoencoderKL of diffusers, in fp32 by default.
 
     Args:
         name: a folder as diffusers saves them, a short name (PUBLISHED), or OWNER/NAME on the hub;
             safetensors only.
-        bf16: work under bf16 autocast.
+        bf16: run under bf16 autocast.
         official: PARITY with the public TREAD code: weights rounded to bf16, under fp16 autocast.
 
     Raises:
-        ValueError: there is no such autoencoder, or it cannot be loaded; what was tried is said.
+        ValueError: there is no such autoencoder, or it cannot be loaded.
     """
 
     kind, std = "moments", 1.0  # the scale of these autoencoders is chosen to give unit variance
 
     def __init__(self, name: str, device: torch.device, bf16: bool = False, official: bool = False):
-        # A folder is remembered by its full path, whatever the working directory is.
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
         self.device, dtype = device, torch.float16 if official else torch.bfloat16
         self.autocast = partial(torch.autocast, device.type, dtype, enabled=bf16 or official)
@@ -139,19 +136,19 @@ def encoder_for(
     """Return the encoder that made the latents of a manifest.
 
     Args:
-        encoder: where it is found; None: where the manifest says.
-        allow_other: take another one than the manifest's without complaint.
+        encoder: its path or name; None: the manifest's.
+        allow_other: accept another encoder than the manifest's.
         bf16, official: of KLEncoder.
     """
     name = encoder or manifest.encoder
     found = load_encoder(name, device, bf16, official)
-    # Converted latents do not tell the weights: there the user is taken at his word.
+    # Converted latents have no hash of the weights: there the user is trusted.
     other_kind = (found.name == IDENTITY) != (manifest.encoder == IDENTITY)
     other_weights = manifest.encoder_hash is not None and found.weights_hash != manifest.encoder_hash
     if (other_kind or other_weights) and not allow_other:
+        of_latents = f"the latents are of {manifest.encoder} with weights {manifest.encoder_hash}"
         raise ValueError(
-            f"encoder={name} has weights {found.weights_hash}, the latents are of {manifest.encoder} with "
-            f"weights {manifest.encoder_hash}: they must be the same "
+            f"encoder={name} has weights {found.weights_hash}, {of_latents}: they must be the same "
             "(sample.py and fid.py take allow_other_encoder=true)"
         )
     if found.latent_channels not in (None, manifest.in_channels):
@@ -160,13 +157,8 @@ def encoder_for(
     return found
 
 
-def encoder_record(encoder: Encoder) -> dict[str, str | None]:
-    """Return what a record of decoded images tells of their encoder."""
-    return {"name": encoder.name, "weights_hash": encoder.weights_hash}
-
-
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
-    """Return a hash of the values alone: it does not depend on the file or the names."""
+    """Return a hash of the values, independent of the file and the names."""
     arrays = (tensor.detach().cpu().float().contiguous().numpy() for tensor in tensors.values())
     digests = sorted(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
@@ -228,11 +220,11 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
 
     on_the_hub = not Path(name).is_dir()
     if Path(name).is_absolute() and on_the_hub:
-        raise ValueError(f"encoder={asked} is not there (any more): say with encoder=FOLDER where it is now")
+        raise ValueError(f"encoder={asked} not found: give its folder, encoder=FOLDER")
     if on_the_hub and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         known = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
         raise ValueError(f"encoder={asked} must be one of {known}, or OWNER/NAME of one on the hub")
-    logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
+    logging.set_verbosity(logging.CRITICAL)  # errors are reported once, below
     logging.disable_progress_bar()
 
     def load(local_files_only: bool) -> torch.nn.Module:
@@ -240,7 +232,7 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
             name, use_safetensors=True, output_loading_info=True, local_files_only=local_files_only
         )
         missing = info["missing_keys"]
-        if missing:  # they would be filled up at random, with no more than a warning
+        if missing:  # diffusers initializes them at random with a warning
             raise ValueError(f"encoder={asked} lacks {len(missing)} tensors, such as {min(missing)}")
         return net
 
@@ -250,21 +242,20 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
         return load(local_files_only=True)
     except LOADING_ERRORS as error:
         if not on_the_hub:
-            raise ValueError(
-                f"encoder={asked} cannot be read as an AutoencoderKL: {_first_line(error)}"
-            ) from error
+            reason = _first_line(error)
+            raise ValueError(f"encoder={asked} cannot be read as an AutoencoderKL: {reason}") from error
     try:
         _reach_the_hub()
         return load(local_files_only=False)
     except LOADING_ERRORS as error:
         raise ValueError(
-            f"encoder={asked} is neither in the cache nor can it be downloaded ({_first_line(error)}): where "
-            f"there is a network, `hf download {name} --local-dir FOLDER` brings it; then give encoder=FOLDER"
+            f"encoder={asked} is not in the cache and cannot be downloaded ({_first_line(error)}): run "
+            f"`hf download {name} --local-dir FOLDER` on a machine with internet, then give encoder=FOLDER"
         ) from error
 
 
 def _check_depth(config: Any) -> None:
-    """Refuse more blocks than an autoencoder has: they would be built before its weights are looked at."""
+    """Refuse more blocks than an autoencoder has: they would be built before the weights are read."""
     for key in ("layers_per_block", "block_out_channels"):
         value = config.get(key) if isinstance(config, dict) else None
         count = len(value) if isinstance(value, list) else value
@@ -273,7 +264,7 @@ def _check_depth(config: Any) -> None:
 
 
 def _reach_the_hub() -> None:
-    """Raise an OSError without a network: the libraries would wait half a minute, and give another reason."""
+    """Raise an OSError without a network: the libraries would retry for half a minute first."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -282,9 +273,9 @@ def _reach_the_hub() -> None:
         request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
         urllib.request.urlopen(request, timeout=TIMEOUT_SEC).close()
     except urllib.error.HTTPError:
-        return  # an answer all the same
+        return  # the server answers
     except urllib.error.URLError as error:
-        if not isinstance(error.reason, ssl.SSLError):  # of which the libraries know more
+        if not isinstance(error.reason, ssl.SSLError):  # which the libraries explain
             raise OSError(f"{constants.ENDPOINT}: {error.reason}") from error
 
 

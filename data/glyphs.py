@@ -1,9 +1,8 @@
-"""The embedded data set of any size: digits and letters in the fonts that ship with matplotlib, turned,
-slanted, stretched, shifted and inked at random, 32x32 grey pixels.
+"""An embedded data set of any size: digits and letters in matplotlib's fonts, 32x32 grey pixels.
 
-Every image is a function of the seed and its index alone: a larger set begins with the images of a smaller
-one. Capitals are of one height in all fonts and all letters keep theirs, which tells c from C; what tells I
-from l is not in every font.
+They are rotated, sheared, stretched, shifted and inked at random. Every image is a function of the seed and
+its index alone: a larger set starts with the images of a smaller one. Capitals have one height in all fonts
+and other letters keep theirs, so that c differs from C; I and l look alike in some fonts.
 """
 
 import math
@@ -22,7 +21,7 @@ from data.latents import LatentDataset, open_latents
 from data.manifest import FILES
 
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
-# All that hold these, but for cmmi10: its old-style figures look like small letters, and its 0 is an o.
+# All that have these, but for cmmi10: its old-style figures look like small letters, and its 0 is an o.
 STYLES = ("", "-Bold", "-Oblique", "-BoldOblique")
 FONTS = (
     *(f"DejaVu{family}{style}" for family in ("Sans", "SansMono") for style in STYLES),
@@ -31,15 +30,15 @@ FONTS = (
     *("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10"),
 )
 SIZE, CAPITAL = 32, 17  # side of an image, height of its capitals
-MIDDLE = 0.4  # height in capitals, from the line, of what lies in the middle of an image
+MIDDLE = 0.4  # height above the baseline of the middle of an image, in capitals
 MAX_ANGLE, MAX_SHEAR, MAX_SHIFT = math.radians(15), 0.25, 2.0  # either way; shift in pixels
 MAX_STRETCH = (1.2, 1.12)  # of width and height, either way: a c stays smaller than a C
 MIN_CONTRAST = 0.4  # of ink to ground, which is darker
-# Pixels for one of an image, in each direction: where it is turned, where it is rendered.
+# Pixels for one of an image, in each direction: where it is transformed, where it is rendered.
 DETAIL, MASTER_DETAIL = 2, 4
 NUM_DRAWS = 9  # for an image
 HELD_OUT_SHARE = 32  # one image of so many
-NUM_TYPICAL = 4096  # images whose pixels tell mean and standard deviation of a set of any size
+NUM_TYPICAL = 4096  # images that give mean and standard deviation of a set of any size
 CHUNK = 1024
 
 
@@ -57,8 +56,8 @@ def glyphs(
     for key, expected in origin.items():
         found = (dataset.manifest.origin or {}).get(key)
         if found != expected:
-            where = f"as in {path}/{FILES['manifest']}: or give another path"
-            raise ValueError(f"data.{key}={expected} must be {found}, {where}")
+            rule = f"{found}, as in {path}/{FILES['manifest']}: or give another path"
+            raise ValueError(f"data.{key}={expected} must be {rule}")
     return dataset
 
 
@@ -94,20 +93,18 @@ def _ink(font: int, label: int, moves: np.ndarray) -> np.ndarray:
     """Return how much of each pixel is ink, (32, 32) uint8, after moves (6,) in [-1, 1]."""
     angle, shear, shift = MAX_ANGLE * moves[0], MAX_SHEAR * moves[1], MAX_SHIFT * moves[4:6]
     cos, sin = math.cos(angle), math.sin(angle)
-    # From a place in the image to one in the master, both seen from their middles.
+    # From a place in the image to one in the master, both relative to their middles.
     matrix = np.diag(MAX_STRETCH ** moves[2:4]) @ [[1, shear], [0, 1]] @ [[cos, sin], [-sin, cos]]
     middle = np.full(2, SIZE / 2)
     offset = MASTER_DETAIL * (middle - matrix @ (middle + shift))
     numbers = np.column_stack([matrix * (MASTER_DETAIL / DETAIL), offset]).ravel()
-    turned = _master(font, label).transform(
-        (SIZE * DETAIL,) * 2, Image.Transform.AFFINE, numbers, Image.Resampling.BILINEAR
-    )
-    return np.asarray(turned.reduce(DETAIL))
+    how = Image.Transform.AFFINE, numbers, Image.Resampling.BILINEAR
+    return np.asarray(_master(font, label).transform((SIZE * DETAIL,) * 2, *how).reduce(DETAIL))
 
 
 @cache
 def _master(font: int, label: int) -> Image.Image:
-    """Render a character once, large: the middle of its ink in the middle, its line where that of all is."""
+    """Render a character once, large: centered, on one baseline for all."""
     side = SIZE * MASTER_DETAIL
     image = Image.new("L", (2 * side, side))
     place = side, side / 2 + MIDDLE * CAPITAL * MASTER_DETAIL

@@ -1,4 +1,4 @@
-"""Images as people keep them: an .npz with arr_0, or a folder or zip of image files; read in batches."""
+"""Images in an .npz with arr_0, or in a folder or zip of image files, read in batches."""
 
 import math
 import zipfile
@@ -16,13 +16,13 @@ from runtime.launch import ALONE, Launch
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
-# What PIL raises beside these where an image is damaged, or absurdly large.
+# What PIL raises where an image is damaged, or absurdly large.
 IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError, TypeError, MemoryError)
-# Whatever a file is called: PIL runs other programs for some other formats.
+# No others, whatever a file is called: for some PIL runs other programs.
 FORMATS = ("PNG", "BMP", "PPM", "TIFF", "JPEG", "WEBP")
 MAX_MEMBER_BYTES = 2**30  # of a zip of files, unpacked
 MAX_CHANNELS = 4
-MAX_ASPECT = 50  # a line of pixels would become an image of many gigabytes on the way to its square
+MAX_ASPECT = 50  # resized to the height of its crop, a line of pixels would take gigabytes
 _CHUNK = 2**20
 Batches = Iterator[tuple[int, np.ndarray]]
 
@@ -31,8 +31,8 @@ class Files:
     """The files of a folder and its subfolders, or of a zip: their names, sorted, without hidden ones.
 
     Args:
-        key: what a message puts before the path, as `source=`.
-        kinds: what a message says that the path may be.
+        key: before the path in error messages, as `source=`.
+        kinds: what the path may be, in error messages.
     """
 
     def __init__(self, path: Path, key: str = "", kinds: str = "a folder or a zip"):
@@ -52,7 +52,7 @@ class Files:
         return self._archive.open(name)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file; raise a ValueError for a member that declares more than it can hold."""
+        """Return the bytes of a file; raise a ValueError for a member that declares too many."""
         if self._archive is None:
             return (self.path / name).stat().st_size
         size = self._archive.getinfo(name).file_size
@@ -67,9 +67,11 @@ class NpzImages:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
-                shape, fortran_order, dtype = read_header(member)
-                size = member_size(archive, "arr_0.npy") - member.tell()
+            with zipfile.ZipFile(self.path) as archive:
+                size = member_size(archive, "arr_0.npy")  # first: it refuses compression unknown to numpy
+                with archive.open("arr_0.npy") as member:
+                    shape, fortran_order, dtype = read_header(member)
+                    size -= member.tell()
             if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
                 raise ValueError(f"arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255")
             if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MAX_CHANNELS:
@@ -100,8 +102,8 @@ class ImageFiles:
     """Image files in a folder and its subfolders, or in a zip, sorted by name.
 
     Args:
-        resolution: crop and shrink each image to this size, after [ADM], whatever its format; None: the
-            images are RGB, lossless, and of one size, and stay as they are.
+        resolution: crop and resize each image to this size, as [ADM], whatever its format; None: the images
+            must be RGB, lossless, and of one size, and stay as they are.
     """
 
     def __init__(self, path: str | Path, resolution: int | None = None):
@@ -114,55 +116,42 @@ class ImageFiles:
         if lossy and not resolution:
             rule = f"must be {lossless}, or be cropped (resolution=N)"
             raise ValueError(f"{self.path}/{lossy[0]} is of a lossy format: {rule}")
-        self.count, self.shape = len(self._names), self._read(0).shape
+        self.count, self.shape = len(self._names), None
+        self.shape = self._read(self._names[0]).shape
 
     def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches:
         """Yield (position of the first, images) of this rank's batches: every world_size-th one."""
         starts = range(launch.rank * batch_size, self.count, launch.world_size * batch_size)
         with ThreadPoolExecutor() as pool:
             reads = (
-                (
-                    start,
-                    [pool.submit(self._read, i) for i in range(start, min(start + batch_size, self.count))],
-                )
+                (start, [pool.submit(self._read, name) for name in self._names[start : start + batch_size]])
                 for start in starts
             )
             ahead = next(reads, None)
             while ahead:  # the next batch is read while this one is used
                 (start, images), ahead = ahead, next(reads, None)
-                yield (
-                    start,
-                    np.stack([self._checked(start + i, image.result()) for i, image in enumerate(images)]),
-                )
+                yield start, np.stack([image.result() for image in images])
 
-    def _checked(self, i: int, image: np.ndarray) -> np.ndarray:
-        if image.shape != self.shape:
-            first = f"{self._names[0]} is {self.shape}"
-            raise ValueError(f"{self.path}/{self._names[i]} is {image.shape}, {first}: sizes must agree")
-        return image
-
-    def _read(self, i: int) -> np.ndarray:
-        name = self._names[i]
+    def _read(self, name: str) -> np.ndarray:
         try:
             with self._files.open(name) as file:
-                return read_image(file, self.resolution)
+                image = read_image(file, self.resolution)
         except IMAGE_ERRORS as error:
             raise ValueError(f"{self.path}/{name} cannot be used: {error}") from error
+        if self.shape not in (None, image.shape):
+            first = f"{self._names[0]} is {self.shape}"
+            raise ValueError(f"{self.path}/{name} is {image.shape}, {first}: sizes must agree")
+        return image
 
 
 def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | ImageFiles:
-    """Open images by what the path is: a folder, an .npz, or a zip.
-
-    Raises:
-        FileNotFoundError: the path is not there.
-        ValueError: it holds no images that can be used; the file and the rule are named.
-    """
+    """Open images in a folder, an .npz, or a zip."""
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} not found")
     if Path(path).suffix != ".npz":
         return ImageFiles(path, resolution)
     if resolution:
-        raise ValueError(f"resolution={resolution} crops image files, and has no meaning for {path}")
+        raise ValueError(f"resolution={resolution} crops image files and has no meaning for {path}")
     return NpzImages(path)
 
 
@@ -170,11 +159,10 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
     """Read an image as bytes (H, W, 3).
 
     Args:
-        resolution: convert it to RGB, crop and shrink it to this size, after [ADM]; None: it is RGB and stays
-            as it is.
+        resolution: convert it to RGB, crop and resize it to this size, as [ADM]; None: it must be RGB.
     """
     with open_picture(file) as image:
-        # PIL cuts 16 bits to 8 without a word.
+        # PIL reduces 16 bits to 8 silently.
         if image.mode[0] in "IF" or ";16" in str(image.tile) or (not resolution and image.mode != "RGB"):
             raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
         if resolution:
@@ -186,12 +174,12 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
 
 
 def open_picture(file: BinaryIO) -> Image.Image:
-    """Open an image of one of the known formats; nothing but its header is read yet."""
+    """Open an image of one of FORMATS; only its header is read."""
     return Image.open(file, formats=FORMATS)
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
-    """Shrink an image so that its shorter side is `size`, and cut a square out of its middle. [ADM]
+    """Resize an image so that its shorter side is `size`, and crop the square in its middle. [ADM]
 
     PARITY: by box filter to halves while the shorter side is at least twice the size, then bicubic.
     """
@@ -204,7 +192,7 @@ def centre_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def _skip(member: BinaryIO, num_bytes: int) -> None:
-    # Not by `seek`, which in newer versions of Python gives up the check of the contents.
+    # Not by `seek`, which in newer versions of Python skips the check of the CRC.
     while num_bytes and (chunk := member.read(min(num_bytes, _CHUNK))):
         num_bytes -= len(chunk)
 

@@ -1,8 +1,8 @@
-"""Latents as other codebases keep them: what each format holds, what is assumed of it, what contradicts that.
+"""Latents in the formats of other codebases: readers, assumptions about them, and checks of these.
 
 Nothing in these files says how they were scaled, whether the second half of eight channels is a log-variance
 or a standard deviation, or whether flips are among them. So each format comes with assumptions, which are
-printed, and the numbers of a sample are held against them.
+printed and checked against the numbers of a sample.
 
 Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 """
@@ -25,7 +25,7 @@ from runtime.arrays import ZIP_ERRORS, parse_array, read_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
-FAR_MEAN = 0.75  # of the promised standard deviation: what an offset of a channel may be at most
+MAX_MEAN = 0.75  # of a channel, in promised standard deviations
 MOSTLY = 0.95
 TAR_END = 1024
 MAX_NOTE_BYTES = 2**16
@@ -41,10 +41,9 @@ class Source:
     """An opened set of foreign latents.
 
     Args:
-        count: how many entries there are.
         labels: (count,) int64, or None.
         at: returns one entry (C', H, W); None where they can only be read in order.
-        in_order: yields each entry in order, where that is the only way.
+        in_order: yields the entries, where `at` is None.
     """
 
     count: int
@@ -59,13 +58,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Format:
-    """How a foreign format is read, and what is assumed about what it does not say.
+    """How a foreign format is read, and the assumptions about it; the other fields are those of the manifest.
 
     Args:
         stored_as: samples of the posterior, its mean and log-variance, or its mean and standard deviation.
-        scaled: whether scale and shift were applied before storing.
-        hflip: whether entry count/2 + i is the flip of entry i.
-        The others are those of the manifest.
+        scaled: scale and shift were applied before storing.
+        hflip: entry count/2 + i is the flip of entry i.
     """
 
     about: str
@@ -98,7 +96,7 @@ class Format:
         return stored if self.stored_as == "samples" else np.split(stored, 2, axis=1)[0]
 
     def assumptions(self) -> list[str]:
-        """Return what is assumed, in words."""
+        """Describe the assumptions."""
         entry = {
             "samples": "a sample of the posterior",
             "mean_logvar": "mean, then log-variance of the posterior",
@@ -106,19 +104,19 @@ class Format:
         }[self.stored_as]
         each = "entry count/2 + i is the flip of entry i" if self.hflip else "each entry is an image"
         applied = "were" if self.scaled else "were not"
+        made_by = f"made by encoder={self.encoder} from pixels in {list(self.pixel_range)}"
         return [
             f"an entry is {entry} (stored_as={self.stored_as})",
             f"scale and shift {applied} applied to it (scaled={str(self.scaled).lower()})",
             f"{each} (hflip={str(self.hflip).lower()})",
-            f"made by encoder={self.encoder} from pixels in {list(self.pixel_range)}; scale={self.scale}, "
-            f"shift={self.shift}",
+            f"{made_by}; scale={self.scale}, shift={self.shift}",
         ]
 
 
 def contradiction(chosen: Format, entries: np.ndarray) -> str | None:
     """Return what in a sample of entries (N, C', H, W) contradicts the assumptions."""
     if entries.dtype.kind not in "fiu":
-        return f"they are no numbers, but {entries.dtype}"
+        return f"they are {entries.dtype}, not numbers"
     if not np.isfinite(entries).all():
         return "there are values that are not finite"
     wrong = _moments_contradiction(chosen.stored_as, entries)
@@ -129,7 +127,7 @@ def contradiction(chosen: Format, entries: np.ndarray) -> str | None:
     if not chosen.std / FAR_STD < std < chosen.std * FAR_STD:
         other = f"scaled={str(not chosen.scaled).lower()}, or another scale?"
         return f"the network would see a standard deviation of {std:.3g}, not {chosen.std:g}: {other}"
-    far = np.flatnonzero(np.abs(means) > FAR_MEAN * chosen.std)
+    far = np.flatnonzero(np.abs(means) > MAX_MEAN * chosen.std)
     if len(far):
         where = f"a mean of {means[far[0]]:.3g} in channel {far[0]}, of standard deviation {std:.3g}"
         return f"the network would see {where}: another encoder, or another range of pixels?"
@@ -142,22 +140,22 @@ def hflip_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
     unrelated = _correlation(np.roll(first, 1, axis=0)[..., ::-1], second)
     if flipped > max(plain, unrelated) + HFLIP_MARGIN:
         return None
-    return (
-        f"the second half is not that of flips (correlation {flipped:.2f} with flipped latents of the first, "
-        f"{plain:.2f} with the latents as they are, {unrelated:.2f} with others): hflip=false"
-    )
+    found = f"correlation {flipped:.2f} with flipped latents of the first half, {plain:.2f} unflipped"
+    return f"the second half is not flips ({found}, {unrelated:.2f} with others): hflip=false"
 
 
 def _moments_contradiction(stored_as: str, entries: np.ndarray) -> str | None:
     channels = entries.shape[1]
     if channels % 2:
-        return None if stored_as == "samples" else f"{channels} channels are no two halves: stored_as=samples"
+        return (
+            None if stored_as == "samples" else f"{channels} channels are not two halves: stored_as=samples"
+        )
     negative = (np.split(entries, 2, axis=1)[1] < 0).mean()
     half = "the second half of the channels is"
     if stored_as != "mean_std" and not negative:
         return f"{half} never negative, as standard deviations are: stored_as=mean_std"
     if stored_as == "mean_std" and negative:
-        return f"{half} negative in places, so no standard deviation: stored_as=mean_logvar"
+        return f"{half} negative in places, so not a standard deviation: stored_as=mean_logvar"
     if stored_as == "samples" and negative >= MOSTLY:
         return f"nearly all of {half.removesuffix(' is')} is negative: stored_as=mean_logvar"
     return None
@@ -179,8 +177,8 @@ def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) ->
         latents = ((tar, key, data) for tar in tars for key, data in _members(tar, suffix, "cls"))
         for (tar, key, data), expected in zip(latents, keys, strict=True):
             if key != expected:
-                order = f"where {expected}.{suffix} must be, in the order of the classes"
-                raise ValueError(f"{tar}: {key}.{suffix} stands {order}")
+                rule = f"{expected}.{suffix}, in the order of the classes"
+                raise ValueError(f"{tar}: {key}.{suffix} must be {rule}")
             try:
                 yield decode(data)
             except (ValueError, EOFError) as error:
@@ -201,7 +199,7 @@ def open_lmdb(path: Path) -> Source:
     except lmdb.Error as error:
         inner = [folder.name for folder in sorted(path.glob("*")) if (folder / "data.mdb").is_file()]
         hint = f"; there is one in {path / inner[0]}" if inner else ""
-        raise ValueError(f"source={path} is no LMDB: {error}{hint}") from error
+        raise ValueError(f"source={path} is not an LMDB: {error}{hint}") from error
     classes = (_class(_value(transaction, f"y-{i}", path), f"source={path}: y-{i}") for i in range(count))
     labels = np.array(list(classes), dtype=np.int64)
 
@@ -209,8 +207,8 @@ def open_lmdb(path: Path) -> Source:
         numbers = np.frombuffer(_value(transaction, f"z-{i}", path), dtype=np.float32)
         side = math.isqrt(len(numbers) // 8)
         if not side or len(numbers) != 8 * side * side:
-            what = f"source={path}: z-{i} has {len(numbers)} numbers"
-            raise ValueError(f"{what}, must be 8 channels of a square")
+            rule = "must be 8 channels of a square"
+            raise ValueError(f"source={path}: z-{i} has {len(numbers)} numbers, {rule}")
         return numbers.reshape(8, side, side)
 
     return Source(count, labels, at)
@@ -223,7 +221,7 @@ def open_npy_zip(path: Path) -> Source:
     if not names:
         raise ValueError(f"source={path} holds no .npy files")
     if LABELS_FILE not in files.names:
-        raise ValueError(f"source={path} has no {LABELS_FILE}, which tells the labels")
+        raise ValueError(f"source={path} has no {LABELS_FILE}, which gives the labels")
 
     def at(i: int) -> np.ndarray:
         try:
@@ -236,7 +234,7 @@ def open_npy_zip(path: Path) -> Source:
 
 
 class _Headers(io.FileIO):
-    """A tar of which headers alone are read: tarfile takes whatever these declare of notes."""
+    """A tar of which only headers are read; bounds what these declare of notes, which tarfile reads."""
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_NOTE_BYTES:
@@ -256,9 +254,8 @@ def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]
                         partner_keys.add(key)
                     elif suffix == wanted and member.isreg():
                         if member.issparse() or member.offset_data + member.size > size:
-                            raise ValueError(
-                                f"{member.name} declares {member.size} bytes, more than are there"
-                            )
+                            declared = f"{member.name} declares {member.size} bytes"
+                            raise ValueError(f"{declared}, more than are there")
                         wanted_keys.add(key)
                         contents.seek(member.offset_data)
                         yield key, contents.read(member.size)
@@ -268,9 +265,9 @@ def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]
         contents.seek(max(0, size - TAR_END))
         if any(contents.read()):
             raise ValueError(f"{tar} is cut off: an archive ends with {TAR_END} zeros")
-    lonely = sorted(wanted_keys ^ partner_keys)
-    if lonely or not wanted_keys:
-        key = lonely[0] if lonely else "it"
+    single = sorted(wanted_keys ^ partner_keys)
+    if single or not wanted_keys:
+        key = single[0] if single else "it"
         raise ValueError(f"{tar}: {key} must hold both .{wanted} and .{partner}")
 
 

@@ -1,8 +1,7 @@
 """The latent folder, opened: memory-mapped latents or posterior moments, labels, and masks, read by index.
 
-The format is written down in data/README.md. What a network sees is z = (latent - shift) * scale, applied
-once, from the manifest alone; moments (mean and log-variance of a Gaussian posterior) are sampled again each
-time.
+The format is in data/README.md. A network sees z = (latent - shift) * scale, applied once, from the manifest
+alone; moments (mean and log-variance of a Gaussian posterior) are sampled again at each step.
 
 Shapes: N samples, C channels, H = W.
 """
@@ -28,7 +27,7 @@ class LatentDataset:
     """Latents, labels and masks, read by index, with a fixed part held out.
 
     Args:
-        encoder: where the encoder is found, if not where the manifest says.
+        encoder: path of the encoder, if not the manifest's.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class LatentDataset:
         return np.unique(np.linspace(0, self.manifest.count - 1, max_count).astype(int))
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return mean (C,) and standard deviation (C,) of what a network sees, and that of all channels.
+        """Return mean (C,) and standard deviation (C,) of what a network sees, and that over all channels.
 
-        They are measured on at most MEASURED_ENTRIES.
+        At most MEASURED_ENTRIES are read.
         """
         ids, generator = self.spread_ids(MEASURED_ENTRIES), torch.Generator().manual_seed(0)
         total, squares = torch.zeros(2, self.manifest.in_channels).double()
@@ -87,7 +86,7 @@ class LatentDataset:
         return means, (powers - means.square()).clamp(min=0).sqrt(), std
 
     def __getstate__(self) -> dict[str, Any]:
-        # A memory map would be pickled with all its numbers; a worker process opens the file instead.
+        # A memory map would be pickled by value; a worker process opens the file instead.
         maps = {key: value for key, value in self.__dict__.items() if isinstance(value, np.memmap)}
         return {**self.__dict__, **{key: Path(value.filename) for key, value in maps.items()}}
 
@@ -98,7 +97,7 @@ class LatentDataset:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest, and a fingerprint of it, of the labels and of some entries."""
-        manifest = {**asdict(self.manifest), "origin": None}  # however the same latents came about
+        manifest = {**asdict(self.manifest), "origin": None}  # however they were made
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
@@ -116,22 +115,18 @@ def open_latents(
     num_classes: int | None = None,
     encoder: str | None = None,
 ) -> LatentDataset:
-    """Open a latent folder and check it against what the run expects; None for whatever is there.
+    """Open a latent folder and check it against the sizes that a run expects (None: any).
 
     Args:
-        encoder: where the encoder is found that draws pictures, if not where the manifest says.
+        encoder: path of the encoder that decodes samples, if not the manifest's.
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a file is truncated, contradicts the manifest, or holds another shape, count or class than
-            expected.
+        ValueError: a file is truncated, contradicts the manifest, or the run expects other sizes.
     """
     manifest, folder = read_manifest(path), Path(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
-    arrays = {
-        key: _open_array(folder / FILES[key], dtype, shape)
-        for key, (dtype, shape) in manifest.arrays().items()
-    }
+    arrays = {key: _open_array(folder / FILES[key], *array) for key, array in manifest.arrays().items()}
     labels = arrays.get("labels")
     if labels is not None:
         labels = np.array(labels)
@@ -157,13 +152,13 @@ def _read_in_order(array: np.ndarray, ids: np.ndarray, flipped: np.ndarray | Non
 
 def _open_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: the latent folder is not complete")
+        raise FileNotFoundError(f"{file} is missing: the latent folder is incomplete")
     try:
         with file.open("rb") as opened:
             found_shape, _, found_dtype = read_header(opened)
             check_size("it", found_shape, found_dtype, file.stat().st_size - opened.tell())
     except (ValueError, OSError) as error:
-        raise ValueError(f"{file} is truncated or no .npy file: {error}") from error
+        raise ValueError(f"{file} is truncated or not an .npy file: {error}") from error
     if found_dtype != np.dtype(dtype) or found_shape != shape:
         raise ValueError(f"{file} holds {found_dtype} {found_shape}, the manifest promises {dtype} {shape}")
     return np.load(file, mmap_mode="r", allow_pickle=False)

@@ -24,7 +24,7 @@ class ImageList:
     Args:
         labels: (count,) int64; None for images without classes.
         class_names: None where the classes have numbers only.
-        ignored: files that lie there and are no images.
+        ignored: files that are not images.
     """
 
     names: list[str]
@@ -36,16 +36,16 @@ class ImageList:
 
 
 def list_images(path: str | Path) -> ImageList:
-    """List images by what the path is.
+    """List the images of a folder, a zip, or a text file.
 
-    A folder or a zip: each top folder is a class, in alphabetical order, as in torchvision's ImageFolder;
-    folders around all of them do not count; images that lie in no folder have no classes. A file
-    dataset.json, as the EDM family of codebases writes it, tells the labels instead. A text file: a path,
-    relative to it, and a class on each line.
+    In a folder or a zip, each top folder is a class, in alphabetical order, as in torchvision's ImageFolder;
+    folders around all of them do not count; images in no folder have no classes. A file dataset.json, as the
+    EDM family of codebases writes it, gives the labels instead. A text file has a path, relative to it, and a
+    class on each line.
 
     Raises:
         FileNotFoundError: the path is not there.
-        ValueError: there are no images, or it cannot be told which class one has.
+        ValueError: there are no images, or the class of one is not known.
     """
     path = Path(path)
     if not path.exists():
@@ -79,7 +79,7 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
         return None
     missing = [name for name in names if not _is_label(known.get(name))]
     if missing:
-        share = f"{len(missing)} of {len(names)} files are without"
+        share = f"{len(missing)} of {len(names)} files have none"
         raise ValueError(f"{what} has no label 0, 1, ... for {missing[0]} ({share})")
     return np.array([known[name] for name in names], dtype=np.int64)
 
@@ -88,18 +88,15 @@ def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str
     names, what = files.images, f"source={files.path}"
     deeper = [name for name in files.names if name.endswith(f"/{LABELS_FILE}")]
     if deeper:
-        raise ValueError(
-            f"{what}: {deeper[0]} tells the labels only where it lies at the top: give that folder"
-        )
+        raise ValueError(f"{what}: {deeper[0]} gives the labels at the top alone: give its folder as source")
     depth = _depth_of_classes(names)
     outside = [name for name in names if name.count("/") <= depth]
     if len(outside) == len(names):
         return None, 0, None
     if outside:
-        raise ValueError(f"{what}: {outside[0]} lies in no class folder, other images do")
+        raise ValueError(f"{what}: {outside[0]} is not in a class folder, other images are")
     classes = _numbered([name.split("/")[depth] for name in names])
-    # Without a class folder whose files are all of unknown formats every later class would have another
-    # number.
+    # Without a class whose images are all of unknown formats every later class would have another number.
     outer = names[0].split("/")[:depth]
     inside = [file.split("/") for file in files.names if file.count("/") > depth]
     empty = {parts[depth] for parts in inside if parts[:depth] == outer} - set(classes[2])
@@ -110,9 +107,9 @@ def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str
 
 def _from_list(path: Path) -> ImageList:
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
-        raise ValueError(f"source={path} is no list: it is not text in UTF-8 ({error})") from error
+        raise ValueError(f"source={path} is not a list: it is not text in UTF-8 ({error})") from error
     pairs = [line.rsplit("\t" if "\t" in line else None, 1) for line in lines]
     for number, pair in enumerate(pairs, 1):
         if len(pair) != 2:
@@ -120,7 +117,7 @@ def _from_list(path: Path) -> ImageList:
             raise ValueError(f"source={path}: line {number} must hold a path and a class, got {got}")
     if not pairs:
         raise ValueError(f"source={path} lists no images")
-    names, classes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    names, classes = zip(*pairs, strict=True)
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         share = f"{len(missing)} of {len(names)} images are not there"
@@ -132,11 +129,11 @@ def _from_list(path: Path) -> ImageList:
         grouped = np.array(numbers, dtype=np.int64), max(numbers) + 1, None
     else:
         grouped = _numbered(classes)
-    return ImageList(names, lambda name: (path.parent / name).open("rb"), *grouped)
+    return ImageList(list(names), lambda name: (path.parent / name).open("rb"), *grouped)
 
 
 def _depth_of_classes(names: list[str]) -> int:
-    """Return how many folders lie around all images, with folders in them."""
+    """Return how many folders are around all class folders."""
     folders = [name.split("/")[:-1] for name in names]
     depth = 0
     while all(len(parts) > depth + 1 and parts[depth] == folders[0][depth] for parts in folders):

@@ -26,7 +26,7 @@ WRITE_SEED = 0
 
 
 def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
-    """Write a latent folder as shards, beside their place, and move them there when they are complete."""
+    """Write a latent folder as shards, which appear at `out` when they are complete."""
     if dataset.manifest.conditioning_type:
         what = f"conditioning_type={dataset.manifest.conditioning_type}"
         raise ValueError(f"{what}: shards hold no masks, use the latent folder")
@@ -56,16 +56,12 @@ def _write_shard(file: Path, dataset: LatentDataset, ids: np.ndarray) -> None:
 
 
 def main() -> None:
-    """Write a latent folder as shards."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data.make_shards",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Parse the command line and write the shards."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m data.make_shards", description=__doc__, formatter_class=raw)
     parser.add_argument("path", type=Path, metavar="LATENTS", help="a latent folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder of shards to write")
-    told = "of each shard; default: %(default)s"
-    parser.add_argument("--entries", type=int, default=SHARD_ENTRIES, help=told)
+    parser.add_argument("--entries", type=int, default=SHARD_ENTRIES, help="of a shard; default: %(default)s")
     arguments = parser.parse_args()
     with user_mistakes():
         check_positive("--entries", arguments.entries)

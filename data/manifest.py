@@ -1,4 +1,4 @@
-"""What a latent folder holds and what it means; data/README.md has the table."""
+"""The manifest of a latent folder; data/README.md has the table."""
 
 import json
 import math
@@ -16,11 +16,11 @@ KINDS = ("samples", "moments")
 DTYPES = ("float16", "float32")
 CONDITIONING_TYPES = (None, "mask", "segmentation")
 BLOCK_BYTES = 2**26
-MAX_CLASSES = 1_000_000  # beyond it a label is a mistake
+MAX_CLASSES = 1_000_000
 MAX_NUMBERS = 2**26  # of one entry: 4 channels of 4096x4096
 MAX_BLOCK_BYTES = 2**40
-LARGEST_NUMBER = 1e18  # beyond it a scale is a mistake
-FAR_STD = 1.8  # data sets differ by less, a scale that was forgotten or applied twice by much more
+MAX_SCALE = 1e18
+FAR_STD = 1.8  # a factor: data sets differ by less, a scale forgotten or applied twice by much more
 FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
 
 Numbers = float | tuple[float, ...]
@@ -31,23 +31,22 @@ class LatentManifest:
     """What a latent folder holds.
 
     Args:
-        shape: (C, H, W) of the latents of one image as they are stored; C is twice the latent's channels for
-            `moments`.
+        shape: (C, H, W) of the stored latents of one image; C is twice the latent's channels for `moments`.
         kind: `samples`, or `moments`: mean, then log-variance, along the channels.
         num_classes: 0 for data without classes.
-        encoder: which encoder made the latents: `identity`, a folder, or OWNER/NAME of a public autoencoder.
+        encoder: `identity`, a folder, or OWNER/NAME of a public autoencoder.
         encoder_hash: hash of its weights; None for an encoder without weights, or where it is not known.
-        pixel_range: what black and white were for the encoder.
+        pixel_range: black and white in the encoder's pixels.
         scale, shift: the network sees (latent - shift) * scale; numbers, or one for each channel.
-        std: the standard deviation that scale promises of what the network sees; None promises nothing.
-        hflip: each entry holds the image and, at index 1, its flip, encoded for itself.
+        std: the standard deviation of what the network sees, as the scale promises; None promises nothing.
+        hflip: each entry holds the image and, at index 1, its flip, encoded separately.
         resolution: side of the images in pixels.
         class_names: one for each class, in the order of the labels.
-        num_held_out: this many entries, the same for everyone, are never trained on.
+        num_held_out: this many entries, always the same, are never trained on.
         conditioning_type: None without masks; `mask`: bytes 0..255 weight the loss of each position from 0 to
             1; `segmentation`: every byte other than 0 weights it 1.
-        origin: how the latents were made, for people.
-        block_bytes, checksums: SHA-256 of each block of so many bytes of each file, by the file's name.
+        origin: how the latents were made.
+        block_bytes, checksums: SHA-256 of each block of block_bytes of each file, by the file's name.
 
     Raises:
         ValueError: with the key, the value and the rule.
@@ -127,8 +126,8 @@ class LatentManifest:
             if name == ".." or Path(name).name != name:
                 raise ValueError(f"checksums are of {name!r}, must be of files in the folder itself")
 
-    def _check(self, key: str, is_kept: bool, rule: str) -> None:
-        if not is_kept:
+    def _check(self, key: str, is_valid: bool, rule: str) -> None:
+        if not is_valid:
             raise ValueError(f"{key}={getattr(self, key)!r} must be {rule}")
 
     @property
@@ -163,7 +162,7 @@ class LatentManifest:
         return self._normalise(stored)
 
     def to_means(self, stored: torch.Tensor) -> torch.Tensor:
-        """The same, with the mean of a posterior in place of a sample of it."""
+        """The same, with the mean of each posterior in place of a sample."""
         stored = stored.float()
         return self._normalise(stored.chunk(2, dim=1)[0] if self.kind == "moments" else stored)
 
@@ -178,11 +177,11 @@ class LatentManifest:
         expected = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
         for key, size in expected.items():
             if size is not None and getattr(self, key) != size:
-                told = f"as in {path}/{FILES['manifest']}"
-                raise ValueError(f"data.{key}={size} must be {getattr(self, key)}, {told}")
+                found = f"{getattr(self, key)}, as in {path}/{FILES['manifest']}"
+                raise ValueError(f"data.{key}={size} must be {found}")
 
     def std_warning(self, std: torch.Tensor) -> str | None:
-        """Return a warning where what the network sees is far from the standard deviation promised."""
+        """Return a warning where the standard deviation of what the network sees is far from the promised."""
         if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
             return None
         fitting = "another scale"
@@ -191,7 +190,7 @@ class LatentManifest:
             fitting = "scale " + ", ".join(f"{factor * self.std / std:.4g}" for factor in factors)
         return (
             f"warning: what the network sees has a standard deviation of {std:.3g}, the manifest promises "
-            f"{self.std:g}. If these are the right latents, {fitting} in manifest.json keeps the promise"
+            f"{self.std:g}. If these are the right latents, set {fitting} in manifest.json"
         )
 
     def _normalise(self, raw: torch.Tensor) -> torch.Tensor:
@@ -199,12 +198,7 @@ class LatentManifest:
 
 
 def read_manifest(path: str | Path) -> LatentManifest:
-    """Read the manifest of a latent folder.
-
-    Raises:
-        FileNotFoundError: there is no such folder, or it holds no manifest.
-        ValueError: the manifest is not one.
-    """
+    """Read the manifest of a latent folder."""
     file = Path(path) / FILES["manifest"]
     if not file.is_file():
         raise FileNotFoundError(
@@ -225,7 +219,7 @@ def load_manifest(file: BinaryIO, name: str) -> LatentManifest:
 
 
 def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
-    """Rebuild a manifest from what JSON keeps of it."""
+    """Rebuild a manifest from parsed JSON."""
     try:
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
         return LatentManifest(**{**fields, **lists})
@@ -239,7 +233,7 @@ def to_json(manifest: LatentManifest) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_SCALE
 
 
 def _is_count(value: Any) -> bool:
@@ -248,5 +242,5 @@ def _is_count(value: Any) -> bool:
 
 @lru_cache
 def _column(value: Numbers, device: torch.device) -> float | torch.Tensor:
-    """Return numbers that broadcast to (N, C, H, W); cached, since a copy to the device would wait for it."""
+    """Return numbers that broadcast to (N, C, H, W); cached, since a copy to the device synchronizes."""
     return torch.tensor(value, device=device).view(-1, 1, 1) if isinstance(value, tuple) else value

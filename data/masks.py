@@ -1,4 +1,4 @@
-"""Masks of images, which say where the loss counts: found by name, cut as their images are, and pooled."""
+"""Masks, which weight the loss by position: found by name, cropped as their images are, and pooled."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +17,15 @@ class MaskFiles:
 
     def __init__(self, path: str | Path, names: Sequence[str]):
         self._files = Files(Path(path), "masks=")
-        self._by_stem = {_stem(name): name for name in self._files.names if name.lower().endswith(LOSSLESS)}
+        masks = [name for name in self._files.names if name.lower().endswith(LOSSLESS)]
+        self._by_stem = {_stem(name): name for name in masks}
+        doubles = [name for name in masks if self._by_stem[_stem(name)] != name]
+        if doubles:
+            other = self._by_stem[_stem(doubles[0])]
+            raise ValueError(f"masks={path} has both {doubles[0]} and {other}: one of them must go")
         missing = [name for name in names if _stem(name) not in self._by_stem]
         if missing:
-            rule = f"{_stem(missing[0])}{LOSSLESS[0]} must be there, or the like"
+            rule = f"{_stem(missing[0])}{LOSSLESS[0]} must be there, or another lossless format"
             share = f"{len(missing)} of {len(names)} images have none"
             raise ValueError(f"masks={path} has no mask for {missing[0]}: {rule} ({share})")
 
@@ -30,11 +35,11 @@ class MaskFiles:
 
 
 def read_mask(file: BinaryIO, size: tuple[int, int], resolution: int, segmentation: bool) -> np.ndarray:
-    """Read the mask of an image of a size, and cut it (R, R) uint8 as the image is cut."""
+    """Read the mask of an image of this size, and crop it (R, R) uint8 as the image is."""
     with open_picture(file) as mask:
         if mask.size != size:
             raise ValueError(f"it is {mask.size}, the image is {size}: they must agree")
-        if segmentation:  # by the numbers in the file, whatever colours a palette gives them
+        if segmentation:  # by the class numbers, not by the colours of a palette
             classes = np.asarray(mask).reshape(size[1], size[0], -1)
             classes = classes[..., :-1] if mask.mode in WITH_ALPHA else classes
             covered = (classes != 0).any(axis=-1).astype(np.uint8) * 255
@@ -46,10 +51,7 @@ def read_mask(file: BinaryIO, size: tuple[int, int], resolution: int, segmentati
 
 
 def pool_mask(mask: np.ndarray, size: int, segmentation: bool) -> np.ndarray:
-    """Bring a mask (R, R) uint8 to the size of the latents (H, W).
-
-    A weight becomes the mean of its cell; a segmentation covers a cell that it touches.
-    """
+    """Pool a mask (R, R) uint8 to (size, size): weights by their mean, segmentations by their maximum."""
     cells = mask.reshape(size, len(mask) // size, size, len(mask) // size)
     return cells.max(axis=(1, 3)) if segmentation else np.rint(cells.mean(axis=(1, 3))).astype(np.uint8)
 

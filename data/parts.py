@@ -1,8 +1,8 @@
 """Finished parts of an encoding job, kept in a folder until all are there.
 
-A part is `NNNNNNN.npz`. Images of it that could not be read are told in `NNNNNNN.errors.json`, written before
-the part, and removed after one without errors: whatever moment a process is killed at, a part without that
-file lacks nothing.
+A part is `NNNNNNN.npz`. Images of it that could not be read are listed in `NNNNNNN.errors.json`, written
+before the part, and removed after one without errors: whenever a process is killed, a part without that file
+is complete.
 """
 
 import errno
@@ -19,7 +19,7 @@ import numpy as np
 from runtime.arrays import ZIP_ERRORS, read_member
 from runtime.files import atomic_write, read_json, write_json
 
-GO_ON = "mend this and run the same command again to go on"
+RESUME = "fix this and run the same command again to resume"
 
 
 @dataclass(frozen=True)
@@ -31,48 +31,35 @@ class Part:
     positions: np.ndarray
     errors: dict[int, str]
 
-    @staticmethod
-    def join(pieces: list["Part"]) -> "Part":
-        """Put pieces together."""
-        latents = np.concatenate([piece.latents for piece in pieces])
-        masks = None if pieces[0].masks is None else np.concatenate([piece.masks for piece in pieces])
-        positions = np.concatenate([piece.positions for piece in pieces])
-        errors = {position: error for piece in pieces for position, error in piece.errors.items()}
-        return Part(latents, masks, positions, errors)
-
 
 class PartFolder:
-    """The parts of one job.
-
-    Args:
-        about: what must not change while parts of it are there.
-    """
+    """The parts of one job, which is described by `about`."""
 
     def __init__(self, path: Path, about: dict[str, Any], num_parts: int):
         self.path, self.about, self.num_parts = path, about, num_parts
 
-    def begin(self) -> list[int]:
-        """Make the folder, or go on with the one that is there; return the parts that are still to do."""
+    def start(self) -> list[int]:
+        """Make the folder, or resume the one that is there; return the parts to do."""
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / "about.json"
         if not file.exists():
-            with _advising(file):
+            with _explained(file):
                 write_json(file, self.about)
-        begun = _read_object(file)
+        old = _read_object(file)
         changes = [
-            f"{key}: {begun.get(key)} -> {new}" for key, new in self.about.items() if begun.get(key) != new
+            f"{key}: {old.get(key)} -> {new}" for key, new in self.about.items() if old.get(key) != new
         ]
         if changes:
-            what = f"{self.path} was begun with something else ({'; '.join(changes)})"
-            raise ValueError(f"{what}: go on with that, or remove it")
+            what = f"{self.path} was started with other settings ({'; '.join(changes)})"
+            raise ValueError(f"{what}: use those, or remove it")
         done = {file.stem for file in self.path.glob("*.npz")}
         corrupt = {file.name.partition(".")[0] for file in self.path.glob("*.errors.json")}
         return [i for i in range(self.num_parts) if f"{i:07d}" not in done - corrupt]
 
     def write(self, i: int, part: Part) -> None:
-        """Write a part, completely or not at all."""
+        """Write a part atomically."""
         masks = {} if part.masks is None else {"masks": part.masks}
-        with _advising(self._file(i)):
+        with _explained(self._file(i)):
             if part.errors:
                 write_json(self._errors(i), part.errors)
             with atomic_write(self._file(i)) as partial:
@@ -81,14 +68,13 @@ class PartFolder:
             self._errors(i).unlink(missing_ok=True)
 
     def read(self, i: int) -> Part:
-        """Read a part."""
         file = self._file(i)
         try:
             with zipfile.ZipFile(file) as archive:
                 masks = read_member(archive, "masks") if "masks.npy" in archive.namelist() else None
                 latents, positions = read_member(archive, "latents"), read_member(archive, "positions")
         except ZIP_ERRORS as error:
-            # A place before the start of the file is damage, other errors of the system are not.
+            # EINVAL: an offset before the start of a damaged file. Other system errors are not damage.
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                 raise
             file.unlink()
@@ -103,7 +89,6 @@ class PartFolder:
         return {int(position): error for errors in found for position, error in errors.items()}
 
     def remove(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self.path)
 
     def _file(self, i: int) -> Path:
@@ -117,15 +102,15 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         found = read_json(file, file.stat().st_size)
         if not isinstance(found, dict):
-            raise ValueError(f"{file} is damaged, it is no object")
+            raise ValueError(f"{file} is damaged, it is not an object")
     except ValueError as error:
         raise ValueError(f"{error}: remove {file.parent} and start again") from error
     return found
 
 
 @contextmanager
-def _advising(file: Path) -> Iterator[None]:
+def _explained(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}; {GO_ON}", str(file)) from error
+        raise OSError(error.errno, f"{error.strerror}; {RESUME}", str(file)) from error

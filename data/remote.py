@@ -1,7 +1,6 @@
 """Files of a folder on a disk or a server: http://, https:// and s3://, which fsspec reads.
 
-Nothing else is an address: no other scheme of fsspec, none of its chains of addresses, and nothing that runs
-a program.
+Other schemes of fsspec, its chains of addresses, and whatever runs a program are refused.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ _CHUNK = 2**20  # bytes
 LIKE_ADDRESS = r"\s*[\w.+-]+:"
 ADDRESS = r"(?!.*::)(https?|s3)://[A-Za-z0-9._~:/@%+=,-]+"  # plain signs
 DAMAGED = (ValueError, EOFError, LookupError, OverflowError, RecursionError, tarfile.TarError)
-FINAL = {FileNotFoundError: "is not there", PermissionError: "cannot be read"}  # to ask again changes nothing
+FINAL = {FileNotFoundError: "is not there", PermissionError: "cannot be read"}  # not tried again
 CREDENTIALS = "give the credentials of AWS, or FSSPEC_S3_ANON=true for a public bucket"
 
 T = TypeVar("T")
@@ -32,9 +31,8 @@ def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
     """Return what `use` makes of an open file in a folder or at an address; try ATTEMPTS times.
 
     Raises:
-        ValueError: the address is not one of those above, s3fs is missing, or `use` finds the file damaged.
-        FileNotFoundError, PermissionError: the file is not there, or not for this user; it is not asked for
-            again.
+        ValueError: the address is refused, s3fs is missing, or `use` finds the file damaged.
+        FileNotFoundError, PermissionError: the file is not there, or not readable; it is not tried again.
         OSError: it cannot be read.
     """
     remote = _is_address(path)
@@ -48,9 +46,9 @@ def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
             last, kind = error, _kind(error)
             if kind in FINAL:
                 break
-    told = FINAL.get(kind, f"cannot be read, tried {ATTEMPTS} times")
+    what = FINAL.get(kind, f"cannot be read, tried {ATTEMPTS} times")
     advice = f" ({CREDENTIALS})" if kind is PermissionError and path.startswith("s3:") else ""
-    raise kind(f"{path.rstrip('/')}/{name} {told}: {_reason(last)}{advice}") from last
+    raise kind(f"{path.rstrip('/')}/{name} {what}: {_reason(last)}{advice}") from last
 
 
 def _is_address(path: str) -> bool:
@@ -73,7 +71,7 @@ def _open(path: str, name: str) -> BinaryIO:
 
 
 class _Stream(RawIOBase):
-    """A file on a server, from its start to its end: asked for once, never all of it in memory."""
+    """A file on a server, read from start to end in one request, never all of it in memory."""
 
     def __init__(self, server: Any, url: str):
         from fsspec.asyn import sync
@@ -86,10 +84,10 @@ class _Stream(RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        began, asks = time.monotonic(), self._file.r is None
-        data = self._sync(self._file.read, len(buffer), timeout=servers.ANSWER_SEC if asks else None)
-        if data and not asks:
-            self._rate.add(len(data), time.monotonic() - began)
+        start, is_first = time.monotonic(), self._file.r is None
+        data = self._sync(self._file.read, len(buffer), timeout=servers.ANSWER_SEC if is_first else None)
+        if data and not is_first:
+            self._rate.add(len(data), time.monotonic() - start)
         buffer[: len(data)] = data
         return len(data)
 
@@ -100,8 +98,7 @@ class _Stream(RawIOBase):
 
     async def _close(self) -> None:
         if self._file.r is not None:
-            # that of S3 is left open otherwise, and an unread rest would keep the connection
-            self._file.r.close()
+            self._file.r.close()  # S3 leaves it open, and an unread rest would keep the connection
         await self._file.close()
 
 
@@ -113,15 +110,15 @@ def _http() -> Any:
     options = {
         "timeout": aiohttp.ClientTimeout(total=None, connect=silence, sock_read=silence),
         "trace_configs": (_trace(),),
-        "trust_env": True,  # proxies are found where other programs find them
-        "raise_for_status": True,  # and lets go of the connection, as fsspec does not after a 404
+        "trust_env": True,  # proxies
+        "raise_for_status": True,  # which closes the connection after a 404; fsspec does not
     }
     return fsspec.filesystem("http", client_kwargs=options)
 
 
 @cache
 def _trace() -> Any:
-    """Return the check of redirects; one object, by which fsspec knows the connections that it keeps."""
+    """Return the check of redirects; one object, since fsspec caches connections by it."""
     import aiohttp
 
     async def check(session: Any, context: Any, redirect: Any) -> None:
@@ -138,7 +135,7 @@ def _trace() -> Any:
 def _s3() -> Any:
     import fsspec
 
-    # Attempts are counted here alone: those of botocore and of s3fs would multiply them.
+    # The retries of botocore and s3fs would multiply ours.
     silence = servers.SILENCE_SEC
     config = {"connect_timeout": silence, "read_timeout": silence, "retries": {"total_max_attempts": 1}}
     server = fsspec.filesystem("s3", config_kwargs=config)
@@ -147,7 +144,7 @@ def _s3() -> Any:
 
 
 def _errors_of(path: str) -> tuple[type[Exception], ...]:
-    """Return what reading from a server raises that is no OSError."""
+    """Return what reading from a server raises beside OSError."""
     if not _is_address(path):
         return ()
     import aiohttp
@@ -171,8 +168,8 @@ def _kind(error: Exception) -> type[Exception]:
 
 
 def _reason(error: Any) -> str:
-    """Return in one line what happened."""
-    # The text of aiohttp repeats the address, of a redirect with its signature.
+    """Return the text of an error in one line."""
+    # The text of aiohttp repeats the address, which may be signed.
     status = getattr(error, "status", None)
     text = f"{status} {error.message}" if status else getattr(error, "strerror", None) or str(error)
     is_late = isinstance(error, TimeoutError)

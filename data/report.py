@@ -22,20 +22,20 @@ DARKENED = 0.75
 
 
 def describe(dataset: LatentDataset) -> list[str]:
-    """Return a few lines of what the manifest says."""
+    """Summarize the manifest."""
     m = dataset.manifest
     scale = f"scale {_short(m.scale)}, shift {_short(m.shift)}"
     size = f"{m.resolution}x{m.resolution} pixels as " if m.resolution else ""
+    flips = ", each with its flip" if m.hflip else ""
     return [
-        f"entries    {m.count}, of them {m.num_held_out} held out"
-        + (", each with its flip" if m.hflip else ""),
+        f"entries    {m.count}, of them {m.num_held_out} held out{flips}",
         f"latents    {size}{m.in_channels}x{m.input_size}x{m.input_size}, {m.kind} in {m.dtype}, {scale}",
         f"encoder    {m.encoder}, weights {(m.encoder_hash or 'without a hash')[:16]}",
     ]
 
 
 def count_classes(dataset: LatentDataset) -> list[str]:
-    """Return how many entries each class has: all of few classes, the ends of many."""
+    """Return how many entries each class has: of many classes, the largest and the smallest."""
     if dataset.labels is None:
         return ["classes    none"]
     counts = np.bincount(dataset.labels, minlength=dataset.manifest.num_classes)
@@ -49,7 +49,7 @@ def count_classes(dataset: LatentDataset) -> list[str]:
 
 
 def measure(dataset: LatentDataset) -> list[str]:
-    """Return what mean and standard deviation the network sees, by channel, and what was promised."""
+    """Return mean and standard deviation of what the network sees, and what was promised."""
     manifest = dataset.manifest
     means, stds, std = dataset.measure()
     promise = "nothing is promised" if manifest.std is None else f"promised: {manifest.std:g}"
@@ -64,7 +64,7 @@ def measure(dataset: LatentDataset) -> list[str]:
 
 
 def describe_masks(dataset: LatentDataset) -> list[str]:
-    """Return how much the masks weigh."""
+    """Return the mean weight of the masks."""
     if dataset.masks is None:
         return ["masks      none"]
     masks = dataset.read_masks(dataset.spread_ids(MEASURED_ENTRIES))
@@ -76,7 +76,7 @@ def describe_masks(dataset: LatentDataset) -> list[str]:
 def draw_sheet(
     dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None, title: str
 ) -> None:
-    """Decode entries from all over the data set into one picture, each with its class and its flip."""
+    """Decode entries from all over the data set into one picture, each with its class and flip."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,11 +102,11 @@ def draw_sheet(
         short = caption if len(caption) <= NAME_LENGTH else f"{caption[: NAME_LENGTH - 1]}…"
         axis.set_title(short, fontsize=8)
         axis.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=255)
-        if masks is not None:  # what weighs nothing is darkened
+        if masks is not None:  # darken what has little weight
             extent = (-0.5, image.shape[1] - 0.5, image.shape[0] - 0.5, -0.5)
             alpha = DARKENED * (1 - masks[i])
             axis.imshow(np.zeros_like(masks[i]), cmap="gray", vmin=0, vmax=1, alpha=alpha, extent=extent)
-    darkened = "; darkened: what the masks weigh down" if masks is not None else ""
+    darkened = "; darkened: low weight" if masks is not None else ""
     shown = f"{len(chosen)} of {manifest.count} entries, decoded (entry, class{darkened})"
     figure.suptitle(f"{title}: {shown}", fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,13 +125,10 @@ def _short(value: float | tuple[float, ...]) -> str:
 
 def main() -> None:
     """Print the numbers, then draw the sheet."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m data.report", description=__doc__, formatter_class=raw)
     parser.add_argument("path", type=Path, metavar="PATH")
-    parser.add_argument("--encoder", help="where the encoder is found; default: where the manifest says")
+    parser.add_argument("--encoder", help="path of the encoder; default: the manifest's")
     parser.add_argument("--out", type=Path, help="the picture; default: PATH_report.png, beside the folder")
     arguments = parser.parse_args()
     path, launch = arguments.path, start_process(tf32=False)

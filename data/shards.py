@@ -1,8 +1,8 @@
 """WebDataset shards: a latent folder in pieces, on a disk or a server, as data.make_shards writes them.
 
 Each rank reads shards of its own, a few at a time, and shuffles what it has read. Which, and in which order,
-follows from (seed, epoch) and the world size, so that a resumed run goes on at the shard and the sample where
-it stopped. data/README.md states the format.
+follows from (seed, epoch) and the world size, so that a run resumes at the shard and the sample where it
+stopped. The format is in data/README.md.
 """
 
 import hashlib
@@ -31,11 +31,10 @@ from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
 SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
-ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # tell the draws of the streams apart
+ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # separate the random streams
 MAX_OVERHEAD_BYTES = 2**16  # of a sample: headers of the tar, the class, padding, and what is read ahead
 NOTE = (
-    "streamed: a resumed run goes on at the same shard and sample, "
-    "but is exempt from the promise of bitwise equality"
+    "streamed: a run resumes at the same shard and sample, but is exempt from the promise of bitwise equality"
 )
 
 
@@ -43,9 +42,8 @@ class ShardDataset:
     """Shards at a path or URL; the held-out entries, without their flips, are in memory.
 
     Args:
-        shards: name and number of entries of each shard to train on.
-        held_out: name and number of entries of each shard that is never trained on.
-        encoder: where the encoder is found, if not where the manifest says.
+        shards, held_out: number of entries of each shard, by name, to train on and never trained on.
+        encoder: path of the encoder, if not the manifest's.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class ShardDataset:
     def _parse_shard(self, name: str, count: int, stream: BinaryIO) -> tuple[np.ndarray, np.ndarray | None]:
         manifest = self.manifest
         dtype, shape = np.dtype(manifest.dtype), manifest.stored_shape[1:]
-        latents, labels = [], []  # no memory is taken for entries that are promised and not there
+        latents, labels = [], []  # memory for entries that are there, not for those that are promised
         for sample in _samples(stream, math.prod(shape) * dtype.itemsize + MAX_HEADER_BYTES):
             array = parse_array(sample["latents.npy"])
             if len(latents) == count or array.shape != shape or array.dtype != dtype:
@@ -103,7 +101,7 @@ class ShardDataset:
 
 
 class _PerSample:
-    """A stream that fails where a sample takes more bytes: tarfile takes all that headers declare."""
+    """A stream that bounds the bytes of each sample: tarfile reads all that headers declare."""
 
     def __init__(self, stream: BinaryIO, max_bytes: int):
         self.stream, self.max_bytes, self.left = stream, max_bytes, max_bytes
@@ -139,14 +137,14 @@ def open_shards(
     num_classes: int | None = None,
     encoder: str | None = None,
 ) -> ShardDataset:
-    """Open shards at a path or URL and check them against what the run expects; None for whatever is there.
+    """Open shards at a path or URL and check them against the sizes that a run expects (None: any).
 
     Args:
-        encoder: where the encoder is found that draws pictures, if not where the manifest says.
+        encoder: path of the encoder that decodes samples, if not the manifest's.
 
     Raises:
         OSError: the manifest, the list of shards or a held-out shard is not there or cannot be read.
-        ValueError: the address is not allowed, what is there is damaged, or the run expects other data.
+        ValueError: the address is not allowed, a file is damaged, or the run expects other data.
     """
     manifest = read_shard_manifest(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
@@ -189,11 +187,11 @@ def _fetch(path: str, name: str) -> bytes:
 
 
 class ShardStream:
-    """Yield the micro-batches of one rank from `start_step` on, for ever.
+    """Yield the micro-batches of one rank from `start_step` on, without end.
 
     In epoch e the shards are permuted by a draw from (seed, e), rank r takes every world_size-th of them from
-    r on, and shuffles each group of a few by a draw from (seed, e, shards). Its entries follow each other
-    without end, so that all ranks have batches of one size for ever.
+    r on, and shuffles each group of SHARDS_AT_ONCE by a draw from (seed, e, shards). Epochs follow each other
+    within a batch, so that all batches have one size.
     """
 
     def __init__(
@@ -217,7 +215,7 @@ class ShardStream:
         self.start = start_step * (batch_size // world_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        left: list[tuple[np.ndarray, ...]] = []  # the beginning of a micro-batch, from the groups before
+        left: list[tuple[np.ndarray, ...]] = []  # the start of a micro-batch, from the groups before
         for group in self._read_groups():
             start = 0
             while start < len(group[0]):
@@ -229,7 +227,7 @@ class ShardStream:
                     left = []
 
     def groups(self) -> Iterator[tuple[int, list[int], int]]:
-        """Yield (epoch, shards, entries to skip) from the start of the stream on, for ever."""
+        """Yield (epoch, shards, entries to skip) from `start_step` on, without end."""
         skip, epoch = self.start, 0
         while True:
             shards = self._shards(epoch)

@@ -1,4 +1,4 @@
-"""The endless stream of training entries: where a run stands in it follows from its step alone."""
+"""The endless stream of training entries: a run's place in it follows from its step alone."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ TokenMask = Callable[[torch.Tensor], torch.Tensor]  # masks (N, H, W) -> the tok
 
 
 class MicroBatch(NamedTuple):
-    """What one forward takes: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if used.
+    """Input of one forward: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if used.
 
     `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step; 0
-    where nobody asked for it.
+    where it is not counted.
     """
 
     stored: torch.Tensor
@@ -31,7 +31,7 @@ class MicroBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Entries of one micro-batch, which are flipped (None without hflip), and the entries of all its step."""
+    """Entries of one micro-batch, which are flipped (None without hflip), and all entries of its step."""
 
     ids: np.ndarray
     flipped: np.ndarray | None
@@ -39,11 +39,11 @@ class Draw(NamedTuple):
 
 
 class StreamOrder:
-    """Yield the entries of each micro-batch of one rank from `start_step` on, for ever.
+    """Yield the entries of each micro-batch of one rank from `start_step` on, without end.
 
     Position p of the stream is entry p mod n of permutation p // n, where permutation e is drawn from (seed,
-    e). Step s takes positions s * batch_size and following; micro-batch m of a step belongs to rank m mod
-    world_size. Whether a position is flipped is drawn from (seed, step).
+    e). Step s takes the batch_size positions from s * batch_size on; micro-batch m of a step belongs to rank
+    m mod world_size. Flips are drawn from (seed, step).
     """
 
     def __init__(
@@ -100,8 +100,7 @@ class _Reader(Dataset):
 
     def __getitem__(self, draw: Draw) -> MicroBatch:
         masks = self.dataset.read_masks(draw.ids, draw.flipped) if self.with_masks else None
-        # Every rank counts over all the step, and so they agree without asking each other. A flip has as
-        # many.
+        # All ranks count over the whole step, and so agree without communication. A flip has as many.
         if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
             num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
             self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
@@ -125,8 +124,7 @@ def stream(
     """Return the `MicroBatch`es of one rank, read ahead by `num_workers` processes.
 
     Args:
-        with_masks: read the masks.
-        token_mask: None leaves the tokens that masks touch uncounted.
+        token_mask: counts the tokens that masks force to stay; None leaves them uncounted.
     """
     order = StreamOrder(
         dataset.train_ids,
@@ -139,14 +137,12 @@ def stream(
         hflip=dataset.manifest.hflip,
     )
     reader = _Reader(dataset, with_masks, token_mask)
-    options = {"num_workers": num_workers, "pin_memory": pin_memory}
-    return DataLoader(
-        reader, batch_size=None, sampler=order, worker_init_fn=_leave_signals_to_the_run, **options
-    )
+    options = {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": _ignore_signals}
+    return DataLoader(reader, batch_size=None, sampler=order, **options)
 
 
-def _leave_signals_to_the_run(worker: int) -> None:
-    # Schedulers signal all processes: those that read ahead must be there while the run finishes its step.
+def _ignore_signals(worker: int) -> None:
+    # Schedulers signal all processes, but workers must live until the run has finished its step.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
@@ -178,16 +174,13 @@ def held_out_batches(
     world_size: int,
     with_masks: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-    """Yield (batch index, latents, labels, masks) of this rank's share of the held-out entries.
-
-    They are the same in every run.
-    """
+    """Yield (batch index, latents, labels, masks) of this rank's held-out entries, the same in every run."""
     starts = range(0, len(dataset.held_out_ids), batch_size)
     for index in range(rank, len(starts), world_size):
         ids = dataset.held_out_ids[starts[index] : starts[index] + batch_size]
         stored, labels = dataset.read(ids)
         masks = dataset.read_masks(ids).to(device) if with_masks else None
-        # Not the stream of the loss, which is seeded by the index as well.
+        # Not the draws of the loss, which are seeded by the index, too.
         generator = torch.Generator(device).manual_seed(HELD_OUT_DRAWS + index)
         latents = dataset.manifest.to_latents(stored.to(device), generator)
         yield index, latents, None if labels is None else labels.to(device), masks

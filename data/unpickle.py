@@ -1,8 +1,8 @@
 """Read pickled numpy arrays of numbers, and nothing else.
 
-A pickle is a program. Before this one is run, its instructions are held against those that an array consists
-of, so that it can neither name a function of its choice, nor nest, nor fill memory; then it is run with
-stand-ins for numpy's own functions, which never see what the file says but through a few checks.
+A pickle is a program. Its opcodes are first checked against those of arrays, so that it can neither name a
+function of its choice, nor nest, nor fill memory; then it is run with stand-ins for numpy's functions, which
+check their arguments.
 """
 
 import io
@@ -23,7 +23,7 @@ NAMES_OF_INSTRUCTIONS = """
     PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET
 """
 INSTRUCTIONS = frozenset(NAMES_OF_INSTRUCTIONS.split())
-# What damaged bytes may raise is written down nowhere; pickle's documentation names the first and "others".
+# What damaged bytes raise is not documented: pickle names the first and "others".
 ERRORS = (pickle.UnpicklingError, ValueError, TypeError, LookupError, EOFError)
 ERRORS += (AttributeError, OverflowError, MemoryError)
 
@@ -44,8 +44,8 @@ def unpickle_array(data: bytes) -> np.ndarray:
 def _check_instructions(data: bytes) -> None:
     for count, (instruction, argument, _) in enumerate(pickletools.genops(data)):
         if instruction.name not in INSTRUCTIONS:
-            raise ValueError(f"{instruction.name} is no part of it")
-        # Memory is set aside for all places before one.
+            raise ValueError(f"it has the opcode {instruction.name}")
+        # Memory is allocated for all places before one.
         is_place = instruction.name in ("PUT", "BINPUT", "LONG_BINPUT")
         if count > MAX_INSTRUCTIONS or (is_place and int(argument) > MAX_INSTRUCTIONS):
             raise ValueError(f"it has more than {MAX_INSTRUCTIONS} instructions")
@@ -56,7 +56,7 @@ class _NumberType:
 
     def __init__(self, name: str, *flags: Any):
         if not re.fullmatch(r"[<>=|]?[fiu][1248]", name):
-            raise pickle.UnpicklingError(f"{name} is no type of numbers")
+            raise pickle.UnpicklingError(f"{name} is not a type of numbers")
         self.dtype = np.dtype(name)
 
     def __setstate__(self, state: tuple) -> None:
@@ -65,7 +65,7 @@ class _NumberType:
 
 
 class _PickledArray:
-    """What a pickled numpy array becomes: bytes and how to read them, never an object that the file chose."""
+    """What a pickled numpy array becomes."""
 
     def __init__(self, *_: Any):
         self.array: np.ndarray | None = None
@@ -77,7 +77,7 @@ class _PickledArray:
 
 
 class _BufferedArray:
-    """The same of protocol 5."""
+    """What a pickled numpy array of protocol 5 becomes."""
 
     def __init__(self, data: bytes, number_type: _NumberType, shape: tuple[int, ...], order: str):
         self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order=order)
@@ -95,15 +95,15 @@ class _ArrayUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in the file."""
+        """Return the stand-in for a name in the file."""
         if (module, name) == ("_codecs", "encode"):  # how protocols before 3 write bytes
             return _encode_latin1
         if name not in self.NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of it")
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
         return self.NAMES[name]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Refuse what lies outside the file."""
+        """Refuse references to objects outside the file."""
         raise pickle.UnpicklingError("it refers to something outside the file")
 
 

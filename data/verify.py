@@ -23,18 +23,17 @@ HEADER_BYTES = 128  # of the .npy files that data.LatentWriter writes
 
 
 def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
-    """Yield None for each block that is as it was written, and what is wrong for each that is not."""
+    """Yield None for each intact block, and a description of each damaged one."""
     if manifest.checksums is None:
-        raise ValueError(f"{path} was written without checksums: there is nothing to check it against")
-    blocks = [
-        (name, i, digest) for name, digests in manifest.checksums.items() for i, digest in enumerate(digests)
-    ]
+        raise ValueError(f"{path} was written without checksums: it cannot be checked")
+    checksums = manifest.checksums.items()
+    blocks = [(name, i, digest) for name, digests in checksums for i, digest in enumerate(digests)]
     with ThreadPoolExecutor(cpu_count()) as pool:
         yield from pool.map(lambda block: _damage(path, manifest, *block), blocks)
-    for name, digests in manifest.checksums.items():
-        file, most = path / name, len(digests) * manifest.block_bytes
-        if file.is_file() and file.stat().st_size > most:
-            yield f"{file}: {file.stat().st_size - most} bytes more than were written"
+    for name, digests in checksums:
+        file, max_bytes = path / name, len(digests) * manifest.block_bytes
+        if file.is_file() and file.stat().st_size > max_bytes:
+            yield f"{file}: {file.stat().st_size - max_bytes} bytes more than were written"
 
 
 def _damage(path: Path, manifest: LatentManifest, name: str, block: int, expected: str) -> str | None:
@@ -47,7 +46,7 @@ def _damage(path: Path, manifest: LatentManifest, name: str, block: int, expecte
         return None
     end = start + manifest.block_bytes
     where = f"bytes {start} to {end}{_entries(manifest, name, start, end)}"
-    return f"{file}: block {block} ({where}) is not what was written"
+    return f"{file}: block {block} ({where}) is damaged"
 
 
 def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
@@ -62,17 +61,14 @@ def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
 
 
 def main() -> None:
-    """Check a folder and name the blocks that are bad."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data.verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Parse the command line and check the folder."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m data.verify", description=__doc__, formatter_class=raw)
     parser.add_argument("path", type=Path, metavar="PATH")
     path = parser.parse_args().path
     with user_mistakes():
         num_blocks = verify(path)
-    print(f"{path}: all {num_blocks} blocks are as they were written")
+    print(f"{path}: all {num_blocks} blocks are intact")
 
 
 def verify(path: Path) -> int:
@@ -85,14 +81,12 @@ def verify(path: Path) -> int:
             tqdm.write(damage)
     if found:
         what = f"{len(found)} of {total} blocks are damaged"
-        raise ValueError(f"{path}: {what}: make them again, or bring them from a copy")
+        raise ValueError(f"{path}: {what}: restore them from a copy, or make the folder again")
     arrays = {file.name for file in path.iterdir() if file.suffix in (".npy", ".tar")}
     is_shards = (path / SHARDS_FILE).exists()
     unknown = arrays.union([SHARDS_FILE] if is_shards else []) - manifest.checksums.keys()
     if unknown:
-        raise ValueError(
-            f"{path / min(unknown)} has no checksums in the manifest: nobody can tell if it is intact"
-        )
+        raise ValueError(f"{path / min(unknown)} has no checksums in the manifest: it cannot be checked")
     (open_shards if is_shards else open_latents)(str(path))
     return total
 

@@ -1,4 +1,4 @@
-"""Write latent folders: from start to end, beside their place, with a checksum of every block."""
+"""Write latent folders, which appear when they are complete, with a checksum of every block."""
 
 import hashlib
 import os
@@ -24,20 +24,18 @@ Train on it: accelerate launch train.py data=latents data.path={out}"""
 
 
 class LatentWriter:
-    """Write a latent folder beside its place and move it there when it is complete.
+    """Write a latent folder beside `path` and move it there when it is complete.
 
     Use as a context manager and call `append` until `manifest.count` entries are written. The checksums of
     the manifest are filled in.
 
     Args:
-        partial: where it is written before it is moved, by one who holds the lock of `path`; None: beside
-            `path`.
+        partial: where it is written, if the caller holds the lock of `path`; None: beside `path`.
 
     Raises:
         Busy: another process is writing it.
         FileExistsError: there is something at `path` already.
-        ValueError: entries of another shape, labels outside the classes, masks that are missing or not
-            wanted, or another count than the manifest's.
+        ValueError: entries that do not fit the manifest, or another count.
         OSError: the disk is full; the file is named, and nothing is left behind.
     """
 
@@ -77,7 +75,7 @@ class LatentWriter:
         }
         found = {key: (array.dtype, array.shape) for key, array in given.items()}
         if found != expected:
-            raise ValueError(f"{what} are {_told(found)}, must be {_told(expected)}")
+            raise ValueError(f"{what} are {_listed(found)}, must be {_listed(expected)}")
         for key, array in given.items():
             self.files[key].append(array)
         self.num_written = end
@@ -100,25 +98,23 @@ class LatentWriter:
 
 
 def check_out(out: str | Path) -> None:
-    """Raise a FileExistsError where something is at the place of what is to be written."""
+    """Raise a FileExistsError where `out` exists."""
     if Path(out).exists():
         left = f" ({out}.partial is no longer needed)" if Path(f"{out}.partial").exists() else ""
-        raise FileExistsError(
-            f"out={out} exists: move it away to write it again, or choose another name{left}"
-        )
+        raise FileExistsError(f"out={out} exists: move it away, or choose another name{left}")
 
 
 def lock_of(path: Path) -> Lock:
-    """Return the lock that a process must hold to make what is to lie at `path`."""
+    """Return the lock that a process must hold to write `path`."""
     return Lock(path.with_name(f".{path.name}.lock"), f"out={path}")
 
 
 @contextmanager
 def claimed(path: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder for what is moved to `path` when complete; what a killed process left of it goes.
+    """Yield a new folder to be moved to `path`; what a killed process left of it is removed.
 
     Args:
-        partial: the folder, where the lock of `path` is held already; None: beside it, and the lock is taken.
+        partial: the folder, if the caller holds the lock of `path`; None: beside `path`, under the lock.
     """
     with lock_of(path) if partial is None else nullcontext():
         check_out(path)
@@ -137,7 +133,7 @@ def hash_blocks(file: Path, block_bytes: int) -> list[str]:
 
 
 def hash_block(file: Path, start: int, num_bytes: int) -> str:
-    """Return the SHA-256 of so many bytes of a file, or of as many as there are."""
+    """Return the SHA-256 of at most `num_bytes` of a file."""
     digest = hashlib.sha256()
     with file.open("rb") as f:
         f.seek(start)
@@ -147,7 +143,7 @@ def hash_block(file: Path, start: int, num_bytes: int) -> str:
     return digest.hexdigest()
 
 
-def _told(arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]) -> str:
+def _listed(arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]) -> str:
     return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in arrays.items())
 
 
@@ -156,7 +152,7 @@ class _ArrayFile:
 
     def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], block_bytes: int):
         self.path, self.block_bytes = path, block_bytes
-        self.file = path.open("wb", buffering=0)  # so that a full disk is met here and not in `close`
+        self.file = path.open("wb", buffering=0)  # so that a full disk shows in `write`, not in `close`
         self.digest, self.room, self.checksums = hashlib.sha256(), block_bytes, []
         header = BytesIO()
         descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
@@ -170,7 +166,7 @@ class _ArrayFile:
             self._write(memoryview(np.ascontiguousarray(array)).cast("B"))
 
     def finish(self) -> list[str]:
-        """Bring everything to the disk and return the hashes."""
+        """Flush to the disk and return the hashes."""
         self._named(os.fsync, self.file.fileno())
         return [*self.checksums, self.digest.hexdigest()] if self.room < self.block_bytes else self.checksums
 

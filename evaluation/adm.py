@@ -25,7 +25,7 @@ class AdmSuite(Suite):
 
     Args:
         weights: file of the Inception network's weights.
-        precision_recall, kid: whether to give them; they need the features of all images.
+        precision_recall, kid: compute them, from the features of all images.
         exact_distances: precision and recall with distances in fp32; the original's are fp16.
     """
 
@@ -45,11 +45,6 @@ class AdmSuite(Suite):
         source: Any = None,
     ):
         detector = InceptionDetector(weights, launch.device, allow_unpublished_weights)
-        if reference.made_by not in (None, detector.record["tensors_sha256"]):
-            raise ValueError(
-                f"the reference was made with other weights than {detector.record['path']}: its scores would "
-                "mean nothing"
-            )
         metrics: dict[str, Metric] = {
             "fid": FrechetDistance("fid", "pool"),
             "sfid": FrechetDistance("sfid", "spatial"),
@@ -59,19 +54,12 @@ class AdmSuite(Suite):
             metrics["precision_recall"] = PrecisionRecall(exact_distances, launch.device)
         if kid:
             metrics["kid"] = KernelDistance()
-        super().__init__(
-            reference,
-            detector=detector,
-            metrics=metrics,
-            num_samples=num_samples,
-            labels=labels,
-            launch=launch,
-            source=source,
-            batch_size=batch_size,
-        )
+        drawn = {"num_samples": num_samples, "labels": labels, "source": source}
+        options = {"launch": launch, "batch_size": batch_size, **drawn}
+        super().__init__(reference, detector=detector, metrics=metrics, **options)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
-        """Raise a ValueError where images, which errors call `name`, cannot be scored."""
+        """Raise a ValueError where images, called `name` in errors, cannot be scored."""
         if len(shape) != 3 or shape[-1] != 3:
             raise ValueError(f"{name}: images are {shape}, must be (H, W, 3), in colour")
         super().check(num_images, shape, name)
@@ -81,13 +69,11 @@ class AdmSuite(Suite):
         return with_count(key, num_images)
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
-        """Return what to keep in mind of scores."""
+        """Return notes on how far scores can be compared."""
         warnings, weights, images = [], self.detector.record, self.reference.images
         if weights["checked"] != "sha256":
-            warnings.append(
-                f"the weights {weights['path']} were checked by {weights['checked']} alone, not by a "
-                "published hash"
-            )
+            how = f"{weights['checked']} alone, not by a published hash"
+            warnings.append(f"the weights {weights['path']} were checked by {how}")
         if num_images < NUM_PUBLISHED_SAMPLES:
             warnings.append(
                 f"published scores are of {NUM_PUBLISHED_SAMPLES:,} samples, these are of {num_images:,}: "
@@ -96,7 +82,7 @@ class AdmSuite(Suite):
         if num_images <= NUM_POOL_FEATURES:
             warnings.append(
                 f"{num_images:,} images are no more than the {NUM_POOL_FEATURES:,} features: the covariance "
-                "is singular, the distances hang on the sample count more than on the images"
+                "is singular, the distances depend on the sample count more than on the images"
             )
         if images is not None and images.shape != shape:
             warnings.append(f"samples are {shape}, reference images {images.shape}: sizes move the scores")

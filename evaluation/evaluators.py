@@ -1,4 +1,4 @@
-"""Evaluators: evaluator(step) -> {key: number or picture}. What they look at is given to them."""
+"""Evaluators: evaluator(step) -> {key: number or picture}."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,17 +15,16 @@ ImageSource = Callable[[int], tuple[np.ndarray, np.ndarray | None]]
 
 
 class DenseLoss:
-    """Training loss on held-out entries with all tokens in all layers: to watch a run, not to judge routed
-    against dense.
+    """Training loss on held-out entries with all tokens in all layers.
 
     Every run draws the same noise for the same entries, so that steps and runs can be compared.
 
     Args:
         denoisers: key of the metric -> preconditioned network.
         loss_fn: the training loss.
-        batches: gives this process's held-out batches: (index, latents, labels, loss masks or None), where
-            the index seeds the draws.
-        total: sums a tensor over all processes.
+        batches: gives this rank's held-out batches: (index, latents, labels, loss masks or None), where the
+            index seeds the draws.
+        total: sums a tensor over all ranks.
     """
 
     def __init__(
@@ -38,20 +37,18 @@ class DenseLoss:
         self.denoisers, self.loss_fn, self.batches, self.total = denoisers, loss_fn, batches, total
 
     def describe(self) -> dict[str, Any]:
-        """Return what moves a number."""
+        """Return what the numbers depend on."""
         return {"name": type(self).__name__, "keys": list(self.denoisers)}
 
     @torch.no_grad()
     def __call__(self, step: int) -> dict[str, float]:
-        """Return each denoiser's mean loss; it is in eval mode from then on."""
+        """Return each denoiser's mean loss; denoisers stay in eval mode, training steps set their own."""
         means = {}
         for key, denoiser in self.denoisers.items():
-            # and left so: a training step sets its network's mode itself, the average has no other
             denoiser.eval()
-            sums = torch.zeros(
-                2, dtype=torch.float64, device=next(denoiser.parameters()).device
-            )  # of losses, of entries
-            # The blocks are compiled for the shapes of training; here they run as they are written.
+            device = next(denoiser.parameters()).device
+            sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, of entries
+            # The blocks are compiled for the shapes of training; here they run eagerly.
             with torch.compiler.set_stance("force_eager"):
                 for index, latents, labels, masks in self.batches():
                     generator = torch.Generator(latents.device).manual_seed(index)
@@ -64,35 +61,29 @@ class DenseLoss:
 
 
 class SampleGrid:
-    """Write a grid of samples as a PNG, and show the first of them in the terminal where they are small
-    enough.
+    """Write a grid of samples as a PNG, and show small ones in the terminal.
 
     Args:
-        write: on the first process; the others only take part in the sampling.
+        write: True on the first rank; the others only take part in the sampling.
     """
 
     def __init__(self, source: ImageSource, folder: Path, num_samples: int, columns: int, write: bool):
-        self.source, self.folder, self.num_samples, self.columns, self.write = (
-            source,
-            folder,
-            num_samples,
-            columns,
-            write,
-        )
+        self.source, self.folder, self.write = source, folder, write
+        self.num_samples, self.columns = num_samples, columns
 
     def describe(self) -> dict[str, Any]:
-        """Return what moves the picture."""
+        """Return what the picture depends on."""
         return {"name": type(self).__name__, "num_samples": self.num_samples}
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """Return the picture (height, width, C) uint8, on the first process."""
+        """Return the picture (height, width, C) uint8, on the first rank."""
         images, _ = self.source(self.num_samples)
         if not self.write:
             return {}
         file = self.folder / f"step_{step:08d}.png"
         try:
             grid = save_grid(images, file, self.columns)
-        except OSError as error:  # a full disk, say: a picture is no reason to end a training
+        except OSError as error:  # such as a full disk: a picture is not worth ending a run
             tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
             return {}
         tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")

@@ -1,4 +1,4 @@
-"""Features of many images: each process looks at its own batches, and the statistics add up.
+"""Features of many images: each rank looks at its own batches, and the statistics add up.
 
 Batches are (position of the first, images (n, H, W, C) uint8).
 """
@@ -20,7 +20,7 @@ Need = tuple[type, str]
 
 
 class Images(Protocol):
-    """Images that are kept somewhere."""
+    """Images in memory or in files."""
 
     count: int
     shape: tuple[int, ...]
@@ -29,23 +29,23 @@ class Images(Protocol):
 
 
 class ArrayImages:
-    """Images (N, H, W, C) uint8 that are kept in memory."""
+    """Images (N, H, W, C) uint8 in memory."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.count, self.shape = array, len(array), array.shape[1:]
 
     def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches:
-        """Yield this process's batches: every world_size-th one."""
+        """Yield this rank's batches: every world_size-th one."""
         for start in range(launch.rank * batch_size, self.count, launch.world_size * batch_size):
             yield start, self.array[start : start + batch_size]
 
 
 @dataclass
 class FeatureSet:
-    """What is known of the features of a set of images: features[FeatureStatistics, "pool"].mean.
+    """Statistics of the features of a set of images: features[FeatureStatistics, "pool"].mean.
 
     Args:
-        labels: (N,) classes that were asked for, where the images have any.
+        labels: (N,) classes that were requested, where the images have any.
     """
 
     num_images: int = 0
@@ -66,15 +66,15 @@ def extract(
     launch: Launch,
     description: str,
 ) -> FeatureSet:
-    """Run the images of all processes through the detector.
+    """Run the images of all ranks through the detector.
 
     Memory grows with the number of images only where AllFeatures are needed.
 
     Args:
-        batch_size: the most images that the detector takes at a time; None: as they come.
+        batch_size: images that the detector takes at a time, at most; None: batches stay as they are.
     """
     found, num_seen = FeatureSet(num_images), 0
-    needs = sorted(set(needs), key=str)  # alike on all processes, which add up one after another
+    needs = sorted(set(needs), key=str)  # in the same order on all ranks, since merging is collective
     bar = {"total": num_images, "desc": description, "unit": "image", "disable": not launch.is_main}
     with tqdm(**bar) as progress:
         for start, images in split(batches, batch_size) if batch_size else batches:
@@ -86,7 +86,7 @@ def extract(
             num_seen += len(images)
             progress.update(min(len(images) * launch.world_size, num_images - progress.n))
     for kind, name in needs:
-        if (kind, name) not in found.statistics:  # this process had no images
+        if (kind, name) not in found.statistics:  # this rank had no images
             found.statistics[kind, name] = kind(detector.num_features[name], launch.device, num_images)
         found[kind, name].merge(launch)
     num_seen = int(launch.sum(torch.tensor(num_seen, device=launch.device)))

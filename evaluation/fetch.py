@@ -3,9 +3,9 @@
     python -m evaluation.fetch                             lists them
     python -m evaluation.fetch inception imagenet256       downloads them into evaluation_files/
 
-A download that was broken off goes on where it stopped. A file is moved to its place when it has the length
-that the server tells, and the published sha256, or the MD5 that the server tells; what could not be checked
-is said.
+A broken download resumes where it stopped. A file is moved to its place when it has the length that the
+server gives, and the published sha256, or else the MD5 that the server gives; what could not be checked is
+printed.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from runtime.files import sha256
 from runtime.lock import Lock
 from runtime.servers import SILENCE_SEC, Rate, answered, check_redirect
 
-CHUNK = 2**20
+_CHUNK = 2**20
+RESUME = "the same command resumes"
 
 
 def fetch(published: PublishedFile, folder: Path) -> Path:
@@ -34,7 +35,7 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
 
     Raises:
         OSError: the server cannot be reached, or the connection broke; what has arrived is kept.
-        ValueError: the file is another than the published one, or larger; what has arrived is removed.
+        ValueError: it is not the published file; what has arrived is removed.
     """
     file = folder / published.name
     if file.exists():
@@ -49,9 +50,9 @@ def _fetch(published: PublishedFile, file: Path) -> Path:
     try:
         length, md5 = _download(published, partial)
         _check_sha256(partial, published)
-        _check_whole(partial, length, md5)
+        _check_transfer(partial, length, md5)
     except http.client.HTTPException as error:
-        raise OSError(f"{published.url}: {error!r}: start again to go on") from error
+        raise OSError(f"{published.url}: {error!r}: {RESUME}") from error
     except ValueError:
         partial.unlink(missing_ok=True)
         raise
@@ -61,9 +62,9 @@ def _fetch(published: PublishedFile, file: Path) -> Path:
 
 
 def _download(published: PublishedFile, partial: Path) -> tuple[int | None, bytes | None]:
-    """Get what is missing of `partial`; return length and MD5 of the whole, where the server tells them."""
+    """Get what is missing of `partial`; return length and MD5 of the file, where the server gives them."""
     url, rate = published.url, Rate()
-    # Asked for by itself, since an answer to a part tells the MD5 of the part, if any.
+    # By a request of its own: the answer to a range has the MD5 of the range, if any.
     with _open(url, {}, method="HEAD") as response:
         about = response.headers
     length = int(about["Content-Length"]) if "Content-Length" in about else None
@@ -77,24 +78,19 @@ def _download(published: PublishedFile, partial: Path) -> tuple[int | None, byte
     if length is not None and have >= length:
         return length, md5
     with _open(url, {"Range": f"bytes={have}-"} if have else {}) as response:
-        have = have if response.status == 206 else 0  # otherwise the server sends the whole file again
-        bar = {
-            "desc": partial.name.removesuffix(".partial"),
-            "unit": "B",
-            "unit_scale": True,
-            "unit_divisor": 1024,
-        }
+        have = have if response.status == 206 else 0  # otherwise the server sends the file from its start
+        bar = {"desc": published.name, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
         with partial.open("ab" if have else "wb") as out, tqdm(**bar, initial=have, total=length) as progress:
-            began = time.monotonic()
-            while chunk := response.read1(CHUNK):  # not `read`, which waits until it has so much
-                rate.add(len(chunk), time.monotonic() - began)
+            start = time.monotonic()
+            while chunk := response.read1(_CHUNK):  # not `read`, which waits until it has so much
+                rate.add(len(chunk), time.monotonic() - start)
                 have += len(chunk)
                 _check_size(published, have)
                 out.write(chunk)
                 progress.update(len(chunk))
-                began = time.monotonic()
+                start = time.monotonic()
     if length is not None and have < length:
-        raise OSError(f"the connection broke after {have} of {length} bytes: start again to go on")
+        raise OSError(f"the connection broke after {have} of {length} bytes: {RESUME}")
     return length, md5
 
 
@@ -104,11 +100,10 @@ def _open(url: str, headers: dict[str, str], method: str = "GET") -> http.client
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> Any:
+    def redirect_request(self, req: urllib.request.Request, *answer: Any) -> Any:
+        newurl = answer[-1]
         check_redirect(urlsplit(req.full_url).hostname or "", urlsplit(newurl).hostname or "")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        return super().redirect_request(req, *answer)
 
 
 def _tag_of(partial: Path) -> Path:
@@ -116,27 +111,26 @@ def _tag_of(partial: Path) -> Path:
 
 
 def _check_size(published: PublishedFile, num_bytes: int) -> None:
-    if num_bytes > published.most_bytes:
-        raise ValueError(
-            f"{published.url} gives {num_bytes} bytes or more, must give at most {published.most_bytes}"
-        )
+    if num_bytes > published.max_bytes:
+        rule = f"must give at most {published.max_bytes}"
+        raise ValueError(f"{published.url} gives {num_bytes} bytes or more, {rule}")
 
 
 def _check_sha256(file: Path, published: PublishedFile) -> None:
-    if published.sha256 and sha256(file) != published.sha256:
-        raise ValueError(
-            f"{file} has sha256 {sha256(file)}, expected {published.sha256}: not the file that was published"
-        )
+    if published.sha256 and (found := sha256(file)) != published.sha256:
+        raise ValueError(f"{file} has sha256 {found}, must be {published.sha256}: not the published file")
 
 
-def _check_whole(file: Path, length: int | None, md5: bytes | None) -> None:
+def _check_transfer(file: Path, length: int | None, md5: bytes | None) -> None:
     if length is not None and file.stat().st_size != length:
-        raise ValueError(f"{file} has {file.stat().st_size} bytes, the server says {length}")
+        raise ValueError(f"{file} has {file.stat().st_size} bytes, the server has {length}")
     if md5:
         with file.open("rb") as f:
             found = hashlib.file_digest(f, "md5").digest()
         if found != md5:
-            raise ValueError(f"{file} has MD5 {found.hex()}, the server says {md5.hex()}: damaged on the way")
+            raise ValueError(
+                f"{file} has MD5 {found.hex()}, the server's is {md5.hex()}: damaged in transfer"
+            )
 
 
 def main() -> None:
@@ -153,25 +147,19 @@ def main() -> None:
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in PUBLISHED]
     if unknown:
-        sys.exit(f"error: {unknown[0]} is not known: {', '.join(PUBLISHED)}")
+        sys.exit(f"error: NAME={unknown[0]} must be one of {', '.join(PUBLISHED)}")
     if not arguments.names:
         print(f"{listing}\n\nDownload with `python -m evaluation.fetch NAME ...`.")
     for name in arguments.names:
+        published = PUBLISHED[name]
         try:
-            file = fetch(PUBLISHED[name], arguments.folder)
+            file = fetch(published, arguments.folder)
         except (OSError, ValueError) as error:
-            at, known = arguments.folder / PUBLISHED[name].name, PUBLISHED[name].sha256
-            checked = f" with sha256 {known}" if known else ""
-            sys.exit(
-                f"error: {name}: {error}. Without a connection, bring {PUBLISHED[name].url}{checked} to {at} "
-                "by other means"
-            )
-        unchecked = (
-            ""
-            if PUBLISHED[name].sha256
-            else "  (none is published: compare it with that of others who use the file)"
-        )
-        print(f"{file}  sha256 {sha256(file)}{unchecked}")
+            expected = f" with sha256 {published.sha256}" if published.sha256 else ""
+            copy = f"copy {published.url}{expected} to {arguments.folder / published.name}"
+            sys.exit(f"error: {name}: {error}. Without a connection, {copy}")
+        note = "" if published.sha256 else "  (none is published: compare it with that of other users)"
+        print(f"{file}  sha256 {sha256(file)}{note}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The files of the ADM suite: what they are called, where they are found, and what they must hash to."""
+"""The files of the ADM suite: their addresses and hashes."""
 
 import hashlib
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ class PublishedFile:
     """A file that others publish.
 
     Args:
-        most_bytes: a server that gives more gives another file.
-        sha256: None where none is published; then the server's own checksum must do.
+        max_bytes: a server that gives more gives another file.
+        sha256: None where none is published: then the server's own checksum is used.
     """
 
     url: str
     about: str
-    most_bytes: int
+    max_bytes: int
     sha256: str | None = None
 
     @property

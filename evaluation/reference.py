@@ -1,9 +1,6 @@
 """What images are scored against: statistics of the features of a data set, and some of its images. [ADM]"""
 
-import lzma
-import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,25 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evaluation.detectors.inception import NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, InceptionDetector
+from evaluation.detectors.inception import InceptionDetector
 from evaluation.features import Images, Need, extract
 from evaluation.files import fingerprint
 from evaluation.statistics import FeatureStatistics, in_order
-from runtime.arrays import read_header, read_member
+from runtime.arrays import ZIP_ERRORS, member_size, read_header, read_member
 from runtime.files import atomic_write
 from runtime.launch import Launch
 
-# images of the data set that a reference carries, for precision and recall: as many as those of [ADM]
-NUM_KEPT = 10_000
+NUM_KEPT = 10_000  # images that a reference carries, for precision and recall, as those of [ADM]
 # The arrays of a reference: mean and covariance of features, by their name.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
-SIZES = {"pool": NUM_POOL_FEATURES, "spatial": NUM_SPATIAL_FEATURES}
-SHAPES = {mu: (SIZES[name],) for name, (mu, _) in STATISTICS.items()}
-SHAPES |= {sigma: (SIZES[name], SIZES[name]) for name, (_, sigma) in STATISTICS.items()}
+SHAPES = {mu: (InceptionDetector.num_features[name],) for name, (mu, _) in STATISTICS.items()}
+SHAPES |= {sigma: 2 * SHAPES[mu] for mu, sigma in STATISTICS.values()}
 MAX_HASH_BYTES = 4 * 128
-# What reading an .npz raises where it is damaged, encrypted or packed in a way that is not known.
-READ_ERRORS = (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
-READ_ERRORS += (LookupError, OverflowError, lzma.LZMAError, struct.error)
 
 
 class Gaussian(NamedTuple):
@@ -44,14 +36,14 @@ class Reference:
     """What images are scored against: statistics, images, or both.
 
     Args:
-        name: what errors call it.
-        statistics: of all images of a data set, where they are known.
+        name: for error messages.
+        statistics: of the Inception features of all images of a data set, where they are known.
         images: some or all of them; None if not there.
         labels: of the images, where they have any.
         held_out: images and labels to compare samples with, which are not in the reference.
-        made_by: hash of the network's tensors that gave the statistics, if it is told.
+        made_by: hash of the tensors of the network that gave the statistics, where it is known.
         path: the file or the folder that it was read from.
-        data: what tells the data set, where the images are those of a training.
+        data: describes the data set, where the images are those of a training.
     """
 
     name: str = "reference"
@@ -73,25 +65,14 @@ class Reference:
             "images": self.images and {"count": self.images.count, "shape": self.images.shape},
         }
 
-    def why_without(self, need: Need) -> str:
-        """Return why a statistic is not known."""
-        kind, name = need
-        if kind is FeatureStatistics and name in STATISTICS:
-            return f"the reference has no {' and '.join(STATISTICS[name])}"
-        return "the reference has no images (arr_0)"
-
 
 def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Reference:
-    """Open what images are scored against.
-
-    Args:
-        path: an .npz of [ADM] (statistics and images) or of [EDM] (mu and sigma), or images: an .npz, a
-            folder, a zip.
+    """Open an .npz of [ADM] (statistics and images) or of [EDM] (mu and sigma), or images: an .npz, a folder,
+    a zip.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, its statistics are not those of this network, or it holds nothing to
-            compare with.
+        ValueError: it is damaged, its statistics are of another network, or it holds nothing to compare with.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -104,33 +85,29 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
-            arrays = {
-                name: _read_numbers(archive, name, shape) for name, shape in SHAPES.items() if name in names
-            }
+            known = [name for name in SHAPES if name in names]
+            arrays = {name: _read_numbers(archive, name, SHAPES[name]) for name in known}
             made_by = _read_hash(archive) if "weights" in names else None
-    except READ_ERRORS as error:
-        raise ValueError(
-            f"reference={path} cannot be read as an .npz: {' '.join(str(error).split())}"
-        ) from error
+    except ZIP_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"reference={path} cannot be read as an .npz: {reason}") from error
     _check_statistics(arrays, path)
     if "mu" not in arrays and "arr_0" not in names:
         raise ValueError(f"reference={path} must hold mu and sigma, or images (arr_0)")
-    known = {name: pair for name, pair in STATISTICS.items() if pair[0] in arrays and "mu" in arrays}
-    return Reference(
-        statistics={
+    statistics = {}
+    if "mu" in arrays:
+        pairs = {name: pair for name, pair in STATISTICS.items() if pair[0] in arrays}
+        statistics = {
             (FeatureStatistics, name): Gaussian(arrays[mu], arrays[sigma])
-            for name, (mu, sigma) in known.items()
-        },
-        images=open_images(path) if "arr_0" in names else None,
-        made_by=made_by if known else None,
-        path=path,
-    )
+            for name, (mu, sigma) in pairs.items()
+        }
+    images = open_images(path) if "arr_0" in names else None
+    return Reference(statistics=statistics, images=images, made_by=made_by, path=path)
 
 
 def _read_numbers(archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]) -> np.ndarray:
     """Read an array of floats of a known shape; its header is checked before memory is taken."""
-    with archive.open(f"{name}.npy") as file:
-        shape, _, dtype = read_header(file)
+    shape, dtype = _read_header(archive, name)
     if shape != expected:
         raise ValueError(f"{name} is {shape}, must be {expected}: of another network")
     if dtype.kind != "f":
@@ -139,11 +116,17 @@ def _read_numbers(archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]
 
 
 def _read_hash(archive: zipfile.ZipFile) -> str:
-    with archive.open("weights.npy") as file:
-        shape, _, dtype = read_header(file)
+    shape, dtype = _read_header(archive, "weights")
     if shape != () or dtype.kind != "U" or dtype.itemsize > MAX_HASH_BYTES:
         raise ValueError(f"weights is {dtype} {shape}, must be a hash")
     return str(read_member(archive, "weights"))
+
+
+def _read_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
+    member_size(archive, f"{name}.npy")  # first: it refuses other compression than numpy uses
+    with archive.open(f"{name}.npy") as file:
+        shape, _, dtype = read_header(file)
+    return shape, dtype
 
 
 def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
@@ -156,9 +139,7 @@ def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
 
 
 def evenly_spaced(num_images: int, num_kept: int) -> np.ndarray:
-    """Return the positions of at most `num_kept` images, evenly spaced, so that classes kept in a row all
-    take part.
-    """
+    """Return the positions of at most `num_kept` images, evenly spaced over classes stored one by one."""
     num_kept = min(num_images, num_kept)
     return np.arange(num_kept) * num_images // max(1, num_kept)
 
@@ -166,13 +147,10 @@ def evenly_spaced(num_images: int, num_kept: int) -> np.ndarray:
 def make_reference(
     detector: InceptionDetector, images: Images, file: Path, batch_size: int, launch: Launch
 ) -> dict[str, Any]:
-    """Write a reference in the layout of [ADM]: mu, sigma, mu_s, sigma_s of all images, and up to 10,000 of
-    them as arr_0.
+    """Write a reference in the layout of [ADM], and return a record of it on the first rank.
 
-    Beside these, `weights` holds the hash of the network's tensors.
-
-    Returns:
-        What was written; nothing on all processes but the first.
+    It holds mu, sigma, mu_s, sigma_s of all images, up to 10,000 of them as arr_0, and as `weights` the hash
+    of the network's tensors.
     """
     keep = evenly_spaced(images.count, NUM_KEPT)
     kept = []
@@ -183,15 +161,9 @@ def make_reference(
             kept.append((start, batch[here - start]))
             yield start, batch
 
-    found = extract(
-        detector,
-        passing(),
-        images.count,
-        [(FeatureStatistics, name) for name in STATISTICS],
-        batch_size=batch_size,
-        launch=launch,
-        description="features of reference",
-    )
+    needs = [(FeatureStatistics, name) for name in STATISTICS]
+    options = {"batch_size": batch_size, "launch": launch, "description": "features of reference"}
+    found = extract(detector, passing(), images.count, needs, **options)
     parts = in_order(launch.gather_items(kept))
     if not launch.is_main:
         return {}
@@ -201,9 +173,5 @@ def make_reference(
         arrays |= {mu: statistics.mean.cpu().numpy(), sigma: statistics.covariance.cpu().numpy()}
     with atomic_write(file) as partial:
         np.savez(partial, **arrays)
-    return {
-        "num_images": images.count,
-        "num_kept": len(keep),
-        "shape": images.shape,
-        "batch_size": batch_size,
-    }
+    record = {"num_images": images.count, "num_kept": len(keep)}
+    return {**record, "shape": images.shape, "batch_size": batch_size}

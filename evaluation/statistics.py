@@ -1,7 +1,7 @@
-"""Running statistics of features, which add up over batches and over processes.
+"""Running statistics of features, which add up over batches and over ranks.
 
 A statistic is kind(num_features, device, num_images), takes batches with `update(features, start)`, where
-`start` is the position of the first, and those of the other processes with `merge(launch)`.
+`start` is the position of the first, and those of the other ranks with `merge(launch)`.
 """
 
 import numpy as np
@@ -11,12 +11,7 @@ from runtime.launch import Launch
 
 
 class FeatureStatistics:
-    """Mean and covariance of features that arrive in batches, in float64.
-
-    Args:
-        num_features: length of a feature vector.
-        device: where the sums are kept.
-    """
+    """Mean and covariance of features that arrive in batches, in float64."""
 
     def __init__(self, num_features: int, device: torch.device | str = "cpu", num_images: int | None = None):
         self.count = 0
@@ -38,7 +33,7 @@ class FeatureStatistics:
         return self
 
     def merge(self, launch: Launch) -> "FeatureStatistics":
-        """Replace the statistics of this process by those of all processes; return self."""
+        """Replace the statistics of this rank by those of all ranks; return self."""
         count = launch.sum(torch.tensor(float(self.count), dtype=torch.float64, device=self.mean.device))
         mean = launch.sum(self.count * self.mean) / count
         shift = self.mean - mean
@@ -50,9 +45,7 @@ class FeatureStatistics:
     def covariance(self) -> torch.Tensor:
         """Unbiased covariance (F, F), as numpy.cov gives it."""
         if self.count < 2:
-            raise ValueError(
-                f"the covariance of {self.count} feature(s) is not defined: at least 2 are needed"
-            )
+            raise ValueError(f"the covariance of {self.count} feature(s) is not defined: 2 are needed")
         return self._scatter / (self.count - 1)
 
 
@@ -68,7 +61,7 @@ class AllFeatures:
         return self
 
     def merge(self, launch: Launch) -> "AllFeatures":
-        """Put the features of all processes in order; return self."""
+        """Put the features of all ranks in order; return self."""
         self.features = np.concatenate(in_order(launch.gather_items(self._parts)))
         self._parts = []
         return self

@@ -414,7 +414,7 @@ def test_notes_on_notes_are_refused_in_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_only_declared_takes_no_memory(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(inception, "SMALLEST_FILE", 0)
+    monkeypatch.setattr(inception, "MIN_FILE_BYTES", 0)
     read, make = FILES[name]
     file = make()
     started = time.monotonic()

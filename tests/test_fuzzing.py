@@ -85,7 +85,7 @@ def damaged(data, damage):
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(inception, "SMALLEST_FILE", 0)
+    monkeypatch.setattr(inception, "MIN_FILE_BYTES", 0)
 
 
 def reads_or_refuses(file, data, read):

@@ -65,7 +65,7 @@ def nothing_happens(tmp_path, monkeypatch):
     folder = tmp_path / "inside"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(inception, "SMALLEST_FILE", 0)
+    monkeypatch.setattr(inception, "MIN_FILE_BYTES", 0)
     yield
     assert not list(tmp_path.rglob("EXECUTED"))
     assert {path.name for path in tmp_path.iterdir()} == {"inside"}

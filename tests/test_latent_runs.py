@@ -230,7 +230,7 @@ def test_a_wrong_scale_is_a_warning_at_step_0_and_only_there(folder, tmp_path, c
     tiny_run(tmp_path / "run", *options, "train.total_steps=2")
     out = capsys.readouterr().out
     assert out.count("warning: what the network sees has a standard deviation of 0.") == 1
-    assert "the manifest promises 1. If these are the right latents, scale 0." in out
+    assert "the manifest promises 1. If these are the right latents, set scale 0." in out
     tiny_run(tmp_path / "run", *options)
     assert "warning: what the network sees" not in capsys.readouterr().out
 
@@ -264,7 +264,7 @@ def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
         json.dumps({**manifest, "encoder": str(tmp_path / "gone")})
     )
     options = (*RUN, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
-    message = r"gone is not there .*To train without: train\.sample_every=null"
+    message = r"gone not found: give its folder, encoder=FOLDER.*To train without: train\.sample_every=null"
     with pytest.raises(UserError, match=message):
         train.main(composed(*options, "train.sample_every=2"))
     assert not (tmp_path / "run").exists()

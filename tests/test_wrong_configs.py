@@ -375,7 +375,7 @@ RULES = [
     ("fid", "reference=file samples=r", "samples=r is a folder, which may have older images in it"),
     ("fid", "mode=reference images=file", "out must be given for mode=reference"),
     ("fid", "mode=reference images=file out=there.npz", "out=there.npz: there.npz is there already: overwrite=true "),
-    ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: a part of a file, or another one"),
+    ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: truncated, or another file"),
     ("encode", "source=file", "out must be given, as KEY=VALUE"),
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
     ("advise", "run=shallow", "run=shallow: model.depth=7 must be at least 8"),
@@ -473,7 +473,7 @@ def folder(tmp_path_factory):
     for file in (folder / "file", folder / "there.npz", own / "ema.safetensors", own / "SHA256SUMS"):
         file.touch()
     with (folder / "weights.pth").open("wb") as weights:
-        weights.truncate(inception.SMALLEST_FILE + 1)  # takes no room
+        weights.truncate(inception.MIN_FILE_BYTES + 1)  # takes no room
     with chdir(folder):
         yield folder
 

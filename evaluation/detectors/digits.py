@@ -18,8 +18,7 @@ class DigitClassifier(PixelDetector):
         """Fit the classifier on real digits (N, H, W, C) uint8 and their classes."""
         from sklearn.svm import SVC
 
-        # Kernel width and penalty as in scikit-learn's own digits example (pixels 0..16, gamma 0.001), in our
-        # units.
+        # Kernel width as in scikit-learn's digits example: gamma 0.001 for pixels 0..16.
         classifier = SVC(gamma=0.001 * 16**2, C=10, random_state=0)
         self._classifier = classifier.fit(super().__call__(images)["pixels"], labels)
 

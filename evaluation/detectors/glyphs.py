@@ -20,7 +20,7 @@ class GlyphClassifier:
         """Fit the classifier on real images (N, H, W, C) uint8 and their classes."""
         generator = torch.Generator().manual_seed(0)
         chosen = torch.randperm(len(images), generator=generator)[: self.MAX_IMAGES].numpy()
-        with torch.random.fork_rng(devices=[]):  # the draws of a training do not depend on its scores
+        with torch.random.fork_rng(devices=[]):  # scores leave the draws of training alone
             torch.default_generator.manual_seed(0)
             self._build(images.shape[-1], int(labels.max()) + 1)
         self._fit(_pixels(images[chosen]), torch.from_numpy(labels[chosen]), generator)
@@ -36,21 +36,12 @@ class GlyphClassifier:
     def _build(self, in_channels: int, num_classes: int) -> None:
         layers: list[nn.Module] = []
         for before, after in pairwise((in_channels, *self.WIDTHS)):
-            layers += [
-                nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
-                nn.BatchNorm2d(after),
-                nn.ReLU(),
-            ]
-        # (N, 128, 4, 4) -> (N, F)
-        layers += [
-            nn.AdaptiveAvgPool2d(4),
-            nn.Flatten(),
-            nn.Linear(self.WIDTHS[-1] * 4**2, self.NUM_FEATURES),
-            nn.ReLU(),
-        ]
-        layers += [
-            nn.BatchNorm1d(self.NUM_FEATURES, affine=False)
-        ]  # features of unit variance give a distance its scale
+            conv = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+            layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
+        linear = nn.Linear(self.WIDTHS[-1] * 4**2, self.NUM_FEATURES)
+        layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), linear, nn.ReLU()]  # (N, F)
+        # Features of unit variance give a distance its scale.
+        layers.append(nn.BatchNorm1d(self.NUM_FEATURES, affine=False))
         self._hidden = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # twice as fast
         self._output = nn.Linear(self.NUM_FEATURES, num_classes)
 
@@ -58,9 +49,8 @@ class GlyphClassifier:
         batch_size = min(self.BATCH_SIZE, len(pixels))
         num_batches = len(pixels) // batch_size
         optimizer = torch.optim.AdamW([*self._hidden.parameters(), *self._output.parameters()])
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.LR, total_steps=self.EPOCHS * num_batches
-        )
+        num_steps = self.EPOCHS * num_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.LR, total_steps=num_steps)
         for _ in range(self.EPOCHS):
             order = torch.randperm(len(pixels), generator=generator)[: num_batches * batch_size]
             for ids in order.view(-1, batch_size):

@@ -17,29 +17,32 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn as nn
 
 from evaluation.files import PUBLISHED, WEIGHTS_SHA256
 from evaluation.precision import strict_fp32
 from runtime.arrays import check_stored
 from runtime.files import sha256
 
-GRAPH_NAME = "classify_image_graph_def.pb"
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
 NUM_SPATIAL_CHANNELS = 7
-SMALLEST_FILE, LARGEST_FILE = 10 * 2**20, 2**30
+MIN_FILE_BYTES, MAX_FILE_BYTES = 10 * 2**20, 2**30
+# Names of a batch normalisation in the network and in the graph.
+BATCH_NORM = {
+    "weight": "gamma",
+    "bias": "beta",
+    "running_mean": "moving_mean",
+    "running_var": "moving_variance",
+}
 MAX_NUMBERS = 2**22  # of one constant of the graph; its largest has 2048 x 1008
-# What damaged bytes make torch.load raise is written down nowhere.
-LOAD_ERRORS = (
-    RuntimeError,
-    EOFError,
-    ValueError,
-    OSError,
-    pickle.UnpicklingError,
-    TypeError,
-    LookupError,
-    AttributeError,
+EXPECTED = (
+    f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 "
+    f"{WEIGHTS_SHA256}), or classify_image_graph_def.pb; `python -m evaluation.fetch inception` downloads "
+    "the first"
 )
-LOAD_ERRORS += (AssertionError, OverflowError, MemoryError, struct.error)
+# What damaged bytes make torch.load raise is not documented.
+LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError)
+LOAD_ERRORS += (AttributeError, AssertionError, OverflowError, MemoryError, struct.error)
 
 
 class InceptionDetector:
@@ -68,32 +71,24 @@ class InceptionDetector:
         file = Path(weights)
         state, self.record = read_weights(file, allow_unpublished)
         self.record["tensors_sha256"] = _tensors_sha256(state)
-        # torch-fidelity would unpickle any file; what it is given here is our own copy of tensors already
-        # read.
+        # torch-fidelity would unpickle any file: it is given a copy of tensors that were read already.
         buffer = io.BytesIO()
         torch.save(state, buffer)
         buffer.seek(0)
         try:
-            network = FeatureExtractorInceptionV3(
-                "inception", ["2048"], feature_extractor_weights_path=buffer
-            )
-        except RuntimeError as error:  # names or shapes that do not fit
-            raise ValueError(
-                f"weights={file} do not fit the network: {_first_lines(error)}. {_where_found()}"
-            ) from error
+            network = FeatureExtractorInceptionV3("inception", ["2048"], buffer)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"weights={file} do not fit the network: {reason}. {EXPECTED}") from error
         self.device = torch.device(device)
         # Measured on a CPU: 1.5 times the images per second (RESULTS.md).
         layout = torch.channels_last if self.device.type == "cpu" else torch.contiguous_format
         self._network = network.to(self.device, memory_format=layout)
         self._class_weights = self._network.fc.weight.double().T  # (2048, 1008)
         self._network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
-        self(
-            np.zeros((1, 8, 8, 3), np.uint8)
-        )  # damaged weights show here, not after the first batch of samples
+        self(np.zeros((1, 8, 8, 3), np.uint8))  # damaged weights show now, not after a batch of samples
 
-    def _keep_spatial(
-        self, module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor
-    ) -> None:
+    def _keep_spatial(self, module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         self._spatial = output  # (N, 192, 17, 17), after normalisation and ReLU
 
     @strict_fp32()
@@ -114,26 +109,17 @@ class InceptionDetector:
         # PARITY: no bias. In fp64, which no setting of the matrix products of fp32 touches.
         logits = (pool.double() @ self._class_weights).float()
         if not (pool.isfinite().all() and logits.isfinite().all()):
-            raise ValueError(
-                "the Inception network gives features that are not finite: its weights must be damaged"
-            )
+            raise ValueError("the Inception features are not finite: the weights are damaged")
         return {"pool": pool, "spatial": spatial, "logits": logits, "probs": logits.softmax(dim=1)}
 
 
 def check_weights_file(file: Path) -> None:
-    """Check what can be checked of a file of weights without reading it.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: its size is that of no such weights.
-    """
+    """Check that a file of weights is there and has a plausible size, without reading it."""
     if not file.is_file():
-        raise FileNotFoundError(f"weights={file} not found. {_where_found()}")
-    if not SMALLEST_FILE < file.stat().st_size < LARGEST_FILE:
-        raise ValueError(
-            f"weights={file} has {file.stat().st_size} bytes: a part of a file, or another one. "
-            f"{_where_found()}"
-        )
+        raise FileNotFoundError(f"weights={file} not found. {EXPECTED}")
+    num_bytes = file.stat().st_size
+    if not MIN_FILE_BYTES < num_bytes < MAX_FILE_BYTES:
+        raise ValueError(f"weights={file} has {num_bytes} bytes: truncated, or another file. {EXPECTED}")
 
 
 def read_weights(
@@ -147,69 +133,51 @@ def read_weights(
     """
     check_weights_file(file)
     record = {"path": str(file), "sha256": sha256(file)}
-    if file.suffix == ".pb":
-        return _from_graph(file), {
-            **record,
-            "checked": "names and shapes",
-        }  # no hash of the graph is published
-    if record["sha256"] != WEIGHTS_SHA256 and not allow_unpublished:
-        raise ValueError(
-            f"weights={file} has sha256 {record['sha256']}, not the published one. {_where_found()}. "
-            "allow_unpublished_weights=true takes it, and its scores compare with nothing published"
-        )
+    is_published = record["sha256"] == WEIGHTS_SHA256
     try:
-        check_stored(file)
+        if file.suffix == ".pb":  # no hash of the graph is published
+            state = _read_graph(file)
+        elif is_published or allow_unpublished:
+            state = _read_state_dict(file)
+        else:
+            raise ValueError(
+                f"its sha256 is {record['sha256']}, not the published one "
+                "(allow_unpublished_weights=true takes it, and its scores compare with nothing published)"
+            )
     except ValueError as error:
-        raise ValueError(f"weights={error}. {_where_found()}") from error
+        raise ValueError(f"weights={file}: {error}. {EXPECTED}") from error
+    return state, {**record, "checked": "sha256" if is_published else "names and shapes"}
+
+
+def _read_state_dict(file: Path) -> dict[str, torch.Tensor]:
+    check_stored(file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except LOAD_ERRORS as error:
         # What torch says here is long, and advises to execute the file.
-        raise ValueError(
-            f"weights={file} cannot be read as a state dict of plain tensors. {_where_found()}"
-        ) from error
-    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"weights={file} must be a state dict: names and tensors. {_where_found()}")
+        raise ValueError("it cannot be read as a state dict of plain tensors") from error
+    if not isinstance(state, Mapping):
+        raise ValueError(f"it must be a state dict, not of type {type(state).__name__}")
     for name, tensor in state.items():
-        if (
-            type(name) is not str
-            or tensor.layout != torch.strided
-            or tensor.device.type != "cpu"
-            or tensor.is_quantized
-        ):
-            raise ValueError(
-                f"weights={file} must be a state dict: {name!r} is no plain tensor. {_where_found()}"
-            )
+        is_plain = isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        is_plain = is_plain and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not is_plain or tensor.is_quantized:
+            raise ValueError(f"it must be a state dict: {name!r} is not a plain tensor")
         if tensor.nbytes > file.stat().st_size:
-            raise ValueError(
-                f"weights={file}: {name} declares {tensor.nbytes} bytes, more than the file holds"
-            )
-    checked = "sha256" if record["sha256"] == WEIGHTS_SHA256 else "names and shapes"
-    return dict(state), {**record, "checked": checked}
+            raise ValueError(f"{name} declares {tensor.nbytes} bytes, more than the file holds")
+    return dict(state)
 
 
 def _tensors_sha256(state: dict[str, torch.Tensor]) -> str:
     """Hash names and values: the same for a state dict and for the graph that it was made from."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(name for name in state if not name.endswith("num_batches_tracked")):
-        found.update(name.encode())
-        found.update(state[name].float().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(state[name].float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
-def _where_found() -> str:
-    return (
-        f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 "
-        f"{WEIGHTS_SHA256}), "
-        f"or {GRAPH_NAME}; `python -m evaluation.fetch inception` downloads the first"
-    )
-
-
-def _first_lines(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def _from_graph(file: Path) -> dict[str, torch.Tensor]:
+def _read_graph(file: Path) -> dict[str, torch.Tensor]:
     """Read the constants of the TensorFlow graph, without TensorFlow."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -219,48 +187,34 @@ def _from_graph(file: Path) -> dict[str, torch.Tensor]:
     try:
         graph.ParseFromString(file.read_bytes())
     except DecodeError as error:
-        raise ValueError(f"weights={file} is no TensorFlow graph: {error}. {_where_found()}") from error
+        raise ValueError(f"not a TensorFlow graph: {error}") from error
     nodes = {node.name: node for node in graph.node if node.op == "Const"}
 
-    def constant(name: str) -> torch.Tensor:
+    def constant(name: str, num_dims: int = 1) -> torch.Tensor:
         if name not in nodes:
-            raise ValueError(f"weights={file} has no constant {name}. {_where_found()}")
+            raise ValueError(f"it has no constant {name}")
         tensor = nodes[name].attr["value"].tensor
         shape = [dim.size for dim in tensor.tensor_shape.dim]
         if min(shape, default=0) < 0 or math.prod(shape) > MAX_NUMBERS:
-            raise ValueError(
-                f"weights={file}: constant {name} is {shape}: must be at most {MAX_NUMBERS} numbers"
-            )
+            raise ValueError(f"constant {name} is {shape}: must be at most {MAX_NUMBERS} numbers")
+        if len(shape) != num_dims:
+            raise ValueError(f"constant {name} is {shape}: must have {num_dims} dimensions")
         try:
             return torch.from_numpy(make_ndarray(tensor).astype(np.float32))
         except (TypeError, ValueError, LookupError, OverflowError) as error:
-            raise ValueError(f"weights={file}: constant {name} cannot be read: {error}") from error
+            raise ValueError(f"constant {name} cannot be read: {error}") from error
 
-    weights = constant("softmax/weights")
-    if weights.ndim != 2:
-        raise ValueError(f"weights={file}: softmax/weights is {tuple(weights.shape)}, must be (in, out)")
-    state = {"fc.weight": weights.T, "fc.bias": constant("softmax/biases")}
+    state = {"fc.weight": constant("softmax/weights", 2).T, "fc.bias": constant("softmax/biases")}
     for module, name in graph_names().items():
-        kernel = constant(f"{name}/conv2d_params")
-        if kernel.ndim != 4:
-            raise ValueError(
-                f"weights={file}: {name}/conv2d_params is {tuple(kernel.shape)}, must be (H, W, in, out)"
-            )
+        kernel = constant(f"{name}/conv2d_params", 4)
         state[f"{module}.conv.weight"] = kernel.permute(3, 2, 0, 1)  # (H, W, in, out) -> (out, in, H, W)
-        for ours, theirs in (
-            ("weight", "gamma"),
-            ("bias", "beta"),
-            ("running_mean", "moving_mean"),
-            ("running_var", "moving_variance"),
-        ):
+        for ours, theirs in BATCH_NORM.items():
             state[f"{module}.bn.{ours}"] = constant(f"{name}/batchnorm/{theirs}")
     return state
 
 
 def graph_names() -> dict[str, str]:
-    """Return the graph's name for each convolution of the network; a graph counts where the network has
-    names.
-    """
+    """Return the graph's name for each convolution of the network; the graph numbers its blocks."""
 
     def convs(branch: str, tower: str, count: int) -> dict[str, str]:
         return {f"{branch}_{i + 1}": f"{tower}/{_numbered('conv', i)}" for i in range(count)}
@@ -276,24 +230,11 @@ def graph_names() -> dict[str, str]:
     e = ends | convs("branch3x3", "tower", 1) | fork("branch3x3_2", "tower")
     e |= convs("branch3x3dbl", "tower_1", 2) | fork("branch3x3dbl_3", "tower_1")
     stem = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
-    blocks = {
-        "5b": a,
-        "5c": a,
-        "5d": a,
-        "6a": b,
-        "6b": c,
-        "6c": c,
-        "6d": c,
-        "6e": c,
-        "7a": d,
-        "7b": e,
-        "7c": e,
-    }
+    kinds = {"5b": a, "5c": a, "5d": a, "6a": b, "6b": c, "6c": c, "6d": c, "6e": c, "7a": d, "7b": e}
     names = {module: _numbered("conv", i) for i, module in enumerate(stem)}
-    for i, (block, branches) in enumerate(blocks.items()):
-        names |= {
-            f"Mixed_{block}.{branch}": f"{_numbered('mixed', i)}/{name}" for branch, name in branches.items()
-        }
+    for i, (block, branches) in enumerate((kinds | {"7c": e}).items()):
+        mixed = _numbered("mixed", i)
+        names |= {f"Mixed_{block}.{branch}": f"{mixed}/{name}" for branch, name in branches.items()}
     return names
 
 

@@ -8,13 +8,13 @@ from evaluation.features import FeatureSet, Need
 class Metric:
     """A score of the features of samples against those of a reference, which may hold statistics alone.
 
-    A sibling sets what it needs and writes `__call__`; a YAML file of `configs/evaluation/` names it.
+    A subclass sets what it needs and writes `__call__`; a YAML file of `configs/evaluation/` names it.
 
     Attributes:
-        keys: what it gives.
-        needs: the statistics that it looks at.
+        keys: of the scores that it returns.
+        needs: the statistics that it uses.
         min_images: fewer cannot be scored.
-        needs_labels: whether it looks at the labels of the samples.
+        needs_labels: True if it uses the labels of the samples.
     """
 
     keys: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class Metric:
 
     @property
     def needs_of_reference(self) -> tuple[Need, ...]:
-        """The statistics of the reference that it looks at; without them it is left out."""
+        """The statistics of the reference that it uses; without them it is left out."""
         return self.needs
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
@@ -32,6 +32,6 @@ class Metric:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Return what moves a number."""
+        """Return what the scores depend on."""
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"name": type(self).__name__} | {k: v for k, v in settings.items() if k != "needs"}

@@ -10,11 +10,11 @@ from evaluation.statistics import FeatureStatistics
 
 
 class FrechetDistance(Metric):
-    """The distance of Gaussians that have the mean and the covariance of the features.
+    """The distance of Gaussians with the mean and the covariance of the features.
 
     Args:
-        key: of the score; it names the features.
-        features: their name, as the detector gives them.
+        key: of the score.
+        features: name of the features that the detector gives.
     """
 
     def __init__(self, key: str, features: str):
@@ -31,9 +31,8 @@ def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> fl
     """Return the squared Frechet distance between two Gaussians.
 
     DEVIATION: the original takes a matrix square root, which fails or turns complex where a covariance is
-        singular. Here
-    sigma1 = F F^T by a Cholesky decomposition with pivots, which stops at the rank, and (sigma1 sigma2)^(1/2)
-    has the trace of (F^T sigma2 F)^(1/2), which is symmetric.
+    singular. Here sigma1 = F F^T by a pivoted Cholesky decomposition, which stops at the rank, and
+    (sigma1 sigma2)^(1/2) has the trace of (F^T sigma2 F)^(1/2), which is symmetric.
 
     Args:
         mu1, mu2: means (F,).
@@ -46,9 +45,8 @@ def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> fl
 
     mu1, sigma1, mu2, sigma2 = (torch.as_tensor(a).double().cpu().numpy() for a in (mu1, sigma1, mu2, sigma2))
     if mu1.shape != mu2.shape or sigma1.shape != sigma2.shape or sigma1.shape != (*mu1.shape, *mu1.shape):
-        raise ValueError(
-            f"features of {mu1.shape}, {sigma1.shape} and {mu2.shape}, {sigma2.shape} cannot be compared"
-        )
+        shapes = f"{mu1.shape}, {sigma1.shape} and {mu2.shape}, {sigma2.shape}"
+        raise ValueError(f"features of {shapes} cannot be compared")
     if not all(np.isfinite(a).all() for a in (mu1, sigma1, mu2, sigma2)):
         raise ValueError("means and covariances must be finite")
     factor = _factor(sigma1)  # (F, rank)

@@ -25,10 +25,9 @@ class InceptionScore(Metric):
 
 
 class SplitScores:
-    """Inception score over contiguous splits of images that come in any order, with their positions.
+    """Inception score over contiguous splits of images that arrive in any order, with their positions.
 
     Args:
-        num_images: how many there are in all.
         split_size: images of a split; a short last split counts like the others. None: SPLIT_SIZE.
     """
 
@@ -51,7 +50,7 @@ class SplitScores:
         return self
 
     def merge(self, launch: Launch) -> "SplitScores":
-        """Replace the sums of this process by those of all processes; return self."""
+        """Replace the sums of this rank by those of all ranks; return self."""
         self._sums = launch.sum(self._sums)
         return self
 

@@ -44,12 +44,10 @@ def kernel_distance(
     reference, samples = comparable(reference_features, sample_features, at_least=2)
     subset_size = min(subset_size, len(reference), len(samples))
     rng = np.random.default_rng(seed)
-    values = [
-        _squared_discrepancy(
-            *(f[rng.choice(len(f), subset_size, replace=False)].double() for f in (reference, samples))
-        )
-        for _ in range(num_subsets)
-    ]
+    values = []
+    for _ in range(num_subsets):
+        subsets = (f[rng.choice(len(f), subset_size, replace=False)] for f in (reference, samples))
+        values.append(_squared_discrepancy(*(subset.double() for subset in subsets)))
     return float(np.mean(values)), float(np.std(values))
 
 

@@ -1,4 +1,4 @@
-"""How many images show the class that was asked for."""
+"""The share of images that show the requested class."""
 
 from evaluation.features import FeatureSet
 from evaluation.metrics import Metric
@@ -6,7 +6,7 @@ from evaluation.statistics import AllFeatures
 
 
 class LabelAccuracy(Metric):
-    """The share of samples in which a classifier (`classes`) sees the class of their label."""
+    """The share of samples that a classifier (`classes`) takes for the class of their label."""
 
     keys = ("label_accuracy",)
     needs = ((AllFeatures, "classes"),)

@@ -48,21 +48,17 @@ def precision_recall(
         exact: distances in fp32. The default rounds as the original does, in fp16, and takes fp32 for a block
             in which a distance overflows.
         device: where to compute; None: where the features are.
-        block_size: rows and columns of distances held at a time.
+        block_size: rows and columns of distances in memory at a time.
 
     Raises:
-        ValueError: a set of no more than k members, feature lengths that differ, or features that are not
-            finite.
+        ValueError: a set of k members or fewer, feature lengths that differ, or features not finite.
     """
     reference, samples = comparable(reference_features, sample_features, at_least=k + 1, device=device)
-    reference_radii, sample_radii = (
-        _radii(features, k, exact, block_size) for features in (reference, samples)
-    )
+    reference_radii, sample_radii = (_radii(f, k, exact, block_size) for f in (reference, samples))
     covered_reference, covered_samples = (
         torch.zeros(len(f), dtype=torch.bool, device=f.device) for f in (reference, samples)
     )
-    # Rows are reference images and columns samples, as in the original: fp16 rounds the two orders
-    # differently.
+    # PARITY: rows are reference images, columns samples: fp16 rounds the two orders differently.
     for i in range(0, len(reference), block_size):
         rows = slice(i, i + block_size)
         for j in range(0, len(samples), block_size):
@@ -79,10 +75,9 @@ def _radii(features: torch.Tensor, k: int, exact: bool, block_size: int) -> torc
     for rows in features.split(block_size):
         nearest = torch.empty(len(rows), 0, device=features.device)
         for columns in features.split(block_size):
-            nearest = torch.cat([nearest, _squared_distances(rows, columns, exact)], dim=1)
-            nearest = nearest.topk(
-                min(k + 1, nearest.shape[1]), largest=False
-            ).values  # (rows, k + 1), ascending
+            distances = torch.cat([nearest, _squared_distances(rows, columns, exact)], dim=1)
+            num_nearest = min(k + 1, distances.shape[1])
+            nearest = distances.topk(num_nearest, largest=False).values  # (rows, k + 1), ascending
         radii.append(nearest[:, k])
     return torch.cat(radii)
 
@@ -92,8 +87,7 @@ def _squared_distances(a: torch.Tensor, b: torch.Tensor, exact: bool) -> torch.T
     """Return the squared distances (n, m) fp32 of a (n, F) and b (m, F)."""
     # |a - b|^2 = |a|^2 - 2 a.b + |b|^2
     if not exact:
-        # PARITY: inputs, squares, norms, product and sums are rounded to fp16; sums over features accumulate
-        # in fp32.
+        # PARITY: all terms are rounded to fp16; sums over features accumulate in fp32.
         half_a, half_b = a.half(), b.half()
         norms_a, norms_b = (x.square().float().sum(dim=1).half() for x in (half_a, half_b))
         distances = (half_a.float() @ half_b.float().T).half()

@@ -39,7 +39,6 @@ def photos(tmp_path_factory):
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(encode, "PART_IMAGES", 4)
-    monkeypatch.setattr(encode, "IMAGES_AT_ONCE", 3)
 
 
 def options(source, out, vae, *overrides):
@@ -75,12 +74,8 @@ def by_hand(vae, folder, name):
 def test_photographs_become_moments_of_both_flips(tmp_path, photos, vae, small_parts):
     dataset = run(photos, tmp_path / "out", vae, "num_held_out=2")
     manifest, names = dataset.manifest, sorted(str(f.relative_to(photos)) for f in photos.rglob("*.*"))
-    assert (manifest.count, manifest.shape, manifest.kind, manifest.dtype) == (
-        10,
-        (8, 16, 16),
-        "moments",
-        "float16",
-    )
+    assert (manifest.count, manifest.shape) == (10, (8, 16, 16))
+    assert (manifest.kind, manifest.dtype) == ("moments", "float16")
     assert (manifest.hflip, manifest.resolution, manifest.num_held_out) == (True, 32, 2)
     assert (manifest.scale, manifest.shift, manifest.std) == (1.1, 0.0, 1.0)
     assert (manifest.encoder, manifest.encoder_hash) == (vae, KLEncoder(vae, CPU).weights_hash)
@@ -144,7 +139,7 @@ def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2])
-def test_what_was_stopped_goes_on_and_ends_the_same(
+def test_a_stopped_job_resumes_and_ends_the_same(
     tmp_path, photos, vae, small_parts, monkeypatch, capsys, stop_after
 ):
     run(photos, tmp_path / "whole", vae)
@@ -159,7 +154,7 @@ def test_what_was_stopped_goes_on_and_ends_the_same(
     monkeypatch.setattr(parts.PartFolder, "write", stop)
     with pytest.raises(KeyboardInterrupt):
         run(photos, tmp_path / "out", vae)
-    said = f"stopped: {tmp_path / 'out.partial'} keeps what is done, and the same command goes on"
+    said = f"stopped: the same command resumes from {tmp_path / 'out.partial'}"
     assert said in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
     written_before, again = list(written), []
@@ -175,12 +170,12 @@ def test_what_was_stopped_goes_on_and_ends_the_same(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_scale_that_does_not_fit_is_told_with_one_that_does(tmp_path, photos, capsys):
+def test_a_wrong_scale_is_reported_with_a_fitting_one(tmp_path, photos, capsys):
     vae = write_autoencoder(tmp_path / "vae", scaling_factor=0.18215, shift_factor=0.25)
     dataset = run(photos, tmp_path / "out", vae)
     assert (dataset.manifest.scale, dataset.manifest.shift) == (0.18215, 0.25)
     printed = capsys.readouterr().out
-    fitting = float(printed.partition("the right latents, scale ")[2].split()[0])
+    fitting = float(printed.partition("the right latents, set scale ")[2].split()[0])
     assert abs(float(dataset.measure()[2]) * fitting / 0.18215 - 1) < 1e-3
 
 
@@ -192,13 +187,13 @@ def test_a_scale_that_does_not_fit_is_told_with_one_that_does(tmp_path, photos, 
         ("encoder=identity", "encoder: .* -> identity; encoder_hash: "),
     ],
 )
-def test_a_job_is_not_continued_with_something_else(
+def test_a_job_is_not_resumed_with_other_settings(
     tmp_path, photos, vae, small_parts, monkeypatch, override, message
 ):
     stopped(tmp_path, photos, vae, monkeypatch)
     with pytest.raises(
         UserError,
-        match=rf"out.partial was begun with something else \(.*{message}.*\): go on with that, or remove",
+        match=rf"out.partial was started with other settings \(.*{message}.*\): use those, or remove",
     ):
         run(photos, tmp_path / "out", vae, override)
     assert run(photos, tmp_path / "out", vae).manifest.count == 10
@@ -226,12 +221,12 @@ def spoil(folder):
     return whole
 
 
-def test_corrupt_images_are_listed_and_may_be_left_out_or_mended(tmp_path, vae, small_parts, capsys):
+def test_corrupt_images_are_listed_and_can_be_left_out(tmp_path, vae, small_parts, capsys):
     folder = tmp_path / "photos"
     write_photographs(folder)
     perfect = run(folder, tmp_path / "perfect", vae)
     spoil(folder)
-    with pytest.raises(UserError, match=r"2 images are corrupt, and nothing .*skip_corrupt=true"):
+    with pytest.raises(UserError, match=r"2 images are corrupt: .*skip_corrupt=true"):
         run(folder, tmp_path / "out", vae)
     printed = capsys.readouterr().out
     assert "2 of 10 images are corrupt" in printed
@@ -248,7 +243,7 @@ def test_corrupt_images_are_listed_and_may_be_left_out_or_mended(tmp_path, vae, 
     assert "cannot identify image" in told[1]
 
 
-def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts, monkeypatch):
+def test_corrupt_images_that_were_fixed_are_encoded(tmp_path, vae, small_parts, monkeypatch):
     folder = tmp_path / "photos"
     write_photographs(folder)
     whole = spoil(folder)
@@ -267,7 +262,7 @@ def test_corrupt_images_that_were_mended_are_encoded(tmp_path, vae, small_parts,
     assert again == [0, 1], "the part without corrupt images is kept"
 
 
-def test_a_part_of_nothing_but_corrupt_images_and_a_source_of_nothing_else(tmp_path, vae, small_parts):
+def test_parts_and_sources_of_corrupt_images_only(tmp_path, vae, small_parts):
     folder = tmp_path / "photos"
     names = write_photographs(folder)
     # And of the next part the only image of its class: the labels that follow stay with their images.
@@ -307,7 +302,9 @@ def write_masks(folder, photos, mode="L"):
 
 
 @pytest.mark.parametrize("conditioning_type", ["mask", "segmentation"])
-def test_masks_are_cut_and_pooled_like_their_images(tmp_path, photos, vae, small_parts, conditioning_type):
+def test_masks_are_cropped_and_pooled_like_their_images(
+    tmp_path, photos, vae, small_parts, conditioning_type
+):
     masks = write_masks(tmp_path / "masks", photos)
     dataset = run(photos, tmp_path / "out", vae, f"masks={masks}", f"conditioning_type={conditioning_type}")
     assert dataset.manifest.conditioning_type == conditioning_type
@@ -324,15 +321,13 @@ def test_masks_are_cut_and_pooled_like_their_images(tmp_path, photos, vae, small
     assert 0 < dataset.masks.astype(bool).mean() < 1
 
 
-def test_a_mask_of_another_size_is_told_with_its_image(tmp_path, photos, vae):
+def test_a_mask_of_another_size_is_reported_with_its_image(tmp_path, photos, vae):
     masks = write_masks(tmp_path / "masks", photos)
     Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "china" / "000.png")
     with pytest.raises(UserError, match="1 images are corrupt"):
         run(photos, tmp_path / "out", vae, f"masks={masks}")
-    assert (
-        "china/000.png: its mask: it is (9, 7), the image is"
-        in (tmp_path / "out.partial" / "corrupt.txt").read_text()
-    )
+    corrupt = (tmp_path / "out.partial" / "corrupt.txt").read_text()
+    assert "china/000.png: its mask: it is (9, 7), the image is" in corrupt
 
 
 @pytest.mark.parametrize(
@@ -357,21 +352,21 @@ def test_what_is_there_is_not_overwritten(tmp_path, photos, vae):
     assert files(tmp_path / "out") == before
 
 
-def test_too_little_room_is_told_before_any_work(tmp_path, photos, vae, monkeypatch):
+def test_too_little_disk_space_is_an_error_before_any_work(tmp_path, photos, vae, monkeypatch):
     usage = encode.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(encode.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(UserError, match=r"out=.* needs 0\.0 GiB while it is made, 0\.0 are free"):
+    with pytest.raises(UserError, match=r"out=.* needs 0\.0 GiB while it is written, 0\.0 are free"):
         run(photos, tmp_path / "out", vae)
 
 
-def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path, photos, vae):
+def test_a_full_disk_is_one_line_and_the_same_command_resumes(tmp_path, photos, vae):
     """A limit on the size of files stands for the full disk: 10 images are one part of 82 kB, and so is what
     is made of it.
     """
     result = start(photos, tmp_path / "out", vae, file_bytes=60_000)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith(
-        "error: [Errno 27] File too large; mend this and run the same command again"
+        "error: [Errno 27] File too large; fix this and run the same command again"
     )
     assert "Traceback" not in result.stderr
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["about.json", "out.partial"]
@@ -433,7 +428,7 @@ def test_a_public_autoencoder_is_taken_from_the_cache_without_network(tmp_path, 
     assert manifest["encoder"] == "stabilityai/sd-vae-ft-ema"
 
 
-def test_a_source_that_is_gone_is_no_set_of_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
+def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
     """A disk that is unmounted half-way must not leave half of the images out."""
     write_photographs(tmp_path / "photos")
     write = parts.PartFolder.write
@@ -444,7 +439,7 @@ def test_a_source_that_is_gone_is_no_set_of_corrupt_images(tmp_path, vae, small_
             (tmp_path / "photos").rename(tmp_path / "elsewhere")
 
     message = (
-        r"No such file or directory; mend this and run the same command again to go on: '(china|flower)/\d+"
+        r"No such file or directory; fix this and run the same command again to resume: '(china|flower)/\d+"
     )
     with monkeypatch.context() as patch, pytest.raises(UserError, match=message):
         patch.setattr(parts.PartFolder, "write", unmount)
@@ -453,9 +448,7 @@ def test_a_source_that_is_gone_is_no_set_of_corrupt_images(tmp_path, vae, small_
     assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10
 
 
-def test_a_kill_while_the_parts_are_put_together_costs_nothing(
-    tmp_path, photos, vae, small_parts, monkeypatch
-):
+def test_a_kill_while_parts_are_joined_costs_nothing(tmp_path, photos, vae, small_parts, monkeypatch):
     from data import LatentWriter
 
     run(photos, tmp_path / "whole", vae)
@@ -466,15 +459,15 @@ def test_a_kill_while_the_parts_are_put_together_costs_nothing(
         with pytest.raises(KeyboardInterrupt):
             run(photos, tmp_path / "out", vae)
     assert (tmp_path / "out.partial" / "joined" / "latents.npy").exists()
-    encoded, again = [], encode.encode_batch
-    monkeypatch.setattr(encode, "encode_batch", lambda *arguments: (encoded.append(1), again(*arguments))[1])
+    encoded, again = [], encode.encode_part
+    monkeypatch.setattr(encode, "encode_part", lambda *arguments: (encoded.append(1), again(*arguments))[1])
     run(photos, tmp_path / "out", vae)
     assert not encoded
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def test_a_second_process_says_who_encodes_there_and_ends(tmp_path, photos, vae):
+def test_a_second_encoder_names_the_first_and_exits(tmp_path, photos, vae):
     with lock_of(tmp_path / "out"):
         result = start(photos, tmp_path / "out", vae)
     assert result.returncode == TRY_AGAIN
@@ -483,7 +476,7 @@ def test_a_second_process_says_who_encodes_there_and_ends(tmp_path, photos, vae)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_comes_when_another_has_just_ended_does_not_begin_again(tmp_path, photos, vae, monkeypatch):
+def test_out_is_checked_again_under_the_lock(tmp_path, photos, vae, monkeypatch):
     """After its first look at `out`, before it has the lock."""
     acquire = encode.Lock.acquire
 
@@ -493,30 +486,30 @@ def test_one_that_comes_when_another_has_just_ended_does_not_begin_again(tmp_pat
         return acquire(lock)
 
     monkeypatch.setattr(encode.Lock, "acquire", late)
-    with pytest.raises(UserError, match=r"out exists: move it away to write it again, or choose another"):
+    with pytest.raises(UserError, match=r"out exists: move it away, or choose another"):
         run(photos, tmp_path / "out", vae)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_part_whose_errors_were_written_and_nothing_else_is_made_again(tmp_path):
+def test_a_part_of_which_only_errors_were_written_is_redone(tmp_path):
     """Killed between the errors and the part, or between a part and the end of the old errors."""
     folder = parts.PartFolder(tmp_path / "p", {"a": 1}, 3)
-    assert folder.begin() == [0, 1, 2]
+    assert folder.start() == [0, 1, 2]
     part = parts.Part(np.zeros((2, 1, 4, 4), np.float16), None, np.array([0, 1]), {})
     spoilt = parts.Part(part.latents[:1], None, part.positions[:1], {1: "b.png: broken"})
     folder.write(0, part)
     folder.write(1, spoilt)
-    assert folder.begin() == [1, 2]
+    assert folder.start() == [1, 2]
     assert folder.errors(range(3)) == {1: "b.png: broken"}
     (tmp_path / "p" / "0000002.errors.json").write_text("{}")
     folder.write(2, part)
-    assert folder.begin() == [1]
+    assert folder.start() == [1]
     folder.write(1, part)
-    assert folder.begin() == []
+    assert folder.start() == []
     assert folder.errors(range(3)) == {}
 
 
-def test_a_damaged_part_is_removed_and_made_again(tmp_path, photos, vae, small_parts, monkeypatch):
+def test_a_damaged_part_is_removed_and_redone(tmp_path, photos, vae, small_parts, monkeypatch):
     stopped(tmp_path, photos, vae, monkeypatch)
     part = tmp_path / "out.partial" / "0000001.npz"
     data = bytearray(part.read_bytes())
@@ -527,7 +520,7 @@ def test_a_damaged_part_is_removed_and_made_again(tmp_path, photos, vae, small_p
     assert run(photos, tmp_path / "out", vae).manifest.count == 10
 
 
-def test_one_place_has_one_name(tmp_path, photos, vae, small_parts, monkeypatch):
+def test_a_path_has_one_name(tmp_path, photos, vae, small_parts, monkeypatch):
     stopped(tmp_path, photos, vae, monkeypatch)
     monkeypatch.chdir(photos.parent)
     assert run(f"{photos.name}/", tmp_path / "out", vae).manifest.encoder == vae
@@ -537,7 +530,7 @@ def test_one_place_has_one_name(tmp_path, photos, vae, small_parts, monkeypatch)
     )
 
 
-def test_names_that_are_no_text_and_lines_of_pixels_are_images_like_others(tmp_path, vae):
+def test_undecodable_names_and_lines_of_pixels_are_handled(tmp_path, vae):
     folder = tmp_path / "photos"
     folder.mkdir()
     Image.fromarray(photographs()["china"][:32, :32]).save(folder / "0.png")
@@ -549,7 +542,7 @@ def test_names_that_are_no_text_and_lines_of_pixels_are_images_like_others(tmp_p
     assert text == "line.png: its size is (4000, 1): one side must be at most 50 times the other\n"
     (folder / "line.png").unlink()
     (folder / os.fsdecode(b"\xfe.png")).write_bytes(b"")
-    with pytest.raises(UserError, match="was begun with something else"):
+    with pytest.raises(UserError, match="was started with other settings"):
         run(folder, tmp_path / "out", vae)
     dataset = run(folder, tmp_path / "other", vae, "skip_corrupt=true")
     assert dataset.manifest.count == 1

@@ -28,7 +28,7 @@ def test_an_image_is_a_function_of_seed_and_index():
     assert len({image.tobytes() for image in (*images, *draw_glyphs(seed=4, first=0, count=200)[0])}) == 400
 
 
-def test_a_larger_set_begins_with_a_smaller_one_and_means_the_same(tmp_path):
+def test_a_larger_set_starts_with_a_smaller_one(tmp_path):
     small, large = (
         glyphs(str(tmp_path / str(count)), **SIZES, num_images=count, seed=0) for count in (320, 2048)
     )
@@ -46,7 +46,7 @@ def test_a_larger_set_begins_with_a_smaller_one_and_means_the_same(tmp_path):
     assert np.array_equal(labels, of_drawn)
 
 
-def test_what_lies_there_must_be_what_is_asked_for(tmp_path):
+def test_an_existing_folder_must_have_the_requested_settings(tmp_path):
     path = str(tmp_path / "glyphs")
     glyphs(path, **SIZES, num_images=64, seed=0)
     for wrong, message in (
@@ -62,7 +62,7 @@ def test_what_lies_there_must_be_what_is_asked_for(tmp_path):
         glyphs(str(tmp_path / "digits"), 8, 1, 10, num_images=64, seed=0)
 
 
-def test_the_fonts_are_all_that_hold_the_characters_and_look_like_them():
+def test_the_fonts_are_all_that_have_the_characters():
     files = {file.stem: file for file in (Path(matplotlib.get_data_path()) / "fonts/ttf").glob("*.ttf")}
     needed = set(map(ord, CHARACTERS))
     whole = {name for name, file in files.items() if needed <= FT2Font(str(file)).get_charmap().keys()}
@@ -72,7 +72,7 @@ def test_the_fonts_are_all_that_hold_the_characters_and_look_like_them():
 
 
 @pytest.mark.parametrize("font", range(len(FONTS)), ids=FONTS)
-def test_characters_are_whole_and_as_high_as_in_every_font(font):
+def test_characters_are_uncropped_and_of_one_height(font):
     masters = [np.asarray(_master(font, label)) for label in range(62)]
     assert len({master.tobytes() for master in masters}) == 62
     rim = np.ones(masters[0].shape, bool)
@@ -88,7 +88,7 @@ def test_characters_are_whole_and_as_high_as_in_every_font(font):
     assert abs(bottom - top + 1 - CAPITAL * MASTER_DETAIL) <= 2
 
 
-def test_moves_are_what_they_are_named():
+def test_each_move_does_what_its_name_says():
     """Of an E: none, turned, slanted, wider, higher, shifted."""
     label = CHARACTERS.index("E")
     still = _ink(0, label, NO_MOVES)

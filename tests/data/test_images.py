@@ -62,7 +62,7 @@ def test_processes_share_images_without_gaps_or_doubles(tmp_path_factory, count,
         assert all((image == IMAGES[i]).all() for i, image in seen.items())
 
 
-def test_an_array_is_never_held_as_a_whole(tmp_path):
+def test_an_array_is_never_entirely_in_memory(tmp_path):
     size = 64 * 2**20
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "large.npz", np.zeros((size // (64 * 64 * 3), 64, 64, 3), np.uint8))
@@ -185,7 +185,7 @@ def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):
 
 def test_a_resolution_has_no_meaning_for_an_array(tmp_path):
     np.savez(tmp_path / "x.npz", IMAGES)
-    with pytest.raises(ValueError, match=r"resolution=16 crops image files, and has no meaning for .*x.npz"):
+    with pytest.raises(ValueError, match=r"resolution=16 crops image files and has no meaning for .*x.npz"):
         open_images(tmp_path / "x.npz", resolution=16)
 
 

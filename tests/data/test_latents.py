@@ -63,7 +63,7 @@ def test_scale_and_shift_are_applied_once_and_undone():
     torch.testing.assert_close(manifest.to_encoder(latents), stored)
 
 
-def test_moments_are_sampled_again():
+def test_moments_are_sampled_anew():
     manifest = LatentManifest(20, (2, 8, 8), "float16", "moments", 0, "identity", scale=0.5)
     assert manifest.in_channels == 1
     mean, logvar = torch.full((20_000, 1, 8, 8), 3.0), torch.full((20_000, 1, 8, 8), -1.0)
@@ -171,7 +171,7 @@ def remove(name):
         (empty, ValueError, r"latents\.npy is truncated"),
         (other_labels, ValueError, r"labels\.npy: label 5 at position 0 must be in \[0, 4\]"),
         (fewer_labels, ValueError, r"labels\.npy holds int64 \(19,\), the manifest promises int64 \(20,\)"),
-        (pickled_labels, ValueError, r"labels\.npy is truncated or no \.npy file"),
+        (pickled_labels, ValueError, r"labels\.npy is truncated or not an \.npy file"),
         (broken_manifest, ValueError, r"manifest\.json is not a latent manifest"),
         (change_manifest(count=21), ValueError, r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest"),
         (change_manifest(dtype="float32"), ValueError, r"the manifest promises float32"),
@@ -294,7 +294,7 @@ def write_flipped(path, count=12, **changes):
     return open_latents(path)
 
 
-def test_flips_are_read_where_they_are_asked_for(tmp_path):
+def test_flips_are_read_on_request(tmp_path):
     dataset = write_flipped(tmp_path / "a", num_held_out=4)
     ids = np.array([7, 0, 7, 3])
     stored, labels = dataset.read(ids, np.array([1, 0, 0, 1]))
@@ -335,13 +335,13 @@ def test_a_channel_may_have_a_scale_and_a_shift_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("std", "warned"), [(1.0, False), (0.6, False), (1.7, False), (0.18, True), (5.5, True), (0.5, True)]
 )
-def test_a_standard_deviation_far_from_the_promised_one_is_told(std, warned):
+def test_a_standard_deviation_far_from_the_promised_one_warns(std, warned):
     manifest = replace(MANIFEST, scale=0.18215, std=1.0)
     warning = manifest.std_warning(torch.tensor(std))
     assert bool(warning) == warned
     if warned:
         assert f"standard deviation of {std:.3g}, the manifest promises 1." in warning
-        assert f"scale {0.18215 / std:.4g} in manifest.json keeps the promise" in warning
+        assert f"set scale {0.18215 / std:.4g} in manifest.json" in warning
     assert MANIFEST.std_warning(torch.tensor(9.0)) is None, "nothing was promised"
 
 
@@ -380,7 +380,7 @@ def test_a_manifest_survives_its_file(tmp_path):
     assert set(manifest.checksums) == {"latents.npy", "labels.npy"}
 
 
-def test_the_same_latents_have_the_same_fingerprint_however_they_were_made(tmp_path):
+def test_the_origin_does_not_change_the_fingerprint(tmp_path):
     for name, origin in (("a", {"on": "Monday"}), ("b", {"on": "Tuesday"}), ("c", None)):
         write(tmp_path / name, origin=origin)
     write(tmp_path / "d", scale=2.0)
@@ -411,7 +411,7 @@ def test_one_changed_number_anywhere_changes_the_fingerprint(tmp_path):
     assert len(prints) == 2
 
 
-def test_a_folder_appears_by_one_renaming(tmp_path, monkeypatch):
+def test_a_folder_appears_by_one_rename(tmp_path, monkeypatch):
     """Until the last moment nothing is there that could be taken for a latent folder."""
     seen = []
 

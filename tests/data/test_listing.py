@@ -104,7 +104,7 @@ def test_images_without_folders_have_no_classes(tmp_path):
     assert (images.labels, images.num_classes, images.class_names) == (None, 0, None)
 
 
-def test_a_list_tells_paths_and_classes(tmp_path):
+def test_a_list_gives_paths_and_classes(tmp_path):
     write(tmp_path / "images", ["a b/0.png", "c/1.png", "d/2.png"])
     (tmp_path / "names.txt").write_text("images/a b/0.png dog\nimages/d/2.png cat\n\nimages/c/1.png  dog\n")
     named = list_images(tmp_path / "names.txt")
@@ -117,7 +117,7 @@ def test_a_list_tells_paths_and_classes(tmp_path):
         assert np.asarray(Image.open(file))[0, 0, 0] == 2
 
 
-def test_dataset_json_tells_the_classes(tmp_path):
+def test_dataset_json_gives_the_classes(tmp_path):
     folder = write(tmp_path / "edm", ["00000/img0.png", "00000/img1.png", "00001/img2.png"])
     labels = [["00000/img1.png", 7], ["00000/img0.png", 3], ["00001/img2.png", 0]]
     (folder / "dataset.json").write_text(json.dumps({"labels": labels}))
@@ -156,7 +156,7 @@ def test_what_cannot_be_listed_is_refused_with_the_reason(tmp_path):
     (tmp_path / "file.bin").write_bytes(b"PK\x03\x04 not a zip")
     with pytest.raises(ValueError, match="cannot be read as a folder, a zip or a list"):
         list_images(tmp_path / "file.bin")
-    with pytest.raises(ValueError, match=r"1.png lies in no class folder"):
+    with pytest.raises(ValueError, match=r"1.png is not in a class folder"):
         list_images(write(tmp_path / "mixed", ["a/0.png", "1.png"]))
     for text, error, message in (
         ("one-word\n", ValueError, "line 1 must hold a path and a class, got 'one-word'"),
@@ -168,7 +168,7 @@ def test_what_cannot_be_listed_is_refused_with_the_reason(tmp_path):
             list_images(tmp_path / "list.txt")
 
 
-def test_no_class_vanishes_without_a_word(tmp_path):
+def test_no_class_vanishes_silently(tmp_path):
     folder = write(tmp_path / "x" / "train", ["a/0.png", "c/0.png"])
     (folder / "b").mkdir()
     (folder / "b" / "0.gif").write_bytes(b"GIF89a")
@@ -185,18 +185,18 @@ def test_no_class_vanishes_without_a_word(tmp_path):
     assert list_images(tmp_path / "x").class_names == ("a", "b", "c")
 
 
-def test_labels_that_lie_too_deep_are_not_overlooked(tmp_path):
+def test_labels_in_a_subfolder_are_not_overlooked(tmp_path):
     folder = write(tmp_path / "edm" / "inner", ["00000/img0.png", "00001/img1.png"])
     (folder / "dataset.json").write_text(
         json.dumps({"labels": [["00000/img0.png", 1], ["00001/img1.png", 0]]})
     )
     for path in (tmp_path / "edm", pack(tmp_path / "edm", tmp_path / "edm.zip")):
-        with pytest.raises(ValueError, match=r"inner/dataset.json tells the labels only where it lies at"):
+        with pytest.raises(ValueError, match=r"inner/dataset.json gives the labels at the top alone"):
             list_images(path)
     assert list_images(folder).labels.tolist() == [1, 0]
 
 
-def test_absurd_classes_and_lists_that_are_no_text_are_refused(tmp_path):
+def test_absurd_classes_and_binary_lists_are_refused(tmp_path):
     folder = write(tmp_path / "edm", ["0.png"])
     for label in (10**30, 2**62, 1_000_000, True):
         (folder / "dataset.json").write_text(json.dumps({"labels": [["0.png", label]]}))
@@ -207,5 +207,5 @@ def test_absurd_classes_and_lists_that_are_no_text_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"class {number} must be less than 1000000"):
             list_images(tmp_path / "list.txt")
     (tmp_path / "list.txt").write_bytes(b"edm/\xff.png 3\n")
-    with pytest.raises(ValueError, match=r"list.txt is no list: it is not text in UTF-8"):
+    with pytest.raises(ValueError, match=r"list.txt is not a list: it is not text in UTF-8"):
         list_images(tmp_path / "list.txt")

@@ -45,7 +45,7 @@ def refused(path, name="a"):
     return f"{type(raised.value).__name__}: {text}"
 
 
-def test_a_server_gives_the_same_as_a_folder_and_is_asked_once(served, tmp_path):
+def test_a_server_gives_the_same_as_a_folder_in_one_request(served, tmp_path):
     server, path = served
     assert read(str(tmp_path)) == read(path) == DATA
     assert len(server.asked) == 1
@@ -53,7 +53,7 @@ def test_a_server_gives_the_same_as_a_folder_and_is_asked_once(served, tmp_path)
 
 
 @pytest.mark.parametrize("fault", [503, 500, 429, "cut"])
-def test_what_fails_once_is_asked_for_again(served, fault):
+def test_what_fails_once_is_tried_again(served, fault):
     server, path = served
     server.faults = [fault]
     assert read(path) == DATA
@@ -68,7 +68,7 @@ def test_what_fails_once_is_asked_for_again(served, fault):
         ("cut", "tried 3 times: .*not completed"),
     ],
 )
-def test_what_fails_for_ever_is_asked_for_a_few_times(served, fault, message):
+def test_what_always_fails_is_tried_three_times(served, fault, message):
     server, path = served
     server.faults = [fault] * 100
     with pytest.raises(OSError, match=f"/a cannot be read, {message}"):
@@ -77,7 +77,7 @@ def test_what_fails_for_ever_is_asked_for_a_few_times(served, fault, message):
     refused(path)
 
 
-def test_attempts_begin_at_the_start_of_the_file(served):
+def test_attempts_start_at_the_start_of_the_file(served):
     """What is wrong in a file may have come so from the server."""
     _, path = served
     seen = []
@@ -93,14 +93,14 @@ def test_attempts_begin_at_the_start_of_the_file(served):
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(404, "FileNotFoundError"), (403, "PermissionError")])
-def test_what_is_not_there_or_not_allowed_is_not_asked_for_again(served, fault, kind):
+def test_what_is_missing_or_forbidden_is_not_tried_again(served, fault, kind):
     server, path = served
     server.faults = [fault]
     assert refused(path).startswith(f"{kind}: {path}/a ")
     assert len(server.asked) == 1
 
 
-def test_what_is_not_there_is_said(tmp_path, monkeypatch):
+def test_missing_files_are_named(tmp_path, monkeypatch):
     assert "/a is not there: No such file" in refused(str(tmp_path))
     with serving("http", tmp_path, monkeypatch) as (_, path):
         assert f"{path}/a is not there: 404 Not Found" in refused(path)
@@ -127,7 +127,7 @@ def test_a_server_that_is_gone_is_named(kind, tmp_path, monkeypatch):
     assert "onnect" in refused(path)
 
 
-def test_a_certificate_that_is_not_trusted_is_no_damage(tmp_path):
+def test_an_untrusted_certificate_is_not_damage(tmp_path):
     (tmp_path / "a").write_bytes(DATA)
 
     def use(stream):
@@ -138,7 +138,7 @@ def test_a_certificate_that_is_not_trusted_is_no_damage(tmp_path):
     assert raised.type is OSError
 
 
-def test_silence_ends_an_attempt_and_a_slow_download_goes_on(served, monkeypatch):
+def test_silence_ends_an_attempt_but_a_slow_download_does_not(served, monkeypatch):
     monkeypatch.setattr(servers, "SILENCE_SEC", 0.2)
     server, path = served
     server.faults = ["slow"]  # for longer than that
@@ -153,7 +153,7 @@ def test_silence_ends_an_attempt_and_a_slow_download_goes_on(served, monkeypatch
 
 
 @pytest.mark.parametrize("fault", ["drip", "drip headers"])
-def test_a_server_that_gives_a_byte_now_and_then_is_given_up(served, monkeypatch, fault):
+def test_a_server_that_drips_bytes_is_given_up(served, monkeypatch, fault):
     monkeypatch.setattr(servers, "WINDOW_SEC", 0.3)
     monkeypatch.setattr(servers, "ANSWER_SEC", 2)
     server, path = served
@@ -163,7 +163,7 @@ def test_a_server_that_gives_a_byte_now_and_then_is_given_up(served, monkeypatch
     assert len(server.asked) == remote.ATTEMPTS
 
 
-def test_only_the_time_counts_that_is_spent_waiting(served, monkeypatch):
+def test_only_waiting_counts_as_download_time(served, monkeypatch):
     monkeypatch.setattr(servers, "WINDOW_SEC", 0.5)
 
     def use(stream):
@@ -175,7 +175,7 @@ def test_only_the_time_counts_that_is_spent_waiting(served, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shards.json", "held_out-000000.tar"])
-def test_a_server_without_end_is_left(tmp_path, monkeypatch, name):
+def test_an_endless_server_is_given_up(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     read_shard_manifest.cache_clear()
     note = tarfile.TarInfo("././@LongLink")
@@ -195,7 +195,7 @@ def test_a_server_without_end_is_left(tmp_path, monkeypatch, name):
         assert len(str(raised.value).splitlines()) == 1
 
 
-def test_the_internet_does_not_lead_into_the_local_network(tmp_path, monkeypatch):
+def test_the_internet_does_not_redirect_into_the_local_network(tmp_path, monkeypatch):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "a").write_bytes(DATA)
     with serving("http", tmp_path, monkeypatch) as (server, path):
@@ -217,7 +217,7 @@ def test_the_internet_does_not_lead_into_the_local_network(tmp_path, monkeypatch
         assert "leads to ::1" in refused(asked)
 
 
-def test_a_file_that_is_left_early_keeps_no_connection(served, recwarn, caplog):
+def test_a_file_closed_early_keeps_no_connection(served, recwarn, caplog):
     _, path = served
     for _ in range(12):  # a pool of S3 has ten
         assert read_file(path, "a", lambda stream: stream.read(10)) == DATA[:10]
@@ -237,7 +237,7 @@ def test_proxies_are_found_in_the_environment(tmp_path, monkeypatch):
     assert server.asked == ["http://elsewhere.invalid/a"]
 
 
-def test_credentials_are_asked_for_or_left_out(tmp_path, monkeypatch):
+def test_credentials_are_required_or_anonymous(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(DATA)
     with serving("s3", tmp_path, monkeypatch) as (_, path):
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -290,11 +290,8 @@ def test_s3_without_its_library_says_what_to_install(monkeypatch):
 )
 def test_other_addresses_are_refused_before_anything_is_opened(path, monkeypatch):
     monkeypatch.setattr(remote, "_open", lambda *_: pytest.fail("it was opened"))
-    told = refused(path)
-    assert (
-        told == f"ValueError: data.path={path} must be a folder, or an address http://, "
-        f"https:// or s3:// of plain signs"
-    )
+    rule = "must be a folder, or an address http://, https:// or s3:// of plain signs"
+    assert refused(path) == f"ValueError: data.path={path} {rule}"
 
 
 def test_names_of_folders_may_hold_a_colon_after_a_slash(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_numbers_are_measured_and_not_only_repeated(tmp_path, vae):
     assert len(told) == 4
 
 
-def test_flips_stand_beside_their_images(tmp_path, vae, monkeypatch):
+def test_flips_are_drawn_beside_their_images(tmp_path, vae, monkeypatch):
     dataset, drawn = write(tmp_path / "a", vae, scale=0.5), []
 
     def watched(manifest, encoder):
@@ -110,7 +110,7 @@ def test_masks_are_shown(tmp_path, vae, monkeypatch, capsys):
     assert darker.mean() > 0.05
 
 
-def test_a_scale_that_does_not_keep_its_promise_is_told(tmp_path, vae):
+def test_a_scale_that_breaks_its_promise_is_reported(tmp_path, vae):
     dataset = write(tmp_path / "a", vae, scale=0.18215 * 0.5)
     assert any(
         line.startswith("warning: what the network sees has a standard deviation of 0.18")
@@ -121,7 +121,7 @@ def test_a_scale_that_does_not_keep_its_promise_is_told(tmp_path, vae):
     )
 
 
-def test_many_classes_are_shown_by_their_ends(tmp_path):
+def test_of_many_classes_the_extremes_are_shown(tmp_path):
     manifest = LatentManifest(300, (1, 4, 4), "float32", "samples", 100, "identity")
     with LatentWriter(tmp_path / "a", manifest) as writer:
         writer.append(np.zeros((300, 1, 4, 4)), np.arange(300) % 100)
@@ -130,7 +130,7 @@ def test_many_classes_are_shown_by_their_ends(tmp_path):
     assert lines[0] == "classes    100, with 3 to 3 entries, median 3"
 
 
-def test_another_autoencoder_draws_no_picture_but_the_numbers_come_first(tmp_path, vae, monkeypatch, capsys):
+def test_another_autoencoder_gives_numbers_but_no_picture(tmp_path, vae, monkeypatch, capsys):
     write(tmp_path / "a", vae, scale=0.5)
     other = write_autoencoder(tmp_path / "other", seed=1)
     with pytest.raises(SystemExit, match=r"encoder=.*other has weights"):

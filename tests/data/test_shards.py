@@ -13,11 +13,13 @@ from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_s
 from data.make_shards import write_shards
 from runtime.config import explanation
 from runtime.errors import UserError
+from tests.data.test_latents import remove
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from tests.servers import serving
 from training.checkpoint import latest_checkpoint
 from training.fit import run_training
 
+TRAIN_TAR, HELD_OUT_TAR = "train-000000.tar", "held_out-000000.tar"
 COUNT, HELD_OUT, SHARD = 60, 5, 7  # 55 entries in 8 shards, the last of 6
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 10}
 
@@ -122,7 +124,7 @@ def test_each_group_of_shards_has_draws_of_its_own(folder):
     assert one != other and sorted(one) == sorted(other)
 
 
-def test_a_sample_is_told_by_the_shards_that_it_may_come_from(folder):
+def test_samples_are_named_by_their_shards(folder):
     dataset = open_shards(str(folder), **SIZES)
     told = shards.shards_by_step(dataset, 0, 6, 2, 2)(4)
     for rank, where in ((0, (0, 1, 4, 5)), (1, (2, 3))):
@@ -150,7 +152,7 @@ def test_shards_are_read_in_another_order_in_every_epoch(folder):
     assert orders[0] != tuple(range(8))
 
 
-def test_a_stream_that_begins_where_a_group_ends_begins_with_the_next(folder):
+def test_a_stream_that_starts_at_a_groups_end_starts_with_the_next(folder):
     dataset = open_shards(str(folder), **SIZES)
     (epoch, group, skip), after, *_ = itertools.islice(stream(dataset).groups(), 3)
     steps = int(dataset.counts[group].sum())  # of one image each
@@ -159,7 +161,7 @@ def test_a_stream_that_begins_where_a_group_ends_begins_with_the_next(folder):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_of_several_processes_goes_on_at_its_own_place(folder, rank):
+def test_each_rank_resumes_at_its_own_place(folder, rank):
     dataset, share = open_shards(str(folder), **SIZES), {"world_size": 2, "rank": rank}
     whole = first(stream(dataset, **share), 60)
     for step in (1, 8, 25):
@@ -167,7 +169,7 @@ def test_each_of_several_processes_goes_on_at_its_own_place(folder, rank):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_processes_read_shards_of_their_own_and_always_have_full_batches(latents, folder, world_size):
+def test_ranks_read_shards_of_their_own_in_full_batches(latents, folder, world_size):
     dataset = open_shards(str(folder), **SIZES)
     seen = []
     for rank in range(world_size):
@@ -187,7 +189,7 @@ def test_fewer_shards_than_processes_are_refused(folder):
         stream(dataset, world_size=9)
 
 
-def test_groups_that_are_left_are_not_read(folder, monkeypatch):
+def test_skipped_groups_are_not_read(folder, monkeypatch):
     """A resumed run does not fetch what lies before its place."""
     dataset = open_shards(str(folder), **SIZES)
     read, read_shard = [], dataset.read_shard
@@ -218,7 +220,7 @@ def test_shards_on_a_server_are_the_same(folder, served):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shards.json", "held_out-000000.tar"])
-def test_a_server_that_fails_is_asked_again_and_then_named(served, name):
+def test_a_server_that_fails_is_tried_again_and_then_named(served, name):
     server, path = served
     server.of, server.faults = name, [503, "cut"]
     open_shards(path, **SIZES)
@@ -228,7 +230,7 @@ def test_a_server_that_fails_is_asked_again_and_then_named(served, name):
         open_shards(path, **SIZES)
 
 
-def test_a_shard_whose_bytes_are_spoilt_on_the_way_is_read_again(served, monkeypatch):
+def test_a_shard_damaged_in_transfer_is_read_again(served, monkeypatch):
     dataset, parsed, parse_array = open_shards(served[1], **SIZES), [], shards.parse_array
 
     def spoilt_once(data):
@@ -259,16 +261,8 @@ def listing(**changes):
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (
-            lambda folder: (folder / "manifest.json").unlink(),
-            FileNotFoundError,
-            "must hold shards, but .*manifest.json is not there",
-        ),
-        (
-            lambda folder: (folder / "shards.json").unlink(),
-            FileNotFoundError,
-            "must hold shards, but .*shards.json is not there",
-        ),
+        (remove("manifest.json"), FileNotFoundError, "must hold shards, but .*manifest.json is not there"),
+        (remove("shards.json"), FileNotFoundError, "must hold shards, but .*shards.json is not there"),
         (spoil("manifest.json", lambda data: data[:40]), ValueError, "manifest.json is not a latent"),
         (spoil("shards.json", lambda data: data[:40]), ValueError, "shards.json is damaged"),
         (spoil("shards.json", lambda data: b"[]"), ValueError, "shards.json is damaged"),
@@ -278,22 +272,10 @@ def listing(**changes):
         (listing(**{"train-000000.tar": -1}), ValueError, "must list shards .*: train-000000.tar"),
         (listing(**{"train-000000.tar": 7.0}), ValueError, "must list shards .*: train-000000.tar"),
         (listing(**{"held_out-000000.tar": 4}), ValueError, "shards.json lists 59 entries, the manifest"),
-        (
-            listing(**{"held_out-000000.tar": 4, "train-000000.tar": 8}),
-            ValueError,
-            "held_out-000000.tar cannot be read, .*must be",
-        ),
-        (
-            listing(**{"held_out-000000.tar": 6, "train-000000.tar": 6}),
-            ValueError,
-            "it holds 5 entries, must hold 6",
-        ),
-        (spoil("held_out-000000.tar", lambda data: data[:2000]), ValueError, "held_out-000000.tar cannot be"),
-        (
-            spoil("held_out-000000.tar", lambda data: b"no tar" * 300),
-            ValueError,
-            "held_out-000000.tar cannot be read",
-        ),
+        (listing(**{HELD_OUT_TAR: 4, TRAIN_TAR: 8}), ValueError, f"{HELD_OUT_TAR} cannot be read, .*must be"),
+        (listing(**{HELD_OUT_TAR: 6, TRAIN_TAR: 6}), ValueError, "it holds 5 entries, must hold 6"),
+        (spoil(HELD_OUT_TAR, lambda data: data[:2000]), ValueError, f"{HELD_OUT_TAR} cannot be read"),
+        (spoil(HELD_OUT_TAR, lambda data: b"no tar" * 300), ValueError, f"{HELD_OUT_TAR} cannot be read"),
         (replaced(b'"num_classes": 10', b'"num_classes": 2'), ValueError, "data.num_classes=10 must be 2"),
         (replaced(b'"float16"', b'"float32"'), ValueError, r"float16 \(2, 4, 8, 8\), must be float32"),
     ],

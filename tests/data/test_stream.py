@@ -62,7 +62,7 @@ def test_a_batch_may_be_larger_than_the_data():
     assert sorted(np.bincount(batch).tolist()) == [2, 3, 3]
 
 
-def test_whether_a_place_is_flipped_is_a_function_of_the_seed_and_the_step():
+def test_flips_are_a_function_of_the_seed_and_the_step():
     def flipped(count, **changes):
         options = {
             "seed": 0,
@@ -169,7 +169,7 @@ def test_synthetic_data_is_a_function_of_its_seed():
     assert synthetic(**{**arguments, "num_classes": 0}, seed=0).labels is None
 
 
-def test_all_processes_and_micro_batches_of_a_step_know_the_largest_mask():
+def test_all_micro_batches_of_a_step_know_its_largest_mask():
     dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
     masks = np.zeros((20, 4, 4), np.uint8)
     for entry in range(20):
@@ -212,7 +212,7 @@ def pairs(iterable):
         yield next(iterator), next(iterator)
 
 
-def test_masks_are_left_unread_where_nobody_asks():
+def test_masks_are_not_read_by_default():
     dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
     arguments = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "num_workers": 0, "pin_memory": False}
     batch = next(iter(stream(dataset, 0, **arguments, rank=0, world_size=1)))

@@ -27,7 +27,7 @@ def found(folder):
     return [damage for damage in verify.damages(folder, read_manifest(folder)) if damage]
 
 
-def test_checksums_are_those_of_the_files_as_they_lie_there(folder):
+def test_checksums_are_those_of_the_files_on_disk(folder):
     checksums = read_manifest(folder).checksums
     assert checksums.keys() == {"latents.npy", "labels.npy", "masks.npy"}
     for name, hashes in checksums.items():
@@ -37,7 +37,7 @@ def test_checksums_are_those_of_the_files_as_they_lie_there(folder):
     assert found(folder) == []
 
 
-def test_a_file_of_whole_blocks_has_no_empty_block(tmp_path):
+def test_a_file_of_full_blocks_has_no_empty_block(tmp_path):
     manifest = LatentManifest(4, (1, 8, 8), "float32", "samples", 0, "identity", block_bytes=128)
     with LatentWriter(tmp_path / "a", manifest) as writer:
         writer.append(np.zeros((4, 1, 8, 8)), None)
@@ -86,9 +86,9 @@ def call(path, monkeypatch):
     verify.main()
 
 
-def test_the_program_says_what_is_bad_and_fails(folder, monkeypatch, capsys):
+def test_verify_names_damaged_blocks_and_fails(folder, monkeypatch, capsys):
     call(folder, monkeypatch)
-    assert "all 24 blocks are as they were written" in capsys.readouterr().out
+    assert "all 24 blocks are intact" in capsys.readouterr().out
     data = bytearray((folder / "latents.npy").read_bytes())
     data[2500] ^= 1
     (folder / "latents.npy").write_bytes(data)
@@ -97,14 +97,14 @@ def test_the_program_says_what_is_bad_and_fails(folder, monkeypatch, capsys):
     assert "latents.npy: block 2 (bytes 2000 to 3000, entries 1 to 2)" in capsys.readouterr().out
 
 
-def test_folders_without_checksums_and_other_folders_are_told_apart(folder, monkeypatch, tmp_path):
+def test_folders_without_checksums_are_refused(folder, monkeypatch, tmp_path):
     text = (folder / "manifest.json").read_text()
     head, _, _ = text.partition('"checksums"')
     (folder / "manifest.json").write_text(head + '"checksums": {}, "format_version": 1}')
     with pytest.raises(SystemExit, match=r"labels.npy has no checksums in the manifest"):
         call(folder, monkeypatch)
     (folder / "manifest.json").write_text(head + '"checksums": null, "format_version": 1}')
-    with pytest.raises(SystemExit, match=r".* was written without checksums: there is nothing to check"):
+    with pytest.raises(SystemExit, match=r".* was written without checksums: it cannot be checked"):
         call(folder, monkeypatch)
     with pytest.raises(SystemExit, match=r"data.path=.*must be a latent folder"):
         call(tmp_path, monkeypatch)

@@ -55,7 +55,7 @@ def program(request, tmp_path):
     return ["data.make_shards", tmp_path / "in", tmp_path / "out"]
 
 
-def test_a_second_program_says_who_writes_there_and_ends(tmp_path, program):
+def test_a_second_writer_names_the_first_and_exits(tmp_path, program):
     with lock_of(tmp_path / "out"):
         code, _, errors = finish(start("-m", *program))
     assert code == TRY_AGAIN
@@ -72,7 +72,7 @@ def test_what_a_killed_program_left_is_removed_by_the_next(tmp_path, program):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_of_two_first_starts_one_writes_the_digits_and_the_other_waits(tmp_path):
+def test_of_two_first_starts_one_writes_and_the_other_waits(tmp_path):
     both = [start("-c", DIGITS, tmp_path / "data/digits") for _ in range(2)]
     for code, _, errors in map(finish, both):
         assert code == 0, errors

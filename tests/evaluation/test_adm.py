@@ -1,6 +1,7 @@
 """The suite on a few images, with an Inception network of random weights."""
 
 import os
+import zipfile
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from scipy.linalg import sqrtm
 
 from data import open_images
 from evaluation import (
+    FrechetDistance,
     InceptionDetector,
+    PixelDetector,
     Reference,
+    Suite,
     kernel_distance,
     make_reference,
     open_reference,
@@ -143,8 +147,35 @@ def test_a_reference_is_of_no_use_to_other_weights(detector, folder, tmp_path):
         open_reference(folder / "made.npz", open_images),
     )
     for _ in range(2):  # the reference stays what it is
-        with pytest.raises(ValueError, match=r"made with other weights than .*other.pth"):
+        with pytest.raises(ValueError, match=r"statistics .* are of another network than .*other.pth"):
             adm_suite(other, reference)
+
+
+def test_statistics_are_of_no_use_to_another_detector(tmp_path):
+    """Also to one whose features have the same name and size."""
+    np.savez(tmp_path / "edm.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    asked = {"num_samples": 5, "labels": "random", "launch": Launch()}
+    metrics = {"distance": FrechetDistance("fd", "pool")}
+    with pytest.raises(ValueError, match=r"statistics .* are of another network than PixelDetector"):
+        Suite(
+            open_reference(tmp_path / "edm.npz", open_images),
+            detector=PixelDetector(),
+            metrics=metrics,
+            **asked,
+        )
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+@pytest.mark.parametrize("name", ["mu", "arr_0"])
+def test_a_reference_packed_as_numpy_does_not_is_refused(tmp_path, method, name):
+    """Even where what is packed is damaged."""
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", method) as archive:
+        archive.writestr(f"{name}.npy", bytes(10_000))
+    data = bytearray((tmp_path / "x.npz").read_bytes())
+    data[50:60] = bytes(10)
+    (tmp_path / "x.npz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"cannot be read as an .npz.* is packed by method"):
+        open_reference(tmp_path / "x.npz", open_images)
 
 
 def test_batches_and_order_matter_only_for_splits(weights, folder):
@@ -166,7 +197,7 @@ def test_batches_and_order_matter_only_for_splits(weights, folder):
     np.testing.assert_allclose(kept.features, others_kept.features[::-1], rtol=1e-3, atol=1e-4)
 
 
-def test_the_detector_sees_no_more_images_at_a_time_than_it_is_told():
+def test_batches_are_split_to_the_detectors_size():
     parts = [(10, np.arange(5)), (15, np.arange(2)), (17, np.arange(0))]
     assert [(start, images.tolist()) for start, images in split(parts, 2)] == [
         (10, [0, 1]),
@@ -197,7 +228,7 @@ def test_lost_images_are_noticed(detector, folder):
         ({"arr_0": np.zeros((5, 8, 8, 3))}, "arr_0 is float64"),
     ],
 )
-def test_references_that_are_none_are_refused(tmp_path, arrays, message):
+def test_files_that_are_not_references_are_refused(tmp_path, arrays, message):
     np.savez(tmp_path / "reference.npz", **arrays)
     with pytest.raises(ValueError) as found:
         open_reference(tmp_path / "reference.npz", open_images)
@@ -220,12 +251,7 @@ def test_damaged_and_missing_references_are_refused(tmp_path):
     ("num_images", "shape", "options", "message"),
     [
         (1, (8, 8, 3), {"precision_recall": False}, r"1 image\(s\) are too few: at least 2 are needed"),
-        (
-            3,
-            (8, 8, 3),
-            {},
-            r"3 image\(s\) are too few: at least 4 are needed for precision, recall",
-        ),
+        (3, (8, 8, 3), {}, r"3 image\(s\) are too few: at least 4 are needed for precision, recall"),
         (9, (8, 8, 1), {}, r"images are \(8, 8, 1\), must be \(H, W, 3\)"),
     ],
 )
@@ -289,7 +315,7 @@ def test_a_reference_that_cannot_be_used_shows_before_samples_are_drawn(detector
         suite.score(drawn(), 10, (24, 24, 3))
 
 
-def test_few_samples_and_unpublished_weights_are_said(detector, folder):
+def test_few_samples_and_unpublished_weights_give_warnings(detector, folder):
     warnings = " ".join(scores(detector, folder, "images.npz", precision_recall=False, kid=False).warnings)
     for part in (
         "published scores are of 50,000 samples",

@@ -9,9 +9,9 @@ from PIL import Image
 import fid
 from builders import scoring
 from data import IdentityEncoder, digits, real_images
-from evaluation import Suite
+from evaluation import ArrayImages, DigitClassifier, LabelAccuracy, Reference, Suite
 from evaluation.pictures import in_turn, save_grid, text_picture
-from runtime.launch import ALONE
+from runtime.launch import ALONE, Launch
 from tests.runs import TINY, composed, tiny_trainer, validated
 
 
@@ -69,6 +69,18 @@ def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
     *_, record = run.manifest()["scores"]
     assert (record["detector"]["name"], record["num_samples"]) == ("DigitClassifier", 500)
     run.unlock()
+
+
+def test_labels_that_a_metric_needs_must_be_there(dataset):
+    with pytest.raises(ValueError, match="label_accuracy cannot be computed: the samples have no labels"):
+        scored(suite_of("digits", dataset), np.zeros((9, 8, 8, 1), np.uint8), None)
+
+
+def test_a_detector_that_is_fitted_works_on_the_first_rank_alone():
+    reference = Reference(images=ArrayImages(np.zeros((9, 8, 8, 1), np.uint8)), labels=np.arange(9))
+    asked = {"num_samples": 5, "labels": "random", "launch": Launch(0, 2), "batch_size": 3}
+    with pytest.raises(ValueError, match="batch_size must be null for a detector that is fitted"):
+        Suite(reference, detector=DigitClassifier(), metrics={"accuracy": LabelAccuracy()}, **asked)
 
 
 class Source:

@@ -110,7 +110,7 @@ def test_a_file_is_downloaded_once(server, tmp_path):
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_broken_download_goes_on_where_it_stopped(server, tmp_path, ranges):
+def test_a_broken_download_resumes_where_it_stopped(server, tmp_path, ranges):
     server.break_at, server.ranges = 2 * 2**20, ranges
     with pytest.raises(OSError, match="broke after 2097152 of 3145745 bytes"):
         fetch(published(server), tmp_path)
@@ -122,18 +122,18 @@ def test_a_broken_download_goes_on_where_it_stopped(server, tmp_path, ranges):
     assert have == 2 * 2**20
 
 
-def test_a_download_that_was_whole_but_not_moved_is_taken(server, tmp_path):
+def test_a_complete_download_that_was_not_moved_is_used(server, tmp_path):
     (tmp_path / "weights.pth.partial").write_bytes(CONTENT)
     assert fetch(published(server), tmp_path).read_bytes() == CONTENT
     (tmp_path / "weights.pth").unlink()
     assert not server.starts
     (tmp_path / "weights.pth.partial").write_bytes(CONTENT + b"more")
-    with pytest.raises(ValueError, match="3145749 bytes, the server says 3145745"):
+    with pytest.raises(ValueError, match="3145749 bytes, the server has 3145745"):
         fetch(published(server, None), tmp_path)
     assert not (tmp_path / "weights.pth.partial").exists()
 
 
-def test_the_beginning_of_another_version_is_not_continued(server, tmp_path):
+def test_a_part_of_another_version_is_not_resumed(server, tmp_path):
     server.break_at = 2 * 2**20
     with pytest.raises(OSError, match="broke after"):
         fetch(published(server, None), tmp_path)
@@ -143,12 +143,12 @@ def test_the_beginning_of_another_version_is_not_continued(server, tmp_path):
 
 
 def test_another_file_than_the_published_one_is_refused(server, tmp_path):
-    with pytest.raises(ValueError, match="not the file that was published"):
+    with pytest.raises(ValueError, match="not the published file"):
         fetch(published(server, b"other"), tmp_path)
     assert not list(tmp_path.glob("weights.pth*th"))
     assert not list(tmp_path.glob("*.partial"))
     (tmp_path / "weights.pth").write_bytes(b"mine")
-    with pytest.raises(ValueError, match="not the file that was published"):
+    with pytest.raises(ValueError, match="not the published file"):
         fetch(published(server), tmp_path)
     assert (tmp_path / "weights.pth").read_bytes() == b"mine"
 
@@ -159,10 +159,10 @@ def test_where_no_hash_is_published_the_servers_is_checked(server, tmp_path):
     (tmp_path / "weights.pth").unlink()
     # Also where the beginning comes from an earlier, broken download.
     (tmp_path / "weights.pth.partial").write_bytes(bytes(2**20))
-    with pytest.raises(ValueError, match="damaged on the way"):
+    with pytest.raises(ValueError, match="damaged in transfer"):
         fetch(published(server, None), tmp_path)
     server.md5 = hashlib.md5(b"other").digest()
-    with pytest.raises(ValueError, match="damaged on the way"):
+    with pytest.raises(ValueError, match="damaged in transfer"):
         fetch(published(server, None), tmp_path)
 
 
@@ -187,7 +187,7 @@ def test_what_has_no_length_is_taken_where_it_is_the_file(server, tmp_path):
 @pytest.mark.parametrize(
     ("drip", "told"), [("body", r"bytes came in 0 s, must be at least"), ("headers", "no answer in 1 s")]
 )
-def test_a_server_that_gives_a_byte_now_and_then_is_given_up(server, tmp_path, monkeypatch, drip, told):
+def test_a_server_that_drips_bytes_is_given_up(server, tmp_path, monkeypatch, drip, told):
     monkeypatch.setattr(servers, "WINDOW_SEC", 0.3)
     monkeypatch.setattr(servers, "ANSWER_SEC", 1)
     server.drip = drip
@@ -197,7 +197,7 @@ def test_a_server_that_gives_a_byte_now_and_then_is_given_up(server, tmp_path, m
     assert time.monotonic() - began < 5
 
 
-def test_the_internet_does_not_lead_into_the_local_network(server, tmp_path, monkeypatch):
+def test_the_internet_does_not_redirect_into_the_local_network(server, tmp_path, monkeypatch):
     file = published(server)
     server.to, known = file.url, servers._addresses
     monkeypatch.setattr(servers, "_addresses", lambda host: known("8.8.8.8" if host == "localhost" else host))
@@ -209,13 +209,13 @@ def test_the_internet_does_not_lead_into_the_local_network(server, tmp_path, mon
     assert not server.starts
 
 
-def test_a_local_server_may_lead_to_another(server, tmp_path):
+def test_a_local_server_may_redirect_to_another(server, tmp_path):
     with running() as first:
         first.to = published(server).url
         assert fetch(published(first), tmp_path).read_bytes() == CONTENT
 
 
-def test_without_a_connection_the_way_by_hand_is_told(tmp_path):
+def test_without_a_connection_the_manual_way_is_printed(tmp_path):
     nobody = {"https_proxy": "http://127.0.0.1:9"}
     result = start("-m evaluation.fetch", "inception", "--folder", tmp_path, check=False, variables=nobody)
     assert result.returncode == 1
@@ -234,4 +234,4 @@ def test_the_program_lists_and_refuses():
     assert "Warning" not in listing.stderr
     unknown = start("-m evaluation.fetch", "cifar", check=False)
     assert unknown.returncode == 1
-    assert unknown.stderr == f"error: cifar is not known: {', '.join(PUBLISHED)}\n"
+    assert unknown.stderr == f"error: NAME=cifar must be one of {', '.join(PUBLISHED)}\n"

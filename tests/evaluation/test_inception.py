@@ -212,7 +212,7 @@ def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     refused(tmp_path / "list.pth", "must be a state dict", allow_unpublished=True)
     noise = tmp_path / "noise.pb"
     noise.write_bytes(np.random.default_rng(0).bytes(11 * 2**20))
-    refused(noise, "no TensorFlow graph")
+    refused(noise, "not a TensorFlow graph")
     refused(
         write_graph(tmp_path / "part.pb", random_state(), leave_out="mixed_6/conv/conv2d_params"),
         "mixed_6/conv/conv2d_params",

@@ -41,12 +41,11 @@ def test_frechet_distance_agrees_with_the_matrix_square_root():
 def test_frechet_distance_of_singular_covariances():
     singular = random_covariance(20, rank=5)
     assert frechet_distance(np.zeros(20), singular, np.zeros(20), singular) == pytest.approx(0, abs=1e-5)
-    assert frechet_distance(np.zeros(20), np.zeros((20, 20)), np.ones(20), singular) == pytest.approx(
-        20 + np.trace(singular)
-    )
+    to_a_point = frechet_distance(np.zeros(20), np.zeros((20, 20)), np.ones(20), singular)
+    assert to_a_point == pytest.approx(20 + np.trace(singular))
 
 
-def test_frechet_distance_takes_tensors_and_refuses_what_it_cannot_compare():
+def test_frechet_distance_takes_tensors_and_refuses_other_shapes():
     identity = torch.eye(3)
     assert frechet_distance(torch.zeros(3), identity, torch.ones(3), identity) == pytest.approx(3)
     with pytest.raises(ValueError, match="cannot be compared"):
@@ -82,9 +81,8 @@ def test_precision_and_recall_agree_with_brute_force(block_size):
     samples = RNG.integers(-3, 8, (45, 4)).astype(np.float32)
     expected = brute_force_precision_recall(reference, samples, k=3)
     for exact in (False, True):
-        assert precision_recall(reference, samples, exact=exact, block_size=block_size) == pytest.approx(
-            expected
-        )
+        got = precision_recall(reference, samples, exact=exact, block_size=block_size)
+        assert got == pytest.approx(expected)
 
 
 def test_precision_and_recall_of_extremes():
@@ -146,16 +144,15 @@ def plain_precision_recall(reference, samples, k, block_size):
     return (d <= reference_radii[:, None]).any(0).mean(), (d <= sample_radii[None]).any(1).mean()
 
 
-def test_half_precision_distances_round_at_every_step_in_the_order_of_the_original():
+def test_fp16_distances_round_in_the_order_of_the_original():
     rng = np.random.default_rng(5)
     # Eighths: sums are exact in fp32, in whatever order. Of these the squares are rounded down, by about as
     # much as fp16 can.
     values = np.arange(300, dtype=np.float32) / 8
     values = values[np.square(values).astype(np.float16) < (1 - 3e-4) * np.square(values)]
     a, b = (rng.choice(values[values < most], (40, 120)) for most in (12, 30))
-    assert (
-        np.square(a).sum(axis=1).astype(np.float16) != np.square(a.astype(np.float16)).sum(axis=1)
-    ).mean() > 0.3
+    norms, in_half = np.square(a).sum(axis=1).astype(np.float16), np.square(a.astype(np.float16)).sum(axis=1)
+    assert (norms != in_half).mean() > 0.3
     got = _squared_distances(torch.from_numpy(a), torch.from_numpy(b), exact=False).numpy()
     np.testing.assert_array_equal(got, plain_distances(a, b))
     # Both orders occur: rows are reference images, columns samples.
@@ -223,9 +220,8 @@ def test_kernel_distance_agrees_with_the_library():
     k = [[((a @ b) / 64 + 1) ** 3 for b in np.vstack([x, y])] for a in np.vstack([x, y])]
     within = sum(k[i][j] + k[6 + i][6 + j] for i in range(6) for j in range(6) if i != j) / 30
     across = sum(k[i][6 + j] for i in range(6) for j in range(6)) / 36
-    assert kernel_distance(x, y, subset_size=6, num_subsets=3) == pytest.approx(
-        (within - 2 * across, 0), abs=1e-12
-    )
+    got = kernel_distance(x, y, subset_size=6, num_subsets=3)
+    assert got == pytest.approx((within - 2 * across, 0), abs=1e-12)
 
 
 def test_kernel_distance_of_one_distribution_is_about_zero():
@@ -298,7 +294,7 @@ def together(objects):
 
 @settings(max_examples=30, deadline=None)
 @given(batches=st.integers(1, 9), processes=st.integers(1, 4), offset=st.sampled_from([0.0, 1000.0]))
-def test_statistics_of_parts_are_those_of_the_whole(batches, processes, offset):
+def test_statistics_of_parts_add_up(batches, processes, offset):
     rng = np.random.default_rng(batches)
     features = rng.standard_normal((37, 5)) * 3 + offset
     probs = rng.dirichlet(np.ones(6), 37)
@@ -338,6 +334,5 @@ def test_statistics_and_scores_on_a_gpu_are_those_on_the_cpu():
     )
     torch.testing.assert_close(on_gpu.covariance.cpu(), on_cpu.covariance)
     probs = torch.from_numpy(rng.dirichlet(np.ones(6), 37))
-    assert inception_score(probs.cuda(), split_size=10) == pytest.approx(
-        inception_score(probs, split_size=10)
-    )
+    expected = inception_score(probs, split_size=10)
+    assert inception_score(probs.cuda(), split_size=10) == pytest.approx(expected)
