@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import shutil
+import socket
 import sysconfig
 from datetime import timedelta
 from importlib.util import find_spec
@@ -29,16 +30,30 @@ def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch
     Args:
         timeout: how long a process waits for the others; None: torch's default.
         tf32: allow TF32, on CUDA.
+
+    Raises:
+        OSError: the launcher has died.
     """
     # PARITY: TF32 in training and sampling, as in all public code of the field; scores turn it off
     # (evaluation/precision.py).
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    _check_launcher()
     state = PartialState(cpu=on_cpu, **({"timeout": timeout} if timeout else {}))
     # Launchers set one thread by default, which is right beside a GPU only.
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return Launch.of(state)
+
+
+def _check_launcher() -> None:
+    """Raise an OSError if torchrun has died: torch would try to reach its store for half an hour."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it listens before any rank starts
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        try:
+            socket.create_connection((host, int(port))).close()
+        except ConnectionRefusedError as error:
+            raise OSError(f"the launcher at {host}:{port} has died: launch again") from error
 
 
 def keep_freed_memory() -> None:

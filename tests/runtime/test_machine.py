@@ -1,14 +1,15 @@
-"""What the machine offers, as far as the memory goes."""
+"""What the machine offers."""
 
 import os
 import platform
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from runtime.machine import MALLOC_VARIABLES, keep_freed_memory
+from runtime.machine import MALLOC_VARIABLES, keep_freed_memory, start_process
 from tests.programs import ROOT
 
 COUNT_FAULTS = """
@@ -23,6 +24,16 @@ for turn in range(3):
     del tensors
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+
+
+def test_a_rank_does_not_wait_for_a_launcher_that_has_died(monkeypatch):
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match=f"the launcher at localhost:{port} has died"):
+        start_process()
 
 
 def test_a_failure_of_mallopt_is_an_error(monkeypatch):
