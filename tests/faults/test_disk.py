@@ -212,7 +212,7 @@ def test_a_full_disk_ends_a_run_only_at_its_last_checkpoint(tmp_path):
     assert "warning: step 4 cannot be saved" in full.stdout
     (line,) = [line for line in full.stderr.splitlines() if line.startswith("error")]
     assert line.startswith("error: step 6 cannot be saved: ")
-    assert line.endswith("the last checkpoint is that of step 2")
+    assert line.endswith("the last checkpoint is of step 2")
     assert "Traceback" not in full.stderr
     manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
     assert manifest["status"] == "failed"
