@@ -127,7 +127,7 @@ def configured(folder, **changes):
             "cannot be read as an AutoencoderKL",
         ),
         (lambda folder: (folder / WEIGHTS).unlink(), "cannot be read as an AutoencoderKL: .*no file named"),
-        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as an AutoencoderKL: .*config.json is damaged"),
+        (lambda folder: (folder / "config.json").write_text("{"), "AutoencoderKL: .*config.json is damaged"),
         (lambda folder: configured(folder, layers_per_block=10**7), "layers_per_block of its config.json"),
         (lambda folder: configured(folder, block_out_channels=[8] * 10**4), "has 10000 blocks, must be at"),
         (lambda folder: (folder / "config.json").unlink(), "cannot be read as an AutoencoderKL:"),
