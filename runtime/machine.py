@@ -62,8 +62,9 @@ def keep_freed_memory() -> None:
     By default it returns large tensors to the kernel and takes new pages for the next (benchmarks/LOG.md).
     """
     # No tensor has a mapping of its own, and the free end of the heap is never returned.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
-        if not ctypes.CDLL(None).mallopt(parameter, value):
+        if mallopt is None or not mallopt(parameter, value):
             raise OSError(f"mallopt({parameter}, {value}) failed: set train.keep_freed_memory=false")
 
 

@@ -36,10 +36,9 @@ def test_a_rank_does_not_wait_for_a_launcher_that_has_died(monkeypatch):
         start_process()
 
 
-def test_a_failure_of_mallopt_is_an_error(monkeypatch):
-    monkeypatch.setattr(
-        "runtime.machine.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda parameter, value: 0)
-    )
+@pytest.mark.parametrize("libc", [{"mallopt": lambda parameter, value: 0}, {}], ids=["refuses", "has none"])
+def test_a_failure_of_mallopt_is_an_error(monkeypatch, libc):
+    monkeypatch.setattr("runtime.machine.ctypes.CDLL", lambda name: SimpleNamespace(**libc))
     with pytest.raises(OSError, match=r"mallopt\(-4, 0\) failed: set train\.keep_freed_memory=false"):
         keep_freed_memory()
 
