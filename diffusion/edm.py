@@ -65,9 +65,11 @@ class EDMLoss(Loss):
 
     Args:
         P_mean, P_std: mean and standard deviation of ln(sigma).
+        contrastive_weight: see `diffusion.objective.Loss`.
     """
 
-    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2):
+    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, contrastive_weight: float = 0.0):
+        super().__init__(contrastive_weight)
         check_positive("diffusion.loss.P_std", P_std)
         self.P_mean, self.P_std = P_mean, P_std
 
@@ -79,9 +81,15 @@ class EDMLoss(Loss):
         return (torch.randn(num_samples, generator=generator, device=device) * self.P_std + self.P_mean).exp()
 
     def error(
-        self, precond: EDMPrecond, F_x: torch.Tensor, x: torch.Tensor, eps: torch.Tensor, t: torch.Tensor
+        self,
+        precond: EDMPrecond,
+        F_x: torch.Tensor,
+        x_t: torch.Tensor,
+        t: torch.Tensor,
+        x: torch.Tensor,
+        eps: torch.Tensor,
     ) -> torch.Tensor:
-        """Return lambda(sigma) (D(x + sigma eps; sigma) - x)^2."""
+        """Return lambda(sigma) (D(x_t; sigma) - x)^2."""
         # lambda(sigma) = 1 / c_out^2, [EDM] Table 1.
         weight = (t**2 + precond.sigma_data**2) / (t * precond.sigma_data) ** 2
-        return weight * (precond.denoised(F_x, x + t * eps, t) - x) ** 2
+        return weight * (precond.denoised(F_x, x_t, t) - x) ** 2

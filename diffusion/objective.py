@@ -54,7 +54,17 @@ class Precond(nn.Module):
 
 
 class Loss:
-    """Error of a prediction at a random time; a sibling writes `draw_t` and `error`."""
+    """Error of a prediction at a random time; a sibling writes `draw_t` and `error`.
+
+    Args:
+        contrastive_weight: of the error against the target of another sample of the micro-batch, which is
+            subtracted: predictions of different samples are pushed apart. Only in `train()` mode.
+    """
+
+    def __init__(self, contrastive_weight: float = 0.0):
+        if not 0 <= contrastive_weight < 1:
+            raise ValueError(f"diffusion.loss.contrastive_weight={contrastive_weight} must be in [0, 1)")
+        self.contrastive_weight = contrastive_weight
 
     def draw_t(
         self, num_samples: int, generator: torch.Generator | None, device: torch.device
@@ -63,9 +73,15 @@ class Loss:
         raise NotImplementedError
 
     def error(
-        self, precond: Precond, F_x: torch.Tensor, x: torch.Tensor, eps: torch.Tensor, t: torch.Tensor
+        self,
+        precond: Precond,
+        F_x: torch.Tensor,
+        x_t: torch.Tensor,
+        t: torch.Tensor,
+        x: torch.Tensor,
+        eps: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the weighted error (N, C, H, W) of F_x, where x is clean, eps its noise, t (N, 1, 1, 1)."""
+        """Return the weighted error (N, C, H, W) of F_x at x_t and t (N, 1, 1, 1) against clean x and eps."""
         raise NotImplementedError
 
     def __call__(
@@ -95,7 +111,11 @@ class Loss:
         # x_t = alpha(t) x_0 + sigma(t) eps
         x_t = precond.path.alpha(t_) * x + precond.path.sigma(t_) * eps
         F_x = precond.predict(x_t, t, class_labels, routing=routing, generator=generator)
-        error = self.error(precond, F_x, x, eps, t_)  # (N, C, H, W)
+        error = self.error(precond, F_x, x_t, t_, x, eps)  # (N, C, H, W)
+        if self.contrastive_weight and precond.training:
+            # |u - u_i|^2 - lambda |u - u_j|^2.
+            others = self.error(precond, F_x, x_t, t_, x.roll(1, 0), eps.roll(1, 0))
+            error = error - self.contrastive_weight * others
         if mask is not None:
             error = error * mask.unsqueeze(1)
         return error.mean(dim=(1, 2, 3))  # (N,)

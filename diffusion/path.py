@@ -1,23 +1,41 @@
 """Paths between data and noise: x_t = alpha(t) x_0 + sigma(t) eps, t = 0 is data."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # denoise(x, t) -> D_x
+
+class Denoise(Protocol):
+    """A denoiser, with labels and guidance closed over."""
+
+    def __call__(self, x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+        """Return D_x (N, C, H, W) at time t, 0-d; with_variance: D_x and v, see `diffusion.ddpm`."""
+        ...
 
 
 class Path(Protocol):
     """How much data and how much noise there is at each time; methods are elementwise.
 
     Paths that are the same compare equal.
+
+    Args:
+        t_max: its end, where there is least data.
     """
+
+    t_max: float
 
     def alpha(self, t: torch.Tensor) -> torch.Tensor: ...
 
     def sigma(self, t: torch.Tensor) -> torch.Tensor: ...
+
+    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
+        """Return d alpha / dt."""
+        ...
+
+    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
+        """Return d sigma / dt."""
+        ...
 
     def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
         """Return the time at which sigma(t) / alpha(t) has a value."""
@@ -28,14 +46,96 @@ class Path(Protocol):
 class EDMPath:
     """Noise added to data, t is its standard deviation: alpha = 1, sigma = t. [EDM]"""
 
+    t_max = 80.0
+
     def alpha(self, t: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(t)
 
     def sigma(self, t: torch.Tensor) -> torch.Tensor:
         return t
 
+    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(t)
+
+    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(t)
+
     def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
         return noise_to_signal
+
+
+@dataclass(frozen=True)
+class FlowPath:
+    """A straight line: alpha = 1 - t, sigma = t. [SiT]"""
+
+    t_max = 1.0
+
+    def alpha(self, t: torch.Tensor) -> torch.Tensor:
+        return 1 - t
+
+    def sigma(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
+        return -torch.ones_like(t)
+
+    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(t)
+
+    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
+        return 1 / (1 + 1 / noise_to_signal)  # r / (1 + r), written so that r = inf gives 1
+
+
+@dataclass(frozen=True)
+class VPPath:
+    """Variance preserved: alpha = exp(-B / 2), sigma^2 = 1 - alpha^2, B = beta_d t^2 / 2 + beta_min t. [EDM]"""
+
+    t_max = 1.0
+    beta_d, beta_min = 19.9, 0.1  # [EDM] Table 1
+
+    def alpha(self, t: torch.Tensor) -> torch.Tensor:
+        return (-self._B(t) / 2).exp()
+
+    def sigma(self, t: torch.Tensor) -> torch.Tensor:
+        return (-torch.expm1(-self._B(t))).sqrt()
+
+    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
+        return -(self.beta_d * t + self.beta_min) / 2 * self.alpha(t)
+
+    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
+        return (self.beta_d * t + self.beta_min) / 2 * self.alpha(t) ** 2 / self.sigma(t)
+
+    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
+        B = (noise_to_signal**2).log1p()
+        return ((self.beta_min**2 + 2 * self.beta_d * B).sqrt() - self.beta_min) / self.beta_d
+
+    def _B(self, t: torch.Tensor) -> torch.Tensor:
+        return self.beta_d / 2 * t**2 + self.beta_min * t
+
+
+@dataclass(frozen=True)
+class VEPath:
+    """Variance that explodes: alpha = 1, sigma = sqrt(t). [EDM]"""
+
+    t_max = 1e4
+
+    def alpha(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(t)
+
+    def sigma(self, t: torch.Tensor) -> torch.Tensor:
+        return t.sqrt()
+
+    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(t)
+
+    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
+        return 0.5 / t.sqrt()
+
+    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
+        return noise_to_signal**2
+
+
+PATHS = {"edm": EDMPath(), "flow": FlowPath(), "vp": VPPath(), "ve": VEPath()}
 
 
 def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
@@ -43,9 +143,10 @@ def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
     if from_path == to_path:
         return denoise
 
-    def denoise_on_path(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def denoise_on_path(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
         # x / alpha = x_0 + (sigma / alpha) eps, on either path.
         from_t = from_path.time_at(to_path.sigma(t) / to_path.alpha(t))
-        return denoise(from_path.alpha(from_t) * (x / to_path.alpha(t)), from_t)
+        from_x = from_path.alpha(from_t) * (x / to_path.alpha(t))
+        return denoise(from_x, from_t, with_variance=True) if with_variance else denoise(from_x, from_t)
 
     return denoise_on_path

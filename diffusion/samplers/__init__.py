@@ -6,6 +6,10 @@ denoise(x, t) -> D_x has labels and guidance closed over; noise (N, C, H, W) has
 of the denoiser; `randn_like` draws what a sampler adds on its way.
 """
 
+from diffusion.samplers.adaptive import adaptive_sampler
+from diffusion.samplers.ddpm import ddpm_sampler
 from diffusion.samplers.edm import edm_sampler
+from diffusion.samplers.ode import ode_sampler
+from diffusion.samplers.sde import sde_sampler
 
-__all__ = ["edm_sampler"]
+__all__ = ["adaptive_sampler", "ddpm_sampler", "edm_sampler", "ode_sampler", "sde_sampler"]

@@ -49,7 +49,7 @@ class VelocityLoss(Loss):
     def draw_t(self, num_samples, generator, device):
         return (torch.randn(num_samples, generator=generator, device=device) + self.mean).sigmoid()
 
-    def error(self, precond, F_x, x, eps, t):
+    def error(self, precond, F_x, x_t, t, x, eps):
         return (F_x.float() - (eps - x)) ** 2
 
 

@@ -1,0 +1,108 @@
+"""Flow matching on the straight path between data and noise, as [SiT] and [SD3] train it."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from diffusion.objective import Loss, Precond
+from diffusion.path import FlowPath
+from runtime.errors import check_choice, check_positive
+
+DISTRIBUTIONS = ("logit_normal", "uniform")
+
+
+class FlowPrecond(Precond):
+    """The network predicts the velocity dx/dt = eps - x_0, and is told the time.
+
+    Args:
+        from_noise: the network counts its time from noise to data and predicts x_0 - eps, as the public
+            checkpoints of [SiT] do.
+    """
+
+    path = FlowPath()
+
+    def __init__(self, net: nn.Module, from_noise: bool = False):
+        super().__init__(net)
+        self.from_noise = from_noise
+
+    def predict(
+        self,
+        x: torch.Tensor,
+        t: torch.Tensor,
+        class_labels: torch.Tensor | None,
+        *,
+        routing: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return F_x."""
+        x = x.float()
+        t = t.to(x).flatten().expand(x.shape[0])  # (N,)
+        c_noise = 1 - t if self.from_noise else t
+        return self.net(x, c_noise, class_labels, routing=routing, generator=generator)
+
+    def velocity(self, F_x: torch.Tensor, num_channels: int) -> torch.Tensor:
+        """Return dx/dt (N, C, H, W) in fp32, of the first C channels of F_x."""
+        v = F_x[:, :num_channels].float()
+        return -v if self.from_noise else v
+
+    def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return D_x in fp32."""
+        x = x.float()
+        t_ = t.to(x).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
+        # x_t = x_0 + t (eps - x_0)
+        return x - t_ * self.velocity(F_x, x.shape[1])
+
+
+class FlowLoss(Loss):
+    """Squared error of the velocity.
+
+    Args:
+        distribution: of the time: uniform, or logit_normal, t = sigmoid(n) with n ~ N(P_mean, P_std^2).
+        shift: s > 1 moves the times towards noise, t -> s t / (1 + (s - 1) t), for latents of m times as
+            many numbers s = sqrt(m). [SD3]
+        contrastive_weight: see `diffusion.objective.Loss`.
+    """
+
+    def __init__(
+        self,
+        distribution: str = "logit_normal",
+        P_mean: float = 0.0,
+        P_std: float = 1.0,
+        shift: float = 1.0,
+        contrastive_weight: float = 0.0,
+    ):
+        super().__init__(contrastive_weight)
+        check_choice("diffusion.loss.distribution", distribution, DISTRIBUTIONS)
+        check_positive("diffusion.loss.P_std", P_std)
+        check_positive("diffusion.loss.shift", shift)
+        self.distribution, self.P_mean, self.P_std, self.shift = distribution, P_mean, P_std, shift
+
+    def draw_t(
+        self, num_samples: int, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Tensor:
+        """Draw t (N,) in [0, 1]."""
+        if self.distribution == "uniform":
+            t = torch.rand(num_samples, generator=generator, device=device)
+        else:
+            n = torch.randn(num_samples, generator=generator, device=device)
+            t = (n * self.P_std + self.P_mean).sigmoid()
+        return shifted(t, self.shift)
+
+    def error(
+        self,
+        precond: FlowPrecond,
+        F_x: torch.Tensor,
+        x_t: torch.Tensor,
+        t: torch.Tensor,
+        x: torch.Tensor,
+        eps: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return |v - (eps - x_0)|^2; through D_x it would cancel near t = 0."""
+        return (precond.velocity(F_x, x.shape[1]) - (eps - x)) ** 2
+
+
+def shifted(t: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return times in [0, 1] moved towards noise, 1, by a shift above 1."""
+    # t' = s t / (1 + (s - 1) t) [SD3]
+    return shift * t / (1 + (shift - 1) * t)

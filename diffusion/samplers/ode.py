@@ -1,0 +1,98 @@
+"""Solvers of the probability flow on any path; EDM's sampler is the case of its path and its times. [EDM]"""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from diffusion.path import PATHS, Denoise, EDMPath, Path, on_path
+from diffusion.samplers.times import uniform_times
+from runtime.errors import check_choice, check_not_negative
+
+SOLVERS = ("euler", "heun")
+
+
+def ode_sampler(
+    denoise: Denoise,
+    noise: torch.Tensor,
+    path: Path | None = None,
+    *,
+    num_steps: int = 40,
+    times: Callable[[Path, int], torch.Tensor] = uniform_times,
+    solver: str = "heun",
+    solve_on: str | None = None,
+    midpoint: float = 1.0,
+    S_churn: float = 0,
+    S_min: float = 0,
+    S_max: float = math.inf,
+    S_noise: float = 1,
+    randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
+) -> torch.Tensor:
+    """Follow dx/dt = alpha' D + sigma' (x - alpha D) / sigma, with optional churn. [EDM] Algorithms 1 and 2
+
+    Args:
+        denoise: called with x (N, C, H, W) in float64 and t, a 0-d float64 tensor on the CPU.
+        noise: (N, C, H, W) of unit variance.
+        path: of the denoiser; None: EDM's.
+        num_steps: levels; the network runs so many times (euler), or 2 * num_steps - 1 times (heun).
+        times: the levels, see `diffusion.samplers.times`.
+        solve_on: the path on which the flow is solved: `vp`, `ve`, `edm`, `flow`; None: that of the denoiser.
+        midpoint: where in a step the second evaluation of heun lies, alpha of [EDM] appendix C.
+        S_churn, S_min, S_max, S_noise: amount and range, in sigma / alpha, of noise added back.
+
+    Returns:
+        x (N, C, H, W) in float64.
+    """
+    check_choice("sampler.solver", solver, SOLVERS)
+    for key, value in (("S_churn", S_churn), ("S_min", S_min), ("S_noise", S_noise)):
+        check_not_negative(f"sampler.{key}", value)
+    if not 0 < midpoint <= 1:
+        raise ValueError(f"sampler.midpoint={midpoint} must be in (0, 1]")
+    path = EDMPath() if path is None else path
+    if solve_on is not None:
+        check_choice("sampler.solve_on", solve_on, tuple(PATHS))
+        denoise, path = on_path(denoise, path, PATHS[solve_on]), PATHS[solve_on]
+    levels = times(path, num_steps)
+
+    def slope(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return velocity(path, denoise(x, t).to(torch.float64), x, t)
+
+    x = noise.to(torch.float64) * path.sigma(levels[0])
+    for t, t_next in pairwise(levels):
+        x, t = _churn(x, t, path, S_churn / num_steps, S_min, S_max, S_noise, randn_like)
+        h, d = t_next - t, slope(x, t)
+        if solver == "euler":
+            x = x + h * d
+        else:
+            # Weights 1 - 1 / (2 a) at the start and 1 / (2 a) at t + a h: of second order for each a.
+            d_mid = slope(x + midpoint * h * d, t + midpoint * h)
+            x = x + h * ((1 - 1 / (2 * midpoint)) * d + 1 / (2 * midpoint) * d_mid)
+    x, t = _churn(x, levels[-1], path, S_churn / num_steps, S_min, S_max, S_noise, randn_like)
+    return denoise(x, t).to(torch.float64)
+
+
+def velocity(path: Path, D_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Return dx/dt of the probability flow."""
+    eps = (x - path.alpha(t) * D_x) / path.sigma(t)
+    return path.alpha_dot(t) * D_x + path.sigma_dot(t) * eps
+
+
+def _churn(
+    x: torch.Tensor,
+    t: torch.Tensor,
+    path: Path,
+    churn: float,
+    S_min: float,
+    S_max: float,
+    S_noise: float,
+    randn_like: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raise the noise level by adding new noise; return x and t of it. [EDM] Algorithm 2"""
+    level = path.sigma(t) / path.alpha(t)
+    if not churn or not S_min <= level <= S_max:
+        return x, t
+    level_hat = level * (1 + min(churn, math.sqrt(2) - 1))
+    t_hat = path.time_at(level_hat)
+    added = (level_hat**2 - level**2).sqrt() * S_noise * randn_like(x)
+    return path.alpha(t_hat) * (x / path.alpha(t) + added), t_hat

@@ -1,0 +1,100 @@
+"""Where a solver evaluates: times(path, num_steps) -> levels (num_steps,), descending and above 0.
+
+The step from the last level ends at the data: it returns what the denoiser says there.
+"""
+
+import math
+
+import torch
+
+from diffusion.path import Path, VPPath
+from runtime.errors import check_not_negative, check_positive
+
+
+def rho_times(
+    path: Path, num_steps: int, /, *, sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7
+) -> torch.Tensor:
+    """Noise levels, sigma / alpha, that get denser towards the data. [EDM] eq. 5"""
+    _check_range(sigma_min, sigma_max)
+    check_positive("sampler.times.rho", rho)
+    # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho
+    ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
+    return path.time_at(
+        (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
+    )
+
+
+def uniform_times(
+    path: Path, num_steps: int, /, *, t_min: float = 0, t_max: float | None = None, shift: float = 1
+) -> torch.Tensor:
+    """Times at equal distances, from the end of the path.
+
+    Args:
+        t_min: the last; 0: one distance from the data.
+        t_max: the first; None: the end of the path.
+        shift: s > 1 moves them towards noise, u -> s u / (1 + (s - 1) u) with u = t / t_max. [SD3]
+    """
+    t_max = path.t_max if t_max is None else t_max
+    check_not_negative("sampler.times.t_min", t_min)
+    check_positive("sampler.times.shift", shift)
+    if not t_min < t_max <= path.t_max:
+        raise ValueError(f"sampler.times.t_max={t_max} must be above t_min={t_min}, and at most {path.t_max}")
+    if t_min:
+        u = torch.linspace(1, t_min / t_max, num_steps, dtype=torch.float64)
+    else:
+        u = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)[:-1]
+    return shift * u / (1 + (shift - 1) * u) * t_max
+
+
+def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
+    """Whole steps of a path of many, the first and the last among them, as [IDDPM] skips steps."""
+    if not 1 <= num_steps <= path.t_max:
+        raise ValueError(
+            f"sampler.num_steps={num_steps} must be in [1, {path.t_max:g}], the steps of the path"
+        )
+    return torch.linspace(path.t_max, 1, num_steps, dtype=torch.float64).round()
+
+
+def vp_times(path: Path, num_steps: int, /, *, epsilon_s: float = 1e-3) -> torch.Tensor:
+    """Equal distances in the time of the variance-preserving SDE, [EDM] Table 1, column VP."""
+    check_positive("sampler.times.epsilon_s", epsilon_s)
+    vp, t = VPPath(), torch.linspace(1, epsilon_s, num_steps, dtype=torch.float64)
+    return path.time_at(vp.sigma(t) / vp.alpha(t))
+
+
+def ve_times(
+    path: Path, num_steps: int, /, *, sigma_min: float = 0.02, sigma_max: float = 100
+) -> torch.Tensor:
+    """Noise levels in geometric progression, [EDM] Table 1, column VE."""
+    _check_range(sigma_min, sigma_max)
+    ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
+    return path.time_at(sigma_max * (sigma_min / sigma_max) ** ramp)
+
+
+def iddpm_times(
+    path: Path,
+    num_steps: int,
+    /,
+    *,
+    M: int = 1000,
+    j_0: int = 8,
+    C_1: float = 0.001,
+    C_2: float = 0.008,
+) -> torch.Tensor:
+    """Levels of the cosine schedule, [EDM] Table 1, column iDDPM."""
+    if not 0 <= j_0 < M:
+        raise ValueError(f"sampler.times.j_0={j_0} must be in [0, {M})")
+    # alpha_j = sin^2(pi/2 j / (M (C_2 + 1)))
+    # u_{j-1} = sqrt((u_j^2 + 1) / max(alpha_{j-1} / alpha_j, C_1) - 1)
+    alpha = (torch.arange(M + 1, dtype=torch.float64) / (M * (C_2 + 1)) * math.pi / 2).sin() ** 2
+    u = torch.zeros(M + 1, dtype=torch.float64)
+    for j in range(M, 0, -1):
+        u[j - 1] = ((u[j] ** 2 + 1) / (alpha[j - 1] / alpha[j]).clamp(min=C_1) - 1).sqrt()
+    ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
+    return path.time_at(u[(j_0 + (M - 1 - j_0) * ramp).round().long()])
+
+
+def _check_range(sigma_min: float, sigma_max: float) -> None:
+    check_positive("sampler.times.sigma_min", sigma_min)
+    if not sigma_min < sigma_max:
+        raise ValueError(f"sampler.times.sigma_max={sigma_max} must be greater than sigma_min={sigma_min}")
