@@ -26,6 +26,7 @@ from builders.rules import MUST_NAME_A_TARGET, check_finite, check_groups, check
 from builders.schemas import Config
 from data.manifest import read_manifest
 from data.shards import read_shard_manifest
+from diffusion import Precond
 from routing import Route
 from runtime.config import (
     check_arguments,
@@ -42,7 +43,7 @@ from training.run_folder import RunFolder
 MAX_NAME = 160
 NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
-GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.router", "evaluation", "tracker")
+GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.router", "sampler.times", "evaluation", "tracker")
 
 
 def register(program: str, schema: type) -> None:
@@ -107,10 +108,27 @@ def check_sampling(config: dict[str, Any]) -> None:
         _check_arguments({group: config[group]})
     with torch.device("meta"):
         net = build_net(config)
-    build_guidance(config).check(net)
-    number = torch.zeros(1, 1, 1, 1)
-    path = build_precond(config, net).path
-    build_sampler(config)(lambda x, t: x, number, path, randn_like=torch.zeros_like)
+    guidance, precond = build_guidance(config), build_precond(config, net)
+    guidance.load(_without_weights)
+    guidance.check(net)
+
+    def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+        if with_variance:
+            latents = torch.zeros(1, *net.latent_shape, device="meta")
+            labels = torch.zeros(1, dtype=torch.long, device="meta") if net.num_classes else None
+            precond.learned_variance(precond.predict(latents, t, labels), latents)
+        return (x, x) if with_variance else x
+
+    build_sampler(config)(denoise, torch.zeros(1, 1, 1, 1), precond.path, randn_like=torch.zeros_like)
+
+
+def _without_weights(path: str, checkpoint: str | None) -> Precond:
+    """Return the network of a run, as it is preconditioned, without memory for its weights."""
+    run = RunFolder(path)
+    run.check_started()
+    config = of_run(run)
+    with torch.device("meta"):
+        return build_precond(config, build_net(config))
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:

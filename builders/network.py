@@ -1,6 +1,7 @@
 """Build what a configuration names: backbone, plan of routes, objective, sampler, guidance."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,10 @@ def build_loss(config: dict[str, Any], net: Backbone) -> Loss | KeptTokensLoss:
 
 def build_sampler(config: dict[str, Any]) -> Callable[..., torch.Tensor]:
     """Return the sampler of a configuration: sampler(denoise, noise, path, randn_like=)."""
-    return build_node(config, "sampler")
+    sampler = build_node(config, "sampler")
+    if "times" in config["sampler"]:
+        return partial(sampler, times=build_node(config, "sampler.times"))
+    return sampler
 
 
 def build_guidance(config: dict[str, Any]) -> Guidance:

@@ -108,7 +108,17 @@ def open_run(
     net = load_net(config, weights).to(launch.device)
     precond = build_precond(config, net).eval()
     config = {**config, "sampler": sampler or config["sampler"], "guidance": guidance or config["guidance"]}
-    return OpenedRun(run, config, details, weights, precond, build_sampler(config), build_guidance(config))
+    built = build_guidance(config)
+    built.load(partial(open_precond, launch=launch))
+    return OpenedRun(run, config, details, weights, precond, build_sampler(config), built)
+
+
+def open_precond(path: str | Path, checkpoint: str | None = None, *, launch: Launch = ALONE) -> Precond:
+    """Load the averaged weights of a run, in eval mode."""
+    config, _ = read_run(path)
+    chosen = launch.broadcast_from_main(partial(find_checkpoint, Path(path), checkpoint, launch.print))
+    net = load_net(config, chosen / "ema.safetensors").to(launch.device)
+    return build_precond(config, net).eval()
 
 
 def check_sampling(request: dict[str, Any]) -> None:
@@ -269,10 +279,16 @@ def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any]) -> s
     for group in ("sampler", "guidance"):
         asked, of_run = ({**node, **NAMED} for node in (settings[group], config[group]))
         if asked["_target_"] != of_run["_target_"]:
-            digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
-            parts += [f"{asked['_target_'].rpartition('.')[2]}-{digest}"]
+            parts += [_short(asked)]
         else:
-            parts += [f"{key}{value}" for key, value in asked.items() if value != of_run.get(key)]
+            others = {key: value for key, value in asked.items() if value != of_run.get(key)}
+            parts += [_short(v) if isinstance(v, dict) else f"{key}{v}" for key, v in others.items()]
     parts += ["bf16"] if settings["mixed_precision"] == "bf16" else []
     parts += ["official"] if settings["decoding"] == "official" else []
     return "_".join(parts)
+
+
+def _short(node: Node) -> str:
+    """Name what is built from a node, with a hash that tells its other arguments."""
+    digest = hashlib.sha256(json.dumps(node, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{node['_target_'].rpartition('.')[2]}-{digest}"

@@ -1,26 +1,59 @@
 """The mathematics of diffusion: paths, objectives, samplers, guidance, generation."""
 
+from diffusion.ddpm import DDPMLoss, DDPMPath, DDPMPrecond
 from diffusion.edm import EDMLoss, EDMPrecond
+from diffusion.flow import FlowLoss, FlowPrecond
 from diffusion.generate import ImageSource, balanced_labels, generate, random_labels
-from diffusion.guidance import CFG, Branch, Guidance
+from diffusion.guidance import CFG, AutoGuidance, Branch, Guidance, SparseGuidance
 from diffusion.objective import Loss, Precond
-from diffusion.path import EDMPath, Path, on_path
-from diffusion.samplers import edm_sampler
+from diffusion.path import EDMPath, FlowPath, Path, VEPath, VPPath, on_path
+from diffusion.samplers import adaptive_sampler, ddpm_sampler, edm_sampler, ode_sampler, sde_sampler
+from diffusion.samplers.times import (
+    iddpm_times,
+    respaced_times,
+    rho_times,
+    uniform_times,
+    ve_times,
+    vp_times,
+)
+from diffusion.x0 import X0Loss, X0Precond
 
 __all__ = [
     "CFG",
+    "AutoGuidance",
     "Branch",
+    "DDPMLoss",
+    "DDPMPath",
+    "DDPMPrecond",
     "EDMLoss",
     "EDMPath",
     "EDMPrecond",
+    "FlowLoss",
+    "FlowPath",
+    "FlowPrecond",
     "Guidance",
     "ImageSource",
     "Loss",
     "Path",
     "Precond",
+    "SparseGuidance",
+    "VEPath",
+    "VPPath",
+    "X0Loss",
+    "X0Precond",
+    "adaptive_sampler",
     "balanced_labels",
+    "ddpm_sampler",
     "edm_sampler",
     "generate",
+    "iddpm_times",
+    "ode_sampler",
     "on_path",
     "random_labels",
+    "respaced_times",
+    "rho_times",
+    "sde_sampler",
+    "uniform_times",
+    "ve_times",
+    "vp_times",
 ]

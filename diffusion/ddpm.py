@@ -94,9 +94,11 @@ class DDPMPrecond(Precond):
         # x_0 = (x_t - sigma eps) / alpha
         return (x - self.path.sigma(t_).to(x) * F_x[:, : x.shape[1]].float()) / self.path.alpha(t_).to(x)
 
-    def variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """Return v (N, C, H, W), see `log_variance`; None where the network does not predict it."""
-        return F_x[:, x.shape[1] :].float() if F_x.shape[1] == 2 * x.shape[1] else None
+    def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return v (N, C, H, W), see `log_variance`."""
+        if F_x.shape[1] != 2 * x.shape[1]:
+            raise ValueError("a learned variance (sampler.variance=learned) needs model.learn_sigma=true")
+        return F_x[:, x.shape[1] :].float()
 
 
 class DDPMLoss(Loss):
@@ -119,9 +121,9 @@ class DDPMLoss(Loss):
     ) -> torch.Tensor:
         """Return |eps - F_x|^2, plus the bound in bits."""
         error = (F_x[:, : x.shape[1]].float() - eps) ** 2
-        v = precond.variance(F_x, x)
-        if v is None:
+        if F_x.shape[1] == x.shape[1]:
             return error
+        v = precond.learned_variance(F_x, x)
         # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM] section 3.1: of one step of 1,000 that is its own term.
         # The mean has no gradient from it.
         D_x = precond.denoised(F_x.detach(), x_t, t)

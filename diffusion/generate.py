@@ -1,5 +1,6 @@
 """Generate latents, each from a seed of its own: a sample does not depend on its batch or its rank."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
@@ -7,11 +8,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from diffusion.guidance import Branch, Guidance
+from diffusion.guidance import Branch, Evaluations, Guidance
 from diffusion.objective import Precond
 from runtime.launch import Launch
 
-LABEL_STREAM = 1  # separates the draw of a label from other draws of the same seed
+LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws of the same seed
 
 
 def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:
@@ -37,6 +38,7 @@ def generate(
     batch_size: int,
     launch: Launch,
     bf16: bool = False,
+    evaluations: Evaluations | None = None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (position of the first seed, latents (n, C, H, W) in fp32), n <= batch_size, of this rank.
 
@@ -46,16 +48,23 @@ def generate(
         seeds: one for each sample; it fixes the initial noise, bitwise, and the noise that the sampler adds.
         class_labels: (len(seeds),) int64; None for an unconditional network.
         bf16: evaluate the network under bf16 autocast.
+        evaluations: counts the forwards of images: one of a batch of n counts n times.
     """
     device = launch.device
     for start in range(launch.rank * batch_size, len(seeds), launch.world_size * batch_size):
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + batch_size]]
+        batch_seeds = seeds[start : start + batch_size]
+        generators = [torch.Generator().manual_seed(seed) for seed in batch_seeds]
+        mask_generators = [torch.Generator().manual_seed(_stream(seed, MASK_STREAM)) for seed in batch_seeds]
         randn_like = partial(_randn_like, generators=generators)
         noise = randn_like(torch.empty(len(generators), *precond.net.latent_shape, device=device))
         labels = None if class_labels is None else class_labels[start : start + batch_size].to(device)
-        denoise = guidance(Branch(precond, labels))
+        rand = partial(_rand, generators=mask_generators, device=device)
+        counted: Evaluations = Counter()
+        denoise = guidance(Branch(precond, labels, rand=rand, evaluations=counted))
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             latents = sampler(denoise, noise, precond.path, randn_like=randn_like).float()
+        if evaluations is not None:
+            evaluations.update({key: count * len(latents) for key, count in counted.items()})
         yield start, latents
 
 
@@ -86,6 +95,7 @@ class ImageSource:
         self.precond, self.sampler, self.guidance, self.decode = precond.eval(), sampler, guidance, decode
         self.batch_size, self.launch, self.first_seed, self.bf16 = batch_size, launch, first_seed, bf16
         self._labels, self._class_label = labels, class_label
+        self._evaluations, self._num_images = Counter(), 0
 
     def with_labels(self, labels: str) -> "ImageSource":
         """Return the same source with other labels."""
@@ -124,9 +134,23 @@ class ImageSource:
             batch_size=self.batch_size,
             launch=self.launch,
             bf16=self.bf16,
+            evaluations=self._evaluations,
         )
         for start, latents in batches:
+            self._num_images += len(latents)
             yield start, self.decode(latents)
+
+    def cost(self) -> dict[str, float] | None:
+        """Return what an image of this rank cost so far, on average: evaluations of networks, and their
+        FLOPs.
+
+        None where this rank has drawn none.
+        """
+        if not self._num_images:
+            return None
+        num = self._evaluations.total()
+        flops = sum(count * net.flops(kept).forward for (net, kept), count in self._evaluations.items())
+        return {"network_evaluations": num / self._num_images, "flops": flops / self._num_images}
 
     def __call__(self, num_samples: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return all images (num_samples, H, W, channels) and labels (num_samples,), on every rank."""
@@ -134,6 +158,14 @@ class ImageSource:
         images = np.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])
         labels = self.labels(num_samples)
         return images, None if labels is None else labels.numpy()
+
+
+def _stream(seed: int, stream: int) -> int:
+    return int(np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _rand(num: int, generators: Sequence[torch.Generator], device: torch.device) -> torch.Tensor:
+    return torch.stack([torch.rand(num, generator=generator) for generator in generators]).to(device)
 
 
 def _randn_like(x: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:

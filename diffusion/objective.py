@@ -40,6 +40,14 @@ class Precond(nn.Module):
         """Return D_x (N, C, H, W) in fp32."""
         raise NotImplementedError
 
+    def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return v (N, C, H, W) of F_x, see `diffusion.ddpm`.
+
+        Raises:
+            ValueError: no variance is predicted.
+        """
+        raise ValueError("a learned variance (sampler.variance=learned) needs diffusion=ddpm")
+
     def forward(
         self,
         x: torch.Tensor,

@@ -88,7 +88,7 @@ class FlowPath:
 
 @dataclass(frozen=True)
 class VPPath:
-    """Variance preserved: alpha = exp(-B / 2), sigma^2 = 1 - alpha^2, B = beta_d t^2 / 2 + beta_min t. [EDM]"""
+    """Variance preserved: alpha = exp(-B / 2), sigma^2 = 1 - alpha^2, B = beta_d t^2 / 2 + beta_min t."""
 
     t_max = 1.0
     beta_d, beta_min = 19.9, 0.1  # [EDM] Table 1

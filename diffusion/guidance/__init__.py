@@ -1,6 +1,8 @@
 """Guidance: guidance(strong branch) -> denoise(x, t). One file for each, beside what they share."""
 
+from diffusion.guidance.auto import AutoGuidance
 from diffusion.guidance.cfg import CFG
-from diffusion.guidance.guidance import Branch, Guidance, predict
+from diffusion.guidance.guidance import Branch, Evaluations, Guidance, predict
+from diffusion.guidance.sparse import SparseGuidance
 
-__all__ = ["CFG", "Branch", "Guidance", "predict"]
+__all__ = ["CFG", "AutoGuidance", "Branch", "Evaluations", "Guidance", "SparseGuidance", "predict"]

@@ -6,19 +6,53 @@ from typing import Any
 import torch
 
 from diffusion.guidance.guidance import Branch, Guidance
+from runtime.errors import check_positive
 
 
 class CFG(Guidance):
-    """The weak branch is the same network on the null class."""
+    """The weak branch is the same network on the null class.
+
+    Args:
+        num_channels: how many channels are guided; the others are the strong prediction. PARITY: the released
+            code of [DiT] guides three of four. None: all.
+        The others are those of Guidance.
+    """
+
+    def __init__(
+        self,
+        guidance_scale: float = 1.0,
+        guidance_interval: list[float] | None = None,
+        schedule: str = "constant",
+        num_channels: int | None = None,
+    ):
+        super().__init__(guidance_scale, guidance_interval, schedule)
+        if num_channels is not None:
+            check_positive("guidance.num_channels", num_channels)
+        self.num_channels = num_channels
 
     def check(self, net: Any) -> None:
         """Raise a ValueError where there is no class to guide by."""
-        if self.guidance_scale != 1 and not net.num_classes:
-            raise ValueError(
-                f"guidance.guidance_scale={self.guidance_scale} must be 1 for an unconditional network"
-            )
+        if self.guidance_scale != 1:
+            check_conditional(net, f"guidance.guidance_scale={self.guidance_scale} must be 1")
 
     def weak(self, strong: Branch) -> Branch:
         """Return the branch of the null class."""
-        null_class = strong.precond.net.num_classes
-        return replace(strong, class_labels=torch.full_like(strong.class_labels, null_class))
+        return on_null_class(strong)
+
+    def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
+        """Return the guided prediction, in the channels that are guided."""
+        guided = super().combine(D_s, D_w, w)
+        if self.num_channels is None:
+            return guided
+        return torch.cat([guided[:, : self.num_channels], D_s[:, self.num_channels :]], dim=1)
+
+
+def on_null_class(branch: Branch) -> Branch:
+    """Return a branch whose labels are those of no class."""
+    return replace(branch, class_labels=torch.full_like(branch.class_labels, branch.precond.net.num_classes))
+
+
+def check_conditional(net: Any, rule: str) -> None:
+    """Raise a ValueError where a network has no classes."""
+    if not net.num_classes:
+        raise ValueError(f"{rule} for an unconditional network")

@@ -1,48 +1,108 @@
 """What all guidance shares: a strong and a weak prediction, and a step from the weak past the strong."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from diffusion.objective import Precond
-from diffusion.path import Denoise
-from runtime.errors import check_not_negative
+from diffusion.path import Denoise, Path
+from routing import Routing, num_tokens_kept
+from runtime.errors import check_choice, check_not_negative
+
+SCHEDULES = ("constant", "linear", "cosine")
+# Evaluations of one image: how often a network ran with so many tokens kept by each route.
+Evaluations = Counter[tuple[Any, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A prediction: a preconditioned network, the labels (N,) that it is given, and what its routes do."""
+    """A prediction: a preconditioned network, what it is given, and what its routes do.
+
+    Args:
+        class_labels: (N,); None for an unconditional network.
+        rand: rand(T) -> (N, T) in [0, 1), each sample's own: what a routed branch draws its tokens from.
+            None: the default generator of the device.
+        evaluations: counts the forwards, if given.
+    """
 
     precond: Precond
     class_labels: torch.Tensor | None
-    routing: Any = None
+    routing: Routing | None = None
+    rand: Callable[[int], torch.Tensor] | None = None
+    evaluations: Evaluations | None = None
 
-    def shares_forward(self, other: "Branch") -> bool:
-        """Return whether one forward of a larger batch gives both."""
-        return self.precond is other.precond and self.routing is None and other.routing is None
+    @property
+    def num_kept(self) -> tuple[int, ...]:
+        """How many tokens each route keeps: forwards of one length are evaluated together."""
+        net = self.precond.net
+        routing = Routing() if self.routing is None else self.routing
+        return tuple(
+            num_tokens_kept(net.num_tokens, ratio) for ratio in routing.ratios(net.routes, active=False)
+        )
 
 
-def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return D_x (N, C, H, W) of each branch, in one forward where they share a network without routing."""
-    first = branches[0]
-    if len(branches) > 1 and all(first.shares_forward(branch) for branch in branches):
+def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> list[torch.Tensor]:
+    """Return F_x of each branch, in one forward for all that share a network and a length."""
+    groups: dict[Any, list[int]] = {}
+    for i, branch in enumerate(branches):
+        groups.setdefault((branch.precond, branch.num_kept), []).append(i)
+    F_x: list[torch.Tensor] = [x] * len(branches)
+    for (precond, num_kept), members in groups.items():
+        together = [branches[i] for i in members]
+        if together[0].evaluations is not None:
+            together[0].evaluations[precond.net, num_kept] += len(members)
+        outputs = _forward(together, x, t).chunk(len(members))
+        for i, output in zip(members, outputs, strict=True):
+            F_x[i] = output
+    return F_x
+
+
+def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Return F_x of branches of one network and one length, one after another along the batch."""
+    first, n = branches[0], len(branches)
+    labels, routing = first.class_labels, first.routing
+    if labels is not None:
         labels = torch.cat([branch.class_labels for branch in branches])
-        return first.precond(torch.cat([x] * len(branches)), t, labels).chunk(len(branches))
-    return [branch.precond(x, t, branch.class_labels, routing=branch.routing) for branch in branches]
+    if routing is not None and routing.noise is not None:
+        noise = [torch.cat(parts) for parts in zip(*(b.routing.noise for b in branches), strict=True)]
+        routing = replace(routing, noise=noise)
+    return first.precond.predict(torch.cat([x] * n), t, labels, routing=routing)
 
 
 class Guidance:
-    """A sibling writes `weak`, and `scale` where the scale depends on the time.
+    """A sibling writes `weak`; or `branches`, where the strong one changes, too.
 
     Args:
         guidance_scale: w; 1 is the strong prediction alone, at the cost of one.
+        guidance_interval: noise levels sigma / alpha, (low, high], outside of which w is 1 [IG]; None:
+            everywhere.
+        schedule: of w from 1 at noise to guidance_scale at the data, by the share of data 1 - r / (1 + r) at
+            noise level r: `linear`, `cosine`, or `constant` for guidance_scale everywhere.
     """
 
-    def __init__(self, guidance_scale: float = 1.0):
+    def __init__(
+        self,
+        guidance_scale: float = 1.0,
+        guidance_interval: list[float] | None = None,
+        schedule: str = "constant",
+    ):
         check_not_negative("guidance.guidance_scale", guidance_scale)
-        self.guidance_scale = guidance_scale
+        check_choice("guidance.schedule", schedule, SCHEDULES)
+        if guidance_interval is not None:
+            low, high = guidance_interval if len(guidance_interval) == 2 else (1, 0)
+            if not 0 <= low < high:
+                raise ValueError(
+                    f"guidance.guidance_interval={guidance_interval} must be two noise levels, low and high"
+                )
+        self.guidance_scale, self.guidance_interval = guidance_scale, guidance_interval
+        self.schedule = schedule
+
+    def load(self, open_precond: Callable[[str, str | None], Precond]) -> None:
+        """Load what else this guidance needs, by open_precond(run, checkpoint)."""
 
     def check(self, net: Any) -> None:
         """Raise a ValueError where this guidance has no meaning for a backbone."""
@@ -51,20 +111,48 @@ class Guidance:
         """Return what is stepped away from."""
         raise NotImplementedError
 
-    def scale(self, t: torch.Tensor) -> float:
+    def branches(self, strong: Branch, t: torch.Tensor) -> tuple[Branch, Branch]:
+        """Return the strong and the weak branch at time t, 0-d."""
+        return strong, self.weak(strong)
+
+    def scale(self, path: Path, t: torch.Tensor) -> float:
         """Return w at time t, 0-d."""
-        return self.guidance_scale
+        level = float(path.sigma(t) / path.alpha(t))
+        if self.guidance_interval is not None:
+            low, high = self.guidance_interval
+            if not low < level <= high:
+                return 1.0
+        share = data_share(level)
+        rise = {"constant": 1.0, "linear": share, "cosine": (1 - math.cos(math.pi * share)) / 2}[
+            self.schedule
+        ]
+        return 1 + (self.guidance_scale - 1) * rise
+
+    def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
+        """Return the guided prediction."""
+        # D = D_w + w (D_s - D_w), [CFG] eq. 6 with w = 1 for no guidance.
+        return D_w + w * (D_s - D_w)
 
     def __call__(self, strong: Branch) -> Denoise:
-        """Return denoise(x, t) -> D_x, for x (N, C, H, W) and t 0-d."""
+        """Return the denoiser that a sampler asks, for x (N, C, H, W) and t 0-d."""
         self.check(strong.precond.net)
 
-        def denoise(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            w = self.scale(t)
-            if w == 1:
-                return predict([strong], x, t)[0]
-            D_s, D_w = predict([strong, self.weak(strong)], x, t)
-            # D = D_w + w (D_s - D_w), [CFG] eq. 6 with w = 1 for no guidance.
-            return D_w + w * (D_s - D_w)
+        def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+            w = self.scale(strong.precond.path, t)
+            branches = self.branches(strong, t)
+            branches = branches[:1] if w == 1 else branches
+            F_x = predict(branches, x, t)
+            D_x = [b.precond.denoised(F, x, t) for b, F in zip(branches, F_x, strict=True)]
+            D = D_x[0] if w == 1 else self.combine(*D_x, w)
+            if not with_variance:
+                return D
+            return D, strong.precond.learned_variance(F_x[0], x)
 
         return denoise
+
+
+def data_share(level: float) -> float:
+    """Return 1 / (1 + r) of a noise level r = sigma / alpha: 0 is noise, 1 is data, uniform for flow
+    matching.
+    """
+    return 1 / (1 + level)

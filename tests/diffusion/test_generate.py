@@ -76,7 +76,7 @@ def test_guidance_is_one_forward_and_scale_one_is_the_condition_alone():
 
 def test_the_scale_of_guidance_may_depend_on_the_time():
     class LowNoise(CFG):
-        def scale(self, t):
+        def scale(self, path, t):
             return 3.0 if t < 1 else 1.0
 
     x, _, labels = small_batch()

@@ -1,0 +1,58 @@
+"""Autoguidance: away from a worse model of the same task. [AG]"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from diffusion.guidance.cfg import check_conditional, on_null_class
+from diffusion.guidance.guidance import Branch, Guidance
+from diffusion.objective import Precond
+
+
+class AutoGuidance(Guidance):
+    """The weak branch is another network: an earlier checkpoint, a smaller or less trained run.
+
+    Args:
+        weak_run: the run of the weak network; None only for siblings that have another weakness.
+        weak_checkpoint: a step, a name or a path; None: the newest.
+        null_class: give the weak branch no class, too, as classifier-free guidance does.
+        The others are those of Guidance.
+    """
+
+    def __init__(
+        self,
+        guidance_scale: float = 1.0,
+        guidance_interval: list[float] | None = None,
+        schedule: str = "constant",
+        weak_run: str | None = None,
+        weak_checkpoint: str | None = None,
+        null_class: bool = False,
+    ):
+        super().__init__(guidance_scale, guidance_interval, schedule)
+        if weak_checkpoint is not None and weak_run is None:
+            raise ValueError(f"guidance.weak_checkpoint={weak_checkpoint} needs guidance.weak_run")
+        self.weak_run, self.weak_checkpoint, self.null_class = weak_run, weak_checkpoint, null_class
+        self._weak: Precond | None = None
+
+    def load(self, open_precond: Callable[[str, str | None], Precond]) -> None:
+        """Load the weak network."""
+        if self.weak_run is not None:
+            self._weak = open_precond(self.weak_run, self.weak_checkpoint)
+
+    def check(self, net: Any) -> None:
+        """Raise a ValueError where the weak network does not predict the same."""
+        if self.null_class:
+            check_conditional(net, "guidance.null_class=true has no meaning")
+        if self._weak is not None:
+            for name in ("latent_shape", "num_classes"):
+                weak, strong = getattr(self._weak.net, name), getattr(net, name)
+                if weak != strong:
+                    raise ValueError(
+                        f"guidance.weak_run={self.weak_run}: its {name} is {weak}, that of the run is "
+                        f"{strong}"
+                    )
+
+    def weak(self, strong: Branch) -> Branch:
+        """Return the branch of the weak network."""
+        weak = strong if self._weak is None else replace(strong, precond=self._weak)
+        return on_null_class(weak) if self.null_class else weak
