@@ -1,0 +1,235 @@
+"""Objectives against closed forms, on every path."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from diffusion import (
+    DDPMLoss,
+    DDPMPath,
+    DDPMPrecond,
+    EDMLoss,
+    EDMPath,
+    EDMPrecond,
+    FlowLoss,
+    FlowPath,
+    FlowPrecond,
+    VEPath,
+    VPPath,
+    X0Loss,
+    X0Precond,
+    ode_sampler,
+    on_path,
+    respaced_times,
+)
+from diffusion.ddpm import variational_bound
+
+PATHS = {"edm": EDMPath(), "flow": FlowPath(), "ddpm": DDPMPath(), "vp": VPPath(), "ve": VEPath()}
+MEAN, STD = 0.3, 0.5  # of the data of these tests: one Gaussian
+
+
+class Field(torch.nn.Module):
+    """What a network would say that knows E[x_0 | x_t] of Gaussian data, or `clean` if given; in float64."""
+
+    def __init__(self, write, clean=None):
+        super().__init__()
+        self.write, self.clean = write, clean
+
+    def forward(self, x, c_noise, class_labels, *, routing=None, generator=None):
+        return self.write(x, c_noise.view(-1, 1, 1, 1))
+
+
+def best(path, x, t):
+    """E[x_0 | x_t]."""
+    alpha, sigma = path.alpha(t), path.sigma(t)
+    return MEAN + alpha * STD**2 / (alpha**2 * STD**2 + sigma**2) * (x - alpha * MEAN)
+
+
+def edm_field(x, c_noise):
+    sigma = (4 * c_noise).exp()
+    x = x * (sigma**2 + 0.25).sqrt()
+    D = best(EDMPath(), x, sigma)
+    return (D - 0.25 / (sigma**2 + 0.25) * x) * (sigma**2 + 0.25).sqrt() / (sigma * 0.5)
+
+
+def flow_field(x, t):
+    return (x - best(FlowPath(), x, t)) / t
+
+
+def ddpm_field(x, index):
+    path, t = DDPMPath(), index + 1
+    return (x - path.alpha(t) * best(path, x, t)) / path.sigma(t)
+
+
+PRECONDS = {
+    "edm": EDMPrecond(Field(edm_field)),
+    "flow": FlowPrecond(Field(flow_field)),
+    "from_noise": FlowPrecond(Field(lambda x, t: -flow_field(x, 1 - t)), from_noise=True),
+    "x0": X0Precond(Field(lambda x, t: best(FlowPath(), x, t))),
+    "ddpm": DDPMPrecond(Field(ddpm_field)),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_agrees_with_its_derivatives_and_its_inverse(name):
+    path = PATHS[name]
+    t = torch.linspace(0.00317, 0.9973, 17, dtype=torch.float64) * path.t_max
+    h = 1e-6 * t
+    for value, slope in ((path.alpha, path.alpha_dot), (path.sigma, path.sigma_dot)):
+        difference = (value(t + h) - value(t - h)) / (2 * h)
+        torch.testing.assert_close(slope(t), difference, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(path.time_at(path.sigma(t) / path.alpha(t)), t, rtol=1e-9, atol=1e-9)
+
+
+def test_the_schedule_of_ddpm_is_that_of_the_paper():
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    t = torch.arange(1, 1001, dtype=torch.float64)
+    torch.testing.assert_close(DDPMPath().alpha(t) ** 2, (1 - betas).cumprod(0))
+    torch.testing.assert_close(DDPMPath().sigma(t) ** 2, 1 - (1 - betas).cumprod(0))
+    assert DDPMPath().alpha(torch.zeros(1)) == 1 and DDPMPath().sigma(torch.zeros(1)) == 0
+
+
+@pytest.mark.parametrize("name", PRECONDS)
+def test_every_objective_writes_the_same_denoiser(name):
+    """The best network of each objective, of data that is one Gaussian, means E[x_0 | x_t]."""
+    precond, x = PRECONDS[name], torch.randn(3, 1, 4, 4)
+    t = (torch.tensor([0.02, 0.3, 0.97]) * precond.path.t_max * 100).round() / 100
+    expected = best(precond.path, x, t.view(-1, 1, 1, 1))
+    torch.testing.assert_close(precond(x, t, None), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_field_written_for_each_objective_gives_the_same_samples():
+    noise, steps = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(0)), DDPMPath()
+
+    def sample(precond):
+        def denoise(x, t):
+            return precond(x, t, None)
+
+        # On whole steps: a network of DDPM knows the time no better.
+        denoise = on_path(denoise, precond.path, steps)
+        return ode_sampler(denoise, noise, steps, num_steps=50, times=respaced_times, solver="euler")
+
+    expected = ode_sampler(
+        partial(best, steps), noise, steps, num_steps=50, times=respaced_times, solver="euler"
+    )
+    for precond in PRECONDS.values():
+        torch.testing.assert_close(sample(precond), expected, rtol=1e-3, atol=1e-3)
+
+
+LOSSES = {
+    "edm": (EDMPrecond, EDMLoss),
+    "flow": (FlowPrecond, FlowLoss),
+    "from_noise": (partial(FlowPrecond, from_noise=True), FlowLoss),
+    "x0": (X0Precond, X0Loss),
+    "ddpm": (DDPMPrecond, DDPMLoss),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_network_that_knows_the_data_has_no_loss(name):
+    make_precond, make_loss = LOSSES[name]
+    x = torch.randn(16, 1, 4, 4)
+    write = {
+        "edm": lambda x_in, c: _edm_output(x, x_in, c),
+        "flow": lambda x_t, t: (x_t - x) / t,
+        "from_noise": lambda x_t, u: -(x_t - x) / (1 - u),
+        "x0": lambda x_t, t: x,
+        "ddpm": lambda x_t, i: (x_t - DDPMPath().alpha(i + 1) * x) / DDPMPath().sigma(i + 1),
+    }[name]
+    assert make_loss()(make_precond(Field(write)), x, None).max() < 1e-4
+    wrong = make_loss()(make_precond(Field(lambda x_t, t: write(x_t, t) + 1)), x, None)
+    assert wrong.min() > 0.5
+
+
+def _edm_output(x, x_in, c_noise):
+    sigma = (4 * c_noise).exp()
+    scale = (sigma**2 + 0.25).sqrt()
+    return (x - 0.25 / scale**2 * (x_in * scale)) * scale / (sigma * 0.5)
+
+
+def test_the_loss_of_data_prediction_is_that_of_its_velocity():
+    x, t = torch.randn(8, 1, 4, 4), torch.linspace(0.06, 0.9, 8)
+    off = X0Precond(Field(lambda x_t, t: x + 0.1))
+    torch.testing.assert_close(X0Loss()(off, x, None, t=t), (0.1 / t) ** 2)
+    assert X0Loss(t_min=0.5)(off, x, None, t=torch.full((8,), 0.1)).max() < (0.1 / 0.5) ** 2 + 1e-6
+
+
+@pytest.mark.parametrize(
+    "loss, moments",
+    [
+        (FlowLoss("uniform"), (0.5, 1 / math.sqrt(12))),
+        (FlowLoss(), (0.5, 0.2083)),
+        (FlowLoss(P_mean=-1.0, P_std=0.1), (0.2693, 0.0197)),
+        (FlowLoss("uniform", shift=3.0), (0.6761, 0.2657)),
+        (DDPMLoss(), (500.5, 1000 / math.sqrt(12))),
+    ],
+)
+def test_times_are_drawn_from_their_distribution(loss, moments):
+    t = loss.draw_t(200_000, torch.Generator().manual_seed(0), torch.device("cpu"))
+    assert (t.mean().item(), t.std().item()) == pytest.approx(moments, rel=0.01)
+    assert t.min() >= 0 and t.max() <= (1000 if isinstance(loss, DDPMLoss) else 1)
+
+
+@pytest.mark.parametrize("name", ["edm", "flow", "x0"])
+def test_other_targets_are_pushed_away_only_in_training(name):
+    make_precond, make_loss = LOSSES[name]
+    write = (lambda x_in, c: _edm_output(0 * x_in, x_in, c)) if name == "edm" else lambda x_t, t: 0 * x_t
+    precond, x = make_precond(Field(write)), torch.randn(6, 1, 4, 4)
+    t = torch.full((6,), 0.7)
+
+    def losses(weight):
+        return make_loss(contrastive_weight=weight)(
+            precond, x, None, t=t, generator=torch.Generator().manual_seed(1)
+        )
+
+    plain, contrastive = losses(0.0), losses(0.25)
+    # A prediction that is the same for all is as far from the others' targets.
+    torch.testing.assert_close(contrastive.mean(), 0.75 * plain.mean())
+    assert not torch.allclose(contrastive, 0.75 * plain)
+    precond.eval()
+    assert torch.equal(losses(0.25), plain)
+
+
+def test_the_bound_is_that_of_two_gaussians():
+    """KL(q || p) by torch.distributions, from the textbook form of the posterior."""
+    path, x = DDPMPath(), torch.rand(4, 1, 3, 3, dtype=torch.float64) * 2 - 1
+    D_x, x_t, v = (torch.rand(4, 1, 3, 3, dtype=torch.float64) * 2 - 1 for _ in range(3))
+    t = torch.tensor([2.0, 10, 500, 1000], dtype=torch.float64).view(-1, 1, 1, 1)
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    products = torch.cat([torch.ones(1), (1 - betas).cumprod(0)])
+    i = t.long()
+    beta, now, before = betas[i - 1], products[i], products[i - 1]
+
+    def mean(clean):
+        return (before.sqrt() * beta * clean + (1 - beta).sqrt() * (1 - before) * x_t) / (1 - now)
+
+    low = (1 - before) / (1 - now) * beta
+    std = (beta ** ((v + 1) / 2) * low ** ((1 - v) / 2)).sqrt()
+    normal = torch.distributions.Normal
+    kl = torch.distributions.kl_divergence(normal(mean(x), low.sqrt()), normal(mean(D_x), std))
+    bound = variational_bound(path, D_x, v, x_t, t, x)
+    torch.testing.assert_close(bound, kl / math.log(2), rtol=1e-6, atol=1e-9)
+
+
+def test_the_bound_of_the_first_step_is_the_mass_of_a_byte():
+    path, one = DDPMPath(), torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    # The variance of the first step lies between that of the second posterior and beta.
+    x, D_x, v = 0.2 * one, 0.21 * one, -one
+    products = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
+    std = ((1 - products[0]) / (1 - products[1]) * (1 - products[1] / products[0])).sqrt().item()
+    normal = torch.distributions.Normal(0.21, std)
+    mass = normal.cdf(x + 1 / 255) - normal.cdf(x - 1 / 255)
+    bound = variational_bound(path, D_x, v, 0 * one, one, x)
+    torch.testing.assert_close(bound, -mass.log2(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_bound_moves_the_variance_alone():
+    output = torch.randn(4, 2, 4, 4, requires_grad=True)
+    precond, x = DDPMPrecond(Field(lambda x_t, i: output)), torch.rand(4, 1, 4, 4)
+    t, generator = torch.tensor([1.0, 2, 40, 900]), torch.Generator().manual_seed(0)
+    DDPMLoss()(precond, x, None, t=t, generator=generator).sum().backward()
+    eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(output.grad[:, :1], 2 * (output[:, :1] - eps).detach() / 16)
+    assert output.grad[:, 1:].abs().amax(dim=(1, 2, 3)).min() > 0
