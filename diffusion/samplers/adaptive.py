@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from diffusion.path import Denoise, EDMPath, Path
+from diffusion.path import Denoise, EDMPath, FlowPath, Path, on_path
 from diffusion.samplers.ode import velocity
 from runtime.errors import check_positive
 
@@ -19,25 +19,30 @@ def adaptive_sampler(
     t_min: float = 1e-3,
     randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
 ) -> torch.Tensor:
-    """Follow the probability flow from the end of the path by dopri5, with the tolerances of [SiT].
+    """Follow the probability flow by dopri5, on the path of flow matching, with the tolerances of [SiT].
 
     The steps are chosen for a whole batch: within the tolerances a sample depends on its batch.
 
     Args:
-        t_min: fraction of the path at which it stops; what the denoiser says there is returned.
+        t_min: time of that path at which it stops; what the denoiser says there is returned.
         The others are those of `ode_sampler`.
     """
     from torchdiffeq import odeint
 
     for key, value in (("rtol", rtol), ("atol", atol), ("t_min", t_min)):
         check_positive(f"sampler.{key}", value)
-    path = EDMPath() if path is None else path
-    ends = torch.tensor([1.0, t_min], dtype=torch.float64) * path.t_max
+    path, flow = EDMPath() if path is None else path, FlowPath()
+    denoise = on_path(denoise, path, flow)
+    last = torch.tensor(path.t_max, dtype=torch.float64)
+    ends = torch.stack([flow.time_at(path.sigma(last) / path.alpha(last)), torch.full_like(last, t_min)])
 
     def slope(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         t = t.cpu()  # SYNC: the next step depends on the error of this one anyway.
-        return velocity(path, denoise(x, t).to(torch.float64), x, t)
+        return velocity(flow, denoise(x, t).to(torch.float64), x, t)
 
-    x = noise.to(torch.float64) * path.sigma(ends[0])
-    x = odeint(slope, x, ends.to(x.device), rtol=rtol, atol=atol, method="dopri5")[-1]
+    x = noise.to(torch.float64) * flow.sigma(ends[0])
+    ends_ = ends.to(x.device)
+    # It would step over the end, where there is no noise left, and interpolate.
+    landing = {"step_t": ends_[1:]}
+    x = odeint(slope, x, ends_, rtol=rtol, atol=atol, method="dopri5", options=landing)[-1]
     return denoise(x, ends[1]).to(torch.float64)
