@@ -1,0 +1,257 @@
+"""Guidance over the predictions of a small network with a route."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from diffusion import (
+    CFG,
+    AutoGuidance,
+    Branch,
+    EDMPrecond,
+    FlowPrecond,
+    ImageSource,
+    SparseGuidance,
+    edm_sampler,
+    generate,
+)
+from diffusion.guidance import predict
+from routing import Routing
+from runtime.launch import ALONE
+from tests.networks import PAPER, small_batch, small_dit
+
+NET = small_dit([PAPER]).eval()
+PRECOND = EDMPrecond(NET)
+X, _, LABELS = small_batch()
+T = torch.tensor(1.3, dtype=torch.float64)
+NULL = torch.full_like(LABELS, NET.num_classes)
+
+
+def strong(**more):
+    return Branch(PRECOND, LABELS, **more)
+
+
+def rand(num, seed=0):
+    return torch.rand(len(LABELS), num, generator=torch.Generator().manual_seed(seed))
+
+
+def D(labels, routing=None, precond=PRECOND):
+    return precond(X, T, labels, routing=routing)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def test_guidance_steps_from_the_null_class_past_the_class():
+    guided = CFG(2.0)(strong())(X, T)
+    torch.testing.assert_close(guided, D(NULL) + 2 * (D(LABELS) - D(NULL)))
+
+
+def test_guidance_of_denoised_equals_guidance_of_outputs():
+    """D is affine in F, with the same coefficients for both branches."""
+    guided = CFG(2.5)(strong())(X, T)
+    F_s, F_w = (PRECOND.predict(X, T, labels) for labels in (LABELS, NULL))
+    torch.testing.assert_close(guided, PRECOND.denoised(F_w + 2.5 * (F_s - F_w), X, T))
+
+
+@pytest.mark.parametrize(
+    "guidance",
+    [CFG(1.0), AutoGuidance(1.0, weak_run="other"), SparseGuidance(1.0)],
+    ids=lambda g: type(g).__name__,
+)
+def test_scale_one_is_conditional_at_the_cost_of_one(guidance):
+    counted = Counter()
+    guidance.load(lambda run, checkpoint: EDMPrecond(small_dit([PAPER], depth=6)).eval())
+    assert torch.equal(guidance(strong(evaluations=counted))(X, T), D(LABELS))
+    assert counted.total() == 1
+
+
+def test_the_first_channels_alone_may_be_guided():
+    guided, plain = CFG(3.0, num_channels=2)(strong())(X, T), CFG(3.0)(strong())(X, T)
+    torch.testing.assert_close(guided[:, :2], plain[:, :2])
+    torch.testing.assert_close(guided[:, 2:], D(LABELS)[:, 2:])
+
+
+@pytest.mark.parametrize("level, inside", [(0.3, False), (0.31, True), (2.0, True), (2.01, False)])
+@pytest.mark.parametrize("make_precond", [EDMPrecond, FlowPrecond])
+def test_outside_its_interval_of_noise_levels_guidance_is_off(make_precond, level, inside):
+    precond = make_precond(NET).eval()
+    t = precond.path.time_at(torch.tensor(level, dtype=torch.float64))
+    denoise = CFG(2.0, guidance_interval=[0.3, 2.0])(Branch(precond, LABELS))
+    guided, plain = denoise(X, t), precond(X, t, LABELS)
+    assert torch.equal(guided, plain) != inside
+
+
+def test_an_interval_over_everything_is_plain_guidance():
+    everywhere = CFG(2.0, guidance_interval=[0.0, 1e9])(strong())(X, T)
+    assert torch.equal(everywhere, CFG(2.0)(strong())(X, T))
+
+
+@pytest.mark.parametrize(
+    "schedule, scales",
+    [("linear", (1.0, 2.0, 3.0)), ("cosine", (1.0, 2.0, 3.0)), ("constant", (3.0, 3.0, 3.0))],
+)
+def test_a_schedule_rises_from_noise_to_data(schedule, scales):
+    guidance = CFG(3.0, schedule=schedule)
+    levels = torch.tensor([1e9, 1.0, 1e-9], dtype=torch.float64)
+    assert [guidance.scale(PRECOND.path, level) for level in levels] == pytest.approx(scales, abs=1e-6)
+    quarter = guidance.scale(PRECOND.path, torch.tensor(3.0, dtype=torch.float64))
+    assert quarter == pytest.approx({"linear": 1.5, "cosine": 1.2929, "constant": 3}[schedule], abs=1e-3)
+
+
+def test_a_weaker_network_is_stepped_away_from():
+    other = EDMPrecond(small_dit([PAPER], depth=6)).eval()
+    for null_class, labels in ((False, LABELS), (True, NULL)):
+        guidance = AutoGuidance(2.0, weak_run="other", weak_checkpoint="5", null_class=null_class)
+        guidance.load(lambda run, checkpoint: {("other", "5"): other}[run, checkpoint])
+        weak = D(labels, precond=other)
+        torch.testing.assert_close(guidance(strong())(X, T), weak + 2 * (D(LABELS) - weak))
+
+
+def test_sparse_guidance_keeps_the_class_in_both_branches():
+    """Public code drops it in both. Here the weak branch differs from the strong one in its tokens alone."""
+    seen = []
+
+    def watched(module, args, kwargs):
+        seen.append((args[2].clone(), kwargs["routing"]))
+
+    handle = NET.register_forward_pre_hook(watched, with_kwargs=True)
+    guided = SparseGuidance(1.5, strong_ratio=0.25, weak_ratio=0.75)(strong(rand=rand))(X, T)
+    handle.remove()
+    assert [routing.selection_ratio for _, routing in seen] == [0.25, 0.75]
+    assert all(torch.equal(labels, LABELS) for labels, _ in seen)
+    D_s, D_w = (D(LABELS, routing) for _, routing in seen)
+    torch.testing.assert_close(guided, D_w + 1.5 * (D_s - D_w))
+
+
+def test_sparse_guidance_of_equal_ratios_and_masks_is_its_strong_branch():
+    guidance = SparseGuidance(3.0, strong_ratio=0.5, weak_ratio=0.5, share_masks=True)
+    strong_alone = SparseGuidance(1.0, strong_ratio=0.5)(strong(rand=rand))(X, T)
+    torch.testing.assert_close(guidance(strong(rand=rand))(X, T), strong_alone)
+
+
+def test_sparse_guidance_may_take_the_class_or_the_training_away_too():
+    other = EDMPrecond(small_dit([PAPER], depth=6)).eval()
+    guidance = SparseGuidance(2.0, weak_run="other", null_class=True)
+    guidance.load(lambda run, checkpoint: other)
+    guided = guidance(strong(rand=rand))(X, T)
+    noise = [rand(2 * NET.num_tokens)[:, NET.num_tokens :]]
+    weak = D(NULL, Routing(0.5, noise=noise), other)
+    torch.testing.assert_close(guided, weak + 2 * (D(LABELS) - weak))
+
+
+def orders(guidance, evaluations=2):
+    """Return the (strong, weak) orders of tokens of each evaluation."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    branches = guidance.branches
+
+    def keep(branch, t):
+        found.append(tuple(b.routing.noise[0] for b in branches(branch, t)))
+        return branches(branch, t)
+
+    guidance.branches = keep
+    denoise = guidance(strong(rand=lambda num: torch.rand(len(LABELS), num, generator=generator)))
+    for _ in range(evaluations):
+        denoise(X, T)
+    return found
+
+
+@pytest.mark.parametrize("share_masks", [False, True])
+@pytest.mark.parametrize("masks", ["fresh", "fixed"])
+def test_masks_are_fresh_or_fixed_shared_or_not(masks, share_masks):
+    guidance = SparseGuidance(2.0, strong_ratio=0.25, masks=masks, share_masks=share_masks)
+    (strong_1, weak_1), (strong_2, weak_2) = orders(guidance)
+    assert torch.equal(strong_1, strong_2) == torch.equal(weak_1, weak_2) == (masks == "fixed")
+    assert torch.equal(strong_1, weak_1) == share_masks
+
+
+def test_scheduled_ratios_take_few_values():
+    guidance = SparseGuidance(2.0, strong_ratio=0.6, weak_ratio=0.6, ratio_schedule="cosine", num_levels=4)
+    found = [guidance.ratios(share / 100) for share in range(101)]
+    assert found[0] == (0, 0.6) and found[-1] == (0.6, 0)
+    assert len(set(found)) == 4
+    assert sorted(found) == found  # the strong ratio rises
+    assert all(sum(pair) == pytest.approx(0.6) for pair in found)
+
+
+def test_branches_of_one_network_and_length_share_a_forward():
+    calls = []
+    handle = NET.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    routing = [Routing(0.5, noise=[rand(NET.num_tokens, seed)]) for seed in (1, 2)]
+    branches = [strong(), strong(routing=routing[0]), Branch(PRECOND, NULL), strong(routing=routing[1])]
+    F_x = predict(branches, X, T)
+    handle.remove()
+    assert calls == [2 * len(LABELS)] * 2
+    for branch, output in zip(branches, F_x, strict=True):
+        expected = PRECOND.predict(X, T, branch.class_labels, routing=branch.routing)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def drawn(guidance, batch_size):
+    batches = generate(
+        PRECOND,
+        partial(edm_sampler, num_steps=3),
+        guidance,
+        seeds=range(6),
+        class_labels=torch.arange(6),
+        batch_size=batch_size,
+        launch=ALONE,
+    )
+    return torch.cat([latents for _, latents in batches])
+
+
+@pytest.mark.parametrize("masks", ["fresh", "fixed"])
+def test_an_image_of_sparse_guidance_does_not_depend_on_its_batch(masks):
+    guidance = SparseGuidance(2.0, strong_ratio=0.25, masks=masks)
+    together, apart = drawn(guidance, 6), drawn(guidance, 4)
+    torch.testing.assert_close(together, apart, rtol=1e-3, atol=1e-3)
+
+
+def test_the_cost_of_an_image_counts_every_forward():
+    def cost(guidance):
+        source = ImageSource(
+            PRECOND,
+            partial(edm_sampler, num_steps=3),
+            guidance,
+            lambda latents: latents.permute(0, 2, 3, 1).numpy(),
+            batch_size=4,
+            launch=ALONE,
+        )
+        assert source.cost() is None
+        list(source.batches(6))
+        return source.cost()
+
+    T, dense = NET.num_tokens, NET.flops([NET.num_tokens]).forward
+    assert cost(CFG(1.0)) == {"network_evaluations": 5, "flops": 5 * dense}
+    assert cost(CFG(2.0)) == {"network_evaluations": 10, "flops": 10 * dense}
+    half = NET.flops([T - T // 2]).forward
+    assert cost(SparseGuidance(2.0)) == {"network_evaluations": 10, "flops": 5 * dense + 5 * half}
+    # Away from the interval one forward is enough: of sigma = 80, 2.5, 0.002 one level is in it, twice.
+    assert cost(CFG(2.0, guidance_interval=[1.0, 10.0]))["network_evaluations"] == 7
+
+
+@pytest.mark.parametrize(
+    "make, told",
+    [
+        (lambda: CFG(2.0, guidance_interval=[2.0, 1.0]), "guidance.guidance_interval=.* low and high"),
+        (lambda: CFG(2.0, guidance_interval=[1.0]), "guidance.guidance_interval=.* low and high"),
+        (lambda: CFG(2.0, schedule="up"), "guidance.schedule=up"),
+        (lambda: CFG(2.0, num_channels=0), "guidance.num_channels=0"),
+        (lambda: AutoGuidance(weak_checkpoint="5"), "guidance.weak_checkpoint=5 needs guidance.weak_run"),
+        (lambda: SparseGuidance(weak_ratio=1.0), "guidance.weak_ratio=1.0"),
+        (lambda: SparseGuidance(masks="new"), "guidance.masks=new"),
+        (lambda: SparseGuidance(ratio_schedule="linear"), "guidance.ratio_schedule=linear"),
+        (lambda: SparseGuidance(num_levels=1), "guidance.num_levels=1"),
+        (lambda: SparseGuidance(2.0)(Branch(EDMPrecond(small_dit()), LABELS)), "needs a network with routes"),
+        (lambda: SparseGuidance(2.0, masks="fixed")(strong()), "need Branch"),
+    ],
+)
+def test_what_guidance_cannot_do_is_said(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
