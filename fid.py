@@ -70,7 +70,7 @@ def score(request: dict[str, Any], launch: Launch) -> None:
         if launch.is_main:
             show(scores, others)
             compared = {name: {"n": row.num_images, **row.values} for name, row in others.items()}
-            save({**asdict(scores), **record, "comparisons": compared}, samples.out)
+            save({**asdict(scores), **record, **samples.cost(), "comparisons": compared}, samples.out)
 
 
 def write_reference(request: dict[str, Any], launch: Launch) -> None:

@@ -74,6 +74,7 @@ def sample(
         images.flush()
         launch.barrier()
         if launch.is_main:
+            record["cost_per_image"] = source.cost()
             pack(images, source.labels(num_samples), columns, output, record)
     finally:
         if launch.is_main:

@@ -206,6 +206,10 @@ class FileSamples:
             raise ValueError(f"{self.name} does not match {beside}: draw it again, or remove {beside.name}")
         return {**record, "drawn": drawn}
 
+    def cost(self) -> dict[str, Any]:
+        """Return what drawing them cost beyond what their record says: nothing."""
+        return {}
+
 
 class DrawnSamples:
     """Samples drawn from a run while they are scored, with the methods of FileSamples."""
@@ -231,6 +235,10 @@ class DrawnSamples:
     def record(self) -> dict[str, Any]:
         """Return what the samples are."""
         return {"num_samples": self.count, "shape": self.shape, "drawn": self._record}
+
+    def cost(self) -> dict[str, Any]:
+        """Return what an image cost, once they are drawn."""
+        return {"cost_per_image": self._source.cost()}
 
 
 def read_labels(file: Path) -> np.ndarray | None:

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "runtime": {"runtime"},
     "routing": {"routing"},
     "models": {"models", "routing", "runtime"},
-    "diffusion": {"diffusion", "runtime"},
+    "diffusion": {"diffusion", "routing", "runtime"},
     "data": {"data", "runtime"},
     "evaluation": {"evaluation", "runtime"},
     "training": {"training", "runtime"},

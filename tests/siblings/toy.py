@@ -17,11 +17,19 @@ from routing.tokens import keep_lowest
 class FlowPath:
     """x_t = (1 - t) x_0 + t eps."""
 
+    t_max = 1.0
+
     def alpha(self, t):
         return 1 - t
 
     def sigma(self, t):
         return t
+
+    def alpha_dot(self, t):
+        return -torch.ones_like(t)
+
+    def sigma_dot(self, t):
+        return torch.ones_like(t)
 
     def time_at(self, noise_to_signal):
         return noise_to_signal / (1 + noise_to_signal)
