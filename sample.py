@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
-from builders.sampling import SampleConfig, check_sampling, open_source
+from builders.sampling import SampleConfig, check_sampling, folder_of, open_source
 from diffusion import ImageSource
 from evaluation.pictures import in_turn, save_grid
 from runtime.config import run_main, user_mistakes
@@ -47,7 +47,7 @@ def main(cfg: DictConfig) -> None:
         check_sampling(request)
         launch = start_process()
         source, name, record = open_source(request, launch)
-        output = place_of("output", request["output"], Path(request["run"]), f"samples/{name}.npz")
+        output = place_of("output", request["output"], folder_of(request), f"samples/{name}.npz")
         record["environment"] = environment(launch.device)
         with launch.claimed_by_main("output", output, beside(output), request["overwrite"]):
             sample(source, request["num_samples"], request["grid_columns"], output, record, launch)

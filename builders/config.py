@@ -2,8 +2,9 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from routing import Route
 from runtime.config import (
     check_arguments,
     check_keys,
+    compose_config,
     config_folders,
     missing_keys,
     one_line,
@@ -145,10 +147,20 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     return config
 
 
+def composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration that a training with these overrides would have."""
+    register("train", Config)
+    return resolve(compose_config(["run_name=none", *overrides]))
+
+
 def of_run(run: RunFolder) -> dict[str, Any]:
     """Return the configuration of a run, which may come from anywhere, checked as on the command line."""
-    written = run.config()
     check_apart(run.path, config_folders())
+    return checked(run.config(), run.config_file)
+
+
+def checked(written: Any, file: str | Path) -> dict[str, Any]:
+    """Return a configuration from a file of anyone's, checked as on the command line."""
     try:
         if any("${" in text for text in _texts(written)):
             raise ValueError("it has interpolations, which no run writes")
@@ -159,7 +171,7 @@ def of_run(run: RunFolder) -> dict[str, Any]:
         check_groups(config)
     except (ValueError, OverflowError, OmegaConfBaseException) as error:  # overflow: of an int in a float
         key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
-        raise ValueError(f"{run.config_file}: {key}{one_line(str(error))}") from error
+        raise ValueError(f"{file}: {key}{one_line(str(error))}") from error
     return config
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn as nn
 
 from builders.network import build_guidance, build_precond, build_sampler
-from builders.sampling import open_precond
+from builders.sampling import open_run
 from builders.scoring import build_suite, reference_of
 from data import LatentDataset, ShardDataset, encoder_for, held_out_batches, image_decoder, open_images
 from diffusion import ImageSource
@@ -63,7 +63,7 @@ def _image_source(
     except ValueError as error:
         raise ValueError(f"{error}. To train without: train.sample_every=null evaluation=none") from error
     sampler, guidance = build_sampler(config), build_guidance(config)
-    guidance.load(partial(open_precond, launch=launch))
+    guidance.load(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
     decode = image_decoder(dataset.manifest, encoder, official)
     options = {"batch_size": EVALUATION_BATCH, "launch": launch}
     return ImageSource(denoiser, sampler, guidance, decode, **options), encoder

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import MISSING
 
 from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
+from builders.public import read_weights_file
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS
 from data import encoder_for, image_decoder, manifest_from
 from diffusion import Guidance, ImageSource, Precond
@@ -30,7 +30,7 @@ from runtime.files import sha256
 from runtime.launch import ALONE, Launch
 from training.checkpoint import damage_of, steps_in
 from training.run_folder import RunFolder
-from training.weights import load_weights, shapes_in
+from training.weights import load_weights, shapes_by_name
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
@@ -42,7 +42,8 @@ Node = dict[str, Any]
 class SamplingConfig:
     """What is drawn from a run; None means: as in the run."""
 
-    checkpoint: str | None = None  # a step, a name or a path; None: the newest
+    checkpoint: str | None = None  # a step, a name or a path; None: the newest; or, without run, a file
+    objective: str | None = None  # of a file of other code: edm, flow, sit or ddpm
     num_samples: int | None = None
     batch_size: int = 100
     first_seed: int = 0
@@ -62,7 +63,7 @@ class SamplingConfig:
 class SampleConfig(SamplingConfig):
     """What `sample.py` can be asked."""
 
-    run: str = MISSING
+    run: str | None = None
     num_samples: int = 100
     output: str | None = None  # None: inside the run
     grid_columns: int = 10
@@ -71,7 +72,7 @@ class SampleConfig(SamplingConfig):
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run that is ready to be sampled from; `precond` is in eval mode."""
+    """A run, or a file of weights, that is ready to be sampled from; `precond` is in eval mode."""
 
     path: Path
     config: dict[str, Any]
@@ -100,39 +101,61 @@ def open_run(
         FileNotFoundError: there is no such run, or it has no such checkpoint.
         ValueError: with the key, the value and the rule.
     """
-    run = Path(path)
-    config, details = read_run(run)
+    config, details = read_run(path)
     # The first rank chooses: a run that still trains may save in between.
-    chosen = launch.broadcast_from_main(partial(find_checkpoint, run, checkpoint, launch.print))
-    weights = chosen / "ema.safetensors"
-    net = load_net(config, weights).to(launch.device)
-    precond = build_precond(config, net).eval()
+    chosen = launch.broadcast_from_main(partial(find_checkpoint, Path(path), checkpoint, launch.print))
+    return _open(Path(path), config, details, chosen / "ema.safetensors", sampler, guidance, launch)
+
+
+def open_weights_file(
+    file: str | Path,
+    objective: str | None = None,
+    *,
+    sampler: Node | None = None,
+    guidance: Node | None = None,
+    launch: Launch = ALONE,
+) -> OpenedRun:
+    """Load a network from a file of other code, or from one that `models.export` wrote.
+
+    Args:
+        objective: what a file of other code predicts, see `builders.public`.
+        The others are those of `open_run`.
+    """
+    config, details = read_weights_file(Path(file), objective)
+    return _open(Path(file), config, details, Path(file), sampler, guidance, launch)
+
+
+def _open(
+    path: Path,
+    config: dict[str, Any],
+    details: dict[str, Any],
+    weights: Path,
+    sampler: Node | None,
+    guidance: Node | None,
+    launch: Launch,
+) -> OpenedRun:
+    precond = build_precond(config, load_net(config, weights).to(launch.device)).eval()
     config = {**config, "sampler": sampler or config["sampler"], "guidance": guidance or config["guidance"]}
     built = build_guidance(config)
-    built.load(partial(open_precond, launch=launch))
-    return OpenedRun(run, config, details, weights, precond, build_sampler(config), built)
-
-
-def open_precond(path: str | Path, checkpoint: str | None = None, *, launch: Launch = ALONE) -> Precond:
-    """Load the averaged weights of a run, in eval mode."""
-    config, _ = read_run(path)
-    chosen = launch.broadcast_from_main(partial(find_checkpoint, Path(path), checkpoint, launch.print))
-    net = load_net(config, chosen / "ema.safetensors").to(launch.device)
-    return build_precond(config, net).eval()
+    built.load(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
+    return OpenedRun(path, config, details, weights, precond, build_sampler(config), built)
 
 
 def check_sampling(request: dict[str, Any]) -> None:
     """Check the keys of SamplingConfig and `run` before any device is touched."""
-    config, _ = read_run(request["run"])
+    config, _ = read_source(request)
     settings = _settings(request, config)
     try:
         configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
     except ValueError as error:
         if all(request[key] in (None, {}) for key in ("sampler", "guidance", *NAMED)):
-            raise ValueError(f"{request['run']}/config.yaml: {error}") from error
+            where = f"{request['run']}/config.yaml" if request["run"] else source_name(request)
+            raise ValueError(f"{where}: {error}") from error
         # These two keys by their names on the command line.
         message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
         raise ValueError(message) from error
+    if request["run"] is None:
+        return
     if request["checkpoint"] is None:
         _checkpoints_of(Path(request["run"]))
     else:
@@ -141,11 +164,14 @@ def check_sampling(request: dict[str, Any]) -> None:
 
 def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
     """Return the source of the images that are asked for, their name, and a record of how they are drawn."""
-    config, _ = read_run(request["run"])
+    config, _ = read_source(request)
     settings = _settings(request, config)
     parts = {group: settings[group] for group in ("sampler", "guidance")}
-    run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
-    manifest = manifest_from(run.details["data"]["manifest"], f"{run.path}/manifest.json: data.manifest")
+    if request["run"] is None:
+        run = open_weights_file(request["checkpoint"], request["objective"], **parts, launch=launch)
+    else:
+        run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
+    manifest = manifest_from(run.details["data"]["manifest"], f"{source_name(request)}: data.manifest")
     sizes = ("input_size", "in_channels", "num_classes")
     manifest.check_sizes(str(run.path), **{key: config["data"][key] for key in sizes})
     bf16, official = settings["mixed_precision"] == "bf16", settings["decoding"] == "official"
@@ -166,14 +192,36 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     )
     record = {
         **settings,
-        "run": str(run.path),
-        "checkpoint": str(run.weights.parent),
+        "run": request["run"],
+        "checkpoint": str(run.weights.parent if request["run"] else run.weights),
+        "objective": request["objective"],
         "ema": config["ema"],
         "data": run.details["data"],
         "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
     }
     return source, _name(run, config, settings), record
+
+
+def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return configuration and manifest of the run, or the file of weights, that is asked for."""
+    if request["run"] is not None:
+        if request["objective"] is not None:
+            raise ValueError(f"objective={request['objective']} must not be given with run: the run has it")
+        return read_run(request["run"])
+    if request["checkpoint"] is None:
+        raise ValueError("run=FOLDER or checkpoint=FILE must be given")
+    return read_weights_file(Path(request["checkpoint"]), request["objective"])
+
+
+def source_name(request: dict[str, Any]) -> str:
+    """Return what messages call the run or the file of weights."""
+    return f"run={request['run']}" if request["run"] else f"checkpoint={request['checkpoint']}"
+
+
+def folder_of(request: dict[str, Any]) -> Path:
+    """Return where results go unless asked otherwise: the run, or a folder of a file's name beside it."""
+    return Path(request["run"]) if request["run"] else Path(request["checkpoint"]).with_suffix("")
 
 
 def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -196,7 +244,7 @@ def load_net(config: dict[str, Any], weights: Path) -> Backbone:
 
 def _check_shapes(config: dict[str, Any], weights: Path) -> None:
     """Check the network of a configuration against the shapes in the weights, before it takes memory."""
-    found, depth = shapes_in(weights), config["model"].get("depth", 1)
+    found, depth = shapes_by_name(weights), config["model"].get("depth", 1)
     if depth > len(found):
         raise ValueError(f"{weights} holds {len(found)} tensors, not those of model.depth={depth}")
     with torch.device("meta"):
@@ -268,7 +316,8 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
 
 def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any]) -> str:
     """Name samples by their checkpoint and all that was asked for."""
-    parts = [run.weights.parent.name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
+    name = run.path.stem if run.path == run.weights else run.weights.parent.name
+    parts = [name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
     if settings["class_label"] is not None:
         parts += [f"class{settings['class_label']}"]
     elif settings["labels"] == "balanced":

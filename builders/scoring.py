@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from builders import config as configuration
-from builders.sampling import SamplingConfig, check_sampling, open_source
+from builders.sampling import SamplingConfig, check_sampling, folder_of, open_source, source_name
 from data import encoder_for, open_images, open_latents, read_manifest, real_images
 from diffusion import ImageSource
 from evaluation import ArrayImages, Reference, Suite, open_reference
@@ -102,8 +102,8 @@ def check_request(request: dict[str, Any]) -> None:
     what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
     if request["mode"] == "reference":
         what, keys, needed = "mode=reference", {"images", "resolution"}, ("images", "out")
-    elif request["run"] is not None:
-        what, keys, needed = "scoring a run", {"run", "num_samples"} | SAMPLING_KEYS, ("reference",)
+    elif draws(request):
+        what, keys, needed = "scoring a network", {"run", "num_samples"} | SAMPLING_KEYS, ("reference",)
     keys = {*keys, *needed, "mode", "out", "overwrite"} | ({"suite"} if request["mode"] == "score" else set())
     for field in fields(ScoreConfig):
         key, value = field.name, request[field.name]
@@ -141,8 +141,13 @@ def check_files(request: dict[str, Any]) -> None:
             raise FileNotFoundError(f"{key}={request[key]} not found{hint}")
     if "weights" in suite:
         check_weights_file(Path(suite["weights"]))
-    if request["run"] is not None:
+    if draws(request):
         check_sampling(drawn(request))
+
+
+def draws(request: dict[str, Any]) -> bool:
+    """Return whether images are drawn from a network, of a run or of a file, while they are scored."""
+    return request["run"] is not None or request["checkpoint"] is not None
 
 
 def drawn(request: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def open_suite(request: dict[str, Any], num_samples: int, launch: Launch) -> Sui
 
 def open_samples(request: dict[str, Any], launch: Launch) -> "FileSamples | DrawnSamples":
     """Open the samples that are asked for."""
-    return FileSamples(request) if request["run"] is None else DrawnSamples(request, launch)
+    return DrawnSamples(request, launch) if draws(request) else FileSamples(request)
 
 
 class FileSamples:
@@ -216,10 +221,10 @@ class DrawnSamples:
 
     def __init__(self, request: dict[str, Any], launch: Launch):
         request = drawn(request)
-        self.count, self.name = request["num_samples"], f"run={request['run']}"
+        self.count, self.name = request["num_samples"], source_name(request)
         self._source, name, self._record = open_source(request, launch)
         self.shape = self._source.image_shape
-        self.out = place_of("out", request["out"], Path(request["run"]), f"scores/{name}.json")
+        self.out = place_of("out", request["out"], folder_of(request), f"scores/{name}.json")
 
     def labels(self) -> np.ndarray:
         """Return the class of each image (N,)."""

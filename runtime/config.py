@@ -15,7 +15,9 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
@@ -168,6 +170,14 @@ def missing_keys(node: Any, key: str = "") -> list[str]:
     children = node.items() if isinstance(node, dict) else enumerate(node)
     nested = (missing_keys(child, f"{key}.{name}" if key else str(name)) for name, child in children)
     return [missing for keys in nested for missing in keys]
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """Compose the configuration of a training, within a program or outside of one."""
+    if GlobalHydra.instance().is_initialized():
+        return compose("config", list(overrides))
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("config", list(overrides))
 
 
 def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:

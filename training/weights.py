@@ -16,6 +16,7 @@ COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
 # Where public code keeps weights in its files, averaged ones first: DiT, SiT, REPA and MaskDiT, TREAD.
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
 KEYS = "model/size, model/block, model.num_prefix_tokens, model.learn_sigma"  # of the network's shapes
+IGNORED = ("projectors.",)  # heads of an alignment that samples do not need: REPA
 MAX_ERROR = 300  # characters of what torch has to say of weights
 
 
@@ -39,9 +40,9 @@ def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
     file = _weights_file(Path(source))
     if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
         raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
-    tensors, entry = _load_tensors(file)
+    tensors, entry = _named_tensors(file)
     try:
-        net.load_state_dict({_strip(name): tensor for name, tensor in tensors.items()})
+        net.load_state_dict(tensors)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:MAX_ERROR]
         raise ValueError(
@@ -64,6 +65,30 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
+
+
+def shapes_by_name(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that `load_weights` would take from a file."""
+    if file.suffix == ".safetensors":
+        shapes = {_strip(name): shape for name, shape in shapes_in(file).items()}
+        return {name: shape for name, shape in shapes.items() if not name.startswith(IGNORED)}
+    return {name: tuple(tensor.shape) for name, tensor in _named_tensors(_weights_file(file))[0].items()}
+
+
+def metadata_in(file: Path) -> dict[str, str]:
+    """Return the text in the header of a `.safetensors` file; empty for other files."""
+    if file.suffix != ".safetensors":
+        return {}
+    shapes_in(file)  # that it can be read
+    with safe_open(file, "pt") as opened:
+        return opened.metadata() or {}
+
+
+def _named_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """Return the tensors of a file by the names of a network, and the entry that they were in."""
+    tensors, entry = _load_tensors(file)
+    named = {_strip(name): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in named.items() if not name.startswith(IGNORED)}, entry
 
 
 def _weights_file(source: Path) -> Path:

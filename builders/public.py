@@ -1,0 +1,87 @@
+"""Networks in files of weights: those of DiT, SiT, REPA and TREAD, and those that `models.export` wrote.
+
+A file of public code says its architecture by names and shapes. What it predicts it does not say: DiT, SiT and
+TREAD look alike. A file of `models.export` carries its configuration.
+"""
+
+from dataclasses import asdict
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+from builders import config as configuration
+from data import LatentManifest
+from runtime.errors import check_choice
+from runtime.files import parse_json
+from training.weights import metadata_in, shapes_by_name
+
+OBJECTIVES = {  # as options of train.py
+    "edm": ("diffusion=edm",),
+    "flow": ("diffusion=flow",),
+    "sit": ("diffusion=flow", "diffusion.precond.from_noise=true"),
+    "ddpm": ("diffusion=ddpm",),
+}
+NUM_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published widths: shapes do not say them
+ENCODER, SCALE = "stabilityai/sd-vae-ft-ema", 0.18215
+CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an exported file
+
+
+def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `builders.sampling.read_run` returns of a run: its configuration, and its manifest.
+
+    Args:
+        objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file that carries
+            its configuration.
+
+    Raises:
+        ValueError: with the key, the value and the rule.
+    """
+    header = metadata_in(file)
+    if CONFIG in header:
+        if objective is not None:
+            raise ValueError(f"objective={objective} must not be given: {file} carries its configuration")
+        written, manifest = (parse_json(header[name].encode(), file) for name in (CONFIG, MANIFEST))
+        return configuration.checked(written, str(file)), {"data": {"manifest": manifest}}
+    if objective is None:
+        raise ValueError(
+            f"objective must be given: {file} does not say what it predicts; edm or flow for a file of TREAD, "
+            "ddpm for DiT, sit for SiT, flow for REPA"
+        )
+    check_choice("objective", objective, tuple(OBJECTIVES))
+    sizes = sizes_of(shapes_by_name(file), file)
+    keys = [f"{key}={value}".lower() for key, value in sizes.items()]
+    config = configuration.composed(["model=dit", "data=synthetic", *OBJECTIVES[objective], *keys])
+    shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
+    manifest = LatentManifest(
+        1, shape, "float32", "samples", sizes["data.num_classes"], ENCODER, scale=SCALE, std=1.0
+    )
+    return config, {"data": {"manifest": asdict(manifest)}}
+
+
+def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:
+    """Return the keys of a configuration that shapes of a DiT determine.
+
+    Raises:
+        ValueError: they are not those of a DiT of a published width.
+    """
+    try:
+        hidden_size, in_channels, patch_size, _ = shapes["x_embedder.proj.weight"]
+        num_outputs, num_tokens = shapes["final_layer.linear.weight"][0], shapes["pos_embed"][1]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{file} does not have the names and shapes of a DiT ({error})") from error
+    if hidden_size not in NUM_HEADS:
+        known = ", ".join(map(str, NUM_HEADS))
+        raise ValueError(
+            f"{file}: hidden_size={hidden_size} must be one of {known}, of which the heads are known"
+        )
+    labels = shapes.get("y_embedder.embedding_table.weight", (1,))[0]
+    return {
+        "model.hidden_size": hidden_size,
+        "model.num_heads": NUM_HEADS[hidden_size],
+        "model.patch_size": patch_size,
+        "model.depth": 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")),
+        "model.learn_sigma": num_outputs == 2 * in_channels * patch_size**2,
+        "data.in_channels": in_channels,
+        "data.input_size": isqrt(num_tokens) * patch_size,
+        "data.num_classes": labels - 1,  # the last is the null class
+    }
