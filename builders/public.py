@@ -1,7 +1,7 @@
 """Networks in files of weights: those of DiT, SiT, REPA and TREAD, and those that `models.export` wrote.
 
-A file of public code says its architecture by names and shapes. What it predicts it does not say: DiT, SiT and
-TREAD look alike. A file of `models.export` carries its configuration.
+A file of public code says its architecture by names and shapes, but not what it predicts: DiT, SiT and TREAD
+look alike. A file of `models.export` carries its configuration.
 """
 
 from dataclasses import asdict
@@ -30,8 +30,8 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
     """Return what `builders.sampling.read_run` returns of a run: its configuration, and its manifest.
 
     Args:
-        objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file that carries
-            its configuration.
+        objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file of
+            `models.export`.
 
     Raises:
         ValueError: with the key, the value and the rule.
@@ -44,8 +44,8 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
         return configuration.checked(written, str(file)), {"data": {"manifest": manifest}}
     if objective is None:
         raise ValueError(
-            f"objective must be given: {file} does not say what it predicts; edm or flow for a file of TREAD, "
-            "ddpm for DiT, sit for SiT, flow for REPA"
+            f"objective must be given, {file} does not say what it predicts: edm or flow for a file of "
+            "TREAD, ddpm for DiT, sit for SiT, flow for REPA"
         )
     check_choice("objective", objective, tuple(OBJECTIVES))
     sizes = sizes_of(shapes_by_name(file), file)
