@@ -22,15 +22,17 @@ from builders.scoring import (
     check_files,
     check_request,
     comparisons,
+    draws,
     open_samples,
     open_suite,
     show,
     suite_config,
 )
+from builders.sweep import summarise
 from data import open_images
 from evaluation import InceptionDetector, make_reference
 from evaluation.files import fingerprint
-from runtime.config import run_main, user_mistakes
+from runtime.config import is_sweep, run_main, user_mistakes
 from runtime.files import sha256, write_json
 from runtime.launch import Launch
 from runtime.machine import start_process
@@ -50,14 +52,19 @@ def main(cfg: DictConfig) -> None:
         if request["mode"] == "reference":
             write_reference(request, launch)
         else:
-            score(request, launch)
+            out = score(request, launch)
+            if draws(request) and launch.is_main and (table := summarise(out)):
+                print(f"sweep {table}, {table.with_suffix('.png')}")
 
 
-def score(request: dict[str, Any], launch: Launch) -> None:
-    """Score samples, print the scores and save them with a record."""
+def score(request: dict[str, Any], launch: Launch) -> Path:
+    """Score samples, print the scores and save them with a record; a sweep passes over what has one."""
     samples = open_samples(request, launch)
     suite = open_suite(request, samples.count, launch)
     suite.check(samples.count, samples.shape, samples.name)
+    if is_sweep() and not request["overwrite"] and launch.broadcast_from_main(samples.out.is_file):
+        launch.print(f"{samples.out} is there already")
+        return samples.out
     labels = samples.labels() if any(metric.needs_labels for metric in suite.metrics) else None
     with launch.claimed_by_main("out", samples.out, (), request["overwrite"]):
         record = {"num_processes": launch.world_size, "environment": environment(launch.device)}
@@ -71,6 +78,7 @@ def score(request: dict[str, Any], launch: Launch) -> None:
             show(scores, others)
             compared = {name: {"n": row.num_images, **row.values} for name, row in others.items()}
             save({**asdict(scores), **record, **samples.cost(), "comparisons": compared}, samples.out)
+    return samples.out
 
 
 def write_reference(request: dict[str, Any], launch: Launch) -> None:

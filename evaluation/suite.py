@@ -18,10 +18,11 @@ MANY_IMAGES = 100_000
 
 @dataclass
 class Scores:
-    """Metrics by name, the metrics that were left out and why, and warnings."""
+    """Metrics by name, those of which more is better, those that were left out and why, and warnings."""
 
     num_images: int = 0
     values: dict[str, float] = field(default_factory=dict)
+    higher_is_better: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -135,7 +136,9 @@ class Suite:
                 scores.left_out |= {self.named(key, num_images): reason for key in metric.keys}
             else:
                 values = metric(reference, samples)
-                scores.values |= {self.named(key, num_images): value for key, value in values.items()}
+                named = {self.named(key, num_images): value for key, value in values.items()}
+                scores.values |= named
+                scores.higher_is_better += list(named) if metric.higher_is_better else []
         return scores
 
     def named(self, key: str, num_images: int) -> str:

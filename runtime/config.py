@@ -172,6 +172,11 @@ def missing_keys(node: Any, key: str = "") -> list[str]:
     return [missing for keys in nested for missing in keys]
 
 
+def is_sweep() -> bool:
+    """Return whether this is a job of a sweep, -m on the command line."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """Compose the configuration of a training, within a program or outside of one."""
     if GlobalHydra.instance().is_initialized():

@@ -15,12 +15,14 @@ class Metric:
         needs: the statistics that it uses.
         min_images: fewer cannot be scored.
         needs_labels: True if it uses the labels of the samples.
+        higher_is_better: of all its scores.
     """
 
     keys: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
     min_images = 2
     needs_labels = False
+    higher_is_better = False
 
     @property
     def needs_of_reference(self) -> tuple[Need, ...]:

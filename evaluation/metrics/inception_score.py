@@ -15,6 +15,7 @@ class InceptionScore(Metric):
     """The inception score of the probabilities of classes (`probs`) of the samples alone."""
 
     keys = ("is",)
+    higher_is_better = True
     needs_of_reference = ()
 
     def __init__(self):

@@ -9,6 +9,7 @@ class LabelAccuracy(Metric):
     """The share of samples that a classifier (`classes`) takes for the class of their label."""
 
     keys = ("label_accuracy",)
+    higher_is_better = True
     needs = ((AllFeatures, "classes"),)
     needs_of_reference = ()
     needs_labels = True

@@ -18,6 +18,7 @@ class PrecisionRecall(Metric):
     """
 
     keys = ("precision", "recall")
+    higher_is_better = True
     needs = ((AllFeatures, "pool"),)
 
     def __init__(self, exact: bool = False, device: torch.device | None = None, k: int = 3):

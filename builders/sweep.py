@@ -1,0 +1,103 @@
+"""What a sweep of guidance has found: one table and one picture of the records of a run's scores.
+
+Records are compared that have the newest one's protocol, checkpoint, seeds and number of samples; their samples
+are drawn from the same noise.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from runtime.files import atomic_write, read_json
+from runtime.provenance import flatten
+
+SCALE = "guidance.guidance_scale"
+TABLE, PICTURE = "sweep.md", "sweep.png"
+MAY_DIFFER = ("sampler.", "guidance.")  # of what is drawn
+
+
+def summarise(newest: Path) -> Path | None:
+    """Write table and picture beside a record of scores; None where there is nothing to compare it with."""
+    first = read_json(newest)
+    records = [read_json(file) for file in sorted(newest.parent.glob("*.json"))]
+    records = [record for record in records if _fixed(record) == _fixed(first)]
+    if len(records) < 2:
+        return None
+    settings = [_chosen(record) for record in records]
+    names = sorted({key for flat in settings for key in flat})
+    differing = [name for name in names if len({str(flat.get(name)) for flat in settings}) > 1]
+    rows = [{name: flat.get(name) for name in differing} for flat in settings]
+    table = newest.with_name(TABLE)
+    with atomic_write(table) as partial:
+        partial.write_text(_markdown(rows, records))
+    _draw(rows, records, newest.with_name(PICTURE))
+    return table
+
+
+def _fixed(record: Any) -> Any:
+    """Return what records must share to be compared."""
+    drawn = record.get("samples", {}).get("drawn") if isinstance(record, dict) else None
+    if not drawn or "values" not in record:
+        return record
+    fixed = {
+        key: drawn[key] for key in ("weights_sha256", "num_samples", "first_seed", "labels", "class_label")
+    }
+    return {"suite": record["suite"], "protocol": record["protocol"], **fixed}
+
+
+def _chosen(record: dict[str, Any]) -> dict[str, Any]:
+    flat = flatten(record["samples"]["drawn"])
+    return {key: value for key, value in flat.items() if key.startswith(MAY_DIFFER)}
+
+
+def _best(records: list[dict[str, Any]], key: str) -> int:
+    values = [record["values"].get(key) for record in records]
+    sign = -1 if key in records[0]["higher_is_better"] else 1
+    return min((i for i, value in enumerate(values) if value is not None), key=lambda i: sign * values[i])
+
+
+def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
+    """Return one line for each record, its scores to four digits, the best of each in bold."""
+    keys = list(records[0]["values"])
+    best = {key: _best(records, key) for key in keys}
+    lines = [[*rows[0], *keys, "GFLOPs per image"], ["---"] * (len(rows[0]) + len(keys) + 1)]
+    for i, (row, record) in enumerate(zip(rows, records, strict=True)):
+        scores = [f"{record['values'].get(key, float('nan')):.4g}" for key in keys]
+        scores = [
+            f"**{score}**" if best[key] == i else score for key, score in zip(keys, scores, strict=True)
+        ]
+        cost = record.get("cost_per_image")
+        lines.append([*map(str, row.values()), *scores, f"{cost['flops'] / 1e9:.4g}" if cost else ""])
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _draw(rows: list[dict[str, Any]], records: list[dict[str, Any]], file: Path) -> None:
+    """Draw each score against the scale of guidance, a line for each other setting, the best marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    keys = list(records[0]["values"])
+    lines: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in row.items() if key != SCALE)
+        lines.setdefault(name, []).append(i)
+    figure, panels = plt.subplots(1, len(keys), figsize=(4 * len(keys), 3.4), squeeze=False)
+    for key, axes in zip(keys, panels[0], strict=True):
+        for name, members in lines.items():
+            points = sorted((_scale(records[i]), records[i]["values"][key]) for i in members)
+            axes.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
+        i = _best(records, key)
+        axes.plot(_scale(records[i]), records[i]["values"][key], "*", color="black", markersize=13)
+        axes.set(xlabel="guidance_scale", title=key)
+        axes.spines[["top", "right"]].set_visible(False)
+    if len(lines) > 1:
+        panels[0][0].legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    with atomic_write(file) as partial:
+        figure.savefig(partial, dpi=130, format="png")
+    plt.close(figure)
+
+
+def _scale(record: dict[str, Any]) -> float:
+    return record["samples"]["drawn"]["guidance"].get("guidance_scale", 1.0)
