@@ -1,7 +1,7 @@
 """What a sweep of guidance has found: one table and one picture of the records of a run's scores.
 
-Records are compared that have the newest one's protocol, checkpoint, seeds and number of samples; their samples
-are drawn from the same noise.
+Records are compared that have the newest one's protocol, checkpoint, seeds and number of samples: their
+samples are drawn from the same noise.
 """
 
 from pathlib import Path
@@ -12,6 +12,15 @@ from runtime.provenance import flatten
 
 SCALE = "guidance.guidance_scale"
 TABLE, PICTURE = "sweep.md", "sweep.png"
+FIXED = (
+    "weights_sha256",
+    "num_samples",
+    "first_seed",
+    "labels",
+    "class_label",
+    "mixed_precision",
+    "decoding",
+)
 MAY_DIFFER = ("sampler.", "guidance.")  # of what is drawn
 
 
@@ -38,9 +47,7 @@ def _fixed(record: Any) -> Any:
     drawn = record.get("samples", {}).get("drawn") if isinstance(record, dict) else None
     if not drawn or "values" not in record:
         return record
-    fixed = {
-        key: drawn[key] for key in ("weights_sha256", "num_samples", "first_seed", "labels", "class_label")
-    }
+    fixed = {key: drawn[key] for key in FIXED}
     return {"suite": record["suite"], "protocol": record["protocol"], **fixed}
 
 
@@ -62,9 +69,7 @@ def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
     lines = [[*rows[0], *keys, "GFLOPs per image"], ["---"] * (len(rows[0]) + len(keys) + 1)]
     for i, (row, record) in enumerate(zip(rows, records, strict=True)):
         scores = [f"{record['values'].get(key, float('nan')):.4g}" for key in keys]
-        scores = [
-            f"**{score}**" if best[key] == i else score for key, score in zip(keys, scores, strict=True)
-        ]
+        scores = [f"**{s}**" if best[key] == i else s for key, s in zip(keys, scores, strict=True)]
         cost = record.get("cost_per_image")
         lines.append([*map(str, row.values()), *scores, f"{cost['flops'] / 1e9:.4g}" if cost else ""])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
