@@ -12,7 +12,7 @@ from runtime.provenance import flatten
 
 SCALE = "guidance.guidance_scale"
 TABLE, PICTURE = "sweep.md", "sweep.png"
-FIXED = (
+FIXED = (  # what the compared samples share
     "weights_sha256",
     "num_samples",
     "first_seed",

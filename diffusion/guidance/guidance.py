@@ -122,10 +122,11 @@ class Guidance:
             low, high = self.guidance_interval
             if not low < level <= high:
                 return 1.0
-        share = data_share(level)
-        rise = {"constant": 1.0, "linear": share, "cosine": (1 - math.cos(math.pi * share)) / 2}[
-            self.schedule
-        ]
+        if self.schedule == "constant":
+            return self.guidance_scale
+        rise = data_share(level)
+        if self.schedule == "cosine":
+            rise = (1 - math.cos(math.pi * rise)) / 2
         return 1 + (self.guidance_scale - 1) * rise
 
     def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
@@ -152,7 +153,5 @@ class Guidance:
 
 
 def data_share(level: float) -> float:
-    """Return 1 / (1 + r) of a noise level r = sigma / alpha: 0 is noise, 1 is data, uniform for flow
-    matching.
-    """
+    """Return 1 / (1 + r), where r = sigma / alpha is a noise level: from 0 at noise to 1 at the data."""
     return 1 / (1 + level)
