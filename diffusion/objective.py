@@ -66,7 +66,7 @@ class Loss:
 
     Args:
         contrastive_weight: of the error against the target of another sample of the micro-batch, which is
-            subtracted: predictions of different samples are pushed apart. Only in `train()` mode.
+            subtracted: predictions of different samples are pushed apart [CFM]. Only in `train()` mode.
     """
 
     def __init__(self, contrastive_weight: float = 0.0):
