@@ -124,7 +124,7 @@ class DDPMLoss(Loss):
         if F_x.shape[1] == x.shape[1]:
             return error
         v = precond.learned_variance(F_x, x)
-        # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM] section 3.1: of one step of 1,000 that is its own term.
+        # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM]: of one step of 1,000 that is its own term.
         # The mean has no gradient from it.
         D_x = precond.denoised(F_x.detach(), x_t, t)
         return error + variational_bound(precond.path, D_x, v, x_t, t, x)
@@ -138,7 +138,7 @@ def variational_bound(
     t: torch.Tensor,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the term (N, C, H, W) of step t (N, 1, 1, 1) of the bound on -ln p(x_0), in bits. [IDDPM] eq. 4
+    """Return the term (N, C, H, W) of step t (N, 1, 1, 1) of the bound on -ln p(x_0), in bits. [IDDPM]
 
     That is KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)); for the first step -ln p(x_0 | x_1), of a Gaussian
     over bins of 1 / 127.5, as for the bytes of an image.

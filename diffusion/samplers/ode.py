@@ -38,7 +38,7 @@ def ode_sampler(
         num_steps: levels; the network runs so many times (euler), or 2 * num_steps - 1 times (heun).
         times: the levels, see `diffusion.samplers.times`.
         solve_on: the path on which the flow is solved: `vp`, `ve`, `edm`, `flow`; None: that of the denoiser.
-        midpoint: where in a step the second evaluation of heun lies, alpha of [EDM] appendix C.
+        midpoint: where in a step the second evaluation of heun lies, alpha of [EDM].
         S_churn, S_min, S_max, S_noise: amount and range, in sigma / alpha, of noise added back.
 
     Returns:
