@@ -40,7 +40,7 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
     if CONFIG in header:
         if objective is not None:
             raise ValueError(f"objective={objective} must not be given: {file} carries its configuration")
-        written, manifest = (parse_json(header[name].encode(), file) for name in (CONFIG, MANIFEST))
+        written, manifest = (parse_json(header[name].encode()) for name in (CONFIG, MANIFEST))
         return configuration.checked(written, str(file)), {"data": {"manifest": manifest}}
     if objective is None:
         raise ValueError(
@@ -72,7 +72,7 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:
     if hidden_size not in NUM_HEADS:
         known = ", ".join(map(str, NUM_HEADS))
         raise ValueError(
-            f"{file}: hidden_size={hidden_size} must be one of {known}, of which the heads are known"
+            f"{file}: hidden_size={hidden_size} must be a published width, {known}"
         )
     labels = shapes.get("y_embedder.embedding_table.weight", (1,))[0]
     return {

@@ -18,7 +18,7 @@ PACKAGES = ROOMS | {"benchmarks", "examples", "tests"}
 ENTRY_POINTS = {"train", "sample", "fid"}
 OWN = PACKAGES | ENTRY_POINTS
 # Programs may import all rooms, and use @hydra.main.
-PROGRAMS = {"train.py", "sample.py", "fid.py", "examples/finetune.py"}
+PROGRAMS = {"train.py", "sample.py", "fid.py", "examples/finetune.py", "models/export.py"}
 PROGRAMS |= {f"data/{name}.py" for name in ("encode", "convert", "verify", "report", "make_shards")}
 MAY_IMPORT = {
     "runtime": {"runtime"},
@@ -36,7 +36,7 @@ MAY_IMPORT = {
 # Stand-ins for the forward of any model or block.
 ANY_CALL = {("routing/attached.py", "_routed_forward"), ("routing/attached.py", "__call__")}
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft"}
-HEAVY |= {"torchao", "bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
+HEAVY |= {"torchdiffeq", "torchao", "bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
 
 FILES = [ROOT / f"{name}.py" for name in sorted(ENTRY_POINTS)]
 FILES += [file for package in sorted(PACKAGES) for file in sorted((ROOT / package).rglob("*.py"))]

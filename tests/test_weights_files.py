@@ -146,7 +146,7 @@ def test_what_a_file_does_not_say_has_to_be_given(objective, content, told, tmp_
 
 def test_an_exported_run_is_sampled_by_the_same_command(tmp_path):
     tiny_run(tmp_path / "r", "diffusion=flow")
-    start("models/export.py", f"run={tmp_path}/r", f"output={tmp_path}/net.safetensors")
+    start("-m models.export", f"run={tmp_path}/r", f"output={tmp_path}/net.safetensors")
     few = ("num_samples=4", "num_steps=2", "guidance_scale=1.5")
     for source, name in (("run", "r"), ("checkpoint", "net.safetensors")):
         start("sample.py", f"{source}={tmp_path}/{name}", *few, f"output={tmp_path}/{source}.npz")
