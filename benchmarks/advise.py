@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from builders import config as configuration
 from builders.network import build_precond
-from builders.sampling import find_checkpoint, load_net, read_run
+from builders.sampling import load_net, read_run
 from data import LatentDataset, mask_coverage
 from models import cost_of, token_mask
 from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
@@ -37,6 +37,7 @@ from runtime.files import write_json, write_text
 from runtime.machine import start_process
 from runtime.output import claimed, place_of
 from runtime.provenance import environment
+from training.checkpoint import find_checkpoint
 from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, speedup
 
 MAX_BATCH = 4096  # of a run from elsewhere

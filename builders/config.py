@@ -40,6 +40,7 @@ from runtime.config import (
 )
 from runtime.provenance import flatten
 from runtime.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
+from training.checkpoint import check_checkpoint
 from training.run_folder import RunFolder
 
 MAX_NAME = 160
@@ -128,6 +129,7 @@ def _without_weights(path: str, checkpoint: str | None) -> Precond:
     """Return the network of a run, as it is preconditioned, without memory for its weights."""
     run = RunFolder(path)
     run.check_started()
+    check_checkpoint(run.path, checkpoint)
     config = of_run(run)
     with torch.device("meta"):
         return build_precond(config, build_net(config))

@@ -71,9 +71,7 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} does not have the names and shapes of a DiT ({error})") from error
     if hidden_size not in NUM_HEADS:
         known = ", ".join(map(str, NUM_HEADS))
-        raise ValueError(
-            f"{file}: hidden_size={hidden_size} must be a published width, {known}"
-        )
+        raise ValueError(f"{file}: hidden_size={hidden_size} must be a published width, {known}")
     labels = shapes.get("y_embedder.embedding_table.weight", (1,))[0]
     return {
         "model.hidden_size": hidden_size,

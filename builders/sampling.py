@@ -28,7 +28,7 @@ from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256
 from runtime.launch import ALONE, Launch
-from training.checkpoint import damage_of, steps_in
+from training.checkpoint import check_checkpoint, find_checkpoint
 from training.run_folder import RunFolder
 from training.weights import load_weights, shapes_by_name
 
@@ -154,12 +154,8 @@ def check_sampling(request: dict[str, Any]) -> None:
         # These two keys by their names on the command line.
         message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
         raise ValueError(message) from error
-    if request["run"] is None:
-        return
-    if request["checkpoint"] is None:
-        _checkpoints_of(Path(request["run"]))
-    else:
-        find_checkpoint(Path(request["run"]), request["checkpoint"])
+    if request["run"] is not None:
+        check_checkpoint(Path(request["run"]), request["checkpoint"])
 
 
 def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
@@ -171,7 +167,8 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         run = open_weights_file(request["checkpoint"], request["objective"], **parts, launch=launch)
     else:
         run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
-    manifest = manifest_from(run.details["data"]["manifest"], f"{source_name(request)}: data.manifest")
+    where = f"{run.path}/manifest.json" if request["run"] else source_name(request)
+    manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
     sizes = ("input_size", "in_channels", "num_classes")
     manifest.check_sizes(str(run.path), **{key: config["data"][key] for key in sizes})
     bf16, official = settings["mixed_precision"] == "bf16", settings["decoding"] == "official"
@@ -260,34 +257,6 @@ def _check_shapes(config: dict[str, Any], weights: Path) -> None:
             raise ValueError(f"{weights}: weights do not match the model: {shapes}")
 
 
-def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], None] = print) -> Path:
-    """Return the folder of a checkpoint: that of a step, a name or a path; None: the newest intact one."""
-    if asked is None:
-        return _newest_intact(run_folder, show)
-    named = dict(steps_in(run_folder / "checkpoints")).get(int(asked)) if asked.isdigit() else None
-    for folder in (named, run_folder / "checkpoints" / asked, Path(asked)):
-        if folder and folder.is_dir():
-            return folder
-    known = ", ".join(str(step) for step, _ in steps_in(run_folder / "checkpoints"))
-    raise FileNotFoundError(f"checkpoint={asked} not found: run={run_folder} has steps {known or 'none yet'}")
-
-
-def _checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
-    found = steps_in(run_folder / "checkpoints")
-    if not found:
-        raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
-    return found
-
-
-def _newest_intact(run_folder: Path, show: Callable[[str], None]) -> Path:
-    for _, path in reversed(_checkpoints_of(run_folder)):
-        damage = damage_of(path, ["ema.safetensors"])
-        if damage is None:
-            return path
-        show(f"warning: {path} is damaged ({damage}); the checkpoint before it is used")
-    raise ValueError(f"run={run_folder} has no intact checkpoint to sample from")
-
-
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return everything that changes a sample, completed from the configuration of the run."""
     for key in ("num_samples", "batch_size"):
@@ -331,10 +300,14 @@ def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any]) -> s
             parts += [_short(asked)]
         else:
             others = {key: value for key, value in asked.items() if value != of_run.get(key)}
-            parts += [_short(v) if isinstance(v, dict) else f"{key}{v}" for key, v in others.items()]
+            parts += [_short(v) if isinstance(v, dict) else f"{key}{_plain(v)}" for key, v in others.items()]
     parts += ["bf16"] if settings["mixed_precision"] == "bf16" else []
     parts += ["official"] if settings["decoding"] == "official" else []
     return "_".join(parts)
+
+
+def _plain(value: Any) -> str:
+    return "-".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _short(node: Node) -> str:

@@ -29,7 +29,7 @@ class DDPMPath:
         """Return ln(alpha^2 / sigma^2) in float64; before the first step sigma / alpha is linear in t."""
         table, t = _table(t.device), t.double().clamp(max=NUM_STEPS)
         low = t.floor().clamp(1, NUM_STEPS - 1).long()
-        between = torch.lerp(table[low - 1], table[low], t - low)
+        between = torch.lerp(table.take(low - 1), table.take(low), t - low)
         return torch.where(t < 1, table[0] - 2 * t.log(), between)
 
     def alpha(self, t: torch.Tensor) -> torch.Tensor:
@@ -49,13 +49,14 @@ class DDPMPath:
         """Return the derivative of `log_snr`, of the step that leads up to t."""
         table = _table(t.device)
         high = t.double().ceil().clamp(2, NUM_STEPS).long()
-        return torch.where(t <= 1, -2 / t.double(), table[high - 1] - table[high - 2]).to(t.dtype)
+        return torch.where(t <= 1, -2 / t.double(), table.take(high - 1) - table.take(high - 2)).to(t.dtype)
 
     def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
         table, wanted = _table(noise_to_signal.device), -2 * noise_to_signal.double().log()
         # The table descends; the first entry that is not above the wanted one.
         high = torch.searchsorted(-table, -wanted).clamp(1, NUM_STEPS - 1)
-        fraction = (table[high - 1] - wanted) / (table[high - 1] - table[high])
+        above, below = table.take(high - 1), table.take(high)
+        fraction = (above - wanted) / (above - below)
         t = torch.where(wanted > table[0], ((table[0] - wanted) / 2).exp(), high + fraction)
         return t.clamp(max=NUM_STEPS).to(noise_to_signal.dtype)
 

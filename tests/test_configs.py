@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from hydra.errors import HydraException
 from joblib import cpu_count
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +28,8 @@ from tests.runs import ROOT, composed, validated
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
-GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "guidance", "evaluation", "tracker"]
+GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "sampler/times", "guidance"]
+GROUPS += ["evaluation", "tracker"]
 # Width, depth, heads.
 PUBLISHED_SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
 # What the paper's code trains and samples with, in numbers; nothing else may have a say.
@@ -53,7 +55,7 @@ RECIPE = {
     "diffusion": {
         "sigma_data": 0.5,
         "precond": {"_target_": "diffusion.EDMPrecond", "sigma_data": 0.5},
-        "loss": {"_target_": "diffusion.EDMLoss", "P_mean": -1.2, "P_std": 1.2},
+        "loss": {"_target_": "diffusion.EDMLoss", "P_mean": -1.2, "P_std": 1.2, "contrastive_weight": 0.0},
     },
     "optimizer": {
         "_target_": "torch.optim.AdamW",
@@ -74,7 +76,13 @@ RECIPE = {
         "S_max": math.inf,
         "S_noise": 1,
     },
-    "guidance": {"_target_": "diffusion.CFG", "guidance_scale": 1.0},
+    "guidance": {
+        "_target_": "diffusion.CFG",
+        "guidance_scale": 1.0,
+        "guidance_interval": None,
+        "schedule": "constant",
+        "num_channels": None,
+    },
 }
 EXPECTED_FID = {  # unguided, 50,000 samples; with routes, without
     "s_2": ("47.04", "68.40"),
@@ -104,7 +112,7 @@ NUMBERS = {
         "optimizer.betas": [0.9, 0.99],
         "ema.decay": 0.999,
         "ema.warmup": True,
-        "sampler.num_steps": 18,
+        "sampler.num_steps": 40,
         "train.masked_loss": False,
     },
     ("data", "glyphs"): {
@@ -153,7 +161,14 @@ def needs_path(option):
 def test_every_option_composes_and_builds(group, option, latents):
     extra = [f"data.path={latents}"] if needs_path(option) else []
     extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k") else []
-    config, _ = built(f"{group}={option}", *extra)
+    extra += ["sampler=heun"] if group == "sampler/times" else []
+    extra += ["diffusion=ddpm"] if (group, option) == ("sampler", "ddpm") else []
+    if option == "auto":
+        (run := latents.parent / "run").joinpath("checkpoints/step_00000004").mkdir(parents=True)
+        (run / "config.yaml").write_text(yaml.safe_dump(validated()))
+        (run / "manifest.json").write_text("{}")
+        extra += [f"guidance.weak_run={run}"]
+    config, _ = built(*extra, f"{group}={option}")
     assert config["run_name"] == "test"
     assert flatten(config).items() >= NUMBERS.get((group, option), {}).items()
 

@@ -18,7 +18,24 @@ from builders.kept_tokens import KeptTokensLoss
 from data import LatentManifest
 from data.encoders import to_uint8
 from data.manifest import _column
-from diffusion import CFG, Branch, EDMLoss, EDMPrecond, edm_sampler
+from diffusion import (
+    CFG,
+    Branch,
+    DDPMLoss,
+    DDPMPrecond,
+    EDMLoss,
+    EDMPrecond,
+    FlowLoss,
+    FlowPrecond,
+    SparseGuidance,
+    X0Loss,
+    X0Precond,
+    ddpm,
+    ddpm_sampler,
+    edm_sampler,
+    ode_sampler,
+    sde_sampler,
+)
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.statistics import FeatureStatistics
 from models import DiT
@@ -29,6 +46,7 @@ from tests.routing.families import FAMILIES
 from training.ema import EMA
 
 CUDA = torch.device("cuda")
+SMALL = partial(ddpm_sampler, variance="small")
 ROUTES = (Route(0.5, 1, 3), Route(0.25, 5, 6))
 OPTIONS = [
     {},
@@ -56,8 +74,10 @@ class NothingComesBack(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def no_device():
+    ddpm._table.cache_clear()  # fakes have no values to keep
     with FakeTensorMode(), NothingComesBack():
         yield
+    ddpm._table.cache_clear()
     _column.cache_clear()  # of fake tensors
 
 
@@ -103,12 +123,26 @@ def test_a_loss_of_kept_tokens():
     assert losses.device.type == "cuda"
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
-def test_samples(guidance_scale):
-    precond, (noise, labels) = EDMPrecond(net_on_cuda()).eval(), batch()
-    denoise = CFG(guidance_scale)(Branch(precond, labels))
+@pytest.mark.parametrize(
+    "precond, loss", [(FlowPrecond, FlowLoss), (X0Precond, X0Loss), (DDPMPrecond, DDPMLoss)]
+)
+@pytest.mark.parametrize("learn_sigma", [False, True])
+def test_losses(precond, loss, learn_sigma):
+    net = net_on_cuda(learn_sigma=learn_sigma).train()
+    assert loss(contrastive_weight=0.1)(precond(net), *batch()).device.type == "cuda"
+
+
+@pytest.mark.parametrize("guidance", [CFG(1.0), CFG(1.5), SparseGuidance(1.5)], ids=["none", "cfg", "sparse"])
+@pytest.mark.parametrize(
+    ("precond", "sampler"),
+    [(EDMPrecond, edm_sampler), (FlowPrecond, sde_sampler), (X0Precond, ode_sampler), (DDPMPrecond, SMALL)],
+    ids=["edm", "sde", "ode", "ddpm"],
+)
+def test_samples(precond, sampler, guidance):
+    precond, (noise, labels) = precond(net_on_cuda()).eval(), batch()
+    denoise = guidance(Branch(precond, labels))
     with torch.no_grad():
-        x = edm_sampler(denoise, noise, num_steps=3)
+        x = sampler(denoise, noise, precond.path, num_steps=3)
     assert (x.device.type, x.dtype) == ("cuda", torch.float64)
 
 

@@ -153,7 +153,7 @@ CODE = {
     ),
     "the nested one alone": (
         changed(diffusion__precond=TIMEIT),
-        r"config\.yaml: diffusion\.precond\._target_=timeit\.timeit must be diffusion\.EDMPrecond",
+        r"config\.yaml: diffusion\.precond\._target_=timeit\.timeit must be diffusion\.DDPMPrecond",
     ),
     "data": (changed(data=TOUCH), r"config\.yaml: data\._target_=subprocess\.call must be data\.digits or "),
     "our own function for another key": (
@@ -178,11 +178,11 @@ CODE = {
     ),
     "a group that names nothing": (
         changed(guidance=TIMEIT),
-        r"config\.yaml: guidance\._target_=timeit\.timeit must be diffusion\.CFG",
+        r"config\.yaml: guidance\._target_=timeit\.timeit must be diffusion\.Auto",
     ),
     "a folder of configurations": (
         with_configs,
-        r"config\.yaml: sampler\._target_=timeit\.timeit must be diffusion\.edm_sam",
+        r"config\.yaml: sampler\._target_=timeit\.timeit must be diffusion\.adaptive",
     ),
     "an interpolation": (
         changed(output_dir="${oc.env:HOME}"),

@@ -166,7 +166,7 @@ def test_a_record_of_other_samples_is_noticed(folder):
     [
         (["samples=samples.npz"], "reference must be given for scoring samples in files"),
         (["reference=reference.npz"], "samples must be given for scoring samples in files (an .npz, a folder or"),
-        (["samples=samples.npz", "run=run", "reference=reference.npz"], "samples=samples.npz has no meaning for scoring a run"),
+        (["samples=samples.npz", "run=run", "reference=reference.npz"], "samples=samples.npz has no meaning for scoring a network"),
         (["samples=.", "reference=reference.npz"], "give their number as num_samples=N"),
         (["samples=samples.npz", "reference=reference.npz", "num_steps=9"], "num_steps=9 has no meaning for scoring"),
         (["samples=samples.npz", "reference=reference.npz", "images=x"], "images=x has no meaning for scoring"),

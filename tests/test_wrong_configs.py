@@ -34,6 +34,7 @@ from runtime.config import run_main
 from runtime.provenance import flatten
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed, validated
+from training import checkpoint
 
 PROGRAMS = {
     "train": train,
@@ -125,11 +126,16 @@ KEYS = {
         ("routing.off_last_steps=1001", "must be in [1, 1000]"),
         ("routing.force_keep_overflow=drop", "must be one of grow, bypass, error"),
         ("diffusion.sigma_data=0", POSITIVE),
-        ("diffusion.precond._target_=diffusion.nothing", f"must be diffusion.EDMPrecond, {NAMED}"),
+        ("diffusion.precond._target_=diffusion.nothing", "must be diffusion.DDPMPrecond or diffusion.EDMPrecond or "),
         ("diffusion.precond.sigma_data=half", "must be of type float"),
-        ("diffusion.loss._target_=null", f"must be diffusion.EDMLoss, {NAMED}"),
+        ("diffusion.loss._target_=null", "must be diffusion.DDPMLoss or diffusion.EDMLoss or "),
         ("diffusion.loss.P_mean=inf", FINITE),
         ("diffusion.loss.P_std=0", POSITIVE),
+        ("diffusion.loss.contrastive_weight=1", "must be in [0, 1)"),
+        ("diffusion=flow diffusion.precond.from_noise=maybe", A_SWITCH),
+        ("diffusion=flow diffusion.loss.distribution=normal", "must be one of logit_normal, uniform"),
+        ("diffusion=flow diffusion.loss.shift=0", POSITIVE),
+        ("diffusion=x0 diffusion.loss.t_min=0", POSITIVE),
         ("optimizer._target_=torch.optim.Adamw", f"must be torch.optim.AdamW, {NAMED}"),
         ("optimizer.lr=nan", FINITE),
         ("optimizer.betas=[0.9]", "must be two numbers in [0, 1)"),
@@ -137,7 +143,7 @@ KEYS = {
         ("optimizer.weight_decay=-1", NOT_NEGATIVE),
         ("ema.decay=1", "must be in [0, 1)"),
         ("ema.warmup=maybe", SWITCH),
-        ("sampler._target_=nothing", f"must be diffusion.edm_sampler, {NAMED}"),
+        ("sampler._target_=nothing", f"or diffusion.sde_sampler, {NAMED}"),
         ("sampler.num_steps=0", "must be in [1, 100000]"),
         ("sampler.sigma_min=0", POSITIVE),
         ("sampler.sigma_max=0.001", "must be greater than 0.002, the other end"),
@@ -146,8 +152,42 @@ KEYS = {
         ("sampler.S_min=-1", NOT_NEGATIVE),
         ("sampler.S_min=2 sampler.S_max=1", "must be greater than 2.0, the other end"),
         ("sampler.S_noise=-1", NOT_NEGATIVE),
-        ("guidance._target_=diffusion.nothing", f"must be diffusion.CFG, {NAMED}"),
+        ("sampler=heun sampler.solver=rk4", "must be one of euler, heun"),
+        ("sampler=heun sampler.solve_on=ddpm", "must be one of edm, flow, vp, ve"),
+        ("sampler=heun sampler.midpoint=0", "must be in (0, 1]"),
+        ("sampler=heun sampler.times._target_=diffusion.nothing", "must be diffusion.iddpm_times or "),
+        ("sampler=heun sampler.times.t_min=80", "must be in [0, 80.0)"),
+        ("sampler=heun diffusion=flow sampler.times.t_max=2", "must be in (0, 1.0], which ends the path"),
+        ("sampler=heun sampler.times.shift=0", POSITIVE),
+        ("sampler=heun sampler/times=rho sampler.times.rho=0", POSITIVE),
+        ("sampler=ve sampler.times.sigma_min=0", POSITIVE),
+        ("sampler=ve sampler.times.sigma_max=0.01", "must be greater than sigma_min=0.02"),
+        ("sampler=vp sampler.times.epsilon_s=1", "must be in (0, 1)"),
+        ("sampler=iddpm sampler.times.M=0", POSITIVE),
+        ("sampler=iddpm sampler.times.j_0=1000", "must be in [0, 1000)"),
+        ("sampler=iddpm sampler.times.C_1=0", POSITIVE),
+        ("sampler=iddpm sampler.times.C_2=-1", NOT_NEGATIVE),
+        ("sampler=dopri5 sampler.rtol=0", POSITIVE),
+        ("sampler=dopri5 sampler.atol=0", POSITIVE),
+        ("sampler=dopri5 sampler.t_min=0", POSITIVE),
+        ("sampler=sde sampler.coefficient=square", "must be one of constant, sbdm, sigma, linear, decreasing, "),
+        ("sampler=sde sampler.norm=-1", NOT_NEGATIVE),
+        ("sampler=sde sampler.last_step=tweedie", "must be one of mean, denoised"),
+        ("sampler=ddpm sampler.variance=medium", "must be one of learned, small, large"),
+        ("guidance._target_=diffusion.nothing", "must be diffusion.AutoGuidance or diffusion.CFG or diffusion.Spar"),
         ("guidance.guidance_scale=-1", NOT_NEGATIVE),
+        ("guidance.guidance_interval=[1]", "must be two noise levels, low and high"),
+        ("guidance.schedule=sine", "must be one of constant, linear, cosine"),
+        ("guidance.num_channels=0", POSITIVE),
+        ("guidance=auto guidance.weak_run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
+        ("guidance=auto guidance.weak_run=r guidance.weak_checkpoint=[1]", "must be of type str | None"),
+        ("guidance=auto guidance.weak_run=r guidance.null_class=maybe", A_SWITCH),
+        ("guidance=sparse guidance.strong_ratio=1", "must be in [0, 1)"),
+        ("guidance=sparse guidance.weak_ratio=1", "must be in [0, 1)"),
+        ("guidance=sparse guidance.masks=new", "must be one of fresh, fixed"),
+        ("guidance=sparse guidance.share_masks=maybe", A_SWITCH),
+        ("guidance=sparse guidance.ratio_schedule=sine", "must be one of constant, cosine"),
+        ("guidance=sparse guidance.num_levels=1", "must be at least 2"),
         ("evaluation=digits evaluation._target_=evaluation.Nothing", "must be evaluation.AdmSuite or evaluation.Suite, as"),
         ("evaluation=digits evaluation.detector._target_=os.system", "must be evaluation.DigitClassifier or "),
         ("evaluation=digits evaluation.metrics.distance._target_=os.system", f"must be evaluation.FrechetDistance, {NAMED}"),
@@ -192,6 +232,7 @@ KEYS = {
     "sample": [
         ("run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
         ("run=r checkpoint=5", "not found: run=r has steps 4"),
+        ("checkpoint=dit.pt objective=noise", "must be one of edm, flow, sit, ddpm"),
         ("run=r num_samples=0", POSITIVE),
         ("run=r batch_size=0", POSITIVE),
         ("run=r first_seed=-1", f"{NOT_NEGATIVE}, and the last seed less than 4294967296"),
@@ -223,6 +264,7 @@ KEYS = {
         (f"{FILES} detector_batch_size=0", POSITIVE),
         ("reference=file weights=weights.pth run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
         (f"{RUN} checkpoint=5", "not found: run=r has steps 4"),
+        (f"{RUN} objective=edm", "must not be given with run: the run has it"),
         (f"{RUN} num_samples=0", POSITIVE),
         (f"{RUN} batch_size=0", POSITIVE),
         (f"{RUN} first_seed=-1", NOT_NEGATIVE),
@@ -325,6 +367,16 @@ RULES = [
     ("train", "data.input_size=0", "model.input_size=0 must be greater than 0"),
     ("train", "routing.schedule=linear", "routing.schedule=linear needs routing.end_factor"),
     ("train", f"{SYNTHETIC} data.num_classes=0 guidance=cfg", "guidance.guidance_scale=1.5 must be 1 for an unconditional"),
+    ("train", "sampler=heun sampler.num_steps=0", "sampler.num_steps=0 must be in [1, 100000]"),
+    ("train", "sampler=sde sampler.num_steps=0", "sampler.num_steps=0 must be in [1, 100000]"),
+    ("train", "sampler=ddpm sampler.variance=small sampler.num_steps=1001", "sampler.num_steps=1001 must be in [1, 1000]"),
+    ("train", "sampler=ddpm", "a learned variance (sampler.variance=learned) needs diffusion=ddpm"),
+    ("train", "diffusion=ddpm model.learn_sigma=false", "a learned variance (sampler.variance=learned) needs model.learn_s"),
+    ("train", "diffusion=flow sampler=sde sampler.coefficient=sbdm", "sampler.coefficient=sbdm is infinite at t=1: "),
+    ("train", "model=dit guidance=sparse", "guidance=sparse needs a network with routes (model=tread)"),
+    ("train", "guidance.num_channels=2", "guidance.num_channels=2 must be at most 1"),
+    ("train", "guidance=auto guidance.weak_run=empty", "guidance.weak_run=empty: run=empty has no checkpoint yet"),
+    ("train", "guidance=auto guidance.weak_run=r guidance.weak_checkpoint=5", "guidance.weak_run=r: checkpoint=5 not found"),
     ("train", "evaluation=digits train.save_every=300", "train.eval_every=500 must be a multiple of train.save_every=300"),
     ("train", "evaluation=digits train.num_workers=0 data._target_=data.open_shards",
      "evaluation.reference=null, the training images, must be a file for data=stream"),
@@ -342,7 +394,7 @@ RULES = [
     ("train", "~train.batch_size", "~train.batch_size: must not be removed"),
     ("train", "~data.num_classes", "model.num_classes takes its value from data.num_classes, which is not there"),
     ("train", "~model.depth", "model.depth must be given: DiT needs it"),
-    ("train", "~sampler", "sampler={'num_steps': 18} must name a _target_"),
+    ("train", "~sampler", "sampler={} must name a _target_"),
     ("train", "~diffusion.loss._target_", "diffusion.loss={'P_mean': "),
     ("train", "++train.total_stepz=3", "train.total_stepz=3 is not known: did you mean total_steps?"),
     ("train", "++model.hiden_size=3", "model.hiden_size=3 is not known: did you mean hidden_size?"),
@@ -360,7 +412,7 @@ RULES = [
     ("train", "optimizer.lr=fast", f"optimizer.lr=fast: Value 'fast' of type 'str' {NUMBER}"),
     ("sample", "run=r num_sampels=3", "num_sampels is not known: did you mean num_samples?"),
     ("fid", "num_sampels=3", "num_sampels is not known: did you mean num_samples?"),
-    ("sample", "num_samples=3", "run must be given, as KEY=VALUE"),
+    ("sample", "num_samples=3", "run=FOLDER or checkpoint=FILE must be given"),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
     ("sample", "run=r labels=balanced class_label=3", "class_label=3 is one class: labels=balanced must not be given"),
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
@@ -368,7 +420,7 @@ RULES = [
     ("sample", "run=r first_seed=4294967290", "first_seed=4294967290 must not be negative, and the last seed less than"),
     ("fid", "samples=file", "reference must be given for scoring samples in files"),
     ("fid", "reference=file", "samples must be given for scoring samples in files (an .npz, a folder or a zip; or run=NAME"),
-    ("fid", f"{RUN} samples=file", "samples=file has no meaning for scoring a run"),
+    ("fid", f"{RUN} samples=file", "samples=file has no meaning for scoring a network"),
     ("fid", f"{FILES} suite=digits kid=true", "kid=True has no meaning for suite=digits"),
     ("fid", f"{FILES} suite=glyphs kid=true", "kid=True has no meaning for suite=glyphs"),
     ("fid", f"{MAKE} num_samples=5", "num_samples=5 has no meaning for mode=reference"),
@@ -406,7 +458,7 @@ RULES = [
     ("sample", "run=untold", "untold/manifest.json has no manifest of the data (data.manifest)"),
     ("advise", "run=r", "run=r: its manifest has micro_batch_size=None: set batch_size=N"),
     ("advise", "run=r batch_size=8", "run=r: data.path=latents/digits is not a folder here: set data_path=PATH"),
-    *((program, f"{run}run=foreign", f"foreign/config.yaml: sampler._target_=os.system must be diffusion.edm_sampler, {NAMED}")
+    *((program, f"{run}run=foreign", "foreign/config.yaml: sampler._target_=os.system must be diffusion.adaptive_sampler or diffu")
       for program, run in (("sample", ""), ("fid", "reference=file weights=weights.pth "), ("advise", ""))),
 ]  # fmt: skip
 
@@ -415,7 +467,7 @@ TOLD_BY = [
     rules, configuration, mechanics, errors,
     routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__,
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, check_files, check_init_from,
-    sampling.find_checkpoint, sampling._checkpoints_of, sampling._settings, sampling.read_run, sample.main,
+    checkpoint.find_checkpoint, checkpoint._checkpoints_of, sampling._settings, sampling.read_run, sample.main,
     fid.main, scoring.suite_config, scoring.check_request, scoring.check_files,
     encode.check_request, encode.check_out, encode.check_sources, convert.check_request,
     advise.main, advise._resolved, advise._find_data,
@@ -531,9 +583,9 @@ def keys_of(program):
     if program == "train":
         choices = [
             [f"{g}={f.stem}"]
-            for g in ("data", "evaluation", "tracker", "model/router")
+            for g in ("data", "evaluation", "tracker", "model/router", "diffusion", "sampler", "guidance")
             for f in (ROOT / "configs" / g).glob("*.yaml")
-        ]
+        ] + [["sampler=heun", "sampler/times=rho"]]
     found = set()
     for overrides in choices:
         name = "config" if program == "train" else program

@@ -137,6 +137,42 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
     return found[-1][1] if found else None
 
 
+def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], None] = print) -> Path:
+    """Return the folder of a checkpoint: that of a step, a name or a path; None: the newest intact one."""
+    if asked is None:
+        return _newest_intact(run_folder, show)
+    named = dict(steps_in(run_folder / "checkpoints")).get(int(asked)) if asked.isdigit() else None
+    for folder in (named, run_folder / "checkpoints" / asked, Path(asked)):
+        if folder and folder.is_dir():
+            return folder
+    known = ", ".join(str(step) for step, _ in steps_in(run_folder / "checkpoints"))
+    raise FileNotFoundError(f"checkpoint={asked} not found: run={run_folder} has steps {known or 'none yet'}")
+
+
+def check_checkpoint(run_folder: Path, asked: str | None) -> None:
+    """Raise a FileNotFoundError where there is not the checkpoint that `find_checkpoint` is asked for."""
+    if asked is None:
+        _checkpoints_of(run_folder)
+    else:
+        find_checkpoint(run_folder, asked)
+
+
+def _checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
+    found = steps_in(run_folder / "checkpoints")
+    if not found:
+        raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
+    return found
+
+
+def _newest_intact(run_folder: Path, show: Callable[[str], None]) -> Path:
+    for _, path in reversed(_checkpoints_of(run_folder)):
+        damage = damage_of(path, ["ema.safetensors"])
+        if damage is None:
+            return path
+        show(f"warning: {path} is damaged ({damage}); the checkpoint before it is used")
+    raise ValueError(f"run={run_folder} has no intact checkpoint to sample from")
+
+
 def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
     """Return what is wrong with files of a checkpoint, all by default; None if they are intact."""
     sums = checkpoint / SUMS

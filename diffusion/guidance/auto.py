@@ -37,7 +37,10 @@ class AutoGuidance(Guidance):
     def load(self, open_precond: Callable[[str, str | None], Precond]) -> None:
         """Load the weak network."""
         if self.weak_run is not None:
-            self._weak = open_precond(self.weak_run, self.weak_checkpoint)
+            try:
+                self._weak = open_precond(self.weak_run, self.weak_checkpoint)
+            except (FileNotFoundError, ValueError) as error:
+                raise ValueError(f"guidance.weak_run={self.weak_run}: {error}") from error
 
     def check(self, net: Any) -> None:
         """Raise a ValueError where the weak network does not predict the same."""

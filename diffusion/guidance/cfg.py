@@ -31,7 +31,10 @@ class CFG(Guidance):
         self.num_channels = num_channels
 
     def check(self, net: Any) -> None:
-        """Raise a ValueError where there is no class to guide by."""
+        """Raise a ValueError where there is no class to guide by, or no such channel."""
+        num_channels = net.latent_shape[0]
+        if self.num_channels is not None and self.num_channels > num_channels:
+            raise ValueError(f"guidance.num_channels={self.num_channels} must be at most {num_channels}")
         if self.guidance_scale != 1:
             check_conditional(net, f"guidance.guidance_scale={self.guidance_scale} must be 1")
 

@@ -117,14 +117,13 @@ class Guidance:
 
     def scale(self, path: Path, t: torch.Tensor) -> float:
         """Return w at time t, 0-d."""
-        level = float(path.sigma(t) / path.alpha(t))
         if self.guidance_interval is not None:
             low, high = self.guidance_interval
-            if not low < level <= high:
+            if not low < noise_level(path, t) <= high:
                 return 1.0
         if self.schedule == "constant":
             return self.guidance_scale
-        rise = data_share(level)
+        rise = data_share(path, t)
         if self.schedule == "cosine":
             rise = (1 - math.cos(math.pi * rise)) / 2
         return 1 + (self.guidance_scale - 1) * rise
@@ -152,6 +151,11 @@ class Guidance:
         return denoise
 
 
-def data_share(level: float) -> float:
-    """Return 1 / (1 + r), where r = sigma / alpha is a noise level: from 0 at noise to 1 at the data."""
-    return 1 / (1 + level)
+def noise_level(path: Path, t: torch.Tensor) -> float:
+    """Return sigma / alpha at time t, 0-d."""
+    return float(path.sigma(t) / path.alpha(t))
+
+
+def data_share(path: Path, t: torch.Tensor) -> float:
+    """Return 1 / (1 + r), where r is the noise level at time t, 0-d: from 0 at noise to 1 at the data."""
+    return 1 / (1 + noise_level(path, t))

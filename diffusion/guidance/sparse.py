@@ -9,7 +9,7 @@ import torch
 
 from diffusion.guidance.auto import AutoGuidance
 from diffusion.guidance.guidance import Branch, data_share
-from diffusion.path import Denoise
+from diffusion.path import Denoise, Path
 from routing import Routing
 from runtime.errors import check_choice
 
@@ -66,18 +66,17 @@ class SparseGuidance(AutoGuidance):
         if not net.routes:
             raise ValueError("guidance=sparse needs a network with routes (model=tread)")
 
-    def ratios(self, share: float) -> tuple[float, float]:
-        """Return the strong and the weak ratio where this share of the way from noise to data is done."""
+    def ratios(self, path: Path, t: torch.Tensor) -> tuple[float, float]:
+        """Return the strong and the weak ratio at time t, 0-d."""
         if self.ratio_schedule == "constant":
             return self.strong_ratio, self.weak_ratio
-        rise = (1 - math.cos(math.pi * share)) / 2
+        rise = (1 - math.cos(math.pi * data_share(path, t))) / 2
         rise = round(rise * (self.num_levels - 1)) / (self.num_levels - 1)
         return self.strong_ratio * rise, self.weak_ratio * (1 - rise)
 
     def branches(self, strong: Branch, t: torch.Tensor) -> tuple[Branch, Branch]:
         """Return the two branches at time t, each with its masks."""
-        path, weak = strong.precond.path, self.weak(strong)
-        ratios = self.ratios(data_share(float(path.sigma(t) / path.alpha(t))))
+        weak, ratios = self.weak(strong), self.ratios(strong.precond.path, t)
         orders: tuple[Any, Any] = (None, None)
         if strong.rand is not None:
             net = strong.precond.net

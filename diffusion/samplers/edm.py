@@ -7,9 +7,8 @@ from itertools import pairwise
 import torch
 
 from diffusion.path import Denoise, EDMPath, Path, on_path
+from diffusion.samplers.times import check_num_steps
 from runtime.errors import check_not_negative, check_positive
-
-MAX_STEPS = 100_000  # 8 MB of noise levels
 
 
 def edm_sampler(
@@ -39,8 +38,7 @@ def edm_sampler(
     Returns:
         x (N, C, H, W) in float64.
     """
-    if not 1 <= num_steps <= MAX_STEPS:
-        raise ValueError(f"sampler.num_steps={num_steps} must be in [1, {MAX_STEPS}]")
+    check_num_steps(num_steps)
     check_positive("sampler.sigma_min", sigma_min)
     check_positive("sampler.rho", rho)
     for key, value in (("S_churn", S_churn), ("S_min", S_min), ("S_noise", S_noise)):

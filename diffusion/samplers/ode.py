@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from diffusion.path import PATHS, Denoise, EDMPath, Path, on_path
-from diffusion.samplers.times import uniform_times
+from diffusion.samplers.times import check_num_steps, uniform_times
 from runtime.errors import check_choice, check_not_negative
 
 SOLVERS = ("euler", "heun")
@@ -53,6 +53,7 @@ def ode_sampler(
     if solve_on is not None:
         check_choice("sampler.solve_on", solve_on, tuple(PATHS))
         denoise, path = on_path(denoise, path, PATHS[solve_on]), PATHS[solve_on]
+    check_num_steps(num_steps)
     levels = times(path, num_steps)
 
     def slope(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

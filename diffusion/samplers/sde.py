@@ -9,7 +9,7 @@ import torch
 
 from diffusion.path import Denoise, EDMPath, Path
 from diffusion.samplers.ode import velocity
-from diffusion.samplers.times import uniform_times
+from diffusion.samplers.times import check_num_steps, uniform_times
 from runtime.errors import check_choice, check_not_negative
 
 COEFFICIENTS = ("constant", "sbdm", "sigma", "linear", "decreasing", "increasing_decreasing")
@@ -41,6 +41,7 @@ def sde_sampler(
     check_choice("sampler.last_step", last_step, LAST_STEPS)
     check_not_negative("sampler.norm", norm)
     path = EDMPath() if path is None else path
+    check_num_steps(num_steps)
     levels = times(path, num_steps)
     if coefficient == "sbdm" and path.alpha(levels[0]) == 0:
         raise ValueError(

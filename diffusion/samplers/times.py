@@ -10,6 +10,14 @@ import torch
 from diffusion.path import Path, VPPath
 from runtime.errors import check_not_negative, check_positive
 
+MAX_STEPS = 100_000  # 8 MB of levels
+
+
+def check_num_steps(num_steps: int) -> None:
+    """Raise a ValueError for no steps, or so many that their levels fill the memory."""
+    if not 1 <= num_steps <= MAX_STEPS:
+        raise ValueError(f"sampler.num_steps={num_steps} must be in [1, {MAX_STEPS}]")
+
 
 def rho_times(
     path: Path, num_steps: int, /, *, sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7
@@ -35,10 +43,11 @@ def uniform_times(
         shift: s > 1 moves them towards noise, u -> s u / (1 + (s - 1) u) with u = t / t_max. [SD3]
     """
     t_max = path.t_max if t_max is None else t_max
-    check_not_negative("sampler.times.t_min", t_min)
     check_positive("sampler.times.shift", shift)
-    if not t_min < t_max <= path.t_max:
-        raise ValueError(f"sampler.times.t_max={t_max} must be above t_min={t_min}, and at most {path.t_max}")
+    if not 0 < t_max <= path.t_max:
+        raise ValueError(f"sampler.times.t_max={t_max} must be in (0, {path.t_max}], which ends the path")
+    if not 0 <= t_min < t_max:
+        raise ValueError(f"sampler.times.t_min={t_min} must be in [0, {t_max})")
     if t_min:
         u = torch.linspace(1, t_min / t_max, num_steps, dtype=torch.float64)
     else:
@@ -57,7 +66,8 @@ def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
 
 def vp_times(path: Path, num_steps: int, /, *, epsilon_s: float = 1e-3) -> torch.Tensor:
     """Equal distances in the time of the variance-preserving SDE, [EDM] Table 1, column VP."""
-    check_positive("sampler.times.epsilon_s", epsilon_s)
+    if not 0 < epsilon_s < 1:
+        raise ValueError(f"sampler.times.epsilon_s={epsilon_s} must be in (0, 1)")
     vp, t = VPPath(), torch.linspace(1, epsilon_s, num_steps, dtype=torch.float64)
     return path.time_at(vp.sigma(t) / vp.alpha(t))
 
@@ -82,6 +92,9 @@ def iddpm_times(
     C_2: float = 0.008,
 ) -> torch.Tensor:
     """Levels of the cosine schedule, [EDM] Table 1, column iDDPM."""
+    for key, value in (("M", M), ("C_1", C_1)):
+        check_positive(f"sampler.times.{key}", value)
+    check_not_negative("sampler.times.C_2", C_2)
     if not 0 <= j_0 < M:
         raise ValueError(f"sampler.times.j_0={j_0} must be in [0, {M})")
     # alpha_j = sin^2(pi/2 j / (M (C_2 + 1)))

@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 import sample
 from builders import config as configuration
 from builders import scoring
-from builders.sampling import find_checkpoint, open_source
+from builders.sampling import open_source
 from data import encoder_for
 from diffusion import random_labels
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import ALONE
 from tests.runs import composed, tiny_run
+from training.checkpoint import find_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from diffusion import (
     AutoGuidance,
     Branch,
     EDMPrecond,
+    FlowPath,
     FlowPrecond,
     ImageSource,
     SparseGuidance,
@@ -173,7 +174,8 @@ def test_masks_are_fresh_or_fixed_shared_or_not(masks, share_masks):
 
 def test_scheduled_ratios_take_few_values():
     guidance = SparseGuidance(2.0, strong_ratio=0.6, weak_ratio=0.6, ratio_schedule="cosine", num_levels=4)
-    found = [guidance.ratios(share / 100) for share in range(101)]
+    times = torch.linspace(1, 0, 101, dtype=torch.float64)  # t = 1 - share of the data, on this path
+    found = [guidance.ratios(FlowPath(), t) for t in times]
     assert found[0] == (0, 0.6) and found[-1] == (0.6, 0)
     assert len(set(found)) == 4
     assert sorted(found) == found  # the strong ratio rises

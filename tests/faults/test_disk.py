@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from builders.sampling import find_checkpoint
 from runtime.errors import UserError
 from runtime.lock import Busy
 from tests.faults.killing import ONE
 from tests.faults.programs import program
 from tests.runs import metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
-from training.checkpoint import CheckpointFolder, damage_of, latest_checkpoint, steps_in
+from training.checkpoint import CheckpointFolder, damage_of, find_checkpoint, latest_checkpoint, steps_in
 from training.fit import run_training
 from training.run_folder import RunFolder
 from training.weights import load_weights

@@ -1,0 +1,79 @@
+"""A sweep of guidance: what it draws, passes over, and sums up."""
+
+import json
+
+import pytest
+
+from builders.sweep import summarise
+from runtime.files import write_json
+from tests.programs import start
+from tests.runs import TINY, tiny_run
+
+
+def rows_of(table):
+    """Return each line of a table as {column: text}."""
+    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.open()]
+    head, rule, *rows = lines
+    assert set(rule) == {"---"}
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.mark.slow
+def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the digits are written
+    tiny_run(tmp_path / "r", "data=digits", *TINY[1:], "ema.decay=0")
+    asked = ("run=r", "suite=digits", "reference=latents/digits", "num_samples=30", "num_steps=3")
+    start("fid.py", "-m", *asked, "guidance_scale=1,3", folder=tmp_path)
+    scores = tmp_path / "r/scores"
+    before = {file.name: file.read_bytes() for file in scores.glob("*.json")}
+    assert len(before) == 2
+    more = ("guidance=cfg", "guidance_scale=1,3,9", "guidance.guidance_interval=null,[0.1,1]")
+    again = start("fid.py", "-m", *asked, *more, folder=tmp_path)
+    assert again.stdout.count("is there already") == 2
+    assert {name: (scores / name).read_bytes() for name in before} == before
+    records = [json.loads(file.read_text()) for file in scores.glob("*.json")]
+    assert len(records) == 6
+    assert {record["samples"]["drawn"]["first_seed"] for record in records} == {0}
+    by_setting = {}
+    for record in records:
+        guidance = record["samples"]["drawn"]["guidance"]
+        by_setting[guidance["guidance_scale"], guidance["guidance_interval"] is None] = record
+    assert by_setting[1.0, True]["values"] == by_setting[1.0, False]["values"], "the same samples"
+    assert by_setting[9.0, True]["values"] != by_setting[9.0, False]["values"]
+    rows = rows_of(scores / "sweep.md")
+    assert len(rows) == 6
+    for key, best in (("fd_pixel", min), ("label_accuracy", max)):
+        marked = [float(row[key].strip("*")) for row in rows if row[key].startswith("**")]
+        assert marked == [float(f"{best(record['values'][key] for record in records):.4g}")]
+    for row in rows:
+        setting = (float(row["guidance.guidance_scale"]), row["guidance.guidance_interval"] == "None")
+        record = by_setting[setting]
+        assert float(row["fd_pixel"].strip("*")) == float(f"{record['values']['fd_pixel']:.4g}")
+        assert float(row["GFLOPs per image"]) == float(f"{record['cost_per_image']['flops'] / 1e9:.4g}")
+    assert (scores / "sweep.png").stat().st_size > 10_000
+    alone = start("fid.py", *asked, "guidance_scale=3", "out=alone.json", folder=tmp_path)
+    assert "sweep" not in alone.stdout
+    values = json.loads((tmp_path / "alone.json").read_text())["values"]
+    assert values == by_setting[3.0, True]["values"]
+
+
+def record(scale, checkpoint="a", num_samples=5, **values):
+    fixed = dict.fromkeys(("labels", "class_label", "mixed_precision", "decoding"))
+    drawn = {"guidance": {"guidance_scale": scale}, "sampler": {}, "num_samples": num_samples}
+    drawn |= {"weights_sha256": checkpoint, "first_seed": 0, **fixed}
+    found = {"suite": "s", "protocol": {}, "higher_is_better": ["up"], "cost_per_image": {"flops": 2e9}}
+    return found | {"samples": {"drawn": drawn}, "values": values}
+
+
+def test_what_cannot_be_compared_is_left_out(tmp_path):
+    write_json(tmp_path / "a.json", record(1.0, up=1.0, down=1.0))
+    assert summarise(tmp_path / "a.json") is None, "there is nothing to compare"
+    write_json(tmp_path / "b.json", record(2.0, up=2.0, down=3.0))
+    write_json(tmp_path / "other.json", record(3.0, checkpoint="b", up=9.0, down=0.0))
+    write_json(tmp_path / "more.json", record(3.0, num_samples=6, up=9.0, down=0.0))
+    (tmp_path / "list.json").write_text("[]")
+    rows = rows_of(summarise(tmp_path / "b.json"))
+    assert [list(row.values()) for row in rows] == [
+        ["1.0", "1", "**1**", "2"],
+        ["2.0", "**2**", "3", "2"],
+    ]
