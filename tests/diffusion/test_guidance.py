@@ -19,6 +19,7 @@ from diffusion import (
     generate,
 )
 from diffusion.guidance import predict
+from models import DiT
 from routing import Routing
 from runtime.launch import ALONE
 from tests.networks import PAPER, small_batch, small_dit
@@ -213,6 +214,22 @@ def test_an_image_of_sparse_guidance_does_not_depend_on_its_batch(masks):
     guidance = SparseGuidance(2.0, strong_ratio=0.25, masks=masks)
     together, apart = drawn(guidance, 6), drawn(guidance, 4)
     torch.testing.assert_close(together, apart, rtol=1e-3, atol=1e-3)
+
+
+def test_the_cost_of_an_image_of_xl_2_is_that_of_its_tokens():
+    """Multiply-adds of an evaluation with routes over blocks 2 to 24, in 1e9."""
+    with torch.device("meta"):
+        net = DiT(32, 2, 4, 1152, 28, 16, num_classes=1000, routes=[PAPER])
+        x, labels = torch.zeros(1, 4, 32, 32), torch.zeros(1, dtype=torch.long)
+
+    def cost(guidance):
+        evaluations = Counter()
+        guidance(Branch(EDMPrecond(net), labels, evaluations=evaluations))(x, T)
+        return sum(num * net.flops(kept).forward for (net, kept), num in evaluations.items()) / 2e9
+
+    sparse = SparseGuidance(2.0, strong_ratio=0.5, weak_ratio=0.9)
+    found = [cost(guidance) for guidance in (CFG(1.0), CFG(2.0), sparse)]
+    assert found == pytest.approx([118.62, 237.24, 100.07], abs=0.01)
 
 
 def test_the_cost_of_an_image_counts_every_forward():
