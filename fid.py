@@ -53,7 +53,8 @@ def main(cfg: DictConfig) -> None:
             write_reference(request, launch)
         else:
             out = score(request, launch)
-            if draws(request) and launch.is_main and (table := summarise(out)):
+            in_run = draws(request) and request["out"] is None
+            if in_run and launch.is_main and (table := summarise(out)):
                 print(f"sweep {table}, {table.with_suffix('.png')}")
 
 

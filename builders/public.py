@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from builders import config as configuration
+from builders.rules import OBJECTIVES
 from data import LatentManifest
 from runtime.errors import check_choice
 from runtime.files import parse_json
+from training.run_folder import RunFolder
 from training.weights import metadata_in, shapes_by_name
 
-OBJECTIVES = {  # as options of train.py
-    "edm": ("diffusion=edm",),
-    "flow": ("diffusion=flow",),
-    "sit": ("diffusion=flow", "diffusion.precond.from_noise=true"),
-    "ddpm": ("diffusion=ddpm",),
-}
 NUM_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published widths: shapes do not say them
 ENCODER, SCALE = "stabilityai/sd-vae-ft-ema", 0.18215
 CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an exported file
@@ -56,6 +52,13 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
         1, shape, "float32", "samples", sizes["data.num_classes"], ENCODER, scale=SCALE, std=1.0
     )
     return config, {"data": {"manifest": asdict(manifest)}}
+
+
+def precond_of(file: Path, objective: str | None) -> dict[str, Any]:
+    """Return the preconditioning that a network in a file was trained in: that of its run, unless told."""
+    if objective is None:
+        return configuration.of_run(RunFolder(file.parents[2]))["diffusion"]["precond"]
+    return configuration.composed(["data=synthetic", *OBJECTIVES[objective]])["diffusion"]["precond"]
 
 
 def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:

@@ -17,11 +17,12 @@ METHODS = ("dit", "tread")
 PRECISIONS = ("auto", "no", "bf16")
 SWITCH = ("auto", "true", "false")
 DECODINGS = ("rounded", "official")
-# What weights of other code predict; None where that is what a network predicts here.
-INIT_OBJECTIVES = {
-    "edm": None,
-    "ddpm": "predicts noise, conditioned on timesteps 0 to 999",
-    "flow": "predicts a velocity, conditioned on times 0 to 1",
+# What a network of other code was trained for, as options of train.py.
+OBJECTIVES = {
+    "edm": ("diffusion=edm",),
+    "flow": ("diffusion=flow",),
+    "sit": ("diffusion=flow", "diffusion.precond.from_noise=true"),
+    "ddpm": ("diffusion=ddpm",),
 }
 LABELS = ("random", "balanced")  # of samples
 TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
@@ -45,7 +46,7 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
         train[key] = train[key].lower()  # a YAML `true` arrives as "True"
         check_choice(f"train.{key}", train[key], choices)
     if (objective := train["init_from_objective"]) is not None:
-        check_choice("train.init_from_objective", objective, tuple(INIT_OBJECTIVES))
+        check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
         if not train["init_from"]:
             raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
     check_not_negative("train.num_workers", train["num_workers"])

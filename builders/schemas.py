@@ -31,7 +31,7 @@ class TrainConfig:
     max_skipped_steps: int = 10
     num_workers: int = 0
     init_from: str | None = None
-    init_from_objective: str | None = None  # edm, ddpm or flow: what weights of other code predict
+    init_from_objective: str | None = None  # edm, flow, sit or ddpm: what weights of other code predict
     masked_loss: bool = False
     kept_tokens_only: bool = False  # an ablation: the loss of the tokens that every route kept
 

@@ -4,8 +4,6 @@ from typing import Any
 
 import torch.nn as nn
 
-from builders.rules import INIT_OBJECTIVES
-
 
 def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, resumed_step: int) -> str:
     """Return what a user wants to see before a run starts."""
@@ -70,8 +68,9 @@ def _fp32_block(cost: dict[str, float]) -> str:
     )
 
 
-def _start(init_from: dict[str, str | None]) -> str:
+def _start(init_from: dict[str, Any]) -> str:
     entry = f" ({init_from['entry']})" if init_from["entry"] else ""
-    known = INIT_OBJECTIVES[init_from["objective"]]
-    again = "what its time embedding and its output mean has to be learnt again"
-    return f"weights of {init_from['file']}{entry}" + (f". warning: it {known}; {again}" if known else "")
+    warning = (
+        f". warning: they were trained as {init_from['precond']}: what time and output mean is learnt again"
+    )
+    return f"weights of {init_from['file']}{entry}" + (warning if init_from["other_objective"] else "")

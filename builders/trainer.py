@@ -17,6 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from builders.auto import resolve_auto
 from builders.evaluators import build_evaluators
 from builders.network import build_loss, build_net, build_precond, build_route_plan
+from builders.public import precond_of
 from builders.summary import summary
 from data import (
     LatentDataset,
@@ -73,9 +74,8 @@ def check_init_from(source: str, objective: str | None) -> None:
         )
     if not own and objective is None:
         raise ValueError(
-            f"train.init_from={source} does not say what it predicts: give train.init_from_objective=edm "
-            "(TREAD with EDM), ddpm (DiT: noise, timesteps 0 to 999) or flow (SiT, TREAD with flow matching: "
-            "velocity, times 0 to 1)"
+            f"train.init_from={source} does not say what it predicts: give train.init_from_objective=edm or "
+            "flow for a file of TREAD, ddpm for DiT, sit for SiT, flow for REPA"
         )
 
 
@@ -172,8 +172,9 @@ def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[s
     if not source or latest_checkpoint(run.path):
         return None
     loaded = load_weights(net, source)
-    objective = config["train"]["init_from_objective"] or "edm"
-    return {**loaded, "objective": objective, "sha256": sha256(Path(loaded["file"]))}
+    file = Path(loaded["file"])
+    was, is_now = precond_of(file, config["train"]["init_from_objective"]), config["diffusion"]["precond"]
+    return {**loaded, "precond": was, "other_objective": was != is_now, "sha256": sha256(file)}
 
 
 def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:

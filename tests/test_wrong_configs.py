@@ -225,7 +225,7 @@ KEYS = {
         ("train.max_skipped_steps=0", POSITIVE),
         ("train.num_workers=-1", NOT_NEGATIVE),
         ("train.init_from=nowhere", "not found: give a weights file, a checkpoint folder or a run folder"),
-        ("train.init_from=file train.init_from_objective=noise", "must be one of edm, ddpm, flow"),
+        ("train.init_from=file train.init_from_objective=noise", "must be one of edm, flow, sit, ddpm"),
         ("train.masked_loss=7.5", SWITCH),
         ("train.kept_tokens_only=7.5", SWITCH),
     ],

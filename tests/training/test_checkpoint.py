@@ -87,7 +87,8 @@ def test_an_official_file_starts_a_run_and_is_sampled(tmp_path, capsys):
     start = (f"train.init_from={tmp_path / 'latest.pt'}", "train.total_steps=1", "optimizer.lr=1e-12")
     tiny_run(tmp_path / "second", *start, "train.init_from_objective=edm")
     assert f"start      weights of {tmp_path / 'latest.pt'} (ema_state_dict)\n" in capsys.readouterr().out
-    expected = {"file": str(tmp_path / "latest.pt"), "entry": "ema_state_dict", "objective": "edm"}
+    expected = {"file": str(tmp_path / "latest.pt"), "entry": "ema_state_dict", "other_objective": False}
+    expected["precond"] = {"_target_": "diffusion.EDMPrecond", "sigma_data": 0.5}
     expected["sha256"] = hashlib.sha256((tmp_path / "latest.pt").read_bytes()).hexdigest()
     assert RunFolder(tmp_path / "second").manifest()["init_from"] == expected
     samples = []
@@ -100,17 +101,26 @@ def test_an_official_file_starts_a_run_and_is_sampled(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("objective", "predicts"), [("ddpm", "noise, conditioned on"), ("flow", "a velocity")]
+    ("objective", "chosen", "warned"),
+    [
+        ("flow", "edm", True),
+        ("flow", "flow", False),
+        ("sit", "flow", True),
+        (None, "flow", True),
+        (None, "edm", False),
+    ],
 )
-def test_weights_of_another_objective_start_a_run_with_a_warning(tmp_path, capsys, objective, predicts):
-    torch.save({"model": tiny_run(tmp_path / "first").net.state_dict()}, tmp_path / "DiT.pt")
-    start = (f"train.init_from={tmp_path / 'DiT.pt'}", "train.total_steps=1")
-    tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}")
+def test_weights_of_another_objective_start_a_run_with_a_warning(tmp_path, capsys, objective, chosen, warned):
+    first = tiny_run(tmp_path / "first")
+    torch.save({"model": first.net.state_dict()}, tmp_path / "DiT.pt")
+    capsys.readouterr()
+    start = (f"diffusion={chosen}", f"train.init_from={tmp_path / ('DiT.pt' if objective else 'first')}")
+    start += (f"train.init_from_objective={objective}",) if objective else ()
+    tiny_run(tmp_path / "second", *start, "train.total_steps=1")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("start ")]
-    assert f"(model). warning: it predicts {predicts}" in line
-    assert "has to be learnt again" in line
-    assert RunFolder(tmp_path / "second").manifest()["init_from"]["objective"] == objective
-    tiny_run(tmp_path / "second", *start, f"train.init_from_objective={objective}", "train.total_steps=2")
+    assert ("warning: they were trained as {'_target_': 'diffusion." in line) == warned
+    assert RunFolder(tmp_path / "second").manifest()["init_from"]["other_objective"] == warned
+    tiny_run(tmp_path / "second", *start, "train.total_steps=2")
     assert "init_from" in RunFolder(tmp_path / "second").manifest(), "also after a resume"
 
 
