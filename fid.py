@@ -9,6 +9,7 @@ digits, of glyphs, or your own; or make a reference to score against.
 What was scored, against what and how is saved with the scores as JSON.
 """
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from omegaconf import DictConfig
 
 from builders import config as configuration
 from builders.scoring import (
+    DrawnSamples,
+    FileSamples,
     ScoreConfig,
     check_files,
     check_request,
@@ -33,7 +36,7 @@ from data import open_images
 from evaluation import InceptionDetector, make_reference
 from evaluation.files import fingerprint
 from runtime.config import is_sweep, run_main, user_mistakes
-from runtime.files import sha256, write_json
+from runtime.files import finite, read_json, sha256, write_json
 from runtime.launch import Launch
 from runtime.machine import start_process
 from runtime.provenance import environment
@@ -53,9 +56,12 @@ def main(cfg: DictConfig) -> None:
             write_reference(request, launch)
         else:
             out = score(request, launch)
-            in_run = draws(request) and request["out"] is None
-            if in_run and launch.is_main and (table := summarise(out)):
-                print(f"sweep {table}, {table.with_suffix('.png')}")
+            if (
+                is_sweep()
+                and draws(request)
+                and (table := launch.broadcast_from_main(lambda: summarise(out)))
+            ):
+                launch.print(f"sweep {table}, {table.with_suffix('.png')}")
 
 
 def score(request: dict[str, Any], launch: Launch) -> Path:
@@ -63,7 +69,8 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
     samples = open_samples(request, launch)
     suite = open_suite(request, samples.count, launch)
     suite.check(samples.count, samples.shape, samples.name)
-    if is_sweep() and not request["overwrite"] and launch.broadcast_from_main(samples.out.is_file):
+    described = {"suite": request["suite"], "protocol": suite.describe()}
+    if is_sweep() and launch.broadcast_from_main(lambda: is_scored(samples, described)):
         launch.print(f"{samples.out} is there already")
         return samples.out
     labels = samples.labels() if any(metric.needs_labels for metric in suite.metrics) else None
@@ -71,7 +78,7 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
         record = {"num_processes": launch.world_size, "environment": environment(launch.device)}
         drawn = launch.broadcast_from_main(samples.record)
         if launch.is_main:
-            record |= {"suite": request["suite"], "protocol": suite.describe(), "samples": drawn}
+            record |= {**described, "samples": drawn}
         batches = samples.batches(suite.batch_size, launch)
         scores = suite.score(batches, samples.count, samples.shape, labels)
         others = comparisons(suite, samples.count)
@@ -80,6 +87,14 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
             compared = {name: {"n": row.num_images, **row.values} for name, row in others.items()}
             save({**asdict(scores), **record, **samples.cost(), "comparisons": compared}, samples.out)
     return samples.out
+
+
+def is_scored(samples: FileSamples | DrawnSamples, described: dict[str, Any]) -> bool:
+    """Return whether the same samples have the same scores on disk."""
+    if not samples.out.is_file() or not isinstance(there := read_json(samples.out), dict):
+        return False
+    wanted = json.loads(json.dumps(finite({**described, "samples": samples.record()})))
+    return {key: there.get(key) for key in wanted} == wanted
 
 
 def write_reference(request: dict[str, Any], launch: Launch) -> None:

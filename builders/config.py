@@ -113,7 +113,7 @@ def check_sampling(config: dict[str, Any]) -> None:
         net = build_net(config)
     guidance, precond = build_guidance(config), build_precond(config, net)
     guidance.load(_without_weights)
-    guidance.check(net)
+    guidance.check(precond)
 
     def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
         if with_variance:

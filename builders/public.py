@@ -15,7 +15,7 @@ from data import LatentManifest
 from runtime.errors import check_choice
 from runtime.files import parse_json
 from training.run_folder import RunFolder
-from training.weights import metadata_in, shapes_by_name
+from training.weights import is_own_checkpoint, metadata_in, shapes_by_name
 
 NUM_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published widths: shapes do not say them
 ENCODER, SCALE = "stabilityai/sd-vae-ft-ema", 0.18215
@@ -32,10 +32,15 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
     Raises:
         ValueError: with the key, the value and the rule.
     """
-    header = metadata_in(file)
-    if CONFIG in header:
+    if is_own_checkpoint(file):
+        run, step = file.parents[2], file.parent.name
+        raise ValueError(f"checkpoint={file} is of a run: give run={run} checkpoint={step}")
+    if carries_configuration(file):
+        header = metadata_in(file)
         if objective is not None:
             raise ValueError(f"objective={objective} must not be given: {file} carries its configuration")
+        if MANIFEST not in header:
+            raise ValueError(f"{file} has no manifest of its latents ({MANIFEST}) in its header")
         written, manifest = (parse_json(header[name].encode()) for name in (CONFIG, MANIFEST))
         return configuration.checked(written, str(file)), {"data": {"manifest": manifest}}
     if objective is None:
@@ -46,7 +51,9 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
     check_choice("objective", objective, tuple(OBJECTIVES))
     sizes = sizes_of(shapes_by_name(file), file)
     keys = [f"{key}={value}".lower() for key, value in sizes.items()]
-    config = configuration.composed(["model=dit", "data=synthetic", *OBJECTIVES[objective], *keys])
+    # A file of TREAD was trained with routes, which sparse guidance takes.
+    model = "tread" if objective in ("edm", "flow") else "dit"
+    config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
     manifest = LatentManifest(
         1, shape, "float32", "samples", sizes["data.num_classes"], ENCODER, scale=SCALE, std=1.0
@@ -54,8 +61,15 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
     return config, {"data": {"manifest": asdict(manifest)}}
 
 
+def carries_configuration(file: Path) -> bool:
+    """Return whether a file is one of `models.export`."""
+    return CONFIG in metadata_in(file)
+
+
 def precond_of(file: Path, objective: str | None) -> dict[str, Any]:
     """Return the preconditioning that a network in a file was trained in: that of its run, unless told."""
+    if objective is None and carries_configuration(file):
+        return read_weights_file(file, None)[0]["diffusion"]["precond"]
     if objective is None:
         return configuration.of_run(RunFolder(file.parents[2]))["diffusion"]["precond"]
     return configuration.composed(["data=synthetic", *OBJECTIVES[objective]])["diffusion"]["precond"]

@@ -36,6 +36,7 @@ MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
 RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
 Node = dict[str, Any]
+UNGUIDED: Node = {"_target_": "diffusion.CFG"}
 
 
 @dataclass
@@ -81,6 +82,7 @@ class OpenedRun:
     precond: Precond
     sampler: Callable[..., torch.Tensor]
     guidance: Guidance
+    weak: tuple[Path, ...]  # weights of the networks that guidance has beside
 
 
 def open_run(
@@ -136,9 +138,15 @@ def _open(
 ) -> OpenedRun:
     precond = build_precond(config, load_net(config, weights).to(launch.device)).eval()
     config = {**config, "sampler": sampler or config["sampler"], "guidance": guidance or config["guidance"]}
-    built = build_guidance(config)
-    built.load(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
-    return OpenedRun(path, config, details, weights, precond, build_sampler(config), built)
+    built, weak = build_guidance(config), []
+
+    def open_weak(run: str, checkpoint: str | None) -> Precond:
+        opened = open_run(run, checkpoint, guidance=UNGUIDED, launch=launch)
+        weak.append(opened.weights)
+        return opened.precond
+
+    built.load(open_weak)
+    return OpenedRun(path, config, details, weights, precond, build_sampler(config), built, tuple(weak))
 
 
 def check_sampling(request: dict[str, Any]) -> None:
@@ -196,8 +204,9 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "data": run.details["data"],
         "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
+        "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
-    return source, _name(run, config, settings), record
+    return source, _name(run, config, settings, request["objective"]), record
 
 
 def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -218,7 +227,7 @@ def source_name(request: dict[str, Any]) -> str:
 
 def folder_of(request: dict[str, Any]) -> Path:
     """Return where results go unless asked otherwise: the run, or a folder of a file's name beside it."""
-    return Path(request["run"]) if request["run"] else Path(request["checkpoint"]).with_suffix("")
+    return Path(request["run"] or f"{request['checkpoint']}.drawn")
 
 
 def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -279,14 +288,16 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     settings = {key: request[key] for key in RECORDED} | {"decoding": decoding}
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
         node = request[group] or config[group]
+        if request[key] is not None and key not in node:
+            raise ValueError(f"{key}={request[key]} has no meaning for {group}={node['_target_']}")
         settings[group] = node if request[key] is None else {**node, key: request[key]}
     return settings if label is None else {**settings, "labels": None}
 
 
-def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any]) -> str:
+def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any], objective: str | None) -> str:
     """Name samples by their checkpoint and all that was asked for."""
     name = run.path.stem if run.path == run.weights else run.weights.parent.name
-    parts = [name, f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
+    parts = [name, *filter(None, [objective]), f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
     if settings["class_label"] is not None:
         parts += [f"class{settings['class_label']}"]
     elif settings["labels"] == "balanced":

@@ -4,6 +4,7 @@ Records are compared that have the newest one's protocol, checkpoint, seeds and 
 samples are drawn from the same noise.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ SCALE = "guidance.guidance_scale"
 TABLE, PICTURE = "sweep.md", "sweep.png"
 FIXED = (  # what the compared samples share
     "weights_sha256",
+    "objective",
     "num_samples",
     "first_seed",
     "labels",
@@ -28,7 +30,7 @@ def summarise(newest: Path) -> Path | None:
     """Write table and picture beside a record of scores; None where there is nothing to compare it with."""
     first = read_json(newest)
     records = [read_json(file) for file in sorted(newest.parent.glob("*.json"))]
-    records = [record for record in records if _fixed(record) == _fixed(first)]
+    records = [record for record in records if fixed(record) == fixed(first)]
     if len(records) < 2:
         return None
     settings = [_chosen(record) for record in records]
@@ -42,13 +44,15 @@ def summarise(newest: Path) -> Path | None:
     return table
 
 
-def _fixed(record: Any) -> Any:
-    """Return what records must share to be compared."""
-    drawn = record.get("samples", {}).get("drawn") if isinstance(record, dict) else None
-    if not drawn or "values" not in record:
-        return record
-    fixed = {key: drawn[key] for key in FIXED}
-    return {"suite": record["suite"], "protocol": record["protocol"], **fixed}
+def fixed(record: Any) -> dict[str, Any] | None:
+    """Return what records must share to be compared; None for other files of JSON."""
+    drawn = record
+    for key in ("samples", "drawn"):
+        drawn = drawn.get(key) if isinstance(drawn, dict) else None
+    if not isinstance(drawn, dict) or not isinstance(record.get("values"), dict):
+        return None
+    shared = {key: drawn.get(key) for key in FIXED}
+    return {"suite": record.get("suite"), "protocol": record.get("protocol"), **shared}
 
 
 def _chosen(record: dict[str, Any]) -> dict[str, Any]:
@@ -56,10 +60,16 @@ def _chosen(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key.startswith(MAY_DIFFER)}
 
 
-def _best(records: list[dict[str, Any]], key: str) -> int:
-    values = [record["values"].get(key) for record in records]
+def _value(record: dict[str, Any], key: str) -> float:
+    value = record["values"].get(key)
+    return math.nan if value is None else value
+
+
+def _best(records: list[dict[str, Any]], key: str) -> int | None:
+    values = [_value(record, key) for record in records]
     sign = -1 if key in records[0]["higher_is_better"] else 1
-    return min((i for i, value in enumerate(values) if value is not None), key=lambda i: sign * values[i])
+    there = [i for i, value in enumerate(values) if not math.isnan(value)]
+    return min(there, key=lambda i: sign * values[i], default=None)
 
 
 def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
@@ -68,7 +78,7 @@ def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
     best = {key: _best(records, key) for key in keys}
     lines = [[*rows[0], *keys, "GFLOPs per image"], ["---"] * (len(rows[0]) + len(keys) + 1)]
     for i, (row, record) in enumerate(zip(rows, records, strict=True)):
-        scores = [f"{record['values'].get(key, float('nan')):.4g}" for key in keys]
+        scores = [f"{_value(record, key):.4g}" for key in keys]
         scores = [f"**{s}**" if best[key] == i else s for key, s in zip(keys, scores, strict=True)]
         cost = record.get("cost_per_image")
         lines.append([*map(str, row.values()), *scores, f"{cost['flops'] / 1e9:.4g}" if cost else ""])
@@ -90,10 +100,10 @@ def _draw(rows: list[dict[str, Any]], records: list[dict[str, Any]], file: Path)
     figure, panels = plt.subplots(1, len(keys), figsize=(4 * len(keys), 3.4), squeeze=False)
     for key, axes in zip(keys, panels[0], strict=True):
         for name, members in lines.items():
-            points = sorted((_scale(records[i]), records[i]["values"][key]) for i in members)
+            points = sorted((_scale(records[i]), _value(records[i], key)) for i in members)
             axes.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
-        i = _best(records, key)
-        axes.plot(_scale(records[i]), records[i]["values"][key], "*", color="black", markersize=13)
+        if (i := _best(records, key)) is not None:
+            axes.plot(_scale(records[i]), _value(records[i], key), "*", color="black", markersize=13)
         axes.set(xlabel="guidance_scale", title=key)
         axes.spines[["top", "right"]].set_visible(False)
     if len(lines) > 1:

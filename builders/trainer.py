@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from builders.auto import resolve_auto
 from builders.evaluators import build_evaluators
 from builders.network import build_loss, build_net, build_precond, build_route_plan
-from builders.public import precond_of
+from builders.public import carries_configuration, precond_of
 from builders.summary import summary
 from data import (
     LatentDataset,
@@ -65,7 +65,7 @@ def check_files(config: dict[str, Any], run: RunFolder) -> None:
 def check_init_from(source: str, objective: str | None) -> None:
     """Check that the weights to start from are there, and that what they predict is known."""
     try:
-        own = is_own_checkpoint(source)
+        own = is_own_checkpoint(source) or carries_configuration(Path(source))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"train.init_from={error}") from error
     if own and objective:

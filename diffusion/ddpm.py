@@ -84,26 +84,30 @@ class DDPMPrecond(Precond):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return F_x."""
-        x = x.float()
+        x = x.to(self.dtype)
         index = (t.to(x).flatten().expand(x.shape[0]).round() - 1).clamp(0, NUM_STEPS - 1)  # (N,)
         return self.net(x, index, class_labels, routing=routing, generator=generator)
 
     def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x in fp32."""
-        x = x.float()
+        """Return D_x in `dtype`."""
+        x = x.to(self.dtype)
         t_ = t.to(x.device).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
         # x_0 = (x_t - sigma eps) / alpha
-        return (x - self.path.sigma(t_).to(x) * F_x[:, : x.shape[1]].float()) / self.path.alpha(t_).to(x)
+        eps = F_x[:, : x.shape[1]].to(self.dtype)
+        return (x - self.path.sigma(t_).to(x) * eps) / self.path.alpha(t_).to(x)
 
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return v (N, C, H, W), see `log_variance`."""
         if F_x.shape[1] != 2 * x.shape[1]:
             raise ValueError("a learned variance (sampler.variance=learned) needs model.learn_sigma=true")
-        return F_x[:, x.shape[1] :].float()
+        return F_x[:, x.shape[1] :].to(self.dtype)
 
 
 class DDPMLoss(Loss):
     """Squared error of eps; a variance that the network predicts is trained by the variational bound."""
+
+    def __init__(self):
+        super().__init__()  # no contrastive term: the bound of another sample is not bounded
 
     def draw_t(
         self, num_samples: int, generator: torch.Generator | None, device: torch.device

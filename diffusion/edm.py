@@ -34,18 +34,18 @@ class EDMPrecond(Precond):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return F_x(c_in(sigma) x; c_noise(sigma))."""
-        x = x.float()
+        x = x.to(self.dtype)
         sigma = t.to(x).expand(x.shape[0])  # (N,)
         _, _, c_in, c_noise = self.coefficients(sigma.view(-1, 1, 1, 1))
         return self.net(c_in * x, c_noise.flatten(), class_labels, routing=routing, generator=generator)
 
     def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x in fp32, of the first C channels of F_x."""
-        x = x.float()
+        """Return D_x in `dtype`, of the first C channels of F_x."""
+        x = x.to(self.dtype)
         sigma = t.to(x).flatten().expand(x.shape[0])  # (N,)
         c_skip, c_out, _, _ = self.coefficients(sigma.view(-1, 1, 1, 1))
         # D(x; sigma) = c_skip(sigma) x + c_out(sigma) F(c_in(sigma) x; c_noise(sigma)), [EDM] eq. 7.
-        return c_skip * x + c_out * F_x[:, : x.shape[1]].float()
+        return c_skip * x + c_out * F_x[:, : x.shape[1]].to(self.dtype)
 
     def coefficients(
         self, sigma: torch.Tensor

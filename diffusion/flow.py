@@ -36,19 +36,19 @@ class FlowPrecond(Precond):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return F_x."""
-        x = x.float()
+        x = x.to(self.dtype)
         t = t.to(x).flatten().expand(x.shape[0])  # (N,)
         c_noise = 1 - t if self.from_noise else t
         return self.net(x, c_noise, class_labels, routing=routing, generator=generator)
 
     def velocity(self, F_x: torch.Tensor, num_channels: int) -> torch.Tensor:
-        """Return dx/dt (N, C, H, W) in fp32, of the first C channels of F_x."""
-        v = F_x[:, :num_channels].float()
+        """Return dx/dt (N, C, H, W) in `dtype`, of the first C channels of F_x."""
+        v = F_x[:, :num_channels].to(self.dtype)
         return -v if self.from_noise else v
 
     def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x in fp32."""
-        x = x.float()
+        """Return D_x in `dtype`."""
+        x = x.to(self.dtype)
         t_ = t.to(x).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
         # x_t = x_0 + t (eps - x_0)
         return x - t_ * self.velocity(F_x, x.shape[1])

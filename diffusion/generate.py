@@ -100,7 +100,7 @@ class ImageSource:
     def with_labels(self, labels: str) -> "ImageSource":
         """Return the same source with other labels."""
         other = copy(self)
-        other._labels = labels
+        other._labels, other._evaluations, other._num_images = labels, Counter(), 0
         return other
 
     @property

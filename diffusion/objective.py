@@ -24,6 +24,12 @@ class Precond(nn.Module):
         super().__init__()
         self.net = net
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what goes into the network and of D_x: fp32, or that of weights in fp64."""
+        weight = next(self.net.parameters(), None)
+        return torch.float64 if weight is not None and weight.dtype == torch.float64 else torch.float32
+
     def predict(
         self,
         x: torch.Tensor,
@@ -37,7 +43,7 @@ class Precond(nn.Module):
         raise NotImplementedError
 
     def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x (N, C, H, W) in fp32."""
+        """Return D_x (N, C, H, W) in `dtype`."""
         raise NotImplementedError
 
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +63,7 @@ class Precond(nn.Module):
         routing: Any = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Return D_x (N, C, H, W) in fp32; arguments as in `predict`."""
+        """Return D_x (N, C, H, W) in `dtype`; arguments as in `predict`."""
         return self.denoised(self.predict(x, t, class_labels, routing=routing, generator=generator), x, t)
 
 
@@ -65,9 +71,11 @@ class Loss:
     """Error of a prediction at a random time; a sibling writes `draw_t` and `error`.
 
     Args:
-        contrastive_weight: of the error against the target of another sample of the micro-batch, which is
+        contrastive_weight: of the error against the velocity of another sample of the micro-batch, which is
             subtracted: predictions of different samples are pushed apart [CFM]. Only in `train()` mode.
     """
+
+    contrastive_weight = 0.0  # of siblings without it
 
     def __init__(self, contrastive_weight: float = 0.0):
         if not 0 <= contrastive_weight < 1:
@@ -122,8 +130,21 @@ class Loss:
         error = self.error(precond, F_x, x_t, t_, x, eps)  # (N, C, H, W)
         if self.contrastive_weight and precond.training:
             # |u - u_i|^2 - lambda |u - u_j|^2.
-            others = self.error(precond, F_x, x_t, t_, x.roll(1, 0), eps.roll(1, 0))
-            error = error - self.contrastive_weight * others
+            if len(x) < 2:
+                raise ValueError("diffusion.loss.contrastive_weight needs micro-batches of 2 samples or more")
+            others = _ends_of(precond.path, x_t, t_, x.roll(1, 0), eps.roll(1, 0))
+            error = error - self.contrastive_weight * self.error(precond, F_x, x_t, t_, *others)
         if mask is not None:
             error = error * mask.unsqueeze(1)
         return error.mean(dim=(1, 2, 3))  # (N,)
+
+
+def _ends_of(
+    path: Path, x_t: torch.Tensor, t: torch.Tensor, x: torch.Tensor, eps: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the data and the noise of the line through x_t whose velocity at t is that of x and eps."""
+    alpha, sigma = path.alpha(t), path.sigma(t)
+    alpha_dot, sigma_dot = path.alpha_dot(t), path.sigma_dot(t)
+    # u = alpha' x + sigma' eps; solve x_t = alpha x' + sigma eps', u = alpha' x' + sigma' eps'.
+    u, determinant = alpha_dot * x + sigma_dot * eps, alpha * sigma_dot - alpha_dot * sigma
+    return (sigma_dot * x_t - sigma * u) / determinant, (alpha * u - alpha_dot * x_t) / determinant

@@ -1,6 +1,6 @@
 """Paths between data and noise: x_t = alpha(t) x_0 + sigma(t) eps, t = 0 is data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -42,11 +42,11 @@ class Path(Protocol):
         ...
 
 
-@dataclass(frozen=True)  # all are equal
+@dataclass(frozen=True)
 class EDMPath:
     """Noise added to data, t is its standard deviation: alpha = 1, sigma = t. [EDM]"""
 
-    t_max = 80.0
+    t_max: float = 80.0
 
     def alpha(self, t: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(t)
@@ -68,7 +68,7 @@ class EDMPath:
 class FlowPath:
     """A straight line: alpha = 1 - t, sigma = t. [SiT]"""
 
-    t_max = 1.0
+    t_max: float = 1.0
 
     def alpha(self, t: torch.Tensor) -> torch.Tensor:
         return 1 - t
@@ -90,7 +90,7 @@ class FlowPath:
 class VPPath:
     """Variance preserved: alpha = exp(-B / 2), sigma^2 = 1 - alpha^2, B = beta_d t^2 / 2 + beta_min t."""
 
-    t_max = 1.0
+    t_max: float = 1.0
     beta_d, beta_min = 19.9, 0.1  # [EDM] Table 1
 
     def alpha(self, t: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class VPPath:
 class VEPath:
     """Variance that explodes: alpha = 1, sigma = sqrt(t). [EDM]"""
 
-    t_max = 1e4
+    t_max: float = 1e4
 
     def alpha(self, t: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(t)
@@ -150,3 +150,12 @@ def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
         return denoise(from_x, from_t, with_variance=True) if with_variance else denoise(from_x, from_t)
 
     return denoise_on_path
+
+
+def solve_on(denoise: Denoise, from_path: Path, to_path: Path) -> tuple[Denoise, Path]:
+    """Return a denoiser of `from_path` on `to_path`, and the latter up to where the former ends."""
+    if from_path == to_path:
+        return denoise, to_path
+    end = torch.tensor(from_path.t_max, dtype=torch.float64)
+    t_max = float(to_path.time_at(from_path.sigma(end) / from_path.alpha(end)))
+    return on_path(denoise, from_path, to_path), replace(to_path, t_max=min(t_max, to_path.t_max))

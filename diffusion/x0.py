@@ -25,13 +25,13 @@ class X0Precond(Precond):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return F_x."""
-        x = x.float()
+        x = x.to(self.dtype)
         t = t.to(x).flatten().expand(x.shape[0])  # (N,)
         return self.net(x, t, class_labels, routing=routing, generator=generator)
 
     def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x in fp32: the first C channels of F_x."""
-        return F_x[:, : x.shape[1]].float()
+        """Return D_x in `dtype`: the first C channels of F_x."""
+        return F_x[:, : x.shape[1]].to(self.dtype)
 
 
 class X0Loss(FlowLoss):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from builders import config as configuration
 from builders.public import CONFIG, MANIFEST
-from builders.sampling import open_run
+from builders.sampling import UNGUIDED, open_run, read_run
 from runtime.config import run_main, user_mistakes
 from runtime.files import atomic_write
 from runtime.output import check_free
@@ -42,8 +42,9 @@ def main(cfg: DictConfig) -> None:
         if output.suffix != ".safetensors":
             raise ValueError(f"output={output} must end in .safetensors")
         check_free("output", output, [], request["overwrite"])
-        run = open_run(request["run"], request["checkpoint"])
-        texts = {CONFIG: json.dumps(run.config), MANIFEST: json.dumps(run.details["data"]["manifest"])}
+        run = open_run(request["run"], request["checkpoint"], guidance=UNGUIDED)
+        config, _ = read_run(request["run"])
+        texts = {CONFIG: json.dumps(config), MANIFEST: json.dumps(run.details["data"]["manifest"])}
         with atomic_write(output) as partial:
             save_file(run.precond.net.state_dict(), partial, metadata=texts)
     print(f"{output}: sample.py checkpoint={output} draws from it")

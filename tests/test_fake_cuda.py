@@ -124,12 +124,19 @@ def test_a_loss_of_kept_tokens():
 
 
 @pytest.mark.parametrize(
-    "precond, loss", [(FlowPrecond, FlowLoss), (X0Precond, X0Loss), (DDPMPrecond, DDPMLoss)]
+    "precond, loss",
+    [
+        (EDMPrecond, EDMLoss(contrastive_weight=0.1)),
+        (FlowPrecond, FlowLoss(contrastive_weight=0.1)),
+        (X0Precond, X0Loss(contrastive_weight=0.1)),
+        (DDPMPrecond, DDPMLoss()),
+    ],
+    ids=["edm", "flow", "x0", "ddpm"],
 )
 @pytest.mark.parametrize("learn_sigma", [False, True])
 def test_losses(precond, loss, learn_sigma):
     net = net_on_cuda(learn_sigma=learn_sigma).train()
-    assert loss(contrastive_weight=0.1)(precond(net), *batch()).device.type == "cuda"
+    assert loss(precond(net), *batch()).device.type == "cuda"
 
 
 @pytest.mark.parametrize("guidance", [CFG(1.0), CFG(1.5), SparseGuidance(1.5)], ids=["none", "cfg", "sparse"])

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
+from builders.public import CONFIG
 from builders.sampling import open_run, open_weights_file
 from tests.programs import start
 from tests.runs import tiny_run
+from training.run_folder import RunFolder
 
-WIDTH, HEADS, DEPTH, PATCH, CHANNELS, SIDE, CLASSES = 384, 6, 2, 2, 4, 8, 10
+WIDTH, HEADS, DEPTH, PATCH, CHANNELS, SIDE, CLASSES = 384, 6, 7, 2, 4, 8, 10
 
 
 class PublicDiT(nn.Module):
@@ -122,6 +125,7 @@ def test_files_of_public_code_give_its_outputs(code, tmp_path):
         expected = denoised_by_the_paper(objective, net, x, t, y)
         torch.testing.assert_close(opened.precond(x, torch.tensor(t), y), expected, rtol=1e-3, atol=1e-4)
     assert opened.details["data"]["manifest"]["scale"] == 0.18215
+    assert bool(opened.precond.net.routes) == (objective in ("edm", "flow")), "what sparse guidance needs"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +148,17 @@ def test_what_a_file_does_not_say_has_to_be_given(objective, content, told, tmp_
         open_weights_file(tmp_path / "file.pt", objective)
 
 
+def test_files_of_this_project_say_what_they_are(tmp_path):
+    net = {"pos_embed": torch.zeros(1)}
+    save_file(net, tmp_path / "cut.safetensors", metadata={CONFIG: "{}"})
+    with pytest.raises(ValueError, match="has no manifest of its latents"):
+        open_weights_file(tmp_path / "cut.safetensors")
+    (step := tmp_path / "r/checkpoints/step_00000004").mkdir(parents=True)
+    save_file(net, step / "ema.safetensors")
+    with pytest.raises(ValueError, match=f"is of a run: give run={tmp_path}/r checkpoint=step_00000004"):
+        open_weights_file(step / "ema.safetensors", "edm")
+
+
 def test_an_exported_run_is_sampled_by_the_same_command(tmp_path):
     tiny_run(tmp_path / "r", "diffusion=flow")
     start("-m models.export", f"run={tmp_path}/r", f"output={tmp_path}/net.safetensors")
@@ -155,3 +170,5 @@ def test_an_exported_run_is_sampled_by_the_same_command(tmp_path):
     record = json.loads((tmp_path / "checkpoint.json").read_text())
     assert record["cost_per_image"]["network_evaluations"] == 6
     assert open_run(tmp_path / "r").config == open_weights_file(tmp_path / "net.safetensors").config
+    tiny_run(tmp_path / "next", "diffusion=flow", f"train.init_from={tmp_path}/net.safetensors")
+    assert not RunFolder(tmp_path / "next").manifest()["init_from"]["other_objective"]

@@ -1,6 +1,7 @@
 """Weights from files: those of this project's checkpoints, and those that public code has saved."""
 
 import argparse
+import zipfile
 from pathlib import Path
 
 import torch
@@ -113,7 +114,8 @@ def _load_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str | None]:
     try:
         # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            # Mapped: who asks for shapes reads no weights.
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # damaged bytes make torch raise almost anything
         raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
     entry = None

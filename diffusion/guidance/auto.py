@@ -42,20 +42,32 @@ class AutoGuidance(Guidance):
             except (FileNotFoundError, ValueError) as error:
                 raise ValueError(f"guidance.weak_run={self.weak_run}: {error}") from error
 
-    def check(self, net: Any) -> None:
-        """Raise a ValueError where the weak network does not predict the same."""
+    def check(self, precond: Precond) -> None:
+        """Raise a ValueError where there is nothing weaker, or the weak network cannot be compared."""
+        if self._weak is None and not self.null_class:
+            raise ValueError("guidance.weak_run must be given")
+        self.check_weak(precond)
+
+    def check_weak(self, precond: Precond) -> None:
+        """Raise a ValueError where the weak network is for other latents, other classes or another path."""
         if self.null_class:
-            check_conditional(net, "guidance.null_class=true has no meaning")
+            check_conditional(precond.net, "guidance.null_class=true has no meaning")
         if self._weak is not None:
-            for name in ("latent_shape", "num_classes"):
-                weak, strong = getattr(self._weak.net, name), getattr(net, name)
-                if weak != strong:
+            weak, strong = (_kind(each) for each in (self._weak, precond))
+            for name, value in weak.items():
+                if value != strong[name]:
                     raise ValueError(
-                        f"guidance.weak_run={self.weak_run}: its {name} is {weak}, that of the run is "
-                        f"{strong}"
+                        f"guidance.weak_run={self.weak_run}: its {name} is {value}, that of the run is "
+                        f"{strong[name]}"
                     )
 
     def weak(self, strong: Branch) -> Branch:
         """Return the branch of the weak network."""
         weak = strong if self._weak is None else replace(strong, precond=self._weak)
         return on_null_class(weak) if self.null_class else weak
+
+
+def _kind(precond: Precond) -> dict[str, Any]:
+    """Return what the networks of both branches share."""
+    net = precond.net
+    return {"path": precond.path, "latent_shape": net.latent_shape, "num_classes": net.num_classes}

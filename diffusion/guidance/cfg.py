@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from diffusion.guidance.guidance import Branch, Guidance
+from diffusion.objective import Precond
 from runtime.errors import check_positive
 
 
@@ -30,13 +31,13 @@ class CFG(Guidance):
             check_positive("guidance.num_channels", num_channels)
         self.num_channels = num_channels
 
-    def check(self, net: Any) -> None:
+    def check(self, precond: Precond) -> None:
         """Raise a ValueError where there is no class to guide by, or no such channel."""
-        num_channels = net.latent_shape[0]
+        num_channels = precond.net.latent_shape[0]
         if self.num_channels is not None and self.num_channels > num_channels:
             raise ValueError(f"guidance.num_channels={self.num_channels} must be at most {num_channels}")
         if self.guidance_scale != 1:
-            check_conditional(net, f"guidance.guidance_scale={self.guidance_scale} must be 1")
+            check_conditional(precond.net, f"guidance.guidance_scale={self.guidance_scale} must be 1")
 
     def weak(self, strong: Branch) -> Branch:
         """Return the branch of the null class."""

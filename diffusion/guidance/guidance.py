@@ -93,8 +93,8 @@ class Guidance:
         check_not_negative("guidance.guidance_scale", guidance_scale)
         check_choice("guidance.schedule", schedule, SCHEDULES)
         if guidance_interval is not None:
-            low, high = guidance_interval if len(guidance_interval) == 2 else (1, 0)
-            if not 0 <= low < high:
+            numbers = [level for level in guidance_interval if isinstance(level, int | float)]
+            if not len(numbers) == len(guidance_interval) == 2 or not 0 <= numbers[0] < numbers[1]:
                 raise ValueError(
                     f"guidance.guidance_interval={guidance_interval} must be two noise levels, low and high"
                 )
@@ -104,8 +104,8 @@ class Guidance:
     def load(self, open_precond: Callable[[str, str | None], Precond]) -> None:
         """Load what else this guidance needs, by open_precond(run, checkpoint)."""
 
-    def check(self, net: Any) -> None:
-        """Raise a ValueError where this guidance has no meaning for a backbone."""
+    def check(self, precond: Precond) -> None:
+        """Raise a ValueError where this guidance has no meaning for a network."""
 
     def weak(self, strong: Branch) -> Branch:
         """Return what is stepped away from."""
@@ -135,7 +135,7 @@ class Guidance:
 
     def __call__(self, strong: Branch) -> Denoise:
         """Return the denoiser that a sampler asks, for x (N, C, H, W) and t 0-d."""
-        self.check(strong.precond.net)
+        self.check(strong.precond)
 
         def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
             w = self.scale(strong.precond.path, t)

@@ -9,6 +9,7 @@ import torch
 
 from diffusion.guidance.auto import AutoGuidance
 from diffusion.guidance.guidance import Branch, data_share
+from diffusion.objective import Precond
 from diffusion.path import Denoise, Path
 from routing import Routing
 from runtime.errors import check_choice
@@ -60,11 +61,17 @@ class SparseGuidance(AutoGuidance):
         self.masks, self.share_masks = masks, share_masks
         self.ratio_schedule, self.num_levels = ratio_schedule, num_levels
 
-    def check(self, net: Any) -> None:
-        """Raise a ValueError for a network without routes."""
-        super().check(net)
-        if not net.routes:
+    def check(self, precond: Precond) -> None:
+        """Raise a ValueError for a network without routes, or a weak one with others."""
+        self.check_weak(precond)
+        strong, weak = precond.net, self._weak.net if self._weak else precond.net
+        if not strong.routes:
             raise ValueError("guidance=sparse needs a network with routes (model=tread)")
+        if (len(weak.routes), weak.num_tokens) != (len(strong.routes), strong.num_tokens):
+            raise ValueError(
+                f"guidance.weak_run={self.weak_run}: it has {len(weak.routes)} routes for {weak.num_tokens} "
+                f"tokens, the run has {len(strong.routes)} for {strong.num_tokens}"
+            )
 
     def ratios(self, path: Path, t: torch.Tensor) -> tuple[float, float]:
         """Return the strong and the weak ratio at time t, 0-d."""
@@ -97,4 +104,5 @@ class SparseGuidance(AutoGuidance):
 def _routed(branch: Branch, ratio: float, order: torch.Tensor | None) -> Branch:
     """Return a branch whose routes bypass a share of the tokens: the last in an order (N, R, T)."""
     noise = None if order is None else list(order.unbind(1))
-    return replace(branch, routing=Routing(ratio, noise=noise) if ratio else None)
+    routed = replace(branch, routing=Routing(ratio, noise=noise))
+    return replace(branch, routing=None) if routed.num_kept == branch.num_kept else routed

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from diffusion.path import Denoise, EDMPath, FlowPath, Path, on_path
+from diffusion.path import Denoise, EDMPath, FlowPath, Path, solve_on
 from diffusion.samplers.ode import velocity
 from runtime.errors import check_positive
 
@@ -31,16 +31,14 @@ def adaptive_sampler(
 
     for key, value in (("rtol", rtol), ("atol", atol), ("t_min", t_min)):
         check_positive(f"sampler.{key}", value)
-    path, flow = EDMPath() if path is None else path, FlowPath()
-    denoise = on_path(denoise, path, flow)
-    last = torch.tensor(path.t_max, dtype=torch.float64)
-    ends = torch.stack([flow.time_at(path.sigma(last) / path.alpha(last)), torch.full_like(last, t_min)])
+    denoise, path = solve_on(denoise, EDMPath() if path is None else path, FlowPath())
+    ends = torch.tensor([path.t_max, t_min], dtype=torch.float64)
 
     def slope(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         t = t.cpu()  # SYNC: the next step depends on the error of this one anyway.
-        return velocity(flow, denoise(x, t).to(torch.float64), x, t)
+        return velocity(path, denoise(x, t).to(torch.float64), x, t)
 
-    x = noise.to(torch.float64) * flow.sigma(ends[0])
+    x = noise.to(torch.float64) * path.sigma(ends[0])
     ends_ = ends.to(x.device)
     # It would step over the end, where there is no noise left, and interpolate.
     landing = {"step_t": ends_[1:]}

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import torch
 
-from diffusion.path import PATHS, Denoise, EDMPath, Path, on_path
+from diffusion.path import PATHS, Denoise, EDMPath, Path
+from diffusion.path import solve_on as on_other_path
 from diffusion.samplers.times import check_num_steps, uniform_times
 from runtime.errors import check_choice, check_not_negative
 
@@ -52,7 +53,7 @@ def ode_sampler(
     path = EDMPath() if path is None else path
     if solve_on is not None:
         check_choice("sampler.solve_on", solve_on, tuple(PATHS))
-        denoise, path = on_path(denoise, path, PATHS[solve_on]), PATHS[solve_on]
+        denoise, path = on_other_path(denoise, path, PATHS[solve_on])
     check_num_steps(num_steps)
     levels = times(path, num_steps)
 
@@ -91,9 +92,9 @@ def _churn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Raise the noise level by adding new noise; return x and t of it. [EDM] Algorithm 2"""
     level = path.sigma(t) / path.alpha(t)
-    if not churn or not S_min <= level <= S_max:
+    if not churn or not S_min <= level <= S_max or level.isinf():
         return x, t
-    level_hat = level * (1 + min(churn, math.sqrt(2) - 1))
-    t_hat = path.time_at(level_hat)
+    t_hat = path.time_at(level * (1 + min(churn, math.sqrt(2) - 1)))
+    level_hat = path.sigma(t_hat) / path.alpha(t_hat)  # not above the end of the path
     added = (level_hat**2 - level**2).sqrt() * S_noise * randn_like(x)
     return path.alpha(t_hat) * (x / path.alpha(t) + added), t_hat

@@ -1,4 +1,7 @@
-"""The reverse SDE by Euler-Maruyama, with the diffusion coefficients and last steps of [SiT]."""
+"""The reverse SDE by Euler-Maruyama, with the diffusion coefficients and last steps of [SiT].
+
+It is solved on the path of flow matching, for which the coefficients are made.
+"""
 
 import math
 from collections.abc import Callable
@@ -7,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from diffusion.path import Denoise, EDMPath, Path
+from diffusion.path import Denoise, EDMPath, FlowPath, Path, solve_on
 from diffusion.samplers.ode import velocity
 from diffusion.samplers.times import check_num_steps, uniform_times
 from runtime.errors import check_choice, check_not_negative
@@ -34,13 +37,13 @@ def sde_sampler(
     Args:
         coefficient: w(t), times `norm`; every one gives the same marginals.
         last_step: from the last level to the data: `mean`, a step without noise; `denoised`, what the
-            denoiser says: Tweedie's formula, and on FlowPath an Euler step of the flow, too.
+            denoiser says: Tweedie's formula, and an Euler step of the flow, too.
         The others are those of `ode_sampler`; the network runs num_steps times.
     """
     check_choice("sampler.coefficient", coefficient, COEFFICIENTS)
     check_choice("sampler.last_step", last_step, LAST_STEPS)
     check_not_negative("sampler.norm", norm)
-    path = EDMPath() if path is None else path
+    denoise, path = solve_on(denoise, EDMPath() if path is None else path, FlowPath())
     check_num_steps(num_steps)
     levels = times(path, num_steps)
     if coefficient == "sbdm" and path.alpha(levels[0]) == 0:
@@ -65,8 +68,8 @@ def _mean(
 
 
 def _coefficient(name: str, path: Path, t: torch.Tensor) -> torch.Tensor:
-    """Return w(t); u = t / t_max counts, as in [SiT], from the data."""
-    alpha, sigma, u = path.alpha(t), path.sigma(t), t / path.t_max
+    """Return w(t)."""
+    alpha, sigma = path.alpha(t), path.sigma(t)
     if name == "constant":
         return torch.ones_like(t)
     if name == "sbdm":  # that of the forward SDE which has this path
@@ -74,7 +77,7 @@ def _coefficient(name: str, path: Path, t: torch.Tensor) -> torch.Tensor:
     if name == "sigma":
         return sigma
     if name == "linear":
-        return u
+        return t
     if name == "decreasing":
-        return (1 - torch.cos(math.pi * u)) ** 2 / 4
-    return torch.sin(math.pi * u) ** 2
+        return (1 - torch.cos(math.pi * t)) ** 2 / 4
+    return torch.sin(math.pi * t) ** 2

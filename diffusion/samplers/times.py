@@ -49,7 +49,8 @@ def uniform_times(
     if not 0 <= t_min < t_max:
         raise ValueError(f"sampler.times.t_min={t_min} must be in [0, {t_max})")
     if t_min:
-        u = torch.linspace(1, t_min / t_max, num_steps, dtype=torch.float64)
+        last = t_min / (shift * t_max - (shift - 1) * t_min)  # so that it is t_min once it is shifted
+        u = torch.linspace(1, last, num_steps, dtype=torch.float64)
     else:
         u = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)[:-1]
     return shift * u / (1 + (shift - 1) * u) * t_max

@@ -1,6 +1,8 @@
 """A sweep of guidance: what it draws, passes over, and sums up."""
 
 import json
+import math
+import shutil
 
 import pytest
 
@@ -51,6 +53,10 @@ def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypa
         assert float(row["fd_pixel"].strip("*")) == float(f"{record['values']['fd_pixel']:.4g}")
         assert float(row["GFLOPs per image"]) == float(f"{record['cost_per_image']['flops'] / 1e9:.4g}")
     assert (scores / "sweep.png").stat().st_size > 10_000
+    shutil.copytree("latents/digits", "latents/other")
+    other = ("guidance_scale=1", "reference=latents/other")
+    refused = start("fid.py", "-m", *asked, *other, folder=tmp_path, check=False)
+    assert "is there already: overwrite=true" in refused.stderr, "the scores against another reference"
     alone = start("fid.py", *asked, "guidance_scale=3", "out=alone.json", folder=tmp_path)
     assert "sweep" not in alone.stdout
     values = json.loads((tmp_path / "alone.json").read_text())["values"]
@@ -69,11 +75,14 @@ def test_what_cannot_be_compared_is_left_out(tmp_path):
     write_json(tmp_path / "a.json", record(1.0, up=1.0, down=1.0))
     assert summarise(tmp_path / "a.json") is None, "there is nothing to compare"
     write_json(tmp_path / "b.json", record(2.0, up=2.0, down=3.0))
+    write_json(tmp_path / "c.json", record(4.0, up=math.nan))
     write_json(tmp_path / "other.json", record(3.0, checkpoint="b", up=9.0, down=0.0))
     write_json(tmp_path / "more.json", record(3.0, num_samples=6, up=9.0, down=0.0))
-    (tmp_path / "list.json").write_text("[]")
+    write_json(tmp_path / "list.json", [])
+    write_json(tmp_path / "text.json", {"samples": "x"})
     rows = rows_of(summarise(tmp_path / "b.json"))
     assert [list(row.values()) for row in rows] == [
         ["1.0", "1", "**1**", "2"],
         ["2.0", "**2**", "3", "2"],
+        ["4.0", "nan", "nan", "2"],
     ]

@@ -173,6 +173,26 @@ def test_masks_are_fresh_or_fixed_shared_or_not(masks, share_masks):
     assert torch.equal(strong_1, weak_1) == share_masks
 
 
+def test_weak_networks_must_be_of_the_same_kind():
+    """Another path, or other routes, would be evaluated at times and masks that are not theirs."""
+    dense, flow = EDMPrecond(small_dit()).eval(), FlowPrecond(small_dit([PAPER])).eval()
+    for guidance, weak, told in (
+        (AutoGuidance(2.0, weak_run="w"), flow, "guidance.weak_run=w: its path is FlowPath"),
+        (SparseGuidance(2.0, weak_run="w"), dense, "guidance.weak_run=w: it has 0 routes"),
+        (AutoGuidance(2.0), None, "guidance.weak_run must be given"),
+    ):
+        if weak is not None:
+            guidance.load(lambda run, checkpoint, weak=weak: weak)
+        with pytest.raises(ValueError, match=told):
+            guidance(strong())
+
+
+def test_a_ratio_that_keeps_all_tokens_is_dense():
+    """Both branches keep them all: one forward, of one with a routing and one without before."""
+    guidance = SparseGuidance(2.0, strong_ratio=0.01, weak_ratio=0)
+    torch.testing.assert_close(guidance(strong(rand=rand))(X, T), D(LABELS))
+
+
 def test_scheduled_ratios_take_few_values():
     guidance = SparseGuidance(2.0, strong_ratio=0.6, weak_ratio=0.6, ratio_schedule="cosine", num_levels=4)
     times = torch.linspace(1, 0, 101, dtype=torch.float64)  # t = 1 - share of the data, on this path

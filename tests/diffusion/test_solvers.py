@@ -49,6 +49,7 @@ def gaussian(path, std=0.5):
     return denoise
 
 
+NEAR_DATA = partial(uniform_times, t_min=0.002, t_max=0.98)
 rho = partial(ode_sampler, num_steps=60, times=rho_times)
 SAMPLERS = {
     "edm": partial(edm_sampler, num_steps=60),
@@ -61,25 +62,20 @@ SAMPLERS = {
     "ve": partial(ode_sampler, num_steps=100, times=ve_times, solve_on="ve"),
     "iddpm": partial(rho, times=iddpm_times, solve_on="edm"),
     "on flow": partial(rho, solve_on="flow"),
+    "on flow, uniform": partial(ode_sampler, num_steps=60, solve_on="flow"),
+    "on flow, churn": partial(ode_sampler, num_steps=150, solve_on="flow", S_churn=30),
+    "sde, as configured": partial(sde_sampler, times=partial(uniform_times, t_min=0.01)),
     "dopri5": partial(adaptive_sampler, t_min=1e-4),
     "ddpm, learned": partial(ddpm_sampler, num_steps=1000),
     "ddpm, small": partial(ddpm_sampler, num_steps=1000, variance="small"),
     "ddpm, large": partial(ddpm_sampler, num_steps=1000, variance="large"),
     **{
-        f"sde, {name}": partial(sde_sampler, num_steps=500, coefficient=name, last_step="denoised")
+        f"sde, {name}": partial(
+            sde_sampler, num_steps=500, times=NEAR_DATA, coefficient=name, last_step="denoised"
+        )
         for name in ("constant", "sbdm", "sigma", "linear", "decreasing", "increasing_decreasing")
     },
 }
-
-
-def times_of(name, path):
-    """Times of the SDE for each path: its coefficients are numbers of order one over flow matching."""
-    if not name.startswith("sde"):
-        return {}
-    if isinstance(path, EDMPath):
-        return {"times": partial(rho_times, sigma_min=0.01), "norm": 1.0}
-    t_max = 0.999 * path.t_max
-    return {"times": partial(uniform_times, t_min=0.002 * path.t_max, t_max=t_max), "norm": 1 / path.t_max}
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
@@ -88,7 +84,7 @@ def test_any_sampler_draws_a_mixture_from_a_network_of_any_path(name, path):
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(4000, 1, 1, 1, generator=generator)
     randn_like = partial(_randn_like, generator=generator)
-    x = SAMPLERS[name](mixture(path), noise, path, randn_like=randn_like, **times_of(name, path)).flatten()
+    x = SAMPLERS[name](mixture(path), noise, path, randn_like=randn_like).flatten()
     assert x.dtype == torch.float64
     mean = (WEIGHTS * MEANS).sum()
     std = ((WEIGHTS * (STDS**2 + MEANS**2)).sum() - mean**2).sqrt()
@@ -102,6 +98,23 @@ def test_any_sampler_draws_a_mixture_from_a_network_of_any_path(name, path):
 
 def _randn_like(x, generator):
     return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_any_sampler_draws_two_points(name, path):
+    """Data at -1 and 1, where the denoiser is tanh(alpha x / sigma^2): nothing is left between them."""
+
+    def denoise(x, t, *, with_variance=False):
+        D_x = torch.tanh(path.alpha(t) * x / path.sigma(t) ** 2)
+        return (D_x, torch.full_like(D_x, -1)) if with_variance else D_x
+
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2000, 1, 1, 1, generator=generator)
+    x = SAMPLERS[name](denoise, noise, path, randn_like=partial(_randn_like, generator=generator)).flatten()
+    assert x.abs().mean().item() == pytest.approx(1, abs=0.01)
+    assert x.abs().std() < (0.12 if name == "sde, as configured" else 0.06)  # "mean": noise of its last level
+    assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.04)
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
@@ -197,6 +210,7 @@ def test_shifted_times_move_towards_noise():
     plain, shifted = (uniform_times(FlowPath(), 4, shift=s) for s in (1, 3))
     assert plain.tolist() == [1, 0.75, 0.5, 0.25]
     assert shifted.tolist() == pytest.approx([1, 0.9, 0.75, 0.5])
+    assert uniform_times(FlowPath(), 4, t_min=0.04, shift=3)[-1].item() == pytest.approx(0.04)
 
 
 def test_an_sde_without_noise_is_the_flow():

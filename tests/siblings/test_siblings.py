@@ -95,7 +95,7 @@ def test_any_sampler_runs_a_network_of_any_path():
 class ScaledPath(EDMPath):
     """x_t = x_0 + scale * t * eps."""
 
-    scale: float
+    scale: float = 1.0
 
     def sigma(self, t):
         return self.scale * t
@@ -107,8 +107,8 @@ class ScaledPath(EDMPath):
 def test_paths_of_one_class_differ_by_their_parameters():
     x, t = torch.zeros(1, 1, 1, 1), torch.tensor(0.5)
     assert EDMPath() == EDMPath()
-    assert on_path(lambda x, t: t, ScaledPath(2), ScaledPath(2))(x, t) == 0.5
-    assert on_path(lambda x, t: t, ScaledPath(1), ScaledPath(2))(x, t) == 1
+    assert on_path(lambda x, t: t, ScaledPath(scale=2), ScaledPath(scale=2))(x, t) == 0.5
+    assert on_path(lambda x, t: t, ScaledPath(scale=1), ScaledPath(scale=2))(x, t) == 1
 
 
 def test_guidance_of_a_sibling_takes_routing_as_its_weak_branch(opened):

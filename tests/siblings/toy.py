@@ -79,8 +79,8 @@ class SparseGuidance(Guidance):
         super().__init__(guidance_scale)
         self.routing = Routing(selection_ratio)
 
-    def check(self, net):
-        if not net.routes:
+    def check(self, precond):
+        if not precond.net.routes:
             raise ValueError("guidance=toy needs a model with routes")
 
     def weak(self, strong):
