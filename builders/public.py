@@ -32,6 +32,8 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
     Raises:
         ValueError: with the key, the value and the rule.
     """
+    if not file.is_file():
+        raise FileNotFoundError(f"checkpoint={file} is not a file: give one, or run=FOLDER")
     if is_own_checkpoint(file):
         run, step = file.parents[2], file.parent.name
         raise ValueError(f"checkpoint={file} is of a run: give run={run} checkpoint={step}")

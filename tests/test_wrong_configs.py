@@ -232,7 +232,7 @@ KEYS = {
     "sample": [
         ("run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
         ("run=r checkpoint=5", "not found: run=r has steps 4"),
-        ("checkpoint=dit.pt objective=noise", "must be one of edm, flow, sit, ddpm"),
+        ("checkpoint=file objective=noise", "must be one of edm, flow, sit, ddpm"),
         ("run=r num_samples=0", POSITIVE),
         ("run=r batch_size=0", POSITIVE),
         ("run=r first_seed=-1", f"{NOT_NEGATIVE}, and the last seed less than 4294967296"),
@@ -416,6 +416,7 @@ RULES = [
     ("sample", "run=r num_sampels=3", "num_sampels is not known: did you mean num_samples?"),
     ("fid", "num_sampels=3", "num_sampels is not known: did you mean num_samples?"),
     ("sample", "num_samples=3", "run=FOLDER or checkpoint=FILE must be given"),
+    ("sample", "checkpoint=nowhere.pt", "checkpoint=nowhere.pt is not a file: give one, or run=FOLDER"),
     ("sample", "run=r sampler=dopri5 num_steps=5", "num_steps=5 has no meaning for sampler=diffusion.adaptive_sampler"),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
     ("sample", "run=r labels=balanced class_label=3", "class_label=3 is one class: labels=balanced must not be given"),

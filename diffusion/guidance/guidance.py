@@ -93,8 +93,9 @@ class Guidance:
         check_not_negative("guidance.guidance_scale", guidance_scale)
         check_choice("guidance.schedule", schedule, SCHEDULES)
         if guidance_interval is not None:
-            numbers = [level for level in guidance_interval if isinstance(level, int | float)]
-            if not len(numbers) == len(guidance_interval) == 2 or not 0 <= numbers[0] < numbers[1]:
+            levels = guidance_interval if isinstance(guidance_interval, list | tuple) else []
+            numbers = [level for level in levels if isinstance(level, int | float)]
+            if not len(numbers) == len(levels) == 2 or not 0 <= numbers[0] < numbers[1]:
                 raise ValueError(
                     f"guidance.guidance_interval={guidance_interval} must be two noise levels, low and high"
                 )

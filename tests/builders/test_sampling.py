@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 import sample
 from builders import config as configuration
 from builders import scoring
-from builders.sampling import open_source
+from builders.sampling import _name, _settings, open_source, open_weights_file, read_source
 from data import encoder_for
 from diffusion import random_labels
+from models import DiT
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import ALONE
@@ -119,13 +120,34 @@ def test_what_is_asked_changes_the_samples(run, tmp_path, option):
 
 def test_other_samples_have_another_name(run):
     options = ["num_samples=7", "first_seed=1", "class_label=1", "labels=balanced", "guidance_scale=2"]
-    options += ["num_steps=3", "sampler=edm", "sampler=edm sampler.rho=5"]
+    options += ["num_steps=3", "sampler=edm", "sampler=edm sampler.rho=5", "sampler=heun", "sampler=euler"]
+    options += ["guidance=cfg", "guidance=cfg guidance.guidance_interval=[0.1,2]", "guidance=sparse"]
     options += ["mixed_precision=bf16", "decoding=official", "checkpoint=4"]
     names = set()
     for asked in ("", *options):
         request = configuration.resolve(composed(f"run={run}", *asked.split(), config_name="sample"))
         names.add(open_source(request, ALONE)[1])
     assert len(names) == 1 + len(options)
+
+
+def test_names_tell_what_a_file_was_taken_for(tmp_path):
+    net = DiT(8, 2, 4, 384, 2, 6, num_classes=10)
+    torch.save(net.state_dict(), tmp_path / "file.pt")
+    names = set()
+    for objective in ("ddpm", "sit"):
+        asked = (f"checkpoint={tmp_path}/file.pt", f"objective={objective}", "sampler=sde")
+        request = configuration.resolve(composed(*asked, config_name="sample"))
+        network, (config, _) = open_weights_file(tmp_path / "file.pt", objective), read_source(request)
+        names.add(_name(network, config, _settings(request, config), objective))
+    assert len(names) == 2
+
+
+def test_the_weights_of_a_weak_network_are_recorded(run):
+    asked = (f"run={run}", "guidance=auto", f"guidance.weak_run={run}", "guidance.weak_checkpoint=4")
+    request = configuration.resolve(composed(*asked, config_name="sample"))
+    _, _, record = open_source(request, ALONE)
+    file = run / "checkpoints/step_00000004/ema.safetensors"
+    assert record["weak_weights"] == {str(file): sha256(file)}
 
 
 def test_samples_are_not_overwritten_unasked_and_take_old_scores_along(run, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import pytest
 
@@ -53,10 +52,11 @@ def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypa
         assert float(row["fd_pixel"].strip("*")) == float(f"{record['values']['fd_pixel']:.4g}")
         assert float(row["GFLOPs per image"]) == float(f"{record['cost_per_image']['flops'] / 1e9:.4g}")
     assert (scores / "sweep.png").stat().st_size > 10_000
-    shutil.copytree("latents/digits", "latents/other")
-    other = ("guidance_scale=1", "reference=latents/other")
-    refused = start("fid.py", "-m", *asked, *other, folder=tmp_path, check=False)
-    assert "is there already: overwrite=true" in refused.stderr, "the scores against another reference"
+    file, found = scores / min(before), json.loads(before[min(before)])
+    write_json(file, found | {"protocol": found["protocol"] | {"reference": "another"}})
+    refused = start("fid.py", "-m", *asked, "guidance_scale=1,3", folder=tmp_path, check=False)
+    assert "is there already: overwrite=true" in refused.stderr, "scores against another reference"
+    file.write_bytes(before[file.name])
     alone = start("fid.py", *asked, "guidance_scale=3", "out=alone.json", folder=tmp_path)
     assert "sweep" not in alone.stdout
     values = json.loads((tmp_path / "alone.json").read_text())["values"]
