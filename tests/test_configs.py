@@ -162,6 +162,7 @@ def test_every_option_composes_and_builds(group, option, latents):
     extra = [f"data.path={latents}"] if needs_path(option) else []
     extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k") else []
     extra += ["sampler=heun"] if group == "sampler/times" else []
+    extra += ["diffusion=ddpm", "sampler.solve_on=null"] if option == "respaced" else []
     extra += ["diffusion=ddpm"] if (group, option) == ("sampler", "ddpm") else []
     if option == "auto":
         (run := latents.parent / "run").joinpath("checkpoints/step_00000004").mkdir(parents=True)
