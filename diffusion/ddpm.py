@@ -8,7 +8,6 @@ the steps the logarithm of the signal-to-noise ratio is interpolated, so that an
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -74,27 +73,14 @@ class DDPMPrecond(Precond):
 
     path = DDPMPath()
 
-    def predict(
-        self,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        class_labels: torch.Tensor | None,
-        *,
-        routing: Any = None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Return F_x."""
-        x = x.to(self.dtype)
-        index = (t.to(x).flatten().expand(x.shape[0]).round() - 1).clamp(0, NUM_STEPS - 1)  # (N,)
-        return self.net(x, index, class_labels, routing=routing, generator=generator)
+    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and the index of the step."""
+        return x, (t.round() - 1).clamp(0, NUM_STEPS - 1)
 
-    def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x in `dtype`."""
-        x = x.to(self.dtype)
-        t_ = t.to(x.device).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
+    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return D_x."""
         # x_0 = (x_t - sigma eps) / alpha
-        eps = F_x[:, : x.shape[1]].to(self.dtype)
-        return (x - self.path.sigma(t_).to(x) * eps) / self.path.alpha(t_).to(x)
+        return (x - self.path.sigma(t) * F_x) / self.path.alpha(t)
 
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return v (N, C, H, W), see `log_variance`."""
@@ -125,7 +111,7 @@ class DDPMLoss(Loss):
         eps: torch.Tensor,
     ) -> torch.Tensor:
         """Return |eps - F_x|^2, plus the bound in bits."""
-        error = (F_x[:, : x.shape[1]].float() - eps) ** 2
+        error = (precond.predicted(F_x, x) - eps) ** 2
         if F_x.shape[1] == x.shape[1]:
             return error
         v = precond.learned_variance(F_x, x)

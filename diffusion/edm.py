@@ -1,7 +1,5 @@
 """Preconditioning and training loss of [EDM], in the paper's symbols; time is sigma."""
 
-from typing import Any
-
 import torch
 import torch.nn as nn
 
@@ -24,28 +22,16 @@ class EDMPrecond(Precond):
         super().__init__(net)
         self.sigma_data = sigma_data
 
-    def predict(
-        self,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        class_labels: torch.Tensor | None,
-        *,
-        routing: Any = None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Return F_x(c_in(sigma) x; c_noise(sigma))."""
-        x = x.to(self.dtype)
-        sigma = t.to(x).expand(x.shape[0])  # (N,)
-        _, _, c_in, c_noise = self.coefficients(sigma.view(-1, 1, 1, 1))
-        return self.net(c_in * x, c_noise.flatten(), class_labels, routing=routing, generator=generator)
+    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return c_in(sigma) x and c_noise(sigma)."""
+        _, _, c_in, c_noise = self.coefficients(t)
+        return c_in * x, c_noise
 
-    def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x in `dtype`, of the first C channels of F_x."""
-        x = x.to(self.dtype)
-        sigma = t.to(x).flatten().expand(x.shape[0])  # (N,)
-        c_skip, c_out, _, _ = self.coefficients(sigma.view(-1, 1, 1, 1))
+    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return D_x."""
+        c_skip, c_out, _, _ = self.coefficients(t)
         # D(x; sigma) = c_skip(sigma) x + c_out(sigma) F(c_in(sigma) x; c_noise(sigma)), [EDM] eq. 7.
-        return c_skip * x + c_out * F_x[:, : x.shape[1]].to(self.dtype)
+        return c_skip * x + c_out * F_x
 
     def coefficients(
         self, sigma: torch.Tensor

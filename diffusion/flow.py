@@ -1,7 +1,5 @@
 """Flow matching on the straight path between data and noise, as [SiT] and [SD3] train it."""
 
-from typing import Any
-
 import torch
 import torch.nn as nn
 
@@ -26,32 +24,18 @@ class FlowPrecond(Precond):
         super().__init__(net)
         self.from_noise = from_noise
 
-    def predict(
-        self,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        class_labels: torch.Tensor | None,
-        *,
-        routing: Any = None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Return F_x."""
-        x = x.to(self.dtype)
-        t = t.to(x).flatten().expand(x.shape[0])  # (N,)
-        c_noise = 1 - t if self.from_noise else t
-        return self.net(x, c_noise, class_labels, routing=routing, generator=generator)
+    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and the time as the network counts it."""
+        return x, 1 - t if self.from_noise else t
 
-    def velocity(self, F_x: torch.Tensor, num_channels: int) -> torch.Tensor:
-        """Return dx/dt (N, C, H, W) in `dtype`, of the first C channels of F_x."""
-        v = F_x[:, :num_channels].to(self.dtype)
-        return -v if self.from_noise else v
-
-    def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x in `dtype`."""
-        x = x.to(self.dtype)
-        t_ = t.to(x).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
+    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return D_x."""
         # x_t = x_0 + t (eps - x_0)
-        return x - t_ * self.velocity(F_x, x.shape[1])
+        return x - t * self.velocity(F_x)
+
+    def velocity(self, F_x: torch.Tensor) -> torch.Tensor:
+        """Return dx/dt of what the network predicts."""
+        return -F_x if self.from_noise else F_x
 
 
 class FlowLoss(Loss):
@@ -99,7 +83,7 @@ class FlowLoss(Loss):
         eps: torch.Tensor,
     ) -> torch.Tensor:
         """Return |v - (eps - x_0)|^2; through D_x it would cancel near t = 0."""
-        return (precond.velocity(F_x, x.shape[1]) - (eps - x)) ** 2
+        return (precond.velocity(precond.predicted(F_x, x)) - (eps - x)) ** 2
 
 
 def shifted(t: torch.Tensor, shift: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from diffusion.path import Path
 
 
 class Precond(nn.Module):
-    """A network F_x made a denoiser D_x; a sibling gives its path and writes `predict` and `denoised`.
+    """A network F_x made a denoiser D_x; a sibling gives its path and writes `inputs` and `clean`.
 
     Args:
         net: net(x, c_noise, class_labels, *, routing, generator) -> F_x (N, C or 2C, H, W).
@@ -40,10 +40,25 @@ class Precond(nn.Module):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return F_x, all channels that the network has, for x (N, C, H, W) at time t, (N,) or 0-d."""
-        raise NotImplementedError
+        x = x.to(self.dtype)
+        x_in, c_noise = self.inputs(x, _times(t, x))
+        return self.net(x_in, c_noise.flatten(), class_labels, routing=routing, generator=generator)
 
     def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Return D_x (N, C, H, W) in `dtype`."""
+        x = x.to(self.dtype)
+        return self.clean(self.predicted(F_x, x), x, _times(t, x))
+
+    def predicted(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the C channels of F_x that are not a variance, in `dtype`."""
+        return F_x[:, : x.shape[1]].to(self.dtype)
+
+    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the network is given: x (N, C, H, W), and one number for each t (N, 1, 1, 1)."""
+        raise NotImplementedError
+
+    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return D_x of F_x and x (N, C, H, W) at t (N, 1, 1, 1)."""
         raise NotImplementedError
 
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -137,6 +152,11 @@ class Loss:
         if mask is not None:
             error = error * mask.unsqueeze(1)
         return error.mean(dim=(1, 2, 3))  # (N,)
+
+
+def _times(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return t, one or N, as (N, 1, 1, 1)."""
+    return t.to(x).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
 
 
 def _ends_of(

@@ -1,7 +1,5 @@
 """The network predicts the clean latents; the loss is that of the velocity. [JiT]"""
 
-from typing import Any
-
 import torch
 
 from diffusion.flow import FlowLoss
@@ -15,23 +13,13 @@ class X0Precond(Precond):
 
     path = FlowPath()
 
-    def predict(
-        self,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        class_labels: torch.Tensor | None,
-        *,
-        routing: Any = None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Return F_x."""
-        x = x.to(self.dtype)
-        t = t.to(x).flatten().expand(x.shape[0])  # (N,)
-        return self.net(x, t, class_labels, routing=routing, generator=generator)
+    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and t."""
+        return x, t
 
-    def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x in `dtype`: the first C channels of F_x."""
-        return F_x[:, : x.shape[1]].to(self.dtype)
+    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return F_x."""
+        return F_x
 
 
 class X0Loss(FlowLoss):

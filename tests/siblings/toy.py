@@ -40,12 +40,11 @@ class VelocityPrecond(Precond):
 
     path = FlowPath()
 
-    def predict(self, x, t, class_labels, *, routing=None, generator=None):
-        t = t.to(x).expand(x.shape[0])
-        return self.net(x.float(), t.float(), class_labels, routing=routing, generator=generator)
+    def inputs(self, x, t):
+        return x, t
 
-    def denoised(self, F_x, x, t):
-        return (x - t.to(x).view(-1, 1, 1, 1) * F_x).float()
+    def clean(self, F_x, x, t):
+        return x - t * F_x
 
 
 class VelocityLoss(Loss):
