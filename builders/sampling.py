@@ -289,8 +289,12 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
         node = request[group] or config[group]
         if request[key] is not None and key not in node:
-            raise ValueError(f"{key}={request[key]} has no meaning for {group}={node['_target_']}")
+            known = ", ".join(name for name in node if name != "_target_")
+            raise ValueError(f"{key}={request[key]} is no key of {node['_target_']}: it has {known}")
         settings[group] = node if request[key] is None else {**node, key: request[key]}
+    weak = settings["guidance"]
+    if weak.get("weak_checkpoint") is not None and weak["weak_run"] is None:
+        settings["guidance"] = {**weak, "weak_run": request["run"]}
     return settings if label is None else {**settings, "labels": None}
 
 

@@ -39,7 +39,7 @@ def summarise(newest: Path) -> Path | None:
     rows = [{name: flat.get(name) for name in differing} for flat in settings]
     table = newest.with_name(TABLE)
     with atomic_write(table) as partial:
-        partial.write_text(_markdown(rows, records))
+        partial.write_text(_heading(first) + _markdown(rows, records))
     _draw(rows, records, newest.with_name(PICTURE))
     return table
 
@@ -70,6 +70,12 @@ def _best(records: list[dict[str, Any]], key: str) -> int | None:
     sign = -1 if key in records[0]["higher_is_better"] else 1
     there = [i for i, value in enumerate(values) if not math.isnan(value)]
     return min(there, key=lambda i: sign * values[i], default=None)
+
+
+def _heading(record: dict[str, Any]) -> str:
+    drawn = record["samples"]["drawn"]
+    shared = {key: drawn.get(key) for key in ("checkpoint", "num_samples", "first_seed")}
+    return f"suite={record.get('suite')}, " + ", ".join(f"{k}={v}" for k, v in shared.items()) + "\n\n"
 
 
 def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:

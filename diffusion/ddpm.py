@@ -85,7 +85,9 @@ class DDPMPrecond(Precond):
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return v (N, C, H, W), see `log_variance`."""
         if F_x.shape[1] != 2 * x.shape[1]:
-            raise ValueError("a learned variance (sampler.variance=learned) needs model.learn_sigma=true")
+            raise ValueError(
+                "sampler.variance=learned needs model.learn_sigma=true; small and large need nothing"
+            )
         return F_x[:, x.shape[1] :].to(self.dtype)
 
 

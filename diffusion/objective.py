@@ -27,7 +27,7 @@ class Precond(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of what goes into the network and of D_x: fp32, or that of weights in fp64."""
-        weight = next(self.net.parameters(), None)
+        weight = next(self.parameters(), None)
         return torch.float64 if weight is not None and weight.dtype == torch.float64 else torch.float32
 
     def predict(
@@ -67,7 +67,7 @@ class Precond(nn.Module):
         Raises:
             ValueError: no variance is predicted.
         """
-        raise ValueError("a learned variance (sampler.variance=learned) needs diffusion=ddpm")
+        raise ValueError("sampler.variance=learned needs diffusion=ddpm; small and large need nothing")
 
     def forward(
         self,

@@ -45,7 +45,7 @@ class AutoGuidance(Guidance):
     def check(self, precond: Precond) -> None:
         """Raise a ValueError where there is nothing weaker, or the weak network cannot be compared."""
         if self._weak is None and not self.null_class:
-            raise ValueError("guidance.weak_run must be given")
+            raise ValueError("guidance.weak_run or, to sample a run, guidance.weak_checkpoint must be given")
         self.check_weak(precond)
 
     def check_weak(self, precond: Precond) -> None:

@@ -143,11 +143,13 @@ def test_names_tell_what_a_file_was_taken_for(tmp_path):
 
 
 def test_the_weights_of_a_weak_network_are_recorded(run):
-    asked = (f"run={run}", "guidance=auto", f"guidance.weak_run={run}", "guidance.weak_checkpoint=4")
+    """Here of the run itself, where no other is named."""
+    asked = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")
     request = configuration.resolve(composed(*asked, config_name="sample"))
     _, _, record = open_source(request, ALONE)
     file = run / "checkpoints/step_00000004/ema.safetensors"
     assert record["weak_weights"] == {str(file): sha256(file)}
+    assert record["guidance"]["weak_run"] == str(run)
 
 
 def test_samples_are_not_overwritten_unasked_and_take_old_scores_along(run, tmp_path):

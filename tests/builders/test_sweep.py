@@ -13,8 +13,9 @@ from tests.runs import TINY, tiny_run
 
 def rows_of(table):
     """Return each line of a table as {column: text}."""
-    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.open()]
-    head, rule, *rows = lines
+    heading, _, *lines = table.read_text().splitlines()
+    assert "num_samples=" in heading
+    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     assert set(rule) == {"---"}
     return [dict(zip(head, row, strict=True)) for row in rows]
 

@@ -179,7 +179,7 @@ def test_weak_networks_must_be_of_the_same_kind():
     for guidance, weak, told in (
         (AutoGuidance(2.0, weak_run="w"), flow, "guidance.weak_run=w: its path is FlowPath"),
         (SparseGuidance(2.0, weak_run="w"), dense, "guidance.weak_run=w: it has 0 routes"),
-        (AutoGuidance(2.0), None, "guidance.weak_run must be given"),
+        (AutoGuidance(2.0), None, "guidance.weak_run or, to sample a run, guidance.weak_checkpoint must"),
     ):
         if weak is not None:
             guidance.load(lambda run, checkpoint, weak=weak: weak)
