@@ -23,7 +23,7 @@ FIXED = (  # what the compared samples share
     "mixed_precision",
     "decoding",
 )
-MAY_DIFFER = ("sampler.", "guidance.")  # of what is drawn
+MAY_DIFFER = ("sampler", "guidance")  # of what is drawn
 
 
 def summarise(newest: Path) -> Path | None:
@@ -33,10 +33,7 @@ def summarise(newest: Path) -> Path | None:
     records = [record for record in records if fixed(record) == fixed(first)]
     if len(records) < 2:
         return None
-    settings = [_chosen(record) for record in records]
-    names = sorted({key for flat in settings for key in flat})
-    differing = [name for name in names if len({str(flat.get(name)) for flat in settings}) > 1]
-    rows = [{name: flat.get(name) for name in differing} for flat in settings]
+    rows = _rows([_chosen(record) for record in records])
     table = newest.with_name(TABLE)
     with atomic_write(table) as partial:
         partial.write_text(_heading(first) + _markdown(rows, records))
@@ -55,9 +52,23 @@ def fixed(record: Any) -> dict[str, Any] | None:
     return {"suite": record.get("suite"), "protocol": record.get("protocol"), **shared}
 
 
-def _chosen(record: dict[str, Any]) -> dict[str, Any]:
+def _chosen(record: dict[str, Any]) -> dict[str, str]:
     flat = flatten(record["samples"]["drawn"])
-    return {key: value for key, value in flat.items() if key.startswith(MAY_DIFFER)}
+    chosen = {key: "" if value is None else str(value) for key, value in flat.items()}
+    for group in MAY_DIFFER:
+        chosen[group] = chosen.get(f"{group}._target_", "").rpartition(".")[2]
+    return {key: value for key, value in chosen.items() if key.partition(".")[0] in MAY_DIFFER}
+
+
+def _rows(settings: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return of each setting what differs between it and others of the same kind, and its kind."""
+    kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for chosen in settings:
+        kinds.setdefault(tuple(chosen[group] for group in MAY_DIFFER), []).append(chosen)
+    shown = [group for i, group in enumerate(MAY_DIFFER) if len({kind[i] for kind in kinds}) > 1]
+    for alike in kinds.values():
+        shown += [key for key in alike[0] if len({chosen.get(key) for chosen in alike}) > 1]
+    return [{key: chosen.get(key, "") for key in dict.fromkeys(shown)} for chosen in settings]
 
 
 def _value(record: dict[str, Any], key: str) -> float:
@@ -87,7 +98,7 @@ def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
         scores = [f"{_value(record, key):.4g}" for key in keys]
         scores = [f"**{s}**" if best[key] == i else s for key, s in zip(keys, scores, strict=True)]
         cost = record.get("cost_per_image")
-        lines.append([*map(str, row.values()), *scores, f"{cost['flops'] / 1e9:.4g}" if cost else ""])
+        lines.append([*row.values(), *scores, f"{cost['flops'] / 1e9:.4g}" if cost else ""])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -101,9 +112,12 @@ def _draw(rows: list[dict[str, Any]], records: list[dict[str, Any]], file: Path)
     keys = list(records[0]["values"])
     lines: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
-        name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in row.items() if key != SCALE)
+        others = {key.rpartition(".")[2]: value for key, value in row.items() if key != SCALE and value}
+        name = ", ".join(value if key in MAY_DIFFER else f"{key}={value}" for key, value in others.items())
         lines.setdefault(name, []).append(i)
-    figure, panels = plt.subplots(1, len(keys), figsize=(4 * len(keys), 3.4), squeeze=False)
+    figure, panels = plt.subplots(
+        1, len(keys), figsize=(4 * len(keys), 3.6), squeeze=False, layout="constrained"
+    )
     for key, axes in zip(keys, panels[0], strict=True):
         for name, members in lines.items():
             points = sorted((_scale(records[i]), _value(records[i], key)) for i in members)
@@ -113,8 +127,9 @@ def _draw(rows: list[dict[str, Any]], records: list[dict[str, Any]], file: Path)
         axes.set(xlabel="guidance_scale", title=key)
         axes.spines[["top", "right"]].set_visible(False)
     if len(lines) > 1:
-        panels[0][0].legend(frameon=False, fontsize=7)
-    figure.tight_layout()
+        handles, names = panels[0][0].get_legend_handles_labels()
+        names = [name or "all else" for name in names]
+        figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     with atomic_write(file) as partial:
         figure.savefig(partial, dpi=130, format="png")
     plt.close(figure)

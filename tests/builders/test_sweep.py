@@ -48,7 +48,7 @@ def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypa
         marked = [float(row[key].strip("*")) for row in rows if row[key].startswith("**")]
         assert marked == [float(f"{best(record['values'][key] for record in records):.4g}")]
     for row in rows:
-        setting = (float(row["guidance.guidance_scale"]), row["guidance.guidance_interval"] == "None")
+        setting = (float(row["guidance.guidance_scale"]), row["guidance.guidance_interval"] == "")
         record = by_setting[setting]
         assert float(row["fd_pixel"].strip("*")) == float(f"{record['values']['fd_pixel']:.4g}")
         assert float(row["GFLOPs per image"]) == float(f"{record['cost_per_image']['flops'] / 1e9:.4g}")
@@ -66,7 +66,8 @@ def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypa
 
 def record(scale, checkpoint="a", num_samples=5, **values):
     fixed = dict.fromkeys(("labels", "class_label", "mixed_precision", "decoding"))
-    drawn = {"guidance": {"guidance_scale": scale}, "sampler": {}, "num_samples": num_samples}
+    guidance = {"_target_": "diffusion.CFG", "guidance_scale": scale}
+    drawn = {"guidance": guidance, "sampler": {"_target_": "s"}, "num_samples": num_samples}
     drawn |= {"weights_sha256": checkpoint, "first_seed": 0, **fixed}
     found = {"suite": "s", "protocol": {}, "higher_is_better": ["up"], "cost_per_image": {"flops": 2e9}}
     return found | {"samples": {"drawn": drawn}, "values": values}
