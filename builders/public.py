@@ -86,7 +86,8 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:
     try:
         hidden_size, in_channels, patch_size, _ = shapes["x_embedder.proj.weight"]
         num_outputs, num_tokens = shapes["final_layer.linear.weight"][0], shapes["pos_embed"][1]
-    except (KeyError, ValueError) as error:
+        depth = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks."))
+    except (KeyError, ValueError, IndexError) as error:
         raise ValueError(f"{file} does not have the names and shapes of a DiT ({error})") from error
     if hidden_size not in NUM_HEADS:
         known = ", ".join(map(str, NUM_HEADS))
@@ -96,7 +97,7 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:
         "model.hidden_size": hidden_size,
         "model.num_heads": NUM_HEADS[hidden_size],
         "model.patch_size": patch_size,
-        "model.depth": 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")),
+        "model.depth": depth,
         "model.learn_sigma": num_outputs == 2 * in_channels * patch_size**2,
         "data.in_channels": in_channels,
         "data.input_size": isqrt(num_tokens) * patch_size,

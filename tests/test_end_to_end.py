@@ -24,6 +24,7 @@ DIGITS += ("train.sample_every=4", "train.mixed_precision=no", "train.compile=fa
 DIGIT_SCORES = ("suite=digits", "reference=latents/digits")
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_train_sample_and_score_alike(tmp_path):
     folders = {}
     for name, num_processes in (("one", 1), ("two", 2)):

@@ -53,25 +53,25 @@ NEAR_DATA = partial(uniform_times, t_min=0.002, t_max=0.98)
 rho = partial(ode_sampler, num_steps=60, times=rho_times)
 SAMPLERS = {
     "edm": partial(edm_sampler, num_steps=60),
-    "edm, churn": partial(edm_sampler, num_steps=150, S_churn=30),
+    "edm, churn": partial(edm_sampler, num_steps=80, S_churn=20),
     "euler": partial(ode_sampler, num_steps=250, times=rho_times, solver="euler"),
     "heun": rho,
     "heun, midpoint": partial(rho, midpoint=0.5),
-    "heun, churn": partial(rho, num_steps=150, S_churn=30),
+    "heun, churn": partial(rho, num_steps=80, S_churn=20),
     "vp": partial(ode_sampler, num_steps=100, times=vp_times, solve_on="vp"),
     "ve": partial(ode_sampler, num_steps=100, times=ve_times, solve_on="ve"),
     "iddpm": partial(rho, times=iddpm_times, solve_on="edm"),
     "on flow": partial(rho, solve_on="flow"),
     "on flow, uniform": partial(ode_sampler, num_steps=60, solve_on="flow"),
-    "on flow, churn": partial(ode_sampler, num_steps=150, solve_on="flow", S_churn=30),
+    "on flow, churn": partial(ode_sampler, num_steps=80, solve_on="flow", S_churn=20),
     "sde, as configured": partial(sde_sampler, times=partial(uniform_times, t_min=0.01)),
     "dopri5": partial(adaptive_sampler, t_min=1e-4),
-    "ddpm, learned": partial(ddpm_sampler, num_steps=1000),
-    "ddpm, small": partial(ddpm_sampler, num_steps=1000, variance="small"),
-    "ddpm, large": partial(ddpm_sampler, num_steps=1000, variance="large"),
+    "ddpm, learned": partial(ddpm_sampler, num_steps=300),
+    "ddpm, small": partial(ddpm_sampler, num_steps=300, variance="small"),
+    "ddpm, large": partial(ddpm_sampler, num_steps=300, variance="large"),
     **{
         f"sde, {name}": partial(
-            sde_sampler, num_steps=500, times=NEAR_DATA, coefficient=name, last_step="denoised"
+            sde_sampler, num_steps=250, times=NEAR_DATA, coefficient=name, last_step="denoised"
         )
         for name in ("constant", "sbdm", "sigma", "linear", "decreasing", "increasing_decreasing")
     },
@@ -110,11 +110,11 @@ def test_any_sampler_draws_two_points(name, path):
         return (D_x, torch.full_like(D_x, -1)) if with_variance else D_x
 
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(2000, 1, 1, 1, generator=generator)
+    noise = torch.randn(1000, 1, 1, 1, generator=generator)
     x = SAMPLERS[name](denoise, noise, path, randn_like=partial(_randn_like, generator=generator)).flatten()
     assert x.abs().mean().item() == pytest.approx(1, abs=0.01)
     assert x.abs().std() < (0.12 if name == "sde, as configured" else 0.06)  # "mean": noise of its last level
-    assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.04)
+    assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)

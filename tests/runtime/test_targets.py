@@ -16,20 +16,38 @@ data                 data.glyphs                          configs/data/glyphs.ya
 data                 data.open_latents                    configs/data/imagenet256.yaml
 data                 data.open_shards                     configs/data/stream.yaml
 data                 data.synthetic                       configs/data/synthetic.yaml
+diffusion.loss       diffusion.DDPMLoss                   configs/diffusion/ddpm.yaml
 diffusion.loss       diffusion.EDMLoss                    configs/diffusion/edm.yaml
+diffusion.loss       diffusion.FlowLoss                   configs/diffusion/flow.yaml
+diffusion.loss       diffusion.X0Loss                     configs/diffusion/x0.yaml
+diffusion.precond    diffusion.DDPMPrecond                configs/diffusion/ddpm.yaml
 diffusion.precond    diffusion.EDMPrecond                 configs/diffusion/edm.yaml
+diffusion.precond    diffusion.FlowPrecond                configs/diffusion/flow.yaml
+diffusion.precond    diffusion.X0Precond                  configs/diffusion/x0.yaml
 evaluation           evaluation.AdmSuite                  configs/evaluation/adm.yaml
 evaluation           evaluation.Suite                     configs/evaluation/digits.yaml
 evaluation.detector  evaluation.DigitClassifier           configs/evaluation/digits.yaml
 evaluation.detector  evaluation.GlyphClassifier           configs/evaluation/glyphs.yaml
 evaluation.metrics.accuracy evaluation.LabelAccuracy             configs/evaluation/digits.yaml
 evaluation.metrics.distance evaluation.FrechetDistance           configs/evaluation/digits.yaml
+guidance             diffusion.AutoGuidance               configs/guidance/auto.yaml
 guidance             diffusion.CFG                        configs/guidance/cfg.yaml
+guidance             diffusion.SparseGuidance             configs/guidance/sparse.yaml
 model                models.DiT                           configs/model/dit.yaml
 model.router         routing.norm_router                  configs/model/router/norm.yaml
 model.router         routing.random_router                configs/model/router/random.yaml
 optimizer            torch.optim.AdamW                    configs/optimizer/adamw.yaml
+sampler              diffusion.adaptive_sampler           configs/sampler/dopri5.yaml
+sampler              diffusion.ddpm_sampler               configs/sampler/ddpm.yaml
 sampler              diffusion.edm_sampler                configs/sampler/edm.yaml
+sampler              diffusion.ode_sampler                configs/sampler/heun.yaml
+sampler              diffusion.sde_sampler                configs/sampler/sde.yaml
+sampler.times        diffusion.iddpm_times                configs/sampler/times/iddpm.yaml
+sampler.times        diffusion.respaced_times             configs/sampler/times/respaced.yaml
+sampler.times        diffusion.rho_times                  configs/sampler/times/rho.yaml
+sampler.times        diffusion.uniform_times              configs/sampler/times/sit.yaml
+sampler.times        diffusion.ve_times                   configs/sampler/times/ve.yaml
+sampler.times        diffusion.vp_times                   configs/sampler/times/vp.yaml
 tracker              training.trackers.TensorBoardTracker configs/tracker/tensorboard.yaml
 tracker              training.trackers.WandbTracker       configs/tracker/wandb.yaml
 """
@@ -111,7 +129,9 @@ def test_a_file_that_is_not_yaml_is_named(tmp_path):
 
 def test_a_node_that_was_changed_after_it_was_checked_is_not_built():
     config = configuration.validate(composed())
-    with pytest.raises(ValueError, match=r"sampler\._target_=timeit\.timeit must be diffusion\.edm_sampler"):
+    with pytest.raises(
+        ValueError, match=r"sampler\._target_=timeit\.timeit must be diffusion\.adaptive_sampler or "
+    ):
         build_node(config | {"sampler": TIMEIT}, "sampler")
 
 
@@ -123,7 +143,7 @@ def test_code_of_the_user_is_trained_and_sampled_with_its_folder_alone(own):
     small = ("model=tread", "data=synthetic", "train.total_steps=2", "run_name=r")
     start("train.py", given, *small, "sampler=twice", **where)
     start("sample.py", given, "run=runs/r", "num_samples=2", "output=a.npz", **where)
-    message = "sampler._target_=own_sampler.heun_twice must be diffusion.edm_sampler, as YAML files in"
+    message = "sampler._target_=own_sampler.heun_twice must be diffusion.adaptive_sampler or "
     chosen = "sampler._target_=own_sampler.heun_twice"
     for arguments in (("sample.py", "run=runs/r"), ("train.py", *small, chosen)):
         result = start(*arguments, **where, check=False)
@@ -131,7 +151,7 @@ def test_code_of_the_user_is_trained_and_sampled_with_its_folder_alone(own):
         assert message in result.stderr
     changed(sampler=TIMEIT)(folder / "runs/r")
     refused = start("sample.py", given, "run=runs/r", **where, check=False)
-    message = "sampler._target_=timeit.timeit must be diffusion.edm_sampler or own_sampler.heun_twice"
+    message = "diffusion.sde_sampler or own_sampler.heun_twice, as"
     assert message in refused.stderr
 
 
