@@ -140,6 +140,7 @@ def test_files_are_scored_like_an_array_and_stale_ones_are_noticed(folder):
     assert "samples=pictures holds 23 images, num_samples=22 must agree" in stale.stderr
 
 
+@pytest.mark.slow
 def test_scores_are_not_overwritten_unasked(folder):
     only = ("samples=few.npz", "precision_recall=false", "reference=few.npz")
     (folder / "kept.json").write_text("of others")
@@ -212,6 +213,7 @@ def adm(folder):
     )
 
 
+@pytest.mark.slow
 def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
     tiny_run(tmp_path / "run", *adm(folder))
     lines = [line for line in metrics(tmp_path / "run") if "fid6" in line]

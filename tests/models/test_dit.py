@@ -303,6 +303,7 @@ def test_every_block_takes_the_backend_of_the_network(backend, monkeypatch):
     assert len(calls) == (8 if backend == "sdpa" else 0)
 
 
+@pytest.mark.slow
 def test_the_compiled_gelu_is_the_same_function():
     x = torch.linspace(-12, 12, 1001, requires_grad=True)
     reference, compiled = gelu(x.double()), torch.compile(gelu, dynamic=False)(x)
