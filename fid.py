@@ -56,12 +56,9 @@ def main(cfg: DictConfig) -> None:
             write_reference(request, launch)
         else:
             out = score(request, launch)
-            if (
-                is_sweep()
-                and draws(request)
-                and (table := launch.broadcast_from_main(lambda: summarise(out)))
-            ):
-                launch.print(f"sweep {table}, {table.with_suffix('.png')}")
+            if is_sweep() and draws(request):
+                table = launch.broadcast_from_main(lambda: summarise(out))
+                launch.print(f"sweep {table}, {table.with_suffix('.png')}" if table else "sweep: one record")
 
 
 def score(request: dict[str, Any], launch: Launch) -> Path:
@@ -70,7 +67,8 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
     suite = open_suite(request, samples.count, launch)
     suite.check(samples.count, samples.shape, samples.name)
     described = {"suite": request["suite"], "protocol": suite.describe()}
-    if is_sweep() and launch.broadcast_from_main(lambda: is_scored(samples, described)):
+    again = request["overwrite"] or not is_sweep()
+    if not again and launch.broadcast_from_main(lambda: is_scored(samples, described)):
         launch.print(f"{samples.out} is there already")
         return samples.out
     labels = samples.labels() if any(metric.needs_labels for metric in suite.metrics) else None

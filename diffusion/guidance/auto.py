@@ -13,7 +13,8 @@ class AutoGuidance(Guidance):
     """The weak branch is another network: an earlier checkpoint, a smaller or less trained run.
 
     Args:
-        weak_run: the run of the weak network; None only for siblings that have another weakness.
+        weak_run: the run of the weak network; None for siblings that have another weakness. `sample.py` and
+            `fid.py` put the run that is sampled in its place where weak_checkpoint is given.
         weak_checkpoint: a step, a name or a path; None: the newest.
         null_class: give the weak branch no class, too, as classifier-free guidance does.
         The others are those of Guidance.

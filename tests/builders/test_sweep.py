@@ -58,6 +58,8 @@ def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypa
     refused = start("fid.py", "-m", *asked, "guidance_scale=1,3", folder=tmp_path, check=False)
     assert "is there already: overwrite=true" in refused.stderr, "scores against another reference"
     file.write_bytes(before[file.name])
+    anew = start("fid.py", "-m", *asked, "guidance_scale=1,3", "overwrite=true", folder=tmp_path)
+    assert "is there already" not in anew.stdout
     alone = start("fid.py", *asked, "guidance_scale=3", "out=alone.json", folder=tmp_path)
     assert "sweep" not in alone.stdout
     values = json.loads((tmp_path / "alone.json").read_text())["values"]
