@@ -26,6 +26,7 @@ from builders.scoring import (
     check_request,
     comparisons,
     draws,
+    features_folder,
     open_samples,
     open_suite,
     show,
@@ -35,10 +36,12 @@ from builders.sweep import summarise
 from data import open_images
 from evaluation import InceptionDetector, make_reference
 from evaluation.files import fingerprint
+from evaluation.suite import code_of, digest_of
 from runtime.config import is_sweep, run_main, user_mistakes
 from runtime.files import finite, read_json, sha256, write_json
 from runtime.launch import Launch
-from runtime.machine import start_process
+from runtime.machine import PATIENCE, start_process
+from runtime.parts import PartFolder
 from runtime.provenance import environment
 
 configuration.register("fid", ScoreConfig)
@@ -51,7 +54,7 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg)
         check_request(request)
         check_files(request)
-        launch = start_process()
+        launch = start_process(timeout=PATIENCE)
         if request["mode"] == "reference":
             write_reference(request, launch)
         else:
@@ -64,8 +67,9 @@ def main(cfg: DictConfig) -> None:
 def score(request: dict[str, Any], launch: Launch) -> Path:
     """Score samples, print the scores and save them with a record; a sweep passes over what has one."""
     samples = open_samples(request, launch)
-    suite = open_suite(request, samples.count, launch)
+    suite = open_suite(request, samples.count, samples.out, launch)
     suite.check(samples.count, samples.shape, samples.name)
+    kept = samples.settle(suite)
     described = {"suite": request["suite"], "protocol": suite.describe()}
     again = request["overwrite"] or not is_sweep()
     if not again and launch.broadcast_from_main(lambda: is_scored(samples, described)):
@@ -77,13 +81,12 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
         drawn = launch.broadcast_from_main(samples.record)
         if launch.is_main:
             record |= {**described, "samples": drawn}
-        batches = samples.batches(suite.batch_size, launch)
-        scores = suite.score(batches, samples.count, samples.shape, labels)
+        scores = suite.score(samples.images, labels, kept)
         others = comparisons(suite, samples.count)
         if launch.is_main:
             show(scores, others)
             compared = {name: {"n": row.num_images, **row.values} for name, row in others.items()}
-            save({**asdict(scores), **record, **samples.cost(), "comparisons": compared}, samples.out)
+            save({**asdict(scores), **record, "comparisons": compared}, samples.out)
     return samples.out
 
 
@@ -106,13 +109,18 @@ def write_reference(request: dict[str, Any], launch: Launch) -> None:
     beside = file.with_suffix(".json")
     with launch.claimed_by_main("out", file, [beside], request["overwrite"]):
         detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
-        found = make_reference(detector, images, file, suite["batch_size"], launch)
+        about = {"images": fingerprint(source), "resolution": request["resolution"], **code_of(detector)}
+        about |= {"batch_size": suite["batch_size"]}
+        path = features_folder(request, file) / f"reference-{digest_of(about)}"
+        kept = PartFolder(path, about, -(-images.count // suite["batch_size"]))
+        found = make_reference(detector, images, file, suite["batch_size"], launch, kept)
         if launch.is_main:
             origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
             record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
             record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
             print(f"reference {file}")
             save(record, beside)
+            kept.remove()  # the reference has what they add up to
 
 
 def save(record: dict[str, Any], file: Path) -> None:

@@ -3,11 +3,11 @@
     accelerate launch sample.py run=runs/NAME num_samples=500
     accelerate launch sample.py run=runs/NAME class_label=3 guidance_scale=1.5 num_steps=40
 
-Sample i is a function of seed first_seed + i alone: it does not depend on the batch size or the number of
-processes.
+Sample i is a function of seed first_seed + i alone, whatever the number of processes. Finished parts are kept
+in OUTPUT.partial: the same command goes on where it was stopped, also on another number of processes.
 """
 
-import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,18 @@ import hydra
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from builders import config as configuration
+from builders.drawing import draw
 from builders.sampling import SampleConfig, check_sampling, folder_of, open_source
-from diffusion import ImageSource
-from evaluation.pictures import in_turn, save_grid
+from evaluation.features import COST, COST_KEYS
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
-from runtime.launch import Launch
-from runtime.machine import start_process
+from runtime.machine import PATIENCE, start_process
 from runtime.output import check_free, place_of
+from runtime.parts import PartFolder, explained
 from runtime.provenance import environment
-
-GRID_ROWS = 10
 
 configuration.register("sample", SampleConfig)
 
@@ -45,12 +42,14 @@ def main(cfg: DictConfig) -> None:
                 raise ValueError(f"output={asked} must end in .npz; picture and record take its name")
             check_free("output", Path(asked), beside(Path(asked)), request["overwrite"])
         check_sampling(request)
-        launch = start_process()
+        launch = start_process(timeout=PATIENCE)
         source, name, record = open_source(request, launch)
         output = place_of("output", request["output"], folder_of(request), f"samples/{name}.npz")
         record["environment"] = environment(launch.device)
         with launch.claimed_by_main("output", output, beside(output), request["overwrite"]):
-            sample(source, request["num_samples"], request["grid_columns"], output, record, launch)
+            parts = draw(source, record, output, request["grid_columns"], request["overwrite"], launch)
+            if launch.is_main:
+                pack(parts, source.labels(request["num_samples"]), source.image_shape, output, record)
     launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")
 
 
@@ -59,47 +58,35 @@ def beside(output: Path) -> list[Path]:
     return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
 
-def sample(
-    source: ImageSource, num_samples: int, columns: int, output: Path, record: dict[str, Any], launch: Launch
-) -> None:
-    """Generate on all ranks into one array on disk, then pack it into `output`, with picture and record."""
-    unpacked = output.with_name(f".{output.stem}.npy")
-    try:
-        launch.broadcast_from_main(lambda: _make_array(unpacked, (num_samples, *source.image_shape)))
-        images = np.lib.format.open_memmap(unpacked, mode="r+")
-        with tqdm(total=num_samples, desc="sample", unit="image", disable=not launch.is_main) as progress:
-            for start, pixels in source.batches(num_samples):
-                images[start : start + len(pixels)] = pixels
-                progress.update(min(len(pixels) * launch.world_size, num_samples - progress.n))
-        images.flush()
-        launch.barrier()
-        if launch.is_main:
-            record["cost_per_image"] = source.cost()
-            pack(images, source.labels(num_samples), columns, output, record)
-    finally:
-        if launch.is_main:
-            unpacked.unlink(missing_ok=True)
-
-
 def pack(
-    images: np.ndarray, labels: torch.Tensor | None, columns: int, output: Path, record: dict[str, Any]
+    parts: PartFolder,
+    labels: torch.Tensor | None,
+    shape: tuple[int, ...],
+    output: Path,
+    record: dict[str, Any],
 ) -> None:
-    """Write images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
-    with atomic_write(output) as partial:
-        np.savez(partial, images, *([] if labels is None else [labels.numpy()]))  # arr_0 and arr_1
+    """Join images (N, *shape) and labels (N,) in the layout of [ADM], with a picture and a record.
+
+    The parts go when all is written.
+    """
+    costs, picture = [], parts.path / "grid.png"
+    header = {"descr": "|u1", "fortran_order": False, "shape": (record["num_samples"], *shape)}
+    with explained(output), atomic_write(output) as partial, zipfile.ZipFile(partial, "w") as archive:
+        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for i in range(parts.num_parts):
+                part = parts.read(i)
+                file.write(part["images"].tobytes())
+                costs.append(part[COST])
+        if labels is not None:
+            with archive.open("arr_1.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, labels.numpy())
     for file in beside(output):  # of earlier samples
         file.unlink(missing_ok=True)
-    shown = np.arange(len(images)) if labels is None else in_turn(labels.numpy())
-    save_grid(images[shown[: GRID_ROWS * columns]], output.with_suffix(".png"), columns)
+    picture.replace(output.with_suffix(".png"))
+    record["cost_per_image"] = dict(zip(COST_KEYS, np.mean(costs, axis=0).tolist(), strict=True))
     write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(output)})
-
-
-def _make_array(file: Path, shape: tuple[int, ...]) -> None:
-    """Make an .npy of bytes and reserve its disk space: a full disk kills a process that writes to a map."""
-    file.unlink(missing_ok=True)  # left by a kill, or a link that came with the run
-    np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
-    with file.open("r+b") as opened:
-        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+    parts.remove()
 
 
 if __name__ == "__main__":

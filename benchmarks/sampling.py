@@ -1,13 +1,17 @@
-"""The cost of sampling: evaluations of the denoiser, guided and not, in several precisions and batches. The
-stage `sample` of `python -m benchmarks.gpu`.
+"""The cost of sampling. Images per second are for 40 Heun steps, 79 evaluations of the network.
 
-DiT-XL/2 on latents of 4x32x32. Images per second are for 40 Heun steps, 79 evaluations; the first setting
-draws such samples.
+    python -m benchmarks.sampling
+
+Times what `sample.py` does by default against eager fp32, in turn: on a CPU the network of the demo and
+DiT-S/2 at 256 tokens, on a GPU DiT-XL/2. The stage `sample` of `python -m benchmarks.gpu` has the latter, and
+evaluations of the denoiser, guided and not, in several precisions and batches.
 """
 
+import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +19,50 @@ import torch
 import torch.nn as nn
 
 from benchmarks.memory import peak_gib, reset_peak
-from benchmarks.results import Rows, spread
+from benchmarks.processes import Worker, serve
+from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import compose_config, perturb
-from benchmarks.train_step import peaks_of
+from benchmarks.train_step import peaks_of, seconds_of
+from builders.drawing import LEFT_OPEN, prepare, settle
 from builders.network import build_net, build_precond
-from diffusion import CFG, Branch, edm_sampler
+from diffusion import CFG, Branch, ImageSource, edm_sampler
 from evaluation.precision import strict_fp32
 from models import cost_of
+from runtime.config import run_main
+from runtime.machine import start_process
+from runtime.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
 IMAGES_A_TURN = {"cpu": 1, "cuda": 128}  # small batches are over before a clock is sure of them
 AGREE = {"bf16": 2e-2, "TF32": 3e-3, "fp32": 3e-5}  # one batched forward with two, of the norm
-XL, BATCHES, WHOLE_BATCH = ("model/size=xl_2",), (4, 32, 128, 512), 128
-TINY = ("model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
+NUM_TIMED = 3  # evaluations of a turn: two steps of Heun
+LATENTS = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
+XL, BATCHES, WHOLE_BATCH = (*LATENTS, "model/size=xl_2"), (4, 32, 128, 512), 128
+TINY = (*LATENTS, "model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
+SIZES = {
+    "cpu": {"the demo's network": ("data=digits",), "S/2, 256 tokens": (*LATENTS, "model/size=s_2")},
+    "cuda": {"XL/2, 256 tokens": XL},
+}
+RAW = argparse.RawDescriptionHelpFormatter
 PRECISIONS = {"cpu": ("bf16", "fp32"), "cuda": ("bf16", "TF32", "fp32")}
+# What sample.py is compared with, as keys of it; None: as by default.
+WAYS = {
+    "eager fp32, batch 100": {"mixed_precision": "no", "compile": "false", "batch_size": 100},
+    "eager fp32, the same batch": {"mixed_precision": "no", "compile": "false"},
+    "default": {},
+    "default, guided": {},
+}
 COLUMNS = {
     "setting": "{}",
     "evaluation": "{}",
+    "batch_size": "{}",
     "ms": "{:.1f}",
     "images_per_sec": "{:.3f}",
     "hours_50k": "{:.2f}",
     "utilisation": "{:.1%}",
     "speedup_over_two": "{:.2f}x",
+    "speedup_over_eager": "{:.2f}x",
     "peak_memory_gib": "{:.1f}",
     "n": "{}",
     "failed": "{}",
@@ -48,7 +73,8 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
     """Return what measures whole samples, then each precision, compiled and not, at each batch."""
     size, batches, whole_batch, repeats = (TINY, (2,), 2, 1) if tiny else (XL, BATCHES, WHOLE_BATCH, REPEATS)
     whole = partial(whole_samples, size, whole_batch, device)
-    settings = {f"bf16, compiled, batch {whole_batch}, whole samples": whole}
+    settings: dict[str, Callable[[], Rows]] = {"as sample.py": partial(as_sampled, size, device, repeats)}
+    settings[f"bf16, compiled, batch {whole_batch}, whole samples"] = whole
     for precision in PRECISIONS[device.type]:
         for how in ("compiled", "eager"):
             for batch in batches:
@@ -57,10 +83,71 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
     return settings
 
 
+def main() -> None:
+    """Measure, print and record."""
+    device = start_process().device
+    argparse.ArgumentParser("python -m benchmarks.sampling", None, __doc__, formatter_class=RAW).parse_args()
+    found, rows = environment(device), []
+    for name, size in SIZES[device.type].items():
+        rows += [{"setting": name, **row} for row in as_sampled(size, device, REPEATS)]
+        print(markdown(rows, COLUMNS), flush=True)
+    write_results("sampling", rows, found)
+
+
+def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int) -> Rows:
+    """Time a few steps of each way, in turn, each in a process of its own; return a row for each."""
+    with ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(Worker(name, drawing, size, asked, "guided" in name))
+            for name, asked in WAYS.items()
+        }
+        for worker in workers.values():
+            worker.ask("warm up")
+        seconds = {name: [] for name in workers}
+        for _ in range(repeats):
+            for name, worker in workers.items():
+                seconds[name].append(worker.ask("draw"))
+        rows = []
+        for name, worker in workers.items():
+            row = {"evaluation": name, **worker.ready, "peak_memory_gib": worker.ask("memory")}
+            row |= spread([sec / NUM_TIMED for sec in seconds[name]])
+            row |= rate(row["batch_size"], (2 * NUM_STEPS - 1) * row["ms"] / 1000)
+            flops = row.pop("flops") * (2 if "guided" in name else 1)
+            row["utilisation"] = row["batch_size"] * flops / (row["ms"] / 1000) / peaks_of(device)["bf16"][0]
+            rows.append(row)
+    eager, default = (seconds[name] for name in ("eager fp32, batch 100", "default"))
+    batches = [row["batch_size"] for row in rows]
+    rows[2]["speedup_over_eager"] = speedup(eager, default) * batches[2] / batches[0]
+    return rows
+
+
+def drawing(connection: Connection, size: tuple[str, ...], asked: dict[str, Any], guided: bool) -> None:
+    """Serve batches of images of a few steps, drawn as sample.py draws them."""
+    launch = start_process()
+    source = ImageSource(
+        build(size, launch.device, compiled=False),
+        partial(edm_sampler, num_steps=(NUM_TIMED + 1) // 2),
+        CFG(GUIDANCE_SCALE if guided else 1.0),
+        lambda latents: latents.cpu().numpy(),
+        batch_size=1,
+        launch=launch,
+    )
+    resolved = settle(source, LEFT_OPEN | asked, {}, 50_000, launch)
+    if resolved["compile"]:
+        prepare(source)
+    turn = partial(source.latents, 0, resolved["batch_size"])
+    ready = resolved | {"flops": cost_of(source.precond.net).dense_forward_flops}
+    answers = {
+        "warm up": lambda: seconds_of(lambda: [turn() for _ in range(2)], launch.device),
+        "draw": lambda: seconds_of(turn, launch.device),
+        "memory": lambda: peak_gib(launch.device),
+    }
+    serve(connection, ready, answers)
+
+
 def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Module:
-    """Return a dense network with random weights in its preconditioning; size: keys of its model."""
-    shape = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
-    config = compose_config(("model=dit", *shape, *size))
+    """Return a dense network with random weights in its preconditioning; size: keys of its data and model."""
+    config = compose_config(("model=dit", *size))
     torch.manual_seed(0)
     with device:  # weights are drawn where they are needed
         net = build_net(config).to(device)
@@ -149,3 +236,7 @@ def within(
 def rate(num_images: int, sec: float) -> dict[str, float]:
     """Return images per second, and hours for 50,000."""
     return {"images_per_sec": num_images / sec, "hours_50k": 50_000 * sec / num_images / 3600}
+
+
+if __name__ == "__main__":
+    run_main(main)

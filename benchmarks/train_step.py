@@ -234,7 +234,7 @@ def peaks_of(device: torch.device) -> Peaks:
             peaks[precision] = PEAK_FLOPS[name], "specified"
             continue
         a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-        best = min(_seconds(lambda a=a, b=b: a @ b, device) for _ in range(20))
+        best = min(seconds_of(lambda a=a, b=b: a @ b, device) for _ in range(20))
         in_tf32 = " in TF32" if precision == "no" and name else ""
         peaks[precision] = 2 * size**3 / best, f"product of {size}{in_tf32}"
     return peaks
@@ -382,9 +382,9 @@ def _warm_up(step: Callable[[], None], device: torch.device) -> None:
 def _turn(step: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of a step; on a GPU the mean of ten, after one untimed."""
     if device.type != "cuda":
-        return _seconds(step, device)
+        return seconds_of(step, device)
     step()
-    seconds = _seconds(lambda: [step() for _ in range(10)], device) / 10
+    seconds = seconds_of(lambda: [step() for _ in range(10)], device) / 10
     _hand_back(device)
     return seconds
 
@@ -395,7 +395,8 @@ def _hand_back(device: torch.device) -> None:
         torch.cuda.empty_cache()  # the other processes need the memory
 
 
-def _seconds(function: Callable[[], Any], device: torch.device) -> float:
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    """Return how long a call takes, until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

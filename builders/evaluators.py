@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from builders.drawing import is_worth_compiling, prepare
 from builders.network import build_guidance, build_precond, build_sampler
 from builders.sampling import open_run
 from builders.scoring import build_suite, reference_of
@@ -27,6 +28,7 @@ def build_evaluators(
     net: nn.Module,
     ema_net: nn.Module,
     loss: Any,
+    resolved: dict[str, Any],
 ) -> list[tuple[int, Any]]:
     """Return (interval in steps, evaluator)."""
     settings, device = config["train"], launch.device
@@ -35,7 +37,7 @@ def build_evaluators(
     denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
     evaluators = []
     if settings["sample_every"] or config["evaluation"]:  # otherwise the encoder need not be there
-        source, encoder = _image_source(config, dataset, launch, ema_denoiser)
+        source, encoder = _image_source(config, dataset, launch, ema_denoiser, resolved)
     if settings["sample_every"]:
         grid = SampleGrid(source, run.path / "samples", GRID_SAMPLES, GRID_COLUMNS, write=launch.is_main)
         evaluators.append((settings["sample_every"], grid))
@@ -49,12 +51,21 @@ def build_evaluators(
         reference = (
             open_reference(Path(path), open_images) if path else reference_of(dataset, encoder, "data")
         )
-        evaluators.append((settings["eval_every"], build_suite(config, reference, launch, source)))
+        suite = build_suite(config, reference, launch, source, run.path / "features")
+        evaluators.append((settings["eval_every"], suite))
+        worth, why = is_worth_compiling(source, suite.num_samples)
+        if resolved["compile"] and worth:
+            launch.print(f"evaluation: {why}")
+            prepare(source)
     return evaluators
 
 
 def _image_source(
-    config: dict[str, Any], dataset: LatentDataset | ShardDataset, launch: Launch, denoiser: nn.Module
+    config: dict[str, Any],
+    dataset: LatentDataset | ShardDataset,
+    launch: Launch,
+    denoiser: nn.Module,
+    resolved: dict[str, Any],
 ) -> tuple[ImageSource, Any]:
     """Return the source of images, and their encoder."""
     official = config["decoding"] == "official"
@@ -65,5 +76,6 @@ def _image_source(
     sampler, guidance = build_sampler(config), build_guidance(config)
     guidance.load(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
     decode = image_decoder(dataset.manifest, encoder, official)
-    options = {"batch_size": EVALUATION_BATCH, "launch": launch}
+    bf16 = resolved["mixed_precision"] == "bf16"
+    options = {"batch_size": EVALUATION_BATCH, "launch": launch, "bf16": bf16}
     return ImageSource(denoiser, sampler, guidance, decode, **options), encoder

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from diffusion.generate import NUM_SEEDS
 from models import Backbone
 from runtime.errors import check_choice, check_not_negative, check_positive
 
@@ -28,7 +29,6 @@ LABELS = ("random", "balanced")  # of samples
 TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
 MAY_BE_INFINITE = ("sampler.S_max", math.inf)
 MAX_SYNTHETIC = 2**28  # numbers of random latents: 1 GiB
-NUM_SEEDS = 2**32  # that the CPU's generator distinguishes
 
 
 def check_loop(config: dict[str, Any], num_processes: int) -> None:

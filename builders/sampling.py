@@ -21,9 +21,10 @@ import torch
 from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
 from builders.public import read_weights_file
-from builders.rules import DECODINGS, LABELS, NUM_SEEDS
+from builders.rules import DECODINGS, LABELS, PRECISIONS, SWITCH
 from data import encoder_for, image_decoder, manifest_from
 from diffusion import Guidance, ImageSource, Precond
+from diffusion.generate import NUM_SEEDS
 from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256
@@ -34,7 +35,7 @@ from training.weights import load_weights, shapes_by_name
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
-RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision")
+RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision", "compile")
 Node = dict[str, Any]
 UNGUIDED: Node = {"_target_": "diffusion.CFG"}
 
@@ -46,7 +47,7 @@ class SamplingConfig:
     checkpoint: str | None = None  # a step, a name or a path; None: the newest; or, without run, a file
     objective: str | None = None  # of a file of other code: edm, flow, sit or ddpm
     num_samples: int | None = None
-    batch_size: int = 100
+    batch_size: int | None = None  # images drawn together, a part; None: by memory
     first_seed: int = 0
     labels: str = "random"  # drawn from the seeds; or balanced, the classes in turn
     class_label: int | None = None  # this class alone, in place of labels
@@ -54,7 +55,8 @@ class SamplingConfig:
     num_steps: int | None = None
     sampler: dict[str, Any] = field(default_factory=dict)  # chosen as sampler=OPTION
     guidance: dict[str, Any] = field(default_factory=dict)
-    mixed_precision: str = "no"  # of the network and of the encoder that decodes
+    mixed_precision: str = "auto"  # of the network: bf16 where the device is fast at it; or no, bf16
+    compile: str = "auto"  # the blocks, where that saves more time than it takes; or true, false
     decoding: str | None = None  # rounded or official
     encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
     allow_other_encoder: bool = False
@@ -179,21 +181,20 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
     sizes = ("input_size", "in_channels", "num_classes")
     manifest.check_sizes(str(run.path), **{key: config["data"][key] for key in sizes})
-    bf16, official = settings["mixed_precision"] == "bf16", settings["decoding"] == "official"
+    official = settings["decoding"] == "official"
     place = request["encoder"] or config["data"].get("encoder")
-    options = {"allow_other": request["allow_other_encoder"], "bf16": bf16, "official": official}
+    options = {"allow_other": request["allow_other_encoder"], "official": official}
     encoder = encoder_for(manifest, launch.device, place, **options)
     source = ImageSource(
         run.precond,
         run.sampler,
         run.guidance,
         image_decoder(manifest, encoder, official),
-        batch_size=settings["batch_size"],
+        batch_size=settings["batch_size"] or 1,  # until it is settled, see `builders.drawing`
         launch=launch,
         labels=request["labels"],
         class_label=settings["class_label"],
         first_seed=settings["first_seed"],
-        bf16=bf16,
     )
     record = {
         **settings,
@@ -269,12 +270,15 @@ def _check_shapes(config: dict[str, Any], weights: Path) -> None:
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return everything that changes a sample, completed from the configuration of the run."""
     for key in ("num_samples", "batch_size"):
-        check_positive(key, request[key])
+        if request[key] is not None:
+            check_positive(key, request[key])
     last = request["first_seed"] + request["num_samples"]
     if request["first_seed"] < 0 or last > NUM_SEEDS:
         rule = f"must not be negative, and the last seed less than {NUM_SEEDS}"
         raise ValueError(f"first_seed={request['first_seed']} {rule}")
-    check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
+    for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH)):
+        request[key] = request[key].lower()  # a YAML `true` arrives as "True"
+        check_choice(key, request[key], choices)
     check_choice("labels", request["labels"], LABELS)
     num_classes, label = config["data"]["num_classes"], request["class_label"]
     if label is not None and not 0 <= label < num_classes:
@@ -316,7 +320,8 @@ def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any], obje
         else:
             others = {key: value for key, value in asked.items() if value != of_run.get(key)}
             parts += [_short(v) if isinstance(v, dict) else f"{key}{_plain(v)}" for key, v in others.items()]
-    parts += ["bf16"] if settings["mixed_precision"] == "bf16" else []
+    precision = {"auto": [], "no": ["fp32"], "bf16": ["bf16"]}
+    parts += precision[settings["mixed_precision"]]
     parts += ["official"] if settings["decoding"] == "official" else []
     return "_".join(parts)
 

@@ -1,7 +1,6 @@
 """Suites of metrics, and what `fid.py` is asked: its samples, its reference, and the table of scores."""
 
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,21 @@ import yaml
 from omegaconf import OmegaConf
 
 from builders import config as configuration
+from builders.drawing import LEFT_OPEN, about, prepare, settle
 from builders.sampling import SamplingConfig, check_sampling, folder_of, open_source, source_name
 from data import encoder_for, open_images, open_latents, read_manifest, real_images
 from diffusion import ImageSource
 from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.detectors.inception import check_weights_file
 from evaluation.files import fingerprint
-from evaluation.suite import Scores
+from evaluation.suite import Scores, code_of, digest_of
 from runtime.arrays import ZIP_ERRORS, read_member
 from runtime.config import build_node, config_folders
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
 from runtime.output import check_free, place_of
+from runtime.parts import PartFolder, settings_of
 
 NUM_SAMPLES = 50_000  # of a run, by default
 MAX_REFERENCE_BYTES = 2**33
@@ -48,6 +49,7 @@ class ScoreConfig(SamplingConfig):
     exact_distances: bool | None = None
     kid: bool | None = None
     detector_batch_size: int | None = None
+    features: str | None = None  # a folder for finished parts of features; None: beside the scores
     overwrite: bool = False
 
 
@@ -58,7 +60,11 @@ SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_si
 
 
 def build_suite(
-    config: dict[str, Any], reference: Reference, launch: Launch, source: ImageSource | None = None
+    config: dict[str, Any],
+    reference: Reference,
+    launch: Launch,
+    source: ImageSource | None = None,
+    kept_in: Path | None = None,
 ) -> Suite:
     """Build the suite of a configuration, with the detector and the metrics that it names, if any."""
     node, parts = config["evaluation"], {}
@@ -66,7 +72,8 @@ def build_suite(
         parts["detector"] = build_node(config, "evaluation.detector")()
     if "metrics" in node:
         parts["metrics"] = {key: build_node(config, f"evaluation.metrics.{key}")() for key in node["metrics"]}
-    return build_node(config, "evaluation")(reference=reference, launch=launch, source=source, **parts)
+    options = {"reference": reference, "launch": launch, "source": source, "kept_in": kept_in}
+    return build_node(config, "evaluation")(**options, **parts)
 
 
 def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
@@ -104,7 +111,9 @@ def check_request(request: dict[str, Any]) -> None:
         what, keys, needed = "mode=reference", {"images", "resolution"}, ("images", "out")
     elif draws(request):
         what, keys, needed = "scoring a network", {"run", "num_samples"} | SAMPLING_KEYS, ("reference",)
-    keys = {*keys, *needed, "mode", "out", "overwrite"} | ({"suite"} if request["mode"] == "score" else set())
+    keys = {*keys, *needed, "mode", "out", "features", "overwrite"} | (
+        {"suite"} if request["mode"] == "score" else set()
+    )
     for field in fields(ScoreConfig):
         key, value = field.name, request[field.name]
         if value in (field.default, {}):  # no choice of a group is an empty one
@@ -155,7 +164,12 @@ def drawn(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "num_samples": request["num_samples"] or NUM_SAMPLES}
 
 
-def open_suite(request: dict[str, Any], num_samples: int, launch: Launch) -> Suite:
+def features_folder(request: dict[str, Any], out: Path) -> Path:
+    """Return where finished parts of features are kept."""
+    return Path(request["features"] or out.parent / "features")
+
+
+def open_suite(request: dict[str, Any], num_samples: int, out: Path, launch: Launch) -> Suite:
     """Build the suite that is asked for, with its reference: a file, or latents if the suite has none."""
     config = suite_config(request)
     if config["evaluation"].get("reference") is not None:
@@ -167,7 +181,7 @@ def open_suite(request: dict[str, Any], num_samples: int, launch: Launch) -> Sui
         encoder = encoder_for(manifest, torch.device("cpu"))
         reference = reference_of(dataset, encoder, f"reference={request['reference']}")
     config["evaluation"]["num_samples"] = num_samples
-    return build_suite(config, reference, launch)
+    return build_suite(config, reference, launch, kept_in=features_folder(request, out))
 
 
 def open_samples(request: dict[str, Any], launch: Launch) -> "FileSamples | DrawnSamples":
@@ -176,17 +190,18 @@ def open_samples(request: dict[str, Any], launch: Launch) -> "FileSamples | Draw
 
 
 class FileSamples:
-    """Samples in files: their number, shape and batches, the place of their scores, and a record of them."""
+    """Samples in files: their images, the place of their scores, and a record of them."""
 
     def __init__(self, request: dict[str, Any]):
         self.path, self.name = Path(request["samples"]), f"samples={request['samples']}"
-        self._images = open_images(self.path)
-        self.count, self.shape = self._images.count, self._images.shape
+        self.images = open_images(self.path)
+        self.count, self.shape = self.images.count, self.images.shape
         if request["num_samples"] not in (None, self.count):
             rule = f"num_samples={request['num_samples']} must agree"
             raise ValueError(f"{self.name} holds {self.count} images, {rule}")
         name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
         self.out = Path(request["out"] or self.path.parent / f"{name}.scores.json")
+        self._kept_in = features_folder(request, self.out)
 
     def labels(self) -> np.ndarray:
         """Return the class of each image (N,)."""
@@ -195,9 +210,12 @@ class FileSamples:
             raise ValueError(f"{self.name} must be an .npz with a label (arr_1) for each image (arr_0)")
         return labels
 
-    def batches(self, batch_size: int | None, launch: Launch) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield this rank's batches; None: of all images."""
-        return self._images.batches(batch_size or self.count, launch)
+    def settle(self, suite: Suite) -> PartFolder | None:
+        """Return where the features of parts are kept; None where a detector is quick with all images."""
+        if suite.batch_size is None:
+            return None
+        about = {"samples": fingerprint(self.path), **code_of(suite.detector)}
+        return suite.parts_in(self._kept_in / f"samples-{digest_of(about)}", about, self.images)
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are, with the record of `sample.py` if there is one."""
@@ -211,10 +229,6 @@ class FileSamples:
             raise ValueError(f"{self.name} does not match {beside}: draw it again, or remove {beside.name}")
         return {**record, "drawn": drawn}
 
-    def cost(self) -> dict[str, Any]:
-        """Return what drawing them cost beyond what their record says: nothing."""
-        return {}
-
 
 class DrawnSamples:
     """Samples drawn from a run while they are scored, with the methods of FileSamples."""
@@ -223,8 +237,9 @@ class DrawnSamples:
         request = drawn(request)
         self.count, self.name = request["num_samples"], source_name(request)
         self._source, name, self._record = open_source(request, launch)
-        self.shape = self._source.image_shape
+        self._launch, self.shape = launch, self._source.image_shape
         self.out = place_of("out", request["out"], folder_of(request), f"scores/{name}.json")
+        self._kept_in = features_folder(request, self.out)
 
     def labels(self) -> np.ndarray:
         """Return the class of each image (N,)."""
@@ -233,17 +248,24 @@ class DrawnSamples:
             raise ValueError(f"{self.name} is unconditional: its samples have no labels")
         return labels.numpy()
 
-    def batches(self, batch_size: int | None, launch: Launch) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield this rank's batches, of the size that they are drawn in."""
-        return self._source.batches(self.count)
+    def settle(self, suite: Suite) -> PartFolder:
+        """Decide how they are drawn, and return where what is found in them is kept."""
+        what = None if suite.batch_size is None else code_of(suite.detector)  # None: all images are kept
+        asked = about({**self._record, "num_samples": self.count}, self._launch) | {"looked_at_by": what}
+        path, launch = self._kept_in / f"drawn-{digest_of(asked)}", self._launch
+        saved = launch.broadcast_from_main(lambda: settings_of(path))
+        open_keys = {key: self._record[key] for key in LEFT_OPEN}
+        self._record |= settle(self._source, open_keys, saved, self.count, launch)
+        self.images = self._source.images(self.count)
+        kept = suite.parts_in(path, asked | {key: self._record[key] for key in LEFT_OPEN}, self.images)
+        missing = launch.broadcast_from_main(lambda: kept.num_parts - len(kept.done()))
+        if missing and self._record["compile"]:
+            prepare(self._source)
+        return kept
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are."""
         return {"num_samples": self.count, "shape": self.shape, "drawn": self._record}
-
-    def cost(self) -> dict[str, Any]:
-        """Return what an image cost, once they are drawn."""
-        return {"cost_per_image": self._source.cost()}
 
 
 def read_labels(file: Path) -> np.ndarray | None:
@@ -268,9 +290,7 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
         rows["held-out real"] = reference.held_out
     found = {}
     for name, (pixels, labels) in rows.items():
-        images = ArrayImages(pixels)
-        batches = images.batches(suite.batch_size or images.count, suite.launch)
-        found[name] = suite.score(batches, images.count, images.shape, labels)
+        found[name] = suite.score(ArrayImages(pixels), labels)
     return found
 
 

@@ -34,7 +34,7 @@ from routing import RoutePlan, Routing
 from runtime.config import build_node
 from runtime.files import sha256
 from runtime.launch import Launch
-from runtime.machine import keep_freed_memory
+from runtime.machine import compile_blocks, keep_freed_memory
 from runtime.provenance import environment, flatten, source_sha256
 from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
@@ -113,7 +113,8 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     optimizer = build_node(config, "optimizer")(net.named_parameters(), fused=True)
 
     recorder = Recorder(launch, run)
-    evaluators = build_evaluators(config, run, dataset, launch, net, ema.net, bare_loss)
+    networks = (net, ema.net, bare_loss)
+    evaluators = build_evaluators(config, run, dataset, launch, *networks, resolved)
     batches = _build_batches(config, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
     folder = run.path / "checkpoints"
     checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
@@ -182,11 +183,9 @@ def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
     # A sweep runs its jobs in one process: nothing of the last one may be left.
     AcceleratorState._reset_state()
     torch._dynamo.reset()
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
-    torch._dynamo.config.recompile_limit = most_graphs(num_lengths)
     if compiled:
-        for block in net.blocks:
-            block.compile(dynamic=False)
+        torch._dynamo.config.recompile_limit = 0
+        compile_blocks(net.blocks, most_graphs(num_lengths))
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # The loss runs under autocast; accelerate's own would stay on in evaluations.
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp]).prepare_model(net)

@@ -9,10 +9,8 @@ where it was stopped, on any number of processes; the first rank joins them in t
 
 import hashlib
 import os
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,19 +29,19 @@ from data.latents import open_latents
 from data.listing import ImageList, list_images
 from data.manifest import FILES, LatentManifest
 from data.masks import MaskFiles, pool_mask, read_mask
-from data.parts import RESUME, Part, PartFolder
+from data.parts import EncodedParts, Part
 from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
 from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import Launch
 from runtime.lock import Lock
-from runtime.machine import start_process
+from runtime.machine import PATIENCE, start_process
+from runtime.parts import RESUME, check_room
 from runtime.provenance import environment
 
 PART_IMAGES = 256
 CORRUPT_SHOWN = 10
 MAX_HELD_OUT = 5000
-TIMEOUT = timedelta(days=30)  # ranks that are done wait for the others
 
 
 @dataclass
@@ -72,7 +70,7 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg)
         check_request(request)
         check_sources(request)
-        launch = start_process(timeout=TIMEOUT, tf32=False)  # latents are made once, for all runs
+        launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
         encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
         job = plan(request, encoder)
         lock = lock_of(Path(request["out"]))
@@ -111,7 +109,7 @@ class Job:
     images: ImageList
     masks: MaskFiles | None
     manifest: LatentManifest
-    parts: PartFolder
+    parts: EncodedParts
 
     def positions(self, part: int) -> range:
         """Return the positions of the images of a part."""
@@ -157,7 +155,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         "encoder_hash": encoder.weights_hash,
         "list_of_images": f"{count} images, {digest[:16]}",
     }
-    parts = PartFolder(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
+    parts = EncodedParts(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
     return Job(request, images, masks, manifest, parts)
 
 
@@ -172,11 +170,7 @@ def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
     check_out(out)
     todo = job.parts.start()
     size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
-    needed = size + size * len(todo) // job.parts.num_parts  # the parts, and the folder
-    free = shutil.disk_usage(job.parts.path).free
-    if free < needed:
-        room = f"{needed / 2**30:.1f} GiB while it is written, {free / 2**30:.1f} are free"
-        raise ValueError(f"out={out} needs {room}")
+    check_room("out", Path(out), size + size * len(todo) // job.parts.num_parts)  # the parts, and the folder
     return todo
 
 
@@ -192,7 +186,7 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) ->
             ahead = next(reads, [])
             for part in mine:
                 images, ahead = ahead, next(reads, [])
-                job.parts.write(part, encode_part(job, job.positions(part), images, encoder))
+                job.parts.write_part(part, encode_part(job, job.positions(part), images, encoder))
                 progress.update(min(len(images) * launch.world_size, total - progress.n))
         except KeyboardInterrupt:
             launch.print(f"\nstopped: the same command resumes from {job.parts.path}")
@@ -261,7 +255,7 @@ def finish(job: Job, launch: Launch) -> None:
     manifest = replace(job.manifest, count=count, origin=origin, num_held_out=num_held_out)
     with LatentWriter(out, manifest, partial=job.parts.path / "joined") as writer:
         for number in tqdm(range(job.parts.num_parts), desc="join", unit="part"):
-            part = job.parts.read(number)
+            part = job.parts.read_part(number)
             labels = None if job.images.labels is None else job.images.labels[part.positions]
             writer.append(part.latents, labels, part.masks)
     job.parts.remove()

@@ -2,8 +2,8 @@
 
 import math
 import zipfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,7 +12,6 @@ from PIL import Image
 
 from runtime.arrays import ZIP_ERRORS, check_size, member_size, read_header
 from runtime.files import files_in
-from runtime.launch import ALONE, Launch
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
@@ -64,6 +63,8 @@ class Files:
 class NpzImages:
     """The array arr_0 (N, H, W, C) uint8 of an .npz. [ADM]"""
 
+    part_size = None
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
@@ -83,19 +84,23 @@ class NpzImages:
             raise ValueError(f"{self.path} cannot be read as an .npz with arr_0: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
 
-    def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches:
-        """Yield (position of the first, images) of this rank's batches: every world_size-th one."""
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Batches:
+        """Yield (part, images) of parts in ascending order, each of `batch_size` images but for the last."""
         image_size, position = math.prod(self.shape), 0
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
                 read_header(member)
-                for start in range(launch.rank * batch_size, self.count, launch.world_size * batch_size):
+                for part in parts:
+                    start = part * batch_size
                     _skip(member, (start - position) * image_size)
                     position = min(start + batch_size, self.count)
                     data = bytearray(member.read((position - start) * image_size))
-                    yield start, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape)
+                    yield part, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape)
         except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
+
+    def cost(self) -> None:
+        """Return None: what images in files cost is in their record, if anywhere."""
 
 
 class ImageFiles:
@@ -105,6 +110,8 @@ class ImageFiles:
         resolution: crop and resize each image to this size, as [ADM], whatever its format; None: the images
             must be RGB, lossless, and of one size, and stay as they are.
     """
+
+    part_size = None
 
     def __init__(self, path: str | Path, resolution: int | None = None):
         self.path, self.resolution = Path(path), resolution
@@ -119,18 +126,22 @@ class ImageFiles:
         self.count, self.shape = len(self._names), None
         self.shape = self._read(self._names[0]).shape
 
-    def batches(self, batch_size: int, launch: Launch = ALONE) -> Batches:
-        """Yield (position of the first, images) of this rank's batches: every world_size-th one."""
-        starts = range(launch.rank * batch_size, self.count, launch.world_size * batch_size)
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Batches:
+        """Yield (part, images) of parts, each of `batch_size` images but for the last."""
         with ThreadPoolExecutor() as pool:
-            reads = (
-                (start, [pool.submit(self._read, name) for name in self._names[start : start + batch_size]])
-                for start in starts
-            )
+
+            def read(part: int) -> tuple[int, list[Future]]:
+                names = self._names[part * batch_size : (part + 1) * batch_size]
+                return part, [pool.submit(self._read, name) for name in names]
+
+            reads = map(read, parts)
             ahead = next(reads, None)
             while ahead:  # the next batch is read while this one is used
-                (start, images), ahead = ahead, next(reads, None)
-                yield start, np.stack([image.result() for image in images])
+                (part, images), ahead = ahead, next(reads, None)
+                yield part, np.stack([image.result() for image in images])
+
+    def cost(self) -> None:
+        """Return None."""
 
     def _read(self, name: str) -> np.ndarray:
         try:

@@ -1,9 +1,16 @@
-"""Generate latents, each from a seed of its own: a sample does not depend on its batch or its rank."""
+"""Generate latents, each from a seed of its own, and the images that they decode to, in parts.
 
+A sample depends on its seed alone: bitwise where its part has the same size, whatever process draws it.
+"""
+
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +19,7 @@ from diffusion.guidance import Branch, Evaluations, Guidance
 from diffusion.objective import Precond
 from runtime.launch import Launch
 
+NUM_SEEDS = 2**32  # that the CPU's generator distinguishes
 LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws of the same seed
 
 
@@ -35,46 +43,47 @@ def generate(
     *,
     seeds: Sequence[int],
     class_labels: torch.Tensor | None,
-    batch_size: int,
-    launch: Launch,
+    device: torch.device,
     bf16: bool = False,
     evaluations: Evaluations | None = None,
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (position of the first seed, latents (n, C, H, W) in fp32), n <= batch_size, of this rank.
+    counting_only: bool = False,
+) -> torch.Tensor:
+    """Return latents (N, C, H, W) in fp32, a batch.
 
     Args:
         precond: in eval mode, around a bare backbone.
         sampler: called as sampler(denoise, noise, path, randn_like=).
         seeds: one for each sample; it fixes the initial noise, bitwise, and the noise that the sampler adds.
-        class_labels: (len(seeds),) int64; None for an unconditional network.
+        class_labels: (N,) int64; None for an unconditional network.
         bf16: evaluate the network under bf16 autocast.
         evaluations: counts the forwards of images: one of a batch of n counts n times.
+        counting_only: no network runs, all predict 0.
     """
-    device = launch.device
-    for start in range(launch.rank * batch_size, len(seeds), launch.world_size * batch_size):
-        batch_seeds = seeds[start : start + batch_size]
-        generators = [torch.Generator().manual_seed(seed) for seed in batch_seeds]
-        mask_generators = [torch.Generator().manual_seed(_stream(seed, MASK_STREAM)) for seed in batch_seeds]
-        randn_like = partial(_randn_like, generators=generators)
-        noise = randn_like(torch.empty(len(generators), *precond.net.latent_shape, device=device))
-        labels = None if class_labels is None else class_labels[start : start + batch_size].to(device)
-        rand = partial(_rand, generators=mask_generators, device=device)
-        counted: Evaluations = Counter()
-        denoise = guidance(Branch(precond, labels, rand=rand, evaluations=counted))
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            latents = sampler(denoise, noise, precond.path, randn_like=randn_like).float()
-        if evaluations is not None:
-            evaluations.update({key: count * len(latents) for key, count in counted.items()})
-        yield start, latents
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    mask_generators = [torch.Generator().manual_seed(_stream(seed, MASK_STREAM)) for seed in seeds]
+    randn_like = partial(_randn_like, generators=generators)
+    noise = randn_like(torch.empty(len(generators), *precond.net.latent_shape, device=device))
+    labels = None if class_labels is None else _to(class_labels, device)
+    rand = partial(_rand, generators=mask_generators, device=device)
+    counted: Evaluations = Counter()
+    branch = Branch(precond, labels, rand=rand, evaluations=counted, counting_only=counting_only)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        latents = sampler(guidance(branch), noise, precond.path, randn_like=randn_like).float()
+    if evaluations is not None:
+        evaluations.update({key: count * len(latents) for key, count in counted.items()})
+    return latents
 
 
 class ImageSource:
-    """Generate images on all ranks, from the seeds first_seed, first_seed + 1, ...
+    """Draw images from the seeds first_seed, first_seed + 1, ..., in parts that are whole batches.
+
+    The last part is drawn whole and cut, so that more images begin with the same ones, bit for bit.
 
     Args:
         decode: turns latents into images (n, H, W, channels) uint8.
         labels: `balanced`: the classes in turn; `random`: drawn from the seeds.
         class_label: this class alone, in place of `labels`.
+        batch_size: images drawn together, a part.
         The others are those of `generate`.
     """
 
@@ -113,32 +122,103 @@ class ImageSource:
         """Return the seed of each sample."""
         return range(self.first_seed, self.first_seed + num_samples)
 
-    def labels(self, num_samples: int) -> torch.Tensor | None:
-        """Return the label (num_samples,) of each sample; None for an unconditional network."""
+    def labels(self, num_samples: int, start: int = 0) -> torch.Tensor | None:
+        """Return the labels of the samples from `start` to `num_samples`; None for an unconditional
+        network.
+        """
         num_classes = self.precond.net.num_classes
         if self._class_label is not None:
-            return torch.full((num_samples,), self._class_label)
+            return torch.full((num_samples - start,), self._class_label)
         if self._labels == "random":
-            return random_labels(self.seeds(num_samples), num_classes)
-        return balanced_labels(num_samples, num_classes)
+            return random_labels(self.seeds(num_samples)[start:], num_classes)
+        labels = balanced_labels(num_samples, num_classes)
+        return None if labels is None else labels[start:]
 
-    @torch.no_grad()
-    def batches(self, num_samples: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (position of the first, images) of this rank's batches."""
-        batches = generate(
+    def images(self, num_samples: int) -> "DrawnImages":
+        """Return images that are drawn when they are asked for."""
+        return DrawnImages(self, num_samples)
+
+    def part_size(self, num_samples: int) -> int:
+        """Return how many images are drawn together: no more than are asked for."""
+        return min(self.batch_size, num_samples)
+
+    def latents(self, start: int, batch_size: int, counting_only: bool = False) -> torch.Tensor:
+        """Return the latents (batch_size, C, H, W) of the samples from `start` on."""
+        end = start + batch_size
+        return generate(
             self.precond,
             self.sampler,
             self.guidance,
-            seeds=self.seeds(num_samples),
-            class_labels=self.labels(num_samples),
-            batch_size=self.batch_size,
-            launch=self.launch,
+            seeds=[seed % NUM_SEEDS for seed in self.seeds(end)[start:]],  # what is cut may lie beyond
+            class_labels=self.labels(end, start),
+            device=self.launch.device,
             bf16=self.bf16,
             evaluations=self._evaluations,
+            counting_only=counting_only,
         )
-        for start, latents in batches:
-            self._num_images += len(latents)
-            yield start, self.decode(latents)
+
+    def batches(
+        self, num_samples: int, batch_size: int, parts: Iterable[int]
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (part, images); where the device works in the background, one is decoded while the next is
+        drawn.
+
+        Raises:
+            ValueError: a sample is not finite.
+        """
+        drawn: tuple[int, Future] | None = None
+        with ThreadPoolExecutor(1) as pool:
+            for part in parts:
+                latents = self.latents(part * batch_size, batch_size)
+                self._num_images += batch_size
+                if drawn is not None:
+                    yield drawn[0], drawn[1].result()
+                start = part * batch_size
+                wanted = latents[: num_samples - start]
+                drawn = part, pool.submit(self._decoded, wanted, start, _finished(latents))
+                if not latents.is_cuda:  # it was drawn when asked for: to wait would risk two parts
+                    yield drawn[0], drawn[1].result()
+                    drawn = None
+            if drawn is not None:
+                yield drawn[0], drawn[1].result()
+
+    @torch.no_grad()
+    def _decoded(self, latents: torch.Tensor, start: int, finished: Any) -> np.ndarray:
+        """Return the images of latents, on a stream of its own where there are streams."""
+        with _beside(finished, latents.device):
+            bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: with what was drawn before
+            if bad.any():
+                seed, rest = self.first_seed + start + int(bad.nonzero()[0]), int(bad.sum()) - 1
+                others = f" and {rest} more of its part" if rest else ""
+                precision = "bf16" if self.bf16 else "fp32"
+                raise ValueError(
+                    f"the sample of seed {seed}{others} is not finite (the network ran in {precision}): try "
+                    "mixed_precision=no, another sampler or another checkpoint"
+                )
+            return self.decode(latents)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the samples depend on, but for sampler, guidance and labels."""
+        weights = hashlib.sha256()
+        for _, tensor in sorted(self.precond.net.state_dict().items()):
+            weights.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        return {"weights": weights.hexdigest(), "first_seed": self.first_seed, "bf16": self.bf16}
+
+    def count_evaluations(self) -> Evaluations:
+        """Return the evaluations of one image, by going through its steps without the network."""
+        other = self.with_labels(self._labels)
+        other.latents(0, 1, counting_only=True)
+        return other._evaluations
+
+    @torch.no_grad()
+    def one_evaluation(self, batch_size: int) -> None:
+        """Evaluate the network once for both branches of guidance, to see what it takes."""
+        device, shape = self.launch.device, self.precond.net.latent_shape
+        labels = self.labels(1)
+        labels = None if labels is None else labels.expand(2 * batch_size).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+            t = torch.tensor(self.precond.path.t_max / 2, dtype=torch.float64)
+            self.precond.predict(torch.zeros(2 * batch_size, *shape, device=device), t, labels)
 
     def cost(self) -> dict[str, float] | None:
         """Return what an image of this rank cost so far, on average: evaluations of networks, and their
@@ -146,18 +226,51 @@ class ImageSource:
 
         None where this rank has drawn none.
         """
-        if not self._num_images:
-            return None
-        num = self._evaluations.total()
-        flops = sum(count * net.flops(kept).forward for (net, kept), count in self._evaluations.items())
-        return {"network_evaluations": num / self._num_images, "flops": flops / self._num_images}
+        return cost_of_evaluations(self._evaluations, self._num_images) if self._num_images else None
 
     def __call__(self, num_samples: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return all images (num_samples, H, W, channels) and labels (num_samples,), on every rank."""
-        parts = self.launch.gather_items(list(self.batches(num_samples)))
-        images = np.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])
+        size, launch = self.part_size(num_samples), self.launch
+        mine = range(launch.rank, -(-num_samples // size), launch.world_size)
+        parts = dict(launch.gather_items([*self.batches(num_samples, size, mine)]))
         labels = self.labels(num_samples)
-        return images, None if labels is None else labels.numpy()
+        return np.concatenate([parts[i] for i in sorted(parts)]), None if labels is None else labels.numpy()
+
+
+class DrawnImages:
+    """Images that a source draws, see `evaluation.features.Images`."""
+
+    def __init__(self, source: ImageSource, count: int):
+        self._source, self.count = source, count
+        self.shape, self.part_size = source.image_shape, source.part_size(count)
+
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (part, images)."""
+        return self._source.batches(self.count, batch_size, parts)
+
+    def cost(self) -> np.ndarray:
+        """Return evaluations and FLOPs of an image of this rank."""
+        return np.array([*self._source.cost().values()])
+
+
+def cost_of_evaluations(evaluations: Evaluations, num_images: int) -> dict[str, float]:
+    """Return evaluations and FLOPs of an image, on average."""
+    flops = sum(count * net.flops(kept).forward for (net, kept), count in evaluations.items())
+    return {"network_evaluations": evaluations.total() / num_images, "flops": flops / num_images}
+
+
+def _finished(latents: torch.Tensor) -> Any:
+    """Return what tells that latents are finished, where they are computed in the background."""
+    return torch.cuda.current_stream(latents.device).record_event() if latents.is_cuda else None
+
+
+def _beside(finished: Any, device: torch.device) -> Any:
+    """Return a context whose work waits for `finished` alone, not for what was asked for since."""
+    if finished is None:
+        return nullcontext()
+    stream = torch.cuda.Stream(device)  # this thread knows of no device
+    stream.wait_event(finished)
+    return torch.cuda.stream(stream)
 
 
 def _stream(seed: int, stream: int) -> int:
@@ -165,9 +278,15 @@ def _stream(seed: int, stream: int) -> int:
 
 
 def _rand(num: int, generators: Sequence[torch.Generator], device: torch.device) -> torch.Tensor:
-    return torch.stack([torch.rand(num, generator=generator) for generator in generators]).to(device)
+    return _to(torch.stack([torch.rand(num, generator=generator) for generator in generators]), device)
 
 
 def _randn_like(x: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
     # Drawn on the CPU, where a seed gives the same numbers on every machine.
-    return torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators]).to(x)
+    noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
+    return _to(noise, x.device).to(x.dtype)
+
+
+def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device without waiting for what the device has to do before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

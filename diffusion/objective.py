@@ -156,6 +156,8 @@ class Loss:
 
 def _times(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return t, one or N, as (N, 1, 1, 1)."""
+    if t.dim() == 0 and t.device != x.device:  # a number of the host: a copy would wait for the device
+        return torch.ones(x.shape[0], 1, 1, 1, dtype=x.dtype, device=x.device) * t
     return t.to(x).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
 
 

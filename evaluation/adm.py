@@ -1,5 +1,6 @@
 """The ADM suite: FID, sFID, inception score, precision and recall, and the kernel distance. [ADM]"""
 
+from pathlib import Path
 from typing import Any
 
 from evaluation.detectors.inception import NUM_POOL_FEATURES, InceptionDetector
@@ -43,6 +44,7 @@ class AdmSuite(Suite):
         allow_unpublished_weights: bool,
         launch: Launch,
         source: Any = None,
+        kept_in: Path | None = None,
     ):
         detector = InceptionDetector(weights, launch.device, allow_unpublished_weights)
         metrics: dict[str, Metric] = {
@@ -55,7 +57,7 @@ class AdmSuite(Suite):
         if kid:
             metrics["kid"] = KernelDistance()
         drawn = {"num_samples": num_samples, "labels": labels, "source": source}
-        options = {"launch": launch, "batch_size": batch_size, **drawn}
+        options = {"launch": launch, "batch_size": batch_size, "kept_in": kept_in, **drawn}
         super().__init__(reference, detector=detector, metrics=metrics, **options)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:

@@ -77,7 +77,8 @@ class SampleGrid:
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         """Return the picture (height, width, C) uint8, on the first rank."""
-        images, _ = self.source(self.num_samples)
+        with torch.compiler.set_stance("force_eager"):  # another batch than that of scores
+            images, _ = self.source(self.num_samples)
         if not self.write:
             return {}
         file = self.folder / f"step_{step:08d}.png"

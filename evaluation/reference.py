@@ -1,7 +1,7 @@
 """What images are scored against: statistics of the features of a data set, and some of its images. [ADM]"""
 
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evaluation.detectors.inception import InceptionDetector
-from evaluation.features import Images, Need, extract
+from evaluation.features import Images, Need, add_up, look
 from evaluation.files import fingerprint
-from evaluation.statistics import FeatureStatistics, in_order
+from evaluation.statistics import FeatureStatistics
 from runtime.arrays import ZIP_ERRORS, member_size, read_header, read_member
 from runtime.files import atomic_write
 from runtime.launch import Launch
+from runtime.parts import PartFolder
 
 NUM_KEPT = 10_000  # images that a reference carries, for precision and recall, as those of [ADM]
 # The arrays of a reference: mean and covariance of features, by their name.
@@ -145,29 +146,30 @@ def evenly_spaced(num_images: int, num_kept: int) -> np.ndarray:
 
 
 def make_reference(
-    detector: InceptionDetector, images: Images, file: Path, batch_size: int, launch: Launch
+    detector: InceptionDetector,
+    images: Images,
+    file: Path,
+    batch_size: int,
+    launch: Launch,
+    kept: PartFolder | None = None,
 ) -> dict[str, Any]:
     """Write a reference in the layout of [ADM], and return a record of it on the first rank.
 
     It holds mu, sigma, mu_s, sigma_s of all images, up to 10,000 of them as arr_0, and as `weights` the hash
     of the network's tensors.
+
+    Args:
+        kept: where finished parts of features are, and go.
     """
     keep = evenly_spaced(images.count, NUM_KEPT)
-    kept = []
-
-    def passing() -> Iterator[tuple[int, np.ndarray]]:
-        for start, batch in images.batches(batch_size, launch):
-            here = keep[(keep >= start) & (keep < start + len(batch))]
-            kept.append((start, batch[here - start]))
-            yield start, batch
-
-    needs = [(FeatureStatistics, name) for name in STATISTICS]
     options = {"batch_size": batch_size, "launch": launch, "description": "features of reference"}
-    found = extract(detector, passing(), images.count, needs, **options)
-    parts = in_order(launch.gather_items(kept))
+    parts = look(detector, images, **options, kept=kept)
     if not launch.is_main:
         return {}
-    arrays = {"arr_0": np.concatenate(parts), "weights": np.array(detector.record["tensors_sha256"])}
+    needs = [(FeatureStatistics, name) for name in STATISTICS]
+    found, _ = add_up(parts, needs, images.count, launch.device)
+    chosen = np.concatenate([image for _, image in images.batches(1, keep.tolist())])
+    arrays = {"arr_0": chosen, "weights": np.array(detector.record["tensors_sha256"])}
     for name, (mu, sigma) in STATISTICS.items():
         statistics = found[FeatureStatistics, name]
         arrays |= {mu: statistics.mean.cpu().numpy(), sigma: statistics.covariance.cpu().numpy()}

@@ -1,13 +1,11 @@
-"""Running statistics of features, which add up over batches and over ranks.
+"""Running statistics of features, which add up over batches.
 
-A statistic is kind(num_features, device, num_images), takes batches with `update(features, start)`, where
-`start` is the position of the first, and those of the other ranks with `merge(launch)`.
+A statistic is kind(num_features, device, num_images), and takes batches in order with `update(features,
+start)`, where `start` is the position of the first.
 """
 
 import numpy as np
 import torch
-
-from runtime.launch import Launch
 
 
 class FeatureStatistics:
@@ -32,15 +30,6 @@ class FeatureStatistics:
         self.count = total
         return self
 
-    def merge(self, launch: Launch) -> "FeatureStatistics":
-        """Replace the statistics of this rank by those of all ranks; return self."""
-        count = launch.sum(torch.tensor(float(self.count), dtype=torch.float64, device=self.mean.device))
-        mean = launch.sum(self.count * self.mean) / count
-        shift = self.mean - mean
-        self._scatter = launch.sum(self._scatter + self.count * torch.outer(shift, shift))
-        self.mean, self.count = mean, int(count)
-        return self
-
     @property
     def covariance(self) -> torch.Tensor:
         """Unbiased covariance (F, F), as numpy.cov gives it."""
@@ -53,20 +42,16 @@ class AllFeatures:
     """The features of every image, (N, ...) in the order of the images: 8 KiB for an image of Inception's."""
 
     def __init__(self, num_features: int, device: torch.device | str = "cpu", num_images: int | None = None):
-        self._parts: list[tuple[int, np.ndarray]] = []
+        self._parts: list[np.ndarray] = []
 
     def update(self, features: np.ndarray | torch.Tensor, start: int) -> "AllFeatures":
         """Add the features of the images from position `start` on; return self."""
-        self._parts.append((start, torch.as_tensor(features).cpu().numpy()))
+        self._parts.append(torch.as_tensor(features).cpu().numpy())
         return self
 
-    def merge(self, launch: Launch) -> "AllFeatures":
-        """Put the features of all ranks in order; return self."""
-        self.features = np.concatenate(in_order(launch.gather_items(self._parts)))
-        self._parts = []
-        return self
-
-
-def in_order(parts: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
-    """Return (position, array) as arrays, by position."""
-    return [part for _, part in sorted(parts, key=lambda part: part[0])]
+    @property
+    def features(self) -> np.ndarray:
+        """The features of all images."""
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]

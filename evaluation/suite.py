@@ -1,26 +1,51 @@
 """A suite: metrics of a detector's features of samples against a reference, also during training."""
 
+import hashlib
+import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from evaluation.features import Batches, Detector, FeatureSet, Need, extract
+from evaluation.features import (
+    COST,
+    COST_KEYS,
+    DIGEST,
+    Detector,
+    FeatureSet,
+    Images,
+    Need,
+    add_up,
+    digest_of_images,
+    features_of,
+    look,
+)
 from evaluation.metrics import Metric
 from evaluation.reference import STATISTICS, Reference
-from evaluation.statistics import AllFeatures, FeatureStatistics, in_order
-from runtime.launch import ALONE, Launch
+from evaluation.statistics import AllFeatures, FeatureStatistics
+from runtime.files import sha256
+from runtime.launch import Launch
+from runtime.parts import PartFolder
+from runtime.provenance import source_sha256
 
 MANY_IMAGES = 100_000
 
 
 @dataclass
 class Scores:
-    """Metrics by name, those of which more is better, those that were left out and why, and warnings."""
+    """Metrics by name, those of which more is better, those that were left out and why, and warnings.
+
+    images_sha256 is the hash of the hashes of the images, part by part.
+    """
 
     num_images: int = 0
+    images_sha256: str = ""
+    cost_per_image: dict[str, float] | None = None  # of those that were drawn
     values: dict[str, float] = field(default_factory=dict)
     higher_is_better: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -37,10 +62,12 @@ class Suite:
         reference: what to score against; in a YAML file a path, or null: the training images of the data.
         detector, metrics: named in the YAML file.
         num_samples, labels: how many samples to draw during training, with labels `random` or `balanced`.
-        source: gives this rank's samples: source.with_labels(labels), .batches(num_samples),
-            .labels(num_samples), .image_shape. None where only `score` is called.
+        source: draws samples: source.with_labels(labels), .images(num_samples), .labels(num_samples),
+            .image_shape, .describe(). None where only `score` is called.
         batch_size: images that the detector takes at a time, on every rank; None: all of them at once, on the
             first, for small images.
+        kept_in: folder for finished parts, of references and of the samples of a training; None: they stay
+            in memory.
     """
 
     def __init__(
@@ -54,11 +81,12 @@ class Suite:
         launch: Launch,
         source: Any = None,
         batch_size: int | None = None,
+        kept_in: Path | None = None,
     ):
         self.reference, self.detector, self.metrics = reference, detector, list(metrics.values())
         self.num_samples, self.labels, self.batch_size, self.launch = num_samples, labels, batch_size, launch
         self.source = None if source is None else source.with_labels(labels)
-        self._reference_features, self._warned = None, False
+        self._kept_in, self._reference_features, self._warned = kept_in, None, False
         record = getattr(detector, "record", {})
         weights = record.get("tensors_sha256")
         if reference.statistics and (weights is None or reference.made_by not in (None, weights)):
@@ -76,7 +104,7 @@ class Suite:
         if hasattr(detector, "fit") and launch.is_main:
             if reference.labels is None:
                 raise ValueError(f"{reference.name} must hold images with labels, to fit a classifier on")
-            ((_, images),) = reference.images.batches(reference.images.count)
+            ((_, images),) = reference.images.batches(reference.images.count, [0])
             detector.fit(images, reference.labels)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
@@ -100,11 +128,19 @@ class Suite:
         }
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Draw samples and return their scores, on the first rank; warn the first time."""
-        labels = self.source.labels(self.num_samples)
+        """Draw samples and return their scores, on the first rank; warn the first time.
+
+        Finished parts of the same weights are used again: those of an evaluation that was killed.
+        """
+        labels, kept = self.source.labels(self.num_samples), None
         labels = None if labels is None else labels.numpy()
-        batches = self.source.batches(self.num_samples)
-        scores = self.score(batches, self.num_samples, self.source.image_shape, labels)
+        images = self.source.images(self.num_samples)
+        if self._kept_in is not None:
+            about = {"step": step, **self.describe(), **self.source.describe()}
+            kept = self.parts_in(self._kept_in / "samples", about, images)
+        scores = self.score(images, labels, kept, replace=True)
+        if kept is not None and self.launch.is_main:
+            kept.remove()
         if not self._warned:
             for metric, reason in scores.left_out.items():
                 tqdm.write(f"{metric} is left out: {reason}")
@@ -113,22 +149,41 @@ class Suite:
         self._warned = True
         return scores.values
 
+    def part_size(self, images: Images) -> int:
+        """Return of how many images a part is."""
+        return images.part_size or self.batch_size or images.count
+
+    def parts_in(self, path: Path, about: dict[str, Any], images: Images) -> PartFolder:
+        """Return the folder for the parts of images."""
+        part_size = self.part_size(images)
+        about = json.loads(json.dumps({**about, "part_size": part_size, "num_images": images.count}))
+        return PartFolder(path, about, -(-images.count // part_size))
+
     def score(
-        self, batches: Batches, num_images: int, shape: tuple[int, ...], labels: np.ndarray | None = None
+        self,
+        images: Images,
+        labels: np.ndarray | None = None,
+        kept: PartFolder | None = None,
+        replace: bool = False,
     ) -> Scores:
-        """Return the scores of images (num_images, *shape) on the first rank; collective on all of them."""
+        """Return the scores of images on the first rank; collective on all of them.
+
+        Args:
+            kept, replace: see `features.look`.
+        """
         if labels is None and any(metric.needs_labels for metric in self.metrics):
             keys = [key for metric in self.metrics if metric.needs_labels for key in metric.keys]
             raise ValueError(f"{', '.join(keys)} cannot be computed: the samples have no labels")
         if self._reference_features is None:  # first: what cannot be used shows before a sample is drawn
             self._reference_features = self._look_at_reference()
         reference = self._reference_features
-        needs = {need for metric in self.metrics for need in metric.needs}
-        samples = self._extract(batches, num_images, needs, "features of samples")
+        needs, num_images = {need for metric in self.metrics for need in metric.needs}, images.count
+        samples, digest = self._extract(images, needs, "features of samples", kept, replace)
         if not self.launch.is_main:
             return Scores()
         samples.labels = labels
-        scores = Scores(num_images, warnings=self.warnings(num_images, shape))
+        cost = None if samples.cost is None else dict(zip(COST_KEYS, samples.cost.tolist(), strict=True))
+        scores = Scores(num_images, digest, cost, warnings=self.warnings(num_images, images.shape))
         for metric in self.metrics:
             lacking = [need for need in metric.needs_of_reference if need not in reference.statistics]
             if lacking:
@@ -167,16 +222,49 @@ class Suite:
                 f"note: precision and recall compare with all {images.count:,} images of the reference, "
                 "which takes memory and hours: a reference made by mode=reference carries 10,000 of them"
             )
-        batches = images.batches(self.batch_size or images.count, self.launch)
-        found = self._extract(batches, images.count, needs, "features of reference")
-        return FeatureSet(images.count, {**known, **found.statistics})
+        kept = None
+        if self._kept_in is not None and self.batch_size is not None:
+            about = {"reference": self.reference.describe(), **code_of(self.detector)}
+            path = self._kept_in / f"reference-{digest_of(about)}"
+            kept = self.parts_in(path, about, images)
+        found, _ = self._extract(images, needs, "features of reference", kept)
+        return FeatureSet(images.count, statistics={**known, **found.statistics})
 
-    def _extract(self, batches: Batches, num_images: int, needs: set[Need], description: str) -> FeatureSet:
-        launch = self.launch
-        if self.batch_size is None:
-            parts = launch.gather_items(list(batches))
-            if not launch.is_main:
-                return FeatureSet()
-            batches, launch = [(0, np.concatenate(in_order(parts)))], ALONE
-        options = {"batch_size": self.batch_size, "launch": launch, "description": description}
-        return extract(self.detector, batches, num_images, needs, **options)
+    def _extract(
+        self,
+        images: Images,
+        needs: set[Need],
+        description: str,
+        kept: PartFolder | None,
+        replace: bool = False,
+    ) -> tuple[FeatureSet, str]:
+        """Return the statistics of images and their hash, on the first rank."""
+        detector = None if self.batch_size is None else self.detector
+        options = {"batch_size": self.batch_size, "launch": self.launch, "description": description}
+        parts = look(detector, images, **options, kept=kept, replace=replace)
+        if not self.launch.is_main:
+            return FeatureSet(), ""
+        if detector is not None:
+            return add_up(parts, needs, images.count, self.launch.device)
+        drawn = [*parts]  # all images at once
+        whole = np.concatenate([arrays["images"] for arrays in drawn])
+        together = {DIGEST: digest_of_images(whole), **features_of(self.detector, whole, None)}
+        found, digest = add_up([together], needs, images.count, self.launch.device)
+        costs = [arrays[COST] for arrays in drawn if COST in arrays]
+        found.cost = np.mean(costs, axis=0) if costs else None
+        return found, digest
+
+
+def code_of(detector: Detector) -> dict[str, Any]:
+    """Return what the features of a detector depend on, beside the images."""
+    own = Path(inspect.getfile(type(detector)))
+    return {
+        "detector": {"name": type(detector).__name__, **getattr(detector, "record", {})},
+        "code": [source_sha256(), sha256(own)],
+        "torch": torch.__version__,
+    }
+
+
+def digest_of(about: dict[str, Any]) -> str:
+    """Return a short hash that names the folder of parts."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,11 +6,13 @@ import platform
 import shutil
 import socket
 import sysconfig
+from collections.abc import Iterable
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from joblib import cpu_count
@@ -21,6 +23,7 @@ from runtime.launch import Launch
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
 MALLOC_VARIABLES += ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+PATIENCE = timedelta(days=30)  # of ranks that are done with their share and wait for the others
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
@@ -85,6 +88,16 @@ def can_keep_freed_memory(device: torch.device) -> bool:
     """Return whether freed memory can be kept, and the user has set none of the C library's variables."""
     chosen_by_user = any(os.environ.get(name) for name in MALLOC_VARIABLES)
     return device.type == "cpu" and platform.libc_ver()[0] == "glibc" and not chosen_by_user
+
+
+def compile_blocks(blocks: Iterable[nn.Module], num_graphs: int) -> None:
+    """Compile blocks in place, one graph for each shape of their input, of which there are `num_graphs` at
+    most beside those that were compiled before.
+    """
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
+    torch._dynamo.config.recompile_limit += num_graphs
+    for block in blocks:
+        block.compile(dynamic=False)
 
 
 def can_compile(device: torch.device) -> bool:

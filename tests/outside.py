@@ -12,7 +12,7 @@ from PIL import Image
 
 from data import LatentManifest, LatentWriter, open_images, open_latents, open_shards
 from data.make_shards import write_shards
-from data.parts import PartFolder
+from data.parts import EncodedParts
 from data.shards import read_shard_manifest
 from evaluation import open_reference
 from evaluation.detectors import inception
@@ -40,7 +40,8 @@ def read_stream(path):
 
 
 def read_images(path):
-    return list(open_images(path).batches(2))
+    images = open_images(path)
+    return list(images.batches(2, range(-(-images.count // 2))))
 
 
 def read_reference(path):
@@ -48,7 +49,7 @@ def read_reference(path):
 
 
 def read_part(path):
-    return PartFolder(path, {}, 1).read(0)
+    return EncodedParts(path, {}, 1).read_part(0)
 
 
 def load_net(path):

@@ -106,5 +106,5 @@ def before_each_step(trainer, do):
 def metrics(folder, clocks=False):
     """Read metrics.jsonl, without the fields that a clock gives."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    hidden = () if clocks else ("images_per_sec", "train_time_sec")
+    hidden = () if clocks else ("images_per_sec", "train_time_sec", "evaluation_time_sec")
     return [{key: value for key, value in line.items() if key not in hidden} for line in lines]

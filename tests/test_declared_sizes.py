@@ -210,7 +210,8 @@ def png(side):
 
 
 def crop_images(path):
-    return list(open_images(path, resolution=8).batches(1))
+    images = open_images(path, resolution=8)
+    return list(images.batches(1, range(images.count)))
 
 
 def tread(path):

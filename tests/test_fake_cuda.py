@@ -40,7 +40,6 @@ from evaluation.metrics.inception_score import SplitScores
 from evaluation.statistics import FeatureStatistics
 from models import DiT
 from routing import Route, Routing, attach, norm_router, random_router
-from runtime.launch import ALONE
 from tests.networks import PAPER
 from tests.routing.families import FAMILIES
 from training.ema import EMA
@@ -167,7 +166,7 @@ def test_statistics():
     for start in (0, 4):
         statistics.update(torch.rand(4, 5, device=CUDA))
         scores.update(torch.rand(4, 5, device=CUDA), start)
-    assert statistics.covariance.device.type == scores.merge(ALONE)._sums.device.type == "cuda"
+    assert statistics.covariance.device.type == scores._sums.device.type == "cuda"
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"flux"}))

@@ -113,7 +113,7 @@ def scored(folder, launch):
     make_reference(Pixels(), images, folder / f"made_by_{launch.world_size}.npz", 4, launch)
     options = {"batch_size": 4, "precision_recall": True, "exact_distances": True, "kid": True}
     suite = adm_suite(Pixels(), Reference(images=images), launch=launch, **options)
-    return suite.score(samples.batches(4, launch), samples.count, samples.shape).values
+    return suite.score(samples).values
 
 
 def draw(folder, num_processes):

@@ -12,12 +12,15 @@ END_SEC = 3.0  # for the end of the process itself
 
 
 class Clock:
-    """Training time without saving and evaluating, and the longest save and evaluation so far."""
+    """Training time without saving and evaluating, the time of all evaluations, and the longest save and
+    evaluation so far.
+    """
 
     def __init__(self, device: torch.device, guessed_save_sec: float):
         self.device = device
         self.train_time_sec = 0.0
         self.window_start_sec = 0.0
+        self.evaluation_time_sec = 0.0
         self.longest_sec = {"save": guessed_save_sec, "evaluation": 0.0}
 
     def start(self) -> None:
@@ -41,6 +44,11 @@ class Clock:
         """Training time since the last log point."""
         return self.train_time_sec - self.window_start_sec
 
+    @property
+    def evaluation_share(self) -> float:
+        """Share of the run that went into evaluations."""
+        return self.evaluation_time_sec / (self.evaluation_time_sec + self.train_time_sec)
+
     def start_window(self) -> None:
         """Start the next window here."""
         self.window_start_sec = self.train_time_sec
@@ -50,7 +58,10 @@ class Clock:
         """Time a `save` or an `evaluation`."""
         start = time.perf_counter()
         yield
-        self.longest_sec[what] = max(self.longest_sec[what], time.perf_counter() - start)
+        took_sec = time.perf_counter() - start
+        self.longest_sec[what] = max(self.longest_sec[what], took_sec)
+        if what == "evaluation":
+            self.evaluation_time_sec += took_sec
 
     def reserve_sec(self, num_steps: int, evaluation: bool) -> float:
         """Return what a few more steps, a save, perhaps an evaluation, and the end of the process may take.
@@ -67,10 +78,12 @@ class Clock:
         return {
             "train_time_sec": self.train_time_sec,
             "window_start_sec": self.window_start_sec,
+            "evaluation_time_sec": self.evaluation_time_sec,
             "longest_save_sec": self.longest_sec["save"],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.train_time_sec, self.window_start_sec = state["train_time_sec"], state["window_start_sec"]
+        self.evaluation_time_sec = state["evaluation_time_sec"]
         self.longest_sec["save"] = state["longest_save_sec"]

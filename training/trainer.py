@@ -222,10 +222,11 @@ class Trainer:
             with self.recorder.doing("evaluate"), self.clock.timing("evaluation"):
                 values |= evaluator(self.step)
         if values:
-            self._log(values)
+            self._log({**values, "evaluation_time_sec": self.clock.evaluation_time_sec})
         if numbers := without_pictures(values):
             text = "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
-            self.recorder.show(f"step {self.step}: {text}")
+            share = self.clock.evaluation_share
+            self.recorder.show(f"step {self.step}: {text}  ({share:.0%} of the run went into evaluations)")
         self.clock.resume()
         return reason
 

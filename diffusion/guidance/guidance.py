@@ -27,6 +27,7 @@ class Branch:
         rand: rand(T) -> (N, T) in [0, 1), each sample's own: what a routed branch draws its tokens from.
             None: the default generator of the device.
         evaluations: counts the forwards, if given.
+        counting_only: they are counted and not done; every prediction is 0.
     """
 
     precond: Precond
@@ -34,6 +35,7 @@ class Branch:
     routing: Routing | None = None
     rand: Callable[[int], torch.Tensor] | None = None
     evaluations: Evaluations | None = None
+    counting_only: bool = False
 
     @property
     def num_kept(self) -> tuple[int, ...]:
@@ -64,6 +66,8 @@ def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> lis
 def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """Return F_x of branches of one network and one length, one after another along the batch."""
     first, n = branches[0], len(branches)
+    if first.counting_only:  # of as many channels as a network may have
+        return torch.cat([torch.zeros_like(x, dtype=first.precond.dtype)] * 2, dim=1).repeat(n, 1, 1, 1)
     labels, routing = first.class_labels, first.routing
     if labels is not None:
         labels = torch.cat([branch.class_labels for branch in branches])

@@ -6,7 +6,6 @@ import torch
 from evaluation.features import FeatureSet
 from evaluation.metrics import Metric
 from evaluation.metrics.comparable import Array
-from runtime.launch import Launch
 
 SPLIT_SIZE = 5000  # images over which one score is taken
 
@@ -48,11 +47,6 @@ class SplitScores:
         negative_entropies = torch.special.xlogy(probs, probs).sum(dim=1, keepdim=True)
         sums = torch.cat([torch.ones_like(negative_entropies), negative_entropies, probs], dim=1)
         self._sums.index_add_(0, splits, sums)
-        return self
-
-    def merge(self, launch: Launch) -> "SplitScores":
-        """Replace the sums of this rank by those of all ranks; return self."""
-        self._sums = launch.sum(self._sums)
         return self
 
     def score(self) -> float:

@@ -1,5 +1,7 @@
 """Improved precision and recall, as the ADM suite computes them. [ADM]"""
 
+from math import isqrt
+
 import torch
 
 from evaluation.features import FeatureSet
@@ -7,6 +9,9 @@ from evaluation.metrics import Metric
 from evaluation.metrics.comparable import Array, comparable
 from evaluation.precision import strict_fp32
 from evaluation.statistics import AllFeatures
+
+MAX_BLOCK = 10_000
+BYTES_PER_DISTANCE = 20  # with its copies in fp16 and fp32, and those that are sorted
 
 
 class PrecisionRecall(Metric):
@@ -37,7 +42,7 @@ def precision_recall(
     k: int = 3,
     exact: bool = False,
     device: torch.device | str | None = None,
-    block_size: int = 10_000,
+    block_size: int | None = None,
 ) -> tuple[float, float]:
     """Return improved precision and recall.
 
@@ -49,12 +54,14 @@ def precision_recall(
         exact: distances in fp32. The default rounds as the original does, in fp16, and takes fp32 for a block
             in which a distance overflows.
         device: where to compute; None: where the features are.
-        block_size: rows and columns of distances in memory at a time.
+        block_size: rows and columns of distances in memory at a time; None: 10,000, or as many as a GPU has
+            room for.
 
     Raises:
         ValueError: a set of k members or fewer, feature lengths that differ, or features not finite.
     """
     reference, samples = comparable(reference_features, sample_features, at_least=k + 1, device=device)
+    block_size = block_size or _block_size(reference.device)
     reference_radii, sample_radii = (_radii(f, k, exact, block_size) for f in (reference, samples))
     covered_reference, covered_samples = (
         torch.zeros(len(f), dtype=torch.bool, device=f.device) for f in (reference, samples)
@@ -68,6 +75,14 @@ def precision_recall(
             covered_samples[columns] |= (distances <= reference_radii[rows, None]).any(dim=0)
             covered_reference[rows] |= (distances <= sample_radii[columns]).any(dim=1)
     return float(covered_samples.double().mean()), float(covered_reference.double().mean())
+
+
+def _block_size(device: torch.device) -> int:
+    """Return the side of a block of distances that takes at most half of a GPU's free memory."""
+    if device.type != "cuda":
+        return MAX_BLOCK
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(MAX_BLOCK, isqrt(free // 2 // BYTES_PER_DISTANCE)))
 
 
 def _radii(features: torch.Tensor, k: int, exact: bool, block_size: int) -> torch.Tensor:

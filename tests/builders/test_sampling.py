@@ -12,14 +12,18 @@ import sample
 from builders import config as configuration
 from builders import scoring
 from builders.sampling import _name, _settings, open_source, open_weights_file, read_source
-from data import encoder_for
-from diffusion import random_labels
+from diffusion import ImageSource, random_labels
 from models import DiT
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import ALONE
+from runtime.machine import has_fast_bf16
 from tests.runs import composed, tiny_run
 from training.checkpoint import find_checkpoint
+
+LATENTS = ImageSource.latents
+# The other one than that of this machine.
+MOST_UNLIKE = f"mixed_precision={'no' if has_fast_bf16(ALONE.device) else 'bf16'}"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +38,10 @@ def run(tmp_path_factory):
 def opened(run, *overrides):
     request = configuration.resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"))
     return open_source(request, ALONE)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def drawn(run, output, *overrides):
@@ -74,12 +82,6 @@ def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):
     assert opened(run, *options)[0].first_seed == 5
 
 
-def test_bf16_is_of_the_network_and_of_the_decoder(run):
-    for asked, bf16 in (((), False), (("mixed_precision=bf16",), True)):
-        with mock.patch("builders.sampling.encoder_for", wraps=encoder_for) as found:
-            assert opened(run, *asked)[0].bf16 == found.call_args.kwargs["bf16"] == bf16
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "suffix"),
     [
@@ -106,7 +108,7 @@ def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, k
 
 
 @pytest.mark.parametrize(
-    "option", ["num_steps=3", "guidance_scale=3", "sampler=edm", "mixed_precision=bf16", "checkpoint=4"]
+    "option", ["num_steps=3", "guidance_scale=3", "sampler=edm", MOST_UNLIKE, "checkpoint=4"]
 )
 def test_what_is_asked_changes_the_samples(run, tmp_path, option):
     images = []
@@ -123,7 +125,7 @@ def test_other_samples_have_another_name(run):
     options += ["num_steps=3", "sampler=edm", "sampler=edm sampler.rho=5", "sampler=edm sampler.rho=4"]
     options += ["sampler=heun", "sampler=euler"]
     options += ["guidance=cfg", "guidance=cfg guidance.guidance_interval=[0.1,2]", "guidance=sparse"]
-    options += ["mixed_precision=bf16", "decoding=official", "checkpoint=4"]
+    options += ["mixed_precision=bf16", "mixed_precision=no", "decoding=official", "checkpoint=4"]
     names = set()
     for asked in ("", *options):
         request = configuration.resolve(composed(f"run={run}", *asked.split(), config_name="sample"))
@@ -182,23 +184,31 @@ def test_samples_inside_the_run_are_not_overwritten_either(run):
         sample.main(asked)
 
 
-@pytest.mark.parametrize("part", ["_make_array", "save_grid", "write_json"])
-def test_a_full_disk_leaves_old_samples_and_nothing_partial(run, tmp_path, monkeypatch, part):
+@pytest.mark.parametrize("part", ["runtime.parts.np.savez", "sample.atomic_write", "sample.write_json"])
+def test_a_full_disk_leaves_old_samples_and_what_is_drawn(run, tmp_path, monkeypatch, part):
     output = tmp_path / "a.npz"
-    asked = (f"run={run}", "num_samples=4", f"output={output}", "overwrite=true")
+    asked = (f"run={run}", "num_samples=4", "batch_size=2", f"output={output}")
     sample.main(composed(*asked, config_name="sample"))
-    before = output.read_bytes()
+    before = files(tmp_path)
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sample, part, full)
-    with pytest.raises(UserError, match="No space left on device"):
+    asked += ("overwrite=true", "first_seed=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(part, full)
+        with pytest.raises(UserError, match="No space left on device"):
+            sample.main(composed(*asked, config_name="sample"))
+    if part != "sample.write_json":
+        assert {name: content for name, content in files(tmp_path).items() if name in before} == before
+    drawn_before = len(list(tmp_path.glob("a.npz.partial/0*.npz")))
+    assert drawn_before == (0 if "savez" in part else 2)
+    with mock.patch("diffusion.generate.ImageSource.latents", autospec=True, side_effect=LATENTS) as latents:
         sample.main(composed(*asked, config_name="sample"))
-    written = {"save_grid": {"a.npz"}, "write_json": {"a.npz", "a.png"}}
-    expected = written.get(part, {"a.json", "a.npz", "a.png"})
-    assert {path.name for path in tmp_path.iterdir()} == expected
-    assert output.read_bytes() == before, "the same samples"
+    assert latents.call_count == 2 - drawn_before
+    assert files(tmp_path).keys() == before.keys() == {"a.json", "a.npz", "a.png"}
+    with np.load(output) as arrays:
+        assert np.array_equal(arrays["arr_0"], drawn(run, tmp_path / "b.npz", *asked[1:3], "first_seed=1"))
 
 
 def test_the_pictures_of_a_training_are_decoded_as_its_samples_are(tmp_path):

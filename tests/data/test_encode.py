@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -143,7 +144,7 @@ def test_a_stopped_job_resumes_and_ends_the_same(
     tmp_path, photos, vae, small_parts, monkeypatch, capsys, stop_after
 ):
     run(photos, tmp_path / "whole", vae)
-    write, written = parts.PartFolder.write, []
+    write, written = parts.EncodedParts.write_part, []
 
     def stop(folder, number, part):
         if len(written) == stop_after:
@@ -151,7 +152,7 @@ def test_a_stopped_job_resumes_and_ends_the_same(
         written.append(number)
         write(folder, number, part)
 
-    monkeypatch.setattr(parts.PartFolder, "write", stop)
+    monkeypatch.setattr(parts.EncodedParts, "write_part", stop)
     with pytest.raises(KeyboardInterrupt):
         run(photos, tmp_path / "out", vae)
     said = f"stopped: the same command resumes from {tmp_path / 'out.partial'}"
@@ -163,7 +164,7 @@ def test_a_stopped_job_resumes_and_ends_the_same(
         again.append(number)
         write(folder, number, part)
 
-    monkeypatch.setattr(parts.PartFolder, "write", watched)
+    monkeypatch.setattr(parts.EncodedParts, "write_part", watched)
     run(photos, tmp_path / "out", vae)
     assert sorted(written_before + again) == [0, 1, 2], "what was done is not done again"
     assert files(tmp_path / "out") == files(tmp_path / "whole")
@@ -251,13 +252,13 @@ def test_corrupt_images_that_were_fixed_are_encoded(tmp_path, vae, small_parts, 
         run(folder, tmp_path / "out", vae)
     (folder / "china" / "001.jpg").write_bytes(whole)
     Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
-    again, write = [], parts.PartFolder.write
+    again, write = [], parts.EncodedParts.write_part
 
     def watched(folder, number, part):
         again.append(number)
         write(folder, number, part)
 
-    monkeypatch.setattr(parts.PartFolder, "write", watched)
+    monkeypatch.setattr(parts.EncodedParts, "write_part", watched)
     assert run(folder, tmp_path / "out", vae).manifest.count == 10
     assert again == [0, 1], "the part without corrupt images is kept"
 
@@ -353,8 +354,8 @@ def test_what_is_there_is_not_overwritten(tmp_path, photos, vae):
 
 
 def test_too_little_disk_space_is_an_error_before_any_work(tmp_path, photos, vae, monkeypatch):
-    usage = encode.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(encode.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(UserError, match=r"out=.* needs 0\.0 GiB while it is written, 0\.0 are free"):
         run(photos, tmp_path / "out", vae)
 
@@ -431,7 +432,7 @@ def test_a_public_autoencoder_is_taken_from_the_cache_without_network(tmp_path, 
 def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
     """A disk that is unmounted half-way must not leave half of the images out."""
     write_photographs(tmp_path / "photos")
-    write = parts.PartFolder.write
+    write = parts.EncodedParts.write_part
 
     def unmount(folder, number, part):
         write(folder, number, part)
@@ -442,7 +443,7 @@ def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts,
         r"No such file or directory; fix this and run the same command again to resume: '(china|flower)/\d+"
     )
     with monkeypatch.context() as patch, pytest.raises(UserError, match=message):
-        patch.setattr(parts.PartFolder, "write", unmount)
+        patch.setattr(parts.EncodedParts, "write_part", unmount)
         run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true")
     (tmp_path / "elsewhere").rename(tmp_path / "photos")
     assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10
@@ -493,18 +494,18 @@ def test_out_is_checked_again_under_the_lock(tmp_path, photos, vae, monkeypatch)
 
 def test_a_part_of_which_only_errors_were_written_is_redone(tmp_path):
     """Killed between the errors and the part, or between a part and the end of the old errors."""
-    folder = parts.PartFolder(tmp_path / "p", {"a": 1}, 3)
+    folder = parts.EncodedParts(tmp_path / "p", {"a": 1}, 3)
     assert folder.start() == [0, 1, 2]
     part = parts.Part(np.zeros((2, 1, 4, 4), np.float16), None, np.array([0, 1]), {})
     spoilt = parts.Part(part.latents[:1], None, part.positions[:1], {1: "b.png: broken"})
-    folder.write(0, part)
-    folder.write(1, spoilt)
+    folder.write_part(0, part)
+    folder.write_part(1, spoilt)
     assert folder.start() == [1, 2]
     assert folder.errors(range(3)) == {1: "b.png: broken"}
     (tmp_path / "p" / "0000002.errors.json").write_text("{}")
-    folder.write(2, part)
+    folder.write_part(2, part)
     assert folder.start() == [1]
-    folder.write(1, part)
+    folder.write_part(1, part)
     assert folder.start() == []
     assert folder.errors(range(3)) == {}
 

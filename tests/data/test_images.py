@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data import centre_crop, open_images
-from runtime.launch import Launch
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (11, 6, 5, 3), dtype=np.uint8)
@@ -26,7 +25,8 @@ def write_folder(folder, names=NAMES, images=IMAGES):
 
 
 def read(images, batch_size=4):
-    return np.concatenate([batch for _, batch in images.batches(batch_size)])
+    parts = range(-(-images.count // batch_size))
+    return np.concatenate([batch for _, batch in images.batches(batch_size, parts)])
 
 
 def test_every_kind_gives_the_same_images_in_sorted_order(tmp_path):
@@ -54,10 +54,11 @@ def test_processes_share_images_without_gaps_or_doubles(tmp_path_factory, count,
     for path in (folder / "x.npz", folder / "x"):
         seen = {}
         for process in range(num_processes):
-            for start, batch in open_images(path).batches(batch_size, Launch(process, num_processes)):
-                for i, image in enumerate(batch):
-                    assert start + i not in seen
-                    seen[start + i] = image
+            mine = range(process, -(-count // batch_size), num_processes)
+            for part, batch in open_images(path).batches(batch_size, mine):
+                for i, image in enumerate(batch, part * batch_size):
+                    assert i not in seen
+                    seen[i] = image
         assert sorted(seen) == list(range(count))
         assert all((image == IMAGES[i]).all() for i, image in seen.items())
 
@@ -67,7 +68,8 @@ def test_an_array_is_never_entirely_in_memory(tmp_path):
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "large.npz", np.zeros((size // (64 * 64 * 3), 64, 64, 3), np.uint8))
         tracemalloc.start()
-        for _ in open_images(tmp_path / "large.npz").batches(16, Launch(1, 2)):
+        large = open_images(tmp_path / "large.npz")
+        for _ in large.batches(16, range(1, large.count // 16, 2)):
             pass
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -108,7 +110,7 @@ def test_damaged_arrays_are_refused(tmp_path):
         read(open_images(tmp_path / "flipped.npz"))
     with pytest.raises(ValueError, match=r"flipped.npz is damaged"):
         for process in range(2):
-            list(open_images(tmp_path / "flipped.npz").batches(20, Launch(process, 2)))
+            list(open_images(tmp_path / "flipped.npz").batches(20, range(process, 3, 2)))
     np.savez_compressed(tmp_path / "packed.npz", images)
     packed = (tmp_path / "packed.npz").read_bytes()
     (tmp_path / "start.npz").write_bytes(packed[:60] + bytes(8) + packed[68:])

@@ -18,14 +18,26 @@ from runtime.launch import Launch
 from tests.networks import PAPER, small_batch, small_dit
 
 PRECOND = EDMPrecond(small_dit([PAPER])).eval()
+CPU = torch.device("cpu")
 TWO_STEPS = partial(edm_sampler, num_steps=2)
 
 
 def latents(num_samples, batch_size, rank=0, world_size=1, **sampler):
     labels = balanced_labels(num_samples, 10)
     sampler = partial(edm_sampler, num_steps=4, **sampler)
-    options = {"seeds": range(7, 7 + num_samples), "class_labels": labels, "batch_size": batch_size}
-    return dict(generate(PRECOND, sampler, CFG(), launch=Launch(rank, world_size), **options))
+    starts = range(rank * batch_size, num_samples, world_size * batch_size)
+    slices = {start: slice(start, start + batch_size) for start in starts}
+    return {
+        start: generate(
+            PRECOND,
+            sampler,
+            CFG(),
+            seeds=range(7, 7 + num_samples)[part],
+            class_labels=labels[part],
+            device=CPU,
+        )
+        for start, part in slices.items()
+    }
 
 
 def joined(parts):
@@ -51,9 +63,10 @@ def test_initial_noise_is_bitwise_the_same_for_any_batch_size():
         seen.append(torch.stack([noise, randn_like(noise)], dim=1))
         return noise
 
-    options = {"seeds": range(10), "class_labels": torch.arange(10), "launch": Launch()}
     for batch_size in (10, 3):
-        list(generate(PRECOND, sampler, CFG(), batch_size=batch_size, **options))
+        for seeds in torch.arange(10).split(batch_size):
+            options = {"seeds": seeds.tolist(), "class_labels": seeds, "device": CPU}
+            generate(PRECOND, sampler, CFG(), **options)
     assert torch.equal(seen[0], torch.cat(seen[1:]))
 
 

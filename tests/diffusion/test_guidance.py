@@ -18,6 +18,7 @@ from diffusion import (
     edm_sampler,
     generate,
 )
+from diffusion.generate import cost_of_evaluations
 from diffusion.guidance import predict
 from models import DiT
 from routing import Routing
@@ -217,16 +218,18 @@ def test_branches_of_one_network_and_length_share_a_forward():
 
 
 def drawn(guidance, batch_size):
-    batches = generate(
-        PRECOND,
-        partial(edm_sampler, num_steps=3),
-        guidance,
-        seeds=range(6),
-        class_labels=torch.arange(6),
-        batch_size=batch_size,
-        launch=ALONE,
-    )
-    return torch.cat([latents for _, latents in batches])
+    batches = [
+        generate(
+            PRECOND,
+            partial(edm_sampler, num_steps=3),
+            guidance,
+            seeds=part.tolist(),
+            class_labels=part,
+            device=ALONE.device,
+        )
+        for part in torch.arange(6).split(batch_size)
+    ]
+    return torch.cat(batches)
 
 
 @pytest.mark.parametrize("masks", ["fresh", "fixed"])
@@ -263,7 +266,9 @@ def test_the_cost_of_an_image_counts_every_forward():
             launch=ALONE,
         )
         assert source.cost() is None
-        list(source.batches(6))
+        list(source.batches(6, 4, range(2)))
+        counted = source.count_evaluations()
+        assert cost_of_evaluations(counted, 1) == source.cost()
         return source.cost()
 
     T, dense = NET.num_tokens, NET.flops([NET.num_tokens]).forward

@@ -22,9 +22,9 @@ from evaluation import (
     precision_recall,
 )
 from evaluation.adm import with_count
-from evaluation.features import extract, split
+from evaluation.features import ArrayImages, add_up, look
 from evaluation.statistics import AllFeatures, FeatureStatistics
-from runtime.launch import Launch
+from runtime.launch import ALONE, Launch
 from runtime.machine import start_process
 from tests.evaluation.test_metrics import plain_precision_recall
 from tests.inception import Remembering, adm_suite, random_state, write_random_weights
@@ -35,7 +35,6 @@ def pictures(count, seed):
     return (rng.random((count, 24, 24, 1)) * 100 + rng.integers(0, 150, (count, 1, 1, 3))).astype(np.uint8)
 
 
-EXTRACTION = {"batch_size": 4, "launch": Launch(), "description": "features"}
 SAMPLES, REFERENCE = pictures(22, 1), pictures(17, 2)
 
 
@@ -76,7 +75,7 @@ def plain_distance(one, other):
 def scores(detector, folder, reference, **options):
     samples = open_images(folder / "samples.npz")
     suite = adm_suite(detector, open_reference(folder / reference, open_images), **options)
-    return suite.score(samples.batches(8), samples.count, samples.shape)
+    return suite.score(samples)
 
 
 def test_scores_agree_with_the_definitions(detector, features, folder):
@@ -185,7 +184,8 @@ def test_batches_and_order_matter_only_for_splits(weights, folder):
         np.savez(folder / "x.npz", images)
         opened = open_images(folder / "x.npz")
         needs = [(FeatureStatistics, "pool"), (FeatureStatistics, "spatial"), (AllFeatures, "pool")]
-        found = extract(detector, opened.batches(batch_size), opened.count, needs, **EXTRACTION)
+        parts = look(detector, opened, batch_size=batch_size, launch=ALONE, description="")
+        found, _ = add_up(parts, needs, opened.count, ALONE.device)
         return (*(found[need] for need in needs),)
 
     (pool, spatial, kept), (others, other_spatial, others_kept) = (
@@ -197,20 +197,26 @@ def test_batches_and_order_matter_only_for_splits(weights, folder):
     np.testing.assert_allclose(kept.features, others_kept.features[::-1], rtol=1e-3, atol=1e-4)
 
 
-def test_batches_are_split_to_the_detectors_size():
-    parts = [(10, np.arange(5)), (15, np.arange(2)), (17, np.arange(0))]
-    assert [(start, images.tolist()) for start, images in split(parts, 2)] == [
-        (10, [0, 1]),
-        (12, [2, 3]),
-        (14, [4]),
-        (15, [0, 1]),
-    ]
+def test_parts_are_split_to_the_detectors_size():
+    class Drawn(ArrayImages):
+        part_size = 5
+
+    seen = []
+
+    def detector(images):
+        seen.append(len(images))
+        return {"pool": images.reshape(len(images), -1)}
+
+    images = Drawn(np.arange(12, dtype=np.uint8).reshape(12, 1, 1, 1))
+    parts = [*look(detector, images, batch_size=2, launch=ALONE, description="")]
+    assert seen == [2, 2, 1, 2, 2, 1, 2]
+    assert np.concatenate([part["pool"] for part in parts]).ravel().tolist() == list(range(12))
 
 
 def test_lost_images_are_noticed(detector, folder):
-    images = open_images(folder / "images.npz")
-    with pytest.raises(ValueError, match="8 images came instead of 17"):
-        extract(detector, images.batches(8, Launch(1, 2)), images.count, [], **EXTRACTION)
+    parts = [*look(detector, open_images(folder / "images.npz"), batch_size=8, launch=ALONE, description="")]
+    with pytest.raises(ValueError, match="16 images came instead of 17"):
+        add_up(parts[:2], [], 17, ALONE.device)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +357,7 @@ def test_published_scores_of_adm(tmp_path):
     launch = Launch(device=torch.device(device))
     options = {"batch_size": 64, "kid": False, "launch": launch}
     suite = adm_suite(InceptionDetector(weights, device), open_reference(reference, open_images), **options)
-    values = suite.score(images.batches(64), images.count, images.shape).values
+    values = suite.score(images).values
     expected = {
         "is": (215.837, 0.3),
         "fid": (3.94256, 0.005),

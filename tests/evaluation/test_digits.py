@@ -29,7 +29,7 @@ def suite_of(name, dataset, **options):
 
 
 def scored(suite, images, labels):
-    return suite.score([(0, images)], len(images), images.shape[1:], labels).values
+    return suite.score(ArrayImages(images), labels).values
 
 
 def test_scores_tell_good_from_bad(dataset):
@@ -83,11 +83,15 @@ def test_a_detector_that_is_fitted_works_on_the_first_rank_alone():
         Suite(reference, detector=DigitClassifier(), metrics={"accuracy": LabelAccuracy()}, **asked)
 
 
+class InTwoParts(ArrayImages):
+    part_size = 150
+
+
 class Source:
-    """The first of some images, in two batches; it remembers which labels were asked for."""
+    """The first of some images, in two parts; it remembers which labels were asked for."""
 
     def __init__(self, images, labels):
-        self.images, self._labels, self.image_shape = images, labels, images.shape[1:]
+        self._images, self._labels, self.image_shape = images, labels, images.shape[1:]
 
     def with_labels(self, labels):
         self.asked = labels
@@ -96,9 +100,11 @@ class Source:
     def labels(self, num_samples):
         return torch.from_numpy(self._labels[:num_samples])
 
-    def batches(self, num_samples):
-        yield 150, self.images[150:num_samples]
-        yield 0, self.images[:150]
+    def images(self, num_samples):
+        return InTwoParts(self._images[:num_samples])
+
+    def describe(self):
+        return {}
 
 
 @pytest.mark.parametrize("labels", ["random", "balanced"])

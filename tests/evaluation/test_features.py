@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 
 from data import NpzImages, open_images
 from evaluation import inception_score, kernel_distance, make_reference, open_reference, precision_recall
-from evaluation.features import extract
+from evaluation.features import add_up, look
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.reference import evenly_spaced
 from evaluation.statistics import AllFeatures, FeatureStatistics
-from runtime.launch import Launch
+from runtime.launch import ALONE
 from tests.inception import Projections, adm_suite
 
 RNG = np.random.default_rng(0)
@@ -19,6 +20,7 @@ SAMPLES, REFERENCE = (
     for most, count in ((200, 22), (256, 17))
 )
 DETECTOR = Projections()
+CPU = torch.device("cpu")
 
 
 class InAnyOrder(NpzImages):
@@ -37,14 +39,14 @@ def folder(tmp_path):
 
 def scores(folder, reference, **options):
     suite = adm_suite(DETECTOR, open_reference(folder / reference, open_images), **options)
-    return suite.score(InAnyOrder(folder / "samples.npz").batches(5), 22, SAMPLES.shape[1:]).values
+    return suite.score(InAnyOrder(folder / "samples.npz")).values
 
 
 def test_features_are_kept_and_split_by_the_positions_of_their_images(folder, monkeypatch):
     monkeypatch.setattr("evaluation.metrics.inception_score.SPLIT_SIZE", 9)
-    batches = InAnyOrder(folder / "samples.npz").batches(5)
+    images = InAnyOrder(folder / "samples.npz")
     needs = [(AllFeatures, "pool"), (FeatureStatistics, "spatial"), (SplitScores, "probs")]
-    found = extract(DETECTOR, batches, 22, needs, batch_size=3, launch=Launch(), description="features")
+    found, _ = add_up(look(DETECTOR, images, batch_size=3, launch=ALONE, description=""), needs, 22, CPU)
     features, (kept, spatial, splits) = DETECTOR(SAMPLES), (found[need] for need in needs)
     np.testing.assert_allclose(kept.features, features["pool"], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(spatial.mean, features["spatial"].double().mean(dim=0), rtol=1e-5, atol=1e-5)
@@ -53,7 +55,7 @@ def test_features_are_kept_and_split_by_the_positions_of_their_images(folder, mo
 
 def test_a_reference_keeps_images_evenly_spaced_and_the_statistics_of_all(folder, monkeypatch):
     monkeypatch.setattr("evaluation.reference.NUM_KEPT", 6)
-    make_reference(DETECTOR, InAnyOrder(folder / "images.npz"), folder / "made.npz", 3, Launch())
+    make_reference(DETECTOR, InAnyOrder(folder / "images.npz"), folder / "made.npz", 3, ALONE)
     with np.load(folder / "made.npz") as made:
         assert (made["arr_0"] == REFERENCE[[0, 2, 5, 8, 11, 14]]).all()
     assert evenly_spaced(3, 6).tolist() == [0, 1, 2]

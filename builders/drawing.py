@@ -1,0 +1,208 @@
+"""How images are drawn: precision, batches and compilation, decided once for all parts of a job."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from joblib import cpu_count
+from tqdm import tqdm
+
+from diffusion import ImageSource
+from diffusion.generate import cost_of_evaluations
+from diffusion.graphs import replay_forward
+from evaluation.features import COST
+from evaluation.pictures import in_turn, save_grid
+from runtime.files import finite
+from runtime.launch import Launch
+from runtime.machine import (
+    can_compile,
+    can_keep_freed_memory,
+    compile_blocks,
+    has_fast_bf16,
+    keep_freed_memory,
+)
+from runtime.parts import PartFolder, check_room, settings_of
+from runtime.provenance import flatten, source_sha256
+
+LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
+PATHS = ("run", "checkpoint", "encoder.name")  # the weights are known by their hashes
+GRID_ROWS = 10
+TOKENS_AT_ONCE = 4096  # on a CPU, where larger batches are not faster (RESULTS.md)
+MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
+# Assumed for an estimate that is the same on any number of processes and in every start: FLOPs per second (of
+# a core, of a GPU) of blocks that are not compiled, the share of the time that compiled ones save, and the
+# seconds that compiling takes, for the first length and for each further one.
+FLOPS_PER_SEC = {"cpu": 7.5e10, "cuda": 2e14}
+SAVED_SHARE = {"cpu": 0.35, "cuda": 0.3}
+COMPILE_SEC = {"cpu": (20, 5), "cuda": (40, 20)}
+
+
+def settle(
+    source: ImageSource, asked: dict[str, Any], saved: dict[str, Any], num_samples: int, launch: Launch
+) -> dict[str, Any]:
+    """Decide what was left open, the same on all ranks and on any number of them, and set a source to it.
+
+    Args:
+        asked: the keys of LEFT_OPEN.
+        saved: what the job was started with, if it was.
+        num_samples: of the whole job.
+    """
+
+    def decide() -> tuple[dict[str, Any], str]:
+        chosen = {
+            key: saved.get(key) if asked[key] == left_open else asked[key]
+            for key, left_open in LEFT_OPEN.items()
+        }
+        precision = chosen["mixed_precision"] or ("bf16" if has_fast_bf16(launch.device) else "no")
+        source.bf16 = precision == "bf16"
+        batch_size = chosen["batch_size"] or default_batch_size(source)
+        compiled, why = chosen["compile"], ""
+        if compiled is None:
+            compiled, why = is_worth_compiling(source, num_samples)
+        return {
+            "mixed_precision": precision,
+            "batch_size": batch_size,
+            "compile": compiled in (True, "true"),
+        }, why
+
+    if can_keep_freed_memory(launch.device):
+        keep_freed_memory()
+    resolved, why = launch.broadcast_from_main(decide)
+    source.bf16, source.batch_size = resolved["mixed_precision"] == "bf16", resolved["batch_size"]
+    if why:
+        launch.print(why)
+    return resolved
+
+
+def prepare(source: ImageSource) -> None:
+    """Compile the blocks of the networks that a source evaluates, and have CUDA replay their forwards."""
+    evaluations = source.count_evaluations()
+    for net in dict.fromkeys(net for net, _ in evaluations):
+        # One graph for each length, alone and with the guided branch beside.
+        compile_blocks(net.blocks, 2 * num_lengths(evaluations))
+        if source.launch.device.type == "cuda":
+            replay_forward(net)
+
+
+def num_lengths(evaluations: Any) -> int:
+    """Return how many lengths of sequences the blocks see."""
+    return len({length for net, kept in evaluations for length in (net.num_tokens, *kept)})
+
+
+def is_worth_compiling(source: ImageSource, num_samples: int) -> tuple[bool, str]:
+    """Return whether compiled blocks save more time than it takes to compile them, and why."""
+    kind = source.launch.device.type
+    if kind not in FLOPS_PER_SEC or not can_compile(source.launch.device):
+        return False, ""
+    evaluations = source.count_evaluations()
+    flops = cost_of_evaluations(evaluations, 1)["flops"] * num_samples
+    sec = flops / FLOPS_PER_SEC[kind] / (cpu_count() if kind == "cpu" else 1)
+    if sec < 1:
+        return False, ""
+    first, further = COMPILE_SEC[kind]
+    price, saving = first + further * (num_lengths(evaluations) - 1), SAVED_SHARE[kind] * sec
+    verb = "are compiled" if saving > price else "are not compiled"
+    work = f"{num_samples} images take {flops / 1e12:.3g} TFLOP, about {sec:.0f} s"
+    balance = f"compiled blocks would save about {saving:.0f} s and take about {price} s to compile"
+    return saving > price, f"{work}: {balance}, so they {verb} (compile=true or false decides)"
+
+
+def default_batch_size(source: ImageSource) -> int:
+    """Return a batch that fills a CPU's caches, or at most a quarter of a GPU's memory."""
+    device, num_tokens = source.launch.device, source.precond.net.num_tokens
+    if device.type != "cuda":
+        return max(1, TOKENS_AT_ONCE // num_tokens)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    source.one_evaluation(PROBE_BATCH)
+    per_image = max(1, torch.cuda.max_memory_allocated(device) - before) / PROBE_BATCH
+    room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return min(MAX_BATCH, 2 ** int(np.log2(max(1, room / per_image))))
+
+
+def about(record: dict[str, Any], launch: Launch) -> dict[str, Any]:
+    """Return what a part of samples depends on, as JSON."""
+    flat = {key: value for key, value in flatten(record).items() if key not in PATHS}
+    flat |= {"code": source_sha256(), "torch": torch.__version__, "device": launch.device.type}
+    return json.loads(json.dumps(finite(flat)))
+
+
+def draw(
+    source: ImageSource, record: dict[str, Any], output: Path, columns: int, overwrite: bool, launch: Launch
+) -> PartFolder:
+    """Draw what is missing of the images of a record, on all ranks, and return the folder of the parts.
+
+    A grid of the first ones grows in it.
+
+    Raises:
+        OSError: the disk is full; what is drawn stays.
+        ValueError: a sample is not finite, or the folder has parts of another job.
+    """
+    path, num_samples = output.with_name(f"{output.name}.partial"), record["num_samples"]
+    saved = launch.broadcast_from_main(lambda: settings_of(path))
+    record |= settle(source, {key: record[key] for key in LEFT_OPEN}, saved, num_samples, launch)
+    size = source.part_size(num_samples)
+    parts = PartFolder(path, about(record, launch), -(-num_samples // size), "overwrite=true starts again")
+
+    def start() -> list[int]:
+        todo = parts.start(replace=overwrite)
+        num_bytes = int(np.prod(source.image_shape))
+        check_room("output", output, num_bytes * (num_samples + size * len(todo)))  # the file, and its parts
+        return todo
+
+    todo = launch.broadcast_from_main(start)
+    if todo and record["compile"]:
+        prepare(source)
+    if launch.is_main and todo:
+        print(f"a picture of the first ones grows in {path / 'grid.png'}")
+    grid = GrowingGrid(source, parts, num_samples, columns)
+    finished = min(num_samples, size * (parts.num_parts - len(todo)))
+    bar = {"total": num_samples, "initial": finished, "desc": "sample", "unit": "image"}
+    with tqdm(**bar, disable=not launch.is_main) as progress, resumable(path, launch):
+        for part, images in source.batches(num_samples, size, todo[launch.rank :: launch.world_size]):
+            parts.write(part, {"images": images, COST: np.array([*source.cost().values()])})
+            if launch.is_main:
+                done = parts.done()
+                grid.update(done)
+                progress.update(min(size * len(done), num_samples) - progress.n)
+    launch.barrier()
+    if launch.is_main:
+        grid.update(parts.done())
+    return parts
+
+
+@contextmanager
+def resumable(path: Path, launch: Launch) -> Iterator[None]:
+    """Say where a drawing that is interrupted goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        launch.print(f"\nstopped: the same command resumes from {path}")
+        raise
+
+
+class GrowingGrid:
+    """A picture of the first samples, class by class, of which those are shown that are drawn."""
+
+    def __init__(self, source: ImageSource, parts: PartFolder, num_samples: int, columns: int):
+        labels = source.labels(num_samples)
+        order = np.arange(num_samples) if labels is None else in_turn(labels.numpy())
+        self.shown = order[: GRID_ROWS * columns]
+        self._size, self._parts, self._columns = source.part_size(num_samples), parts, columns
+        self._images = np.zeros((len(self.shown), *source.image_shape), np.uint8)
+        self._seen: set[int] = set()
+
+    def update(self, done: set[int]) -> None:
+        """Write the picture again where finished parts have something to show."""
+        of_part = self.shown // self._size
+        fresh = (done - self._seen) & set(of_part.tolist())
+        for part in fresh:
+            images = self._parts.read(part)["images"]
+            self._images[of_part == part] = images[self.shown[of_part == part] % self._size]
+        self._seen |= done
+        if fresh:
+            save_grid(self._images, self._parts.path / "grid.png", self._columns)

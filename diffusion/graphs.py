@@ -1,0 +1,61 @@
+"""Forwards that CUDA records once and replays: hundreds of launches become one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from routing import Routing
+
+
+def replay_forward(net: nn.Module) -> None:
+    """Have a network replay its forward where it runs without gradients and draws nothing itself."""
+    if not isinstance(net.forward, MethodType):  # it is replayed already
+        return
+    net.forward = _Recorded(net.forward)
+
+
+class _Recorded:
+    """A forward, recorded for each kind of input when it first comes; one pool of memory serves all."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]):
+        self._forward, self._recorded = forward, {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        c_noise: torch.Tensor,
+        class_labels: torch.Tensor | None,
+        *,
+        routing: Routing | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        draws = routing is not None and routing.noise is None
+        if torch.is_grad_enabled() or generator is not None or draws:
+            return self._forward(x, c_noise, class_labels, routing=routing, generator=generator)
+        noise = () if routing is None else tuple(routing.noise)
+        labels = () if class_labels is None else (class_labels,)
+        inputs = (x, c_noise, *labels, *noise)
+        kind = (torch.is_autocast_enabled("cuda"), None if routing is None else routing.selection_ratio)
+        kind += tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        if kind not in self._recorded:
+            self._recorded[kind] = self._record(inputs, len(labels), routing)
+        return self._recorded[kind](*inputs).clone()  # the next replay writes over it
+
+    def _record(
+        self, inputs: tuple[torch.Tensor, ...], num_labels: int, routing: Routing | None
+    ) -> Callable[..., Any]:
+        def forward(x: torch.Tensor, c_noise: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            labels, noise = (rest[0] if num_labels else None), list(rest[num_labels:])
+            given = None if routing is None else replace(routing, noise=noise)
+            return self._forward(x, c_noise, labels, routing=given, generator=None)
+
+        # A recording must not hold weights that autocast has cast and keeps only for a while.
+        with torch.autocast(
+            "cuda", torch.bfloat16, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False
+        ):
+            return torch.cuda.make_graphed_callables(forward, inputs, pool=self._pool)

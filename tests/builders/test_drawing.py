@@ -1,0 +1,332 @@
+"""How images are drawn: what is decided, what a job that was stopped goes on with, what is kept."""
+
+import json
+from collections import Counter
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fid
+import sample
+from builders import drawing
+from builders.drawing import COMPILE_SEC, LEFT_OPEN, default_batch_size, is_worth_compiling, settle
+from diffusion import CFG, EDMPrecond, ImageSource, SparseGuidance, edm_sampler
+from evaluation import ArrayImages
+from evaluation.features import digest_of_images, look
+from models import DiT
+from runtime.errors import UserError
+from runtime.launch import ALONE, Launch
+from runtime.machine import can_compile, has_fast_bf16
+from runtime.parts import PartFolder
+from tests.inception import Projections, write_random_weights
+from tests.networks import PAPER, small_dit
+from tests.runs import composed, tiny_run
+
+LATENTS = ImageSource.latents
+
+
+def decode(latents):
+    return (latents.permute(0, 2, 3, 1) * 50).clamp(0, 255).to(torch.uint8).numpy()
+
+
+def source_of(net=None, guidance=None, num_steps=2, **options):
+    net = small_dit([PAPER]) if net is None else net
+    options = {"batch_size": 1, "launch": ALONE, **options}
+    sampler = partial(edm_sampler, num_steps=num_steps)
+    return ImageSource(EDMPrecond(net), sampler, guidance or CFG(), decode, **options)
+
+
+def test_what_is_asked_wins_then_what_the_job_began_with():
+    began = {"mixed_precision": "bf16", "batch_size": 7, "compile": False}
+    asked = {"mixed_precision": "no", "batch_size": 3, "compile": "true"}
+    for given, saved, expected in (
+        (LEFT_OPEN, began, began),
+        (asked, began, {**asked, "compile": True}),
+        (asked, {}, {**asked, "compile": True}),
+        ({**LEFT_OPEN, "batch_size": 5}, began, {**began, "batch_size": 5}),
+    ):
+        source = source_of()
+        assert settle(source, given, saved, 10, ALONE) == expected
+        assert (source.bf16, source.batch_size) == (
+            expected["mixed_precision"] == "bf16",
+            expected["batch_size"],
+        )
+    left = settle(source_of(), LEFT_OPEN, {}, 10, ALONE)
+    fast = "bf16" if has_fast_bf16(ALONE.device) else "no"
+    assert left == {"mixed_precision": fast, "batch_size": 256, "compile": False}
+
+
+def test_a_batch_on_a_cpu_has_about_as_many_tokens_whatever_the_network():
+    for patch_size, num_images in ((1, 64), (2, 256), (4, 1024)):
+        net = DiT(8, patch_size, 3, 16, 1, 2, num_classes=10)
+        assert default_batch_size(source_of(net)) == num_images == 4096 // net.num_tokens
+
+
+def test_blocks_are_compiled_where_the_work_outlasts_that(monkeypatch):
+    source = source_of(num_steps=10)
+    if not can_compile(ALONE.device):
+        pytest.skip("no compiler, or no headers of Python")
+    first, _ = COMPILE_SEC["cpu"]
+    flops = 19 * source.precond.net.flops([source.precond.net.num_tokens]).forward
+    rate = drawing.FLOPS_PER_SEC["cpu"] * drawing.cpu_count()
+    just = int(first / drawing.SAVED_SHARE["cpu"] * rate / flops)
+    assert [is_worth_compiling(source, n)[0] for n in (just, just + 2)] == [False, True]
+    why = is_worth_compiling(source, just + 2)[1]
+    assert f"{just + 2} images take {flops * (just + 2) / 1e12:.3g} TFLOP" in why
+    assert "so they are compiled (compile=true or false decides)" in why
+    # The same for each rank of any number: the bits of a sample depend on it.
+    assert is_worth_compiling(source_of(num_steps=10, launch=Launch(3, 8)), just + 2)[0]
+    # A second length takes longer to compile, and costs less.
+    sparse = source_of(guidance=SparseGuidance(2.0), num_steps=10)
+    assert drawing.num_lengths(sparse.count_evaluations()) == 2
+    monkeypatch.setattr(drawing, "can_compile", lambda device: False)
+    assert is_worth_compiling(source, 10**9) == (False, "")
+
+
+def test_evaluations_are_counted_without_running_the_network():
+    source = source_of(guidance=CFG(2.0), num_steps=3)
+    with mock.patch.object(source.precond.net, "forward", side_effect=AssertionError("ran")):
+        counted = source.count_evaluations()
+    net = source.precond.net
+    assert counted == Counter({(net, (net.num_tokens,)): 10})
+    assert source.cost() is None, "a count costs nothing"
+
+
+def test_more_images_begin_with_the_same_ones():
+    source = source_of(batch_size=4)
+    few, _ = source(6)
+    many, _ = source(9)
+    assert np.array_equal(few, many[:6])
+    assert few.shape[0] == 6
+    with mock.patch("diffusion.generate.NUM_SEEDS", 8):  # what is cut from the last part may lie beyond
+        assert np.array_equal(source_of(batch_size=4)(6)[0], few)
+
+
+def test_a_sample_that_is_not_finite_is_named():
+    class Broken(CFG):
+        def __call__(self, strong):
+            def denoise(x, t):
+                return torch.where(strong.class_labels.view(-1, 1, 1, 1) == 2, torch.nan, x)
+
+            return denoise
+
+    source = source_of(guidance=Broken(), batch_size=2, first_seed=100)
+    with pytest.raises(ValueError, match=r"the sample of seed 102 is not finite \(the network ran in fp32\)"):
+        source(8)
+    assert source(2)[0].shape[0] == 2
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drawing") / "run"
+    tiny_run(folder, "data.in_channels=3", "sampler.num_steps=2", "model.init=xavier", "data.num_classes=3")
+    return folder
+
+
+def ask(run, output, *overrides):
+    options = ("num_samples=10", "batch_size=3", f"output={output}", *overrides)
+    sample.main(composed(f"run={run}", *options, config_name="sample"))
+
+
+class Stopped(Exception):
+    """In place of a kill: nothing handles it."""
+
+
+def stop_after(num_parts):
+    """Draw so many parts, and come to an end at the next."""
+    calls = []
+
+    def latents(self, *arguments, **options):
+        if not options.get("counting_only"):
+            calls.append(arguments)
+            if len(calls) > num_parts:
+                raise Stopped
+        return LATENTS(self, *arguments, **options)
+
+    return mock.patch("diffusion.generate.ImageSource.latents", latents), calls
+
+
+def test_a_job_that_is_stopped_goes_on_and_gives_the_same_file(run, tmp_path):
+    ask(run, tmp_path / "whole.npz")
+    for num_parts in (1, 3):
+        patch, _ = stop_after(num_parts)
+        with patch, pytest.raises(Stopped):
+            ask(run, tmp_path / "s.npz")
+        assert {path.name for path in tmp_path.glob("s.*")} == {"s.npz.partial"}
+        assert len(list(tmp_path.glob("s.npz.partial/0*.npz"))) == num_parts
+        patch, calls = stop_after(4)
+        with patch:
+            ask(run, tmp_path / "s.npz")
+        assert [start for start, _ in calls] == [3 * part for part in range(num_parts, 4)]
+        for suffix in (".npz", ".png"):
+            files = (tmp_path / f"{name}{suffix}" for name in ("whole", "s"))
+            assert len({file.read_bytes() for file in files}) == 1
+        records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "s")]
+        assert records[0]["cost_per_image"] == records[1]["cost_per_image"]
+        assert records[0]["samples_sha256"] == records[1]["samples_sha256"]
+        assert not list(tmp_path.glob("*.partial"))
+        for file in tmp_path.glob("s.*"):
+            file.unlink()
+
+
+def test_parts_of_another_job_are_not_mixed_in(run, tmp_path):
+    patch, _ = stop_after(1)
+    with patch, pytest.raises(Stopped):
+        ask(run, tmp_path / "s.npz")
+    with pytest.raises(UserError, match=r"other settings \(first_seed: 0 -> 5\): .*overwrite=true starts"):
+        ask(run, tmp_path / "s.npz", "first_seed=5")
+    with (
+        mock.patch("builders.drawing.source_sha256", lambda: "edited"),
+        pytest.raises(UserError, match=r"other settings \(code: .* -> edited\)"),
+    ):
+        ask(run, tmp_path / "s.npz")
+    ask(run, tmp_path / "s.npz", "first_seed=5", "overwrite=true")
+    ask(run, tmp_path / "other.npz", "first_seed=5")
+    assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "other.npz").read_bytes()
+
+
+def test_a_job_keeps_the_precision_and_the_batch_that_it_began_with(run, tmp_path):
+    options = ("batch_size=null", "num_samples=300")
+    patch, _ = stop_after(1)
+    with patch, pytest.raises(Stopped):
+        ask(run, tmp_path / "s.npz", *options)
+    with (
+        mock.patch("builders.drawing.default_batch_size", lambda source: 7),
+        mock.patch("builders.drawing.has_fast_bf16", lambda device: not has_fast_bf16(device)),
+    ):
+        ask(run, tmp_path / "s.npz", *options)
+    ask(run, tmp_path / "whole.npz", *options)
+    assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+
+
+def test_a_damaged_part_is_drawn_again(run, tmp_path):
+    ask(run, tmp_path / "whole.npz")
+    patch, _ = stop_after(2)
+    with patch, pytest.raises(Stopped):
+        ask(run, tmp_path / "s.npz")
+    part = tmp_path / "s.npz.partial/0000001.npz"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 3] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(UserError, match=r"0000001.npz was damaged .* and is removed: run the same command"):
+        ask(run, tmp_path / "s.npz", "grid_columns=1")
+    ask(run, tmp_path / "s.npz", "grid_columns=1")
+    assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+
+
+def test_too_little_disk_space_is_an_error_before_any_image(run, tmp_path):
+    room = mock.Mock(free=1000)
+    with (
+        mock.patch("shutil.disk_usage", lambda path: room),
+        pytest.raises(UserError, match=r"output=.*s\.npz needs 0\.0 GiB while it is written, 0\.0 are free"),
+    ):
+        ask(run, tmp_path / "s.npz")
+
+
+def test_a_picture_grows_while_images_are_drawn(run, tmp_path):
+    shown = []
+    write = PartFolder.write
+
+    def watched(self, i, arrays):
+        write(self, i, arrays)
+        picture = self.path / "grid.png"
+        shown.append(np.asarray(Image.open(picture)) if picture.exists() else None)
+
+    with mock.patch.object(PartFolder, "write", watched):
+        ask(run, tmp_path / "s.npz", "labels=balanced")
+    last = np.asarray(Image.open(tmp_path / "s.png"))
+    assert shown[0] is None
+    num_dark = [int((picture == 0).all(axis=-1).sum()) for picture in (*shown[1:], last)]
+    assert num_dark == sorted(num_dark, reverse=True)
+    assert num_dark[0] > num_dark[-1]
+    tiles = [picture[2:34, 2:34] for picture in (shown[1], last)]
+    assert np.array_equal(*tiles), "an image stays in its place"
+
+
+@pytest.fixture
+def scored(run, tmp_path, monkeypatch):
+    """Score a run as fid.py does; return a function that does, and the images that its detector has seen."""
+    seen = []
+
+    class Watching(Projections):
+        def __call__(self, images):
+            seen.append(len(images))
+            return super().__call__(images)
+
+    monkeypatch.setattr("evaluation.adm.InceptionDetector", lambda *_: Watching())
+    write_random_weights(tmp_path / "weights.pth")
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "reference.npz", rng.integers(0, 256, (17, 8, 8, 3), dtype=np.uint8))
+    base = (f"reference={tmp_path / 'reference.npz'}", f"weights={tmp_path / 'weights.pth'}")
+    options = (f"run={run}", "num_samples=10", "batch_size=3", f"features={tmp_path / 'features'}")
+
+    def score(name, *overrides):
+        out = f"out={tmp_path / name}.json"
+        fid.main(composed(*base, *options, out, *overrides, config_name="fid"))
+        return json.loads((tmp_path / f"{name}.json").read_text())
+
+    return score, seen
+
+
+def test_a_score_that_is_stopped_goes_on(scored, tmp_path):
+    score, seen = scored
+    whole = score("whole")
+    assert sum(seen) == 10 + 17
+    (kept,) = (tmp_path / "features").glob("drawn-*")
+    for part in (1, 2):
+        (kept / f"000000{part}.npz").unlink()
+    seen.clear()
+    patch, calls = stop_after(1)
+    with patch, pytest.raises(Stopped):
+        score("again")
+    assert ([start for start, _ in calls], seen) == ([3, 6], [3])
+    assert not (tmp_path / "again.json").exists()
+    seen.clear()
+    again = score("again")
+    assert seen == [3], "of the last part; the reference was looked at before"
+    for key in ("values", "images_sha256", "cost_per_image", "samples"):
+        assert again[key] == whole[key]
+
+
+def test_more_metrics_and_other_checkpoints_share_what_was_looked_at(scored):
+    score, seen = scored
+    score("few", "precision_recall=false")
+    seen.clear()
+    with mock.patch("diffusion.generate.ImageSource.latents", autospec=True, side_effect=LATENTS) as latents:
+        more = score("more", "kid=true")
+    assert (seen, latents.call_count) == ([], 0)
+    assert {"precision10", "kid10"} <= more["values"].keys()
+    seen.clear()
+    other = score("other", "checkpoint=4")
+    assert sum(seen) == 10, "the reference is not looked at again"
+    assert other["images_sha256"] != more["images_sha256"]
+
+
+def test_features_of_other_code_are_not_used(scored):
+    score, seen = scored
+    score("a")
+    seen.clear()
+    with mock.patch("evaluation.suite.source_sha256", lambda: "edited"):
+        score("b")
+    assert sum(seen) == 10 + 17
+
+
+def test_features_are_those_of_their_images_whoever_looks(tmp_path):
+    """A part that two ranks have seen, a part on disk, and parts in memory."""
+    images = np.random.default_rng(0).integers(0, 256, (11, 4, 4, 3), dtype=np.uint8)
+    source = ArrayImages(images)
+    kept = PartFolder(tmp_path / "kept", {}, 4)
+    options = {"batch_size": 3, "description": ""}
+    kept.start()
+    for part, batch in source.batches(3, [2]):
+        kept.write(part, {**Projections()(batch), "images_sha256": digest_of_images(batch)})
+    on_disk, in_memory = (
+        [*look(Projections(), source, launch=ALONE, kept=place, **options)] for place in (kept, None)
+    )
+    for one, other in zip(on_disk, in_memory, strict=True):
+        assert one.keys() >= other.keys()
+        assert all(np.array_equal(one[name], array) for name, array in other.items())
