@@ -25,7 +25,7 @@ STARTED_WITHIN_SEC, ENDED_WITHIN_SEC = 120, 3600
 
 @dataclass
 class Outcome:
-    """How many kills met a program that ran, after how many finished parts, and what was not as it must be."""
+    """After how many finished parts kills came, and what was not as it must be."""
 
     parts_at_kill: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -57,8 +57,8 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def kill_often(folder: Path, asked: Sequence[str], num_kills: int, mean_sec: float, seed: int = 0) -> Outcome:
-    """Draw once undisturbed, and once killed so many times, at moments spread over `mean_sec` on average after
-    the first part of a start.
+    """Draw once undisturbed, and once killed so many times: after the first part of each start and a random
+    time, of `mean_sec` on average.
     """
     rng, outcome = random.Random(seed), Outcome()
     whole, killed = folder / "whole.npz", folder / "killed.npz"

@@ -11,14 +11,17 @@ from tests.runs import tiny_run
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults") / "run"
-    # Samples of many steps, so that a part takes a while.
-    tiny_run(folder, "data.in_channels=3", "sampler.num_steps=60", "model.init=xavier")
+    tiny_run(folder, "data.in_channels=3", "model.init=xavier")
     return folder
+
+
+# Many steps, so that a part takes a while.
+CHURN = ("sampler=edm", "sampler.S_churn=10", "sampler.num_steps=60")
 
 
 @pytest.mark.slow
 def test_samples_that_are_killed_again_and_again_are_those_of_an_undisturbed_run(run, tmp_path):
-    asked = (f"run={run}", "num_samples=420", "batch_size=16", "guidance_scale=1.5", "sampler.S_churn=10")
+    asked = (f"run={run}", "num_samples=420", "batch_size=16", "guidance_scale=1.5", *CHURN)
     outcome = kill_often(tmp_path, asked, num_kills=4, mean_sec=0.5)
     assert outcome.wrong == []
     assert len(outcome.parts_at_kill) == 4
