@@ -28,6 +28,9 @@ TARGETS = [
     ("the same: outside of forward and backward", "6 %", "step", "share_outside", "{:.1%}"),
     ("XL/2, dense: memory, then with checkpointing", "fits, half", "step", "peak_memory_gib", "{:.0f} GiB"),
     ("XL/2, batch 4, bf16: guided, one forward against two", "1.5x", "sample", "speedup_over_two", "{:.2f}x"),
+    ("XL/2, 40 Heun steps as sample.py: share of the peak", "45 %", "sample", "share_of_peak", "{:.0%}"),
+    ("the same against eager fp32", "4x", "sample", "speedup_over_eager", "{:.2f}x"),
+    ("the same, guided: cost over unguided", "2.1x", "sample", "cost_over_unguided", "{:.2f}x"),
 ]
 TARGET_ROWS = {
     "share_of_predicted": [BASE_ROUTED, XL[1]],
@@ -35,6 +38,9 @@ TARGET_ROWS = {
     "share_outside": XL,
     "peak_memory_gib": [XL[0], CHECKPOINTED],
     "speedup_over_two": [GUIDED],
+    "share_of_peak": [{"evaluation": "default"}],
+    "speedup_over_eager": [{"evaluation": "default"}],
+    "cost_over_unguided": [{"evaluation": "default, guided"}],
 }
 Columns = Mapping[str, Mapping[str, str]]  # of each stage's table, key -> format
 

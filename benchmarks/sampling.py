@@ -8,6 +8,7 @@ evaluations of the denoiser, guided and not, in several precisions and batches.
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -48,8 +49,8 @@ RAW = argparse.RawDescriptionHelpFormatter
 PRECISIONS = {"cpu": ("bf16", "fp32"), "cuda": ("bf16", "TF32", "fp32")}
 # What sample.py is compared with, as keys of it; None: as by default.
 WAYS = {
-    "eager fp32, batch 100": {"mixed_precision": "no", "compile": "false", "batch_size": 100},
-    "eager fp32, the same batch": {"mixed_precision": "no", "compile": "false"},
+    "eager": {"mixed_precision": "no", "compile": "false", "batch_size": 100},
+    "eager_same_batch": {"mixed_precision": "no", "compile": "false"},
     "default": {},
     "default, guided": {},
 }
@@ -63,6 +64,9 @@ COLUMNS = {
     "utilisation": "{:.1%}",
     "speedup_over_two": "{:.2f}x",
     "speedup_over_eager": "{:.2f}x",
+    "speedup_over_eager_same_batch": "{:.2f}x",
+    "share_of_peak": "{:.0%}",
+    "cost_over_unguided": "{:.2f}x",
     "peak_memory_gib": "{:.1f}",
     "n": "{}",
     "failed": "{}",
@@ -96,29 +100,31 @@ def main() -> None:
 
 def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int) -> Rows:
     """Time a few steps of each way, in turn, each in a process of its own; return a row for each."""
+    peak, _ = peaks_of(device)["bf16"]
     with ExitStack() as stack:
         workers = {
             name: stack.enter_context(Worker(name, drawing, size, asked, "guided" in name))
             for name, asked in WAYS.items()
         }
-        for worker in workers.values():
+        for worker in workers.values():  # one by one: together they might not fit into the memory
             worker.ask("warm up")
         seconds = {name: [] for name in workers}
         for _ in range(repeats):
             for name, worker in workers.items():
                 seconds[name].append(worker.ask("draw"))
-        rows = []
+        rows = {}
         for name, worker in workers.items():
             row = {"evaluation": name, **worker.ready, "peak_memory_gib": worker.ask("memory")}
             row |= spread([sec / NUM_TIMED for sec in seconds[name]])
             row |= rate(row["batch_size"], (2 * NUM_STEPS - 1) * row["ms"] / 1000)
-            flops = row.pop("flops") * (2 if "guided" in name else 1)
-            row["utilisation"] = row["batch_size"] * flops / (row["ms"] / 1000) / peaks_of(device)["bf16"][0]
-            rows.append(row)
-    eager, default = (seconds[name] for name in ("eager fp32, batch 100", "default"))
-    batches = [row["batch_size"] for row in rows]
-    rows[2]["speedup_over_eager"] = speedup(eager, default) * batches[2] / batches[0]
-    return rows
+            row["share_of_peak"] = row["batch_size"] * row.pop("flops") / (row["ms"] / 1000) / peak
+            rows[name] = row
+    per_image = {name: [sec / rows[name]["batch_size"] for sec in seconds[name]] for name in rows}
+    for eager in (name for name in rows if name.startswith("eager")):
+        rows["default"][f"speedup_over_{eager}"] = speedup(per_image[eager], per_image["default"])
+    guided = rows["default, guided"]
+    guided["cost_over_unguided"] = speedup(per_image["default, guided"], per_image["default"])
+    return [*rows.values()]
 
 
 def drawing(connection: Connection, size: tuple[str, ...], asked: dict[str, Any], guided: bool) -> None:
@@ -132,11 +138,14 @@ def drawing(connection: Connection, size: tuple[str, ...], asked: dict[str, Any]
         batch_size=1,
         launch=launch,
     )
+    if asked:  # as before: what a step frees goes back to the kernel
+        os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
     resolved = settle(source, LEFT_OPEN | asked, {}, 50_000, launch)
     if resolved["compile"]:
         prepare(source)
     turn = partial(source.latents, 0, resolved["batch_size"])
-    ready = resolved | {"flops": cost_of(source.precond.net).dense_forward_flops}
+    flops = cost_of(source.precond.net).dense_forward_flops * (2 if guided else 1)
+    ready = {**resolved, "flops": flops}
     answers = {
         "warm up": lambda: seconds_of(lambda: [turn() for _ in range(2)], launch.device),
         "draw": lambda: seconds_of(turn, launch.device),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def draw(
     grid = GrowingGrid(source, parts, num_samples, columns)
     finished = min(num_samples, size * (parts.num_parts - len(todo)))
     bar = {"total": num_samples, "initial": finished, "desc": "sample", "unit": "image"}
-    with tqdm(**bar, disable=not launch.is_main) as progress, resumable(path, launch):
+    with tqdm(**bar, disable=not launch.is_main) as progress, resumable(parts, launch):
         for part, images in source.batches(num_samples, size, todo[launch.rank :: launch.world_size]):
             parts.write(part, {"images": images, COST: np.array([*source.cost().values()])})
             if launch.is_main:
@@ -176,12 +176,14 @@ def draw(
 
 
 @contextmanager
-def resumable(path: Path, launch: Launch) -> Iterator[None]:
-    """Say where a drawing that is interrupted goes on."""
+def resumable(parts: PartFolder, launch: Launch) -> Iterator[None]:
+    """Say where a drawing that is interrupted goes on; leave nothing where nothing was drawn."""
     try:
-        yield
+        with parts.left_if_filled() if launch.world_size == 1 else nullcontext():
+            yield
     except KeyboardInterrupt:
-        launch.print(f"\nstopped: the same command resumes from {path}")
+        if parts.path.exists():
+            launch.print(f"\nstopped: the same command resumes from {parts.path}")
         raise
 
 

@@ -22,8 +22,7 @@ class _Recorded:
     """A forward, recorded for each kind of input when it first comes; one pool of memory serves all."""
 
     def __init__(self, forward: Callable[..., torch.Tensor]):
-        self._forward, self._recorded = forward, {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._forward, self._recorded, self._pool = forward, {}, None
 
     def __call__(
         self,
@@ -34,13 +33,13 @@ class _Recorded:
         routing: Routing | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        draws = routing is not None and routing.noise is None
-        if torch.is_grad_enabled() or generator is not None or draws:
+        # A recording repeats what it saw: nothing may be drawn in it, and no gradient is kept.
+        repeats = routing is None or (routing.noise is not None and routing.force_keep is None)
+        if torch.is_grad_enabled() or generator is not None or not repeats:
             return self._forward(x, c_noise, class_labels, routing=routing, generator=generator)
-        noise = () if routing is None else tuple(routing.noise)
         labels = () if class_labels is None else (class_labels,)
-        inputs = (x, c_noise, *labels, *noise)
-        kind = (torch.is_autocast_enabled("cuda"), None if routing is None else routing.selection_ratio)
+        inputs = (x, c_noise, *labels, *(() if routing is None else routing.noise))
+        kind = (torch.is_autocast_enabled("cuda"), str(routing and routing.selection_ratio))
         kind += tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         if kind not in self._recorded:
             self._recorded[kind] = self._record(inputs, len(labels), routing)
@@ -54,8 +53,11 @@ class _Recorded:
             given = None if routing is None else replace(routing, noise=noise)
             return self._forward(x, c_noise, labels, routing=given, generator=None)
 
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Of its own, since each replay writes its inputs there.
+        inputs = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
         # A recording must not hold weights that autocast has cast and keeps only for a while.
-        with torch.autocast(
-            "cuda", torch.bfloat16, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False
-        ):
+        bf16 = torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=bf16, cache_enabled=False):
             return torch.cuda.make_graphed_callables(forward, inputs, pool=self._pool)

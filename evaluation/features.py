@@ -6,7 +6,7 @@ on, and other metrics of the same features need no second pass.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -104,7 +104,11 @@ def look(
     size = images.part_size or batch_size or images.count
     num_parts = -(-images.count // size)
     found: dict[int, Arrays] = {}
-    with kept.lock() if kept and launch.is_main else nullcontext():
+    with ExitStack() as held:
+        if kept is not None and launch.is_main:
+            held.enter_context(kept.lock())
+        if kept is not None and launch.world_size == 1:
+            held.enter_context(kept.left_if_filled())
         todo = launch.broadcast_from_main(lambda: kept.start(replace) if kept else range(num_parts))
         finished = images.count - _num_images(todo, size, images.count)
         bar = {"total": images.count, "initial": finished, "desc": description, "unit": "image"}

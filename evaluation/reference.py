@@ -168,8 +168,9 @@ def make_reference(
         return {}
     needs = [(FeatureStatistics, name) for name in STATISTICS]
     found, _ = add_up(parts, needs, images.count, launch.device)
-    chosen = np.concatenate([image for _, image in images.batches(1, keep.tolist())])
-    arrays = {"arr_0": chosen, "weights": np.array(detector.record["tensors_sha256"])}
+    chosen = dict(images.batches(1, keep.tolist()))
+    arrays = {"arr_0": np.concatenate([chosen[i] for i in keep.tolist()])}
+    arrays |= {"weights": np.array(detector.record["tensors_sha256"])}
     for name, (mu, sigma) in STATISTICS.items():
         statistics = found[FeatureStatistics, name]
         arrays |= {mu: statistics.mean.cpu().numpy(), sigma: statistics.covariance.cpu().numpy()}

@@ -85,6 +85,16 @@ class PartFolder:
                 f"{file} was damaged ({error}) and is removed: run the same command again"
             ) from error
 
+    @contextmanager
+    def left_if_filled(self) -> Iterator[None]:
+        """Remove the folder after an error where no part is there: it has nothing to resume."""
+        try:
+            yield
+        except BaseException:
+            if self.path.exists() and not self.done():
+                self.remove()
+            raise
+
     def lock(self) -> Lock:
         """Return the lock of who makes parts; another program waits for it."""
         return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=None)

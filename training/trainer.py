@@ -221,9 +221,11 @@ class Trainer:
             self.recorder.check_place()  # evaluators write to the folder, too
             with self.recorder.doing("evaluate"), self.clock.timing("evaluation"):
                 values |= evaluator(self.step)
+        numbers = without_pictures(values)
         if values:
-            self._log({**values, "evaluation_time_sec": self.clock.evaluation_time_sec})
-        if numbers := without_pictures(values):
+            timed = {"evaluation_time_sec": self.clock.evaluation_time_sec} if numbers else {}
+            self._log({**values, **timed})
+        if numbers:
             text = "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
             share = self.clock.evaluation_share
             self.recorder.show(f"step {self.step}: {text}  ({share:.0%} of the run went into evaluations)")
