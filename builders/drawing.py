@@ -38,7 +38,7 @@ MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
 # seconds that compiling takes, for the first length and for each further one.
 FLOPS_PER_SEC = {"cpu": 7.5e10, "cuda": 2e14}
 SAVED_SHARE = {"cpu": 0.35, "cuda": 0.3}
-COMPILE_SEC = {"cpu": (20, 5), "cuda": (40, 20)}
+COMPILE_SEC = {"cpu": (15, 5), "cuda": (40, 20)}
 
 
 def settle(
