@@ -7,6 +7,7 @@ Sample i is a function of seed first_seed + i alone, whatever the number of proc
 in OUTPUT.partial: the same command goes on where it was stopped, also on another number of processes.
 """
 
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from builders import config as configuration
-from builders.drawing import draw
+from builders.drawing import GRID, draw, parts_of
 from builders.sampling import SampleConfig, check_sampling, folder_of, open_source
 from evaluation.features import COST, COST_KEYS
 from runtime.config import run_main, user_mistakes
@@ -40,17 +41,22 @@ def main(cfg: DictConfig) -> None:
         if asked := request["output"]:
             if not asked.endswith(".npz"):
                 raise ValueError(f"output={asked} must end in .npz; picture and record take its name")
-            check_free("output", Path(asked), beside(Path(asked)), request["overwrite"])
+            check_free("output", Path(asked), beside(Path(asked)), may_replace(Path(asked), request))
         check_sampling(request)
         launch = start_process(timeout=PATIENCE)
         source, name, record = open_source(request, launch)
         output = place_of("output", request["output"], folder_of(request), f"samples/{name}.npz")
         record["environment"] = environment(launch.device)
-        with launch.claimed_by_main("output", output, beside(output), request["overwrite"]):
+        with launch.claimed_by_main("output", output, beside(output), may_replace(output, request)):
             parts = draw(source, record, output, request["grid_columns"], request["overwrite"], launch)
             if launch.is_main:
                 pack(parts, source.labels(request["num_samples"]), source.image_shape, output, record)
     launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")
+
+
+def may_replace(output: Path, request: dict[str, Any]) -> bool:
+    """Return whether samples may be replaced: as asked, or by a job that was stopped while it joined them."""
+    return request["overwrite"] or parts_of(output).is_dir()
 
 
 def beside(output: Path) -> list[Path]:
@@ -69,23 +75,25 @@ def pack(
 
     The parts go when all is written.
     """
-    costs, picture = [], parts.path / "grid.png"
+    costs, beside_it = [], beside(output)
     header = {"descr": "|u1", "fortran_order": False, "shape": (record["num_samples"], *shape)}
-    with explained(output), atomic_write(output) as partial, zipfile.ZipFile(partial, "w") as archive:
-        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for i in range(parts.num_parts):
-                part = parts.read(i)
-                file.write(part["images"].tobytes())
-                costs.append(part[COST])
-        if labels is not None:
-            with archive.open("arr_1.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, labels.numpy())
-    for file in beside(output):  # of earlier samples
-        file.unlink(missing_ok=True)
-    picture.replace(output.with_suffix(".png"))
-    record["cost_per_image"] = dict(zip(COST_KEYS, np.mean(costs, axis=0).tolist(), strict=True))
-    write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(output)})
+    with explained(output), atomic_write(output) as partial:
+        with zipfile.ZipFile(partial, "w") as archive:
+            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for i in range(parts.num_parts):
+                    part = parts.read(i)
+                    file.write(part["images"].tobytes())
+                    costs.append(part[COST])
+            if labels is not None:
+                with archive.open("arr_1.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, labels.numpy())
+        for file in beside_it:  # of earlier samples
+            file.unlink(missing_ok=True)
+        # The samples come last: a kill before leaves the parts, and the same command joins them again.
+        shutil.copyfile(parts.path / GRID, output.with_suffix(".png"))
+        record["cost_per_image"] = dict(zip(COST_KEYS, np.mean(costs, axis=0).tolist(), strict=True))
+        write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(partial)})
     parts.remove()
 
 

@@ -132,7 +132,7 @@ def drawing(connection: Connection, size: tuple[str, ...], asked: dict[str, Any]
     launch = start_process()
     source = ImageSource(
         build(size, launch.device, compiled=False),
-        partial(edm_sampler, num_steps=(NUM_TIMED + 1) // 2),
+        partial(edm_sampler, num_steps=NUM_STEPS),
         CFG(GUIDANCE_SCALE if guided else 1.0),
         lambda latents: latents.cpu().numpy(),
         batch_size=1,
@@ -143,6 +143,7 @@ def drawing(connection: Connection, size: tuple[str, ...], asked: dict[str, Any]
     resolved = settle(source, LEFT_OPEN | asked, {}, 50_000, launch)
     if resolved["compile"]:
         prepare(source)
+    source.sampler = partial(edm_sampler, num_steps=(NUM_TIMED + 1) // 2)
     turn = partial(source.latents, 0, resolved["batch_size"])
     flops = cost_of(source.precond.net).dense_forward_flops * (2 if guided else 1)
     ready = {**resolved, "flops": flops}

@@ -1,5 +1,6 @@
 """How images are drawn: precision, batches and compilation, decided once for all parts of a job."""
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from diffusion import ImageSource
 from diffusion.generate import cost_of_evaluations
-from diffusion.graphs import replay_forward
+from diffusion.graphs import CudaRecorder, replay_forward
 from evaluation.features import COST
 from evaluation.pictures import in_turn, save_grid
 from runtime.files import finite
@@ -30,7 +31,7 @@ from runtime.provenance import flatten, source_sha256
 
 LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
 PATHS = ("run", "checkpoint", "encoder.name")  # the weights are known by their hashes
-GRID_ROWS = 10
+GRID, GRID_ROWS = "grid.png", 10
 TOKENS_AT_ONCE = 4096  # on a CPU, where larger batches are not faster (RESULTS.md)
 MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
 # Assumed for an estimate that is the same on any number of processes and in every start: FLOPs per second (of
@@ -74,18 +75,19 @@ def settle(
     resolved, why = launch.broadcast_from_main(decide)
     source.bf16, source.batch_size = resolved["mixed_precision"] == "bf16", resolved["batch_size"]
     if why:
-        launch.print(why)
+        launch.print(f"{why} (compile=true or false decides)")
     return resolved
 
 
 def prepare(source: ImageSource) -> None:
     """Compile the blocks of the networks that a source evaluates, and have CUDA replay their forwards."""
+    gc.collect()  # networks of earlier settings of a sweep, which refer to themselves once compiled
     evaluations = source.count_evaluations()
     for net in dict.fromkeys(net for net, _ in evaluations):
         # One graph for each length, alone and with the guided branch beside.
         compile_blocks(net.blocks, 2 * num_lengths(evaluations))
         if source.launch.device.type == "cuda":
-            replay_forward(net)
+            replay_forward(net, CudaRecorder)
 
 
 def num_lengths(evaluations: Any) -> int:
@@ -108,7 +110,7 @@ def is_worth_compiling(source: ImageSource, num_samples: int) -> tuple[bool, str
     verb = "are compiled" if saving > price else "are not compiled"
     work = f"{num_samples} images take {flops / 1e12:.3g} TFLOP, about {sec:.0f} s"
     balance = f"compiled blocks would save about {saving:.0f} s and take about {price} s to compile"
-    return saving > price, f"{work}: {balance}, so they {verb} (compile=true or false decides)"
+    return saving > price, f"{work}: {balance}, so they {verb}"
 
 
 def default_batch_size(source: ImageSource) -> int:
@@ -131,6 +133,23 @@ def about(record: dict[str, Any], launch: Launch) -> dict[str, Any]:
     return json.loads(json.dumps(finite(flat)))
 
 
+def parts_of(output: Path) -> Path:
+    """Return where the finished parts of samples are."""
+    return output.with_name(f"{output.name}.partial")
+
+
+def begun_with(path: Path, asked: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+    """Return what describes the job in a folder; nothing where it is another one that may be replaced."""
+    try:
+        saved = settings_of(path)
+    except ValueError:
+        if not overwrite:
+            raise
+        return {}
+    other = any(saved.get(key) != value for key, value in asked.items() if key not in LEFT_OPEN)
+    return {} if overwrite and other else saved
+
+
 def draw(
     source: ImageSource, record: dict[str, Any], output: Path, columns: int, overwrite: bool, launch: Launch
 ) -> PartFolder:
@@ -142,23 +161,23 @@ def draw(
         OSError: the disk is full; what is drawn stays.
         ValueError: a sample is not finite, or the folder has parts of another job.
     """
-    path, num_samples = output.with_name(f"{output.name}.partial"), record["num_samples"]
-    saved = launch.broadcast_from_main(lambda: settings_of(path))
+    path, num_samples = parts_of(output), record["num_samples"]
+    saved = launch.broadcast_from_main(lambda: begun_with(path, about(record, launch), overwrite))
     record |= settle(source, {key: record[key] for key in LEFT_OPEN}, saved, num_samples, launch)
     size = source.part_size(num_samples)
     parts = PartFolder(path, about(record, launch), -(-num_samples // size), "overwrite=true starts again")
 
     def start() -> list[int]:
-        todo = parts.start(replace=overwrite)
-        num_bytes = int(np.prod(source.image_shape))
-        check_room("output", output, num_bytes * (num_samples + size * len(todo)))  # the file, and its parts
-        return todo
+        num_left = num_samples - size * len(parts.done() if saved else ())
+        num_bytes = int(np.prod(source.image_shape)) * (num_samples + num_left)  # the file, and its parts
+        check_room("output", output, num_bytes)
+        return parts.start(replace=overwrite)
 
     todo = launch.broadcast_from_main(start)
     if todo and record["compile"]:
         prepare(source)
     if launch.is_main and todo:
-        print(f"a picture of the first ones grows in {path / 'grid.png'}")
+        print(f"a picture of the first ones grows in {path / GRID}")
     grid = GrowingGrid(source, parts, num_samples, columns)
     finished = min(num_samples, size * (parts.num_parts - len(todo)))
     bar = {"total": num_samples, "initial": finished, "desc": "sample", "unit": "image"}
@@ -207,4 +226,4 @@ class GrowingGrid:
             self._images[of_part == part] = images[self.shown[of_part == part] % self._size]
         self._seen |= done
         if fresh:
-            save_grid(self._images, self._parts.path / "grid.png", self._columns)
+            save_grid(self._images, self._parts.path / GRID, self._columns)

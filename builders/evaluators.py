@@ -53,8 +53,8 @@ def build_evaluators(
         )
         suite = build_suite(config, reference, launch, source, run.path / "features")
         evaluators.append((settings["eval_every"], suite))
-        worth, why = is_worth_compiling(source, suite.num_samples)
-        if resolved["compile"] and worth:
+        worth, why = is_worth_compiling(source, suite.num_samples) if resolved["compile"] else (False, "")
+        if worth:
             launch.print(f"evaluation: {why}")
             prepare(source)
     return evaluators

@@ -84,7 +84,7 @@ class OpenedRun:
     precond: Precond
     sampler: Callable[..., torch.Tensor]
     guidance: Guidance
-    weak: tuple[Path, ...]  # weights of the networks that guidance has beside
+    weak: dict[Path, dict[str, Any]]  # of networks that guidance has beside: weights -> configuration
 
 
 def open_run(
@@ -140,15 +140,15 @@ def _open(
 ) -> OpenedRun:
     precond = build_precond(config, load_net(config, weights).to(launch.device)).eval()
     config = {**config, "sampler": sampler or config["sampler"], "guidance": guidance or config["guidance"]}
-    built, weak = build_guidance(config), []
+    built, weak = build_guidance(config), {}
 
     def open_weak(run: str, checkpoint: str | None) -> Precond:
         opened = open_run(run, checkpoint, guidance=UNGUIDED, launch=launch)
-        weak.append(opened.weights)
+        weak[opened.weights] = opened.config
         return opened.precond
 
     built.load(open_weak)
-    return OpenedRun(path, config, details, weights, precond, build_sampler(config), built, tuple(weak))
+    return OpenedRun(path, config, details, weights, precond, build_sampler(config), built, weak)
 
 
 def check_sampling(request: dict[str, Any]) -> None:
@@ -202,12 +202,18 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "checkpoint": str(run.weights.parent if request["run"] else run.weights),
         "objective": request["objective"],
         "ema": config["ema"],
+        "networks": [_network_of(each) for each in (config, *run.weak.values())],
         "data": run.details["data"],
         "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
     return source, _name(run, config, settings, request["objective"]), record
+
+
+def _network_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what its weights do not tell of a network."""
+    return {key: config[key] for key in ("model", "diffusion")}
 
 
 def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

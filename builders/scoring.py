@@ -2,6 +2,7 @@
 
 import zipfile
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from diffusion import ImageSource
 from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.detectors.inception import check_weights_file
 from evaluation.files import fingerprint
-from evaluation.suite import Scores, code_of, digest_of
+from evaluation.suite import Scores, digest_of
 from runtime.arrays import ZIP_ERRORS, read_member
 from runtime.config import build_node, config_folders
 from runtime.errors import check_choice, check_positive
@@ -73,7 +74,9 @@ def build_suite(
     if "metrics" in node:
         parts["metrics"] = {key: build_node(config, f"evaluation.metrics.{key}")() for key in node["metrics"]}
     options = {"reference": reference, "launch": launch, "source": source, "kept_in": kept_in}
-    return build_node(config, "evaluation")(**options, **parts)
+    suite = build_node(config, "evaluation")(**options, **parts)
+    suite.detector_config = node.get("detector")
+    return suite
 
 
 def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
@@ -166,7 +169,14 @@ def drawn(request: dict[str, Any]) -> dict[str, Any]:
 
 def features_folder(request: dict[str, Any], out: Path) -> Path:
     """Return where finished parts of features are kept."""
-    return Path(request["features"] or out.parent / "features")
+    folder = Path(request["features"] or out.parent / "features")
+    for key in ("samples", "images"):
+        looked_at = request[key] and Path(request[key]).resolve()
+        if looked_at and folder.resolve().is_relative_to(looked_at):
+            raise ValueError(f"features={folder} must not be inside {key}={request[key]}")
+    if folder.is_symlink() and not request["features"]:
+        raise ValueError(f"{folder} is a link, which may lead anywhere: give features=FOLDER")
+    return folder
 
 
 def open_suite(request: dict[str, Any], num_samples: int, out: Path, launch: Launch) -> Suite:
@@ -201,7 +211,11 @@ class FileSamples:
             raise ValueError(f"{self.name} holds {self.count} images, {rule}")
         name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
         self.out = Path(request["out"] or self.path.parent / f"{name}.scores.json")
-        self._kept_in = features_folder(request, self.out)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash of the file or the folder."""
+        return fingerprint(self.path)
 
     def labels(self) -> np.ndarray:
         """Return the class of each image (N,)."""
@@ -212,14 +226,11 @@ class FileSamples:
 
     def settle(self, suite: Suite) -> PartFolder | None:
         """Return where the features of parts are kept; None where a detector is quick with all images."""
-        if suite.batch_size is None:
-            return None
-        about = {"samples": fingerprint(self.path), **code_of(suite.detector)}
-        return suite.parts_in(self._kept_in / f"samples-{digest_of(about)}", about, self.images)
+        return suite.parts_named("samples", {"samples": self.sha256}, self.images)
 
     def record(self) -> dict[str, Any]:
         """Return what the samples are, with the record of `sample.py` if there is one."""
-        record = {"path": str(self.path), "sha256": fingerprint(self.path)}
+        record = {"path": str(self.path), "sha256": self.sha256}
         record |= {"num_samples": self.count, "shape": self.shape}
         beside = self.path.with_suffix(".json")
         drawn = read_json(beside) if self.path.suffix == ".npz" and beside.is_file() else None
@@ -250,7 +261,7 @@ class DrawnSamples:
 
     def settle(self, suite: Suite) -> PartFolder:
         """Decide how they are drawn, and return where what is found in them is kept."""
-        what = None if suite.batch_size is None else code_of(suite.detector)  # None: all images are kept
+        what = None if suite.batch_size is None else suite.looks_with()  # None: the images are kept
         asked = about({**self._record, "num_samples": self.count}, self._launch) | {"looked_at_by": what}
         path, launch = self._kept_in / f"drawn-{digest_of(asked)}", self._launch
         saved = launch.broadcast_from_main(lambda: settings_of(path))

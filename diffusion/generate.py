@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,8 @@ def generate(
 class ImageSource:
     """Draw images from the seeds first_seed, first_seed + 1, ..., in parts that are whole batches.
 
-    The last part is drawn whole and cut, so that more images begin with the same ones, bit for bit.
+    The last part is drawn whole and cut, so that more images begin with the same ones, bit for bit, where
+    either are a batch or more.
 
     Args:
         decode: turns latents into images (n, H, W, channels) uint8.
@@ -104,15 +105,17 @@ class ImageSource:
         self.precond, self.sampler, self.guidance, self.decode = precond.eval(), sampler, guidance, decode
         self.batch_size, self.launch, self.first_seed, self.bf16 = batch_size, launch, first_seed, bf16
         self._labels, self._class_label = labels, class_label
-        self._evaluations, self._num_images = Counter(), 0
+        self._evaluations: Evaluations = Counter()
+        self._cost: dict[str, float] | None = None
+        self._stream: Any = None  # of what decodes, where there are streams
 
     def with_labels(self, labels: str) -> "ImageSource":
         """Return the same source with other labels."""
         other = copy(self)
-        other._labels, other._evaluations, other._num_images = labels, Counter(), 0
+        other._labels, other._evaluations, other._cost = labels, Counter(), None
         return other
 
-    @property
+    @cached_property
     def image_shape(self) -> tuple[int, ...]:
         """(H, W, channels) of an image."""
         latent = torch.zeros(1, *self.precond.net.latent_shape, device=self.launch.device)
@@ -166,26 +169,32 @@ class ImageSource:
         Raises:
             ValueError: a sample is not finite.
         """
-        drawn: tuple[int, Future] | None = None
+        drawn: tuple[int, Future, dict[str, float]] | None = None
+
+        def finished() -> tuple[int, np.ndarray]:
+            part, images, self._cost = drawn
+            return part, images.result()
+
         with ThreadPoolExecutor(1) as pool:
             for part in parts:
-                latents = self.latents(part * batch_size, batch_size)
-                self._num_images += batch_size
-                if drawn is not None:
-                    yield drawn[0], drawn[1].result()
                 start = part * batch_size
+                self._evaluations.clear()
+                latents = self.latents(start, batch_size)
+                cost = cost_of_evaluations(self._evaluations, batch_size)
+                if drawn is not None:
+                    yield finished()
                 wanted = latents[: num_samples - start]
-                drawn = part, pool.submit(self._decoded, wanted, start, _finished(latents))
+                drawn = part, pool.submit(self._decoded, wanted, start, _event_after(latents)), cost
                 if not latents.is_cuda:  # it was drawn when asked for: to wait would risk two parts
-                    yield drawn[0], drawn[1].result()
+                    yield finished()
                     drawn = None
             if drawn is not None:
-                yield drawn[0], drawn[1].result()
+                yield finished()
 
     @torch.no_grad()
-    def _decoded(self, latents: torch.Tensor, start: int, finished: Any) -> np.ndarray:
+    def _decoded(self, latents: torch.Tensor, start: int, event: Any) -> np.ndarray:
         """Return the images of latents, on a stream of its own where there are streams."""
-        with _beside(finished, latents.device):
+        with self._beside(event, latents.device):
             bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: with what was drawn before
             if bad.any():
                 seed, rest = self.first_seed + start + int(bad.nonzero()[0]), int(bad.sum()) - 1
@@ -193,16 +202,26 @@ class ImageSource:
                 precision = "bf16" if self.bf16 else "fp32"
                 raise ValueError(
                     f"the sample of seed {seed}{others} is not finite (the network ran in {precision}): try "
-                    "mixed_precision=no, another sampler or another checkpoint"
+                    "mixed_precision=no, another sampler or another checkpoint, and overwrite=true"
                 )
             return self.decode(latents)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the samples depend on, but for sampler, guidance and labels."""
+        """Return what the samples depend on, but for settings of sampler, guidance and labels."""
         weights = hashlib.sha256()
-        for _, tensor in sorted(self.precond.net.state_dict().items()):
-            weights.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        for net in dict.fromkeys(net for net, _ in self.count_evaluations()):
+            for _, tensor in sorted(net.state_dict().items()):
+                weights.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return {"weights": weights.hexdigest(), "first_seed": self.first_seed, "bf16": self.bf16}
+
+    def _beside(self, event: Any, device: torch.device) -> Any:
+        """Return a context whose work waits for an event alone, not for what was asked for since."""
+        if event is None:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # this thread knows of no device
+        self._stream.wait_event(event)
+        return torch.cuda.stream(self._stream)
 
     def count_evaluations(self) -> Evaluations:
         """Return the evaluations of one image, by going through its steps without the network."""
@@ -221,12 +240,11 @@ class ImageSource:
             self.precond.predict(torch.zeros(2 * batch_size, *shape, device=device), t, labels)
 
     def cost(self) -> dict[str, float] | None:
-        """Return what an image of this rank cost so far, on average: evaluations of networks, and their
-        FLOPs.
+        """Return what an image of the part that came last cost: evaluations of networks, and their FLOPs.
 
-        None where this rank has drawn none.
+        None before the first.
         """
-        return cost_of_evaluations(self._evaluations, self._num_images) if self._num_images else None
+        return self._cost
 
     def __call__(self, num_samples: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return all images (num_samples, H, W, channels) and labels (num_samples,), on every rank."""
@@ -249,7 +267,7 @@ class DrawnImages:
         return self._source.batches(self.count, batch_size, parts)
 
     def cost(self) -> np.ndarray:
-        """Return evaluations and FLOPs of an image of this rank."""
+        """Return evaluations and FLOPs of an image of the part that came last."""
         return np.array([*self._source.cost().values()])
 
 
@@ -259,18 +277,9 @@ def cost_of_evaluations(evaluations: Evaluations, num_images: int) -> dict[str, 
     return {"network_evaluations": evaluations.total() / num_images, "flops": flops / num_images}
 
 
-def _finished(latents: torch.Tensor) -> Any:
+def _event_after(latents: torch.Tensor) -> Any:
     """Return what tells that latents are finished, where they are computed in the background."""
     return torch.cuda.current_stream(latents.device).record_event() if latents.is_cuda else None
-
-
-def _beside(finished: Any, device: torch.device) -> Any:
-    """Return a context whose work waits for `finished` alone, not for what was asked for since."""
-    if finished is None:
-        return nullcontext()
-    stream = torch.cuda.Stream(device)  # this thread knows of no device
-    stream.wait_event(finished)
-    return torch.cuda.stream(stream)
 
 
 def _stream(seed: int, stream: int) -> int:

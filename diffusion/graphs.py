@@ -1,5 +1,6 @@
 """Forwards that CUDA records once and replays: hundreds of launches become one."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
@@ -10,19 +11,25 @@ import torch.nn as nn
 
 from routing import Routing
 
+NUM_WARM_UPS = 3
+Forward = Callable[..., torch.Tensor]
 
-def replay_forward(net: nn.Module) -> None:
+
+def replay_forward(net: nn.Module, recorder: Callable[[], Callable[[Forward, Any], Forward]]) -> None:
     """Have a network replay its forward where it runs without gradients and draws nothing itself."""
-    if not isinstance(net.forward, MethodType):  # it is replayed already
-        return
-    net.forward = _Recorded(net.forward)
+    if isinstance(net.forward, MethodType):  # else it is replayed already
+        net.forward = _Replayed(net, recorder())
 
 
-class _Recorded:
-    """A forward, recorded for each kind of input when it first comes; one pool of memory serves all."""
+class _Replayed:
+    """A forward, recorded for each kind of input when it first comes.
 
-    def __init__(self, forward: Callable[..., torch.Tensor]):
-        self._forward, self._recorded, self._pool = forward, {}, None
+    It does not keep its network alive: recordings hold memory of a GPU.
+    """
+
+    def __init__(self, net: nn.Module, record: Callable[[Forward, Any], Forward]):
+        self._net, self._function = weakref.ref(net), type(net).forward
+        self._record, self._recorded = record, {}
 
     def __call__(
         self,
@@ -33,31 +40,51 @@ class _Recorded:
         routing: Routing | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
+        net = self._net()
         # A recording repeats what it saw: nothing may be drawn in it, and no gradient is kept.
         repeats = routing is None or (routing.noise is not None and routing.force_keep is None)
         if torch.is_grad_enabled() or generator is not None or not repeats:
-            return self._forward(x, c_noise, class_labels, routing=routing, generator=generator)
+            return self._function(net, x, c_noise, class_labels, routing=routing, generator=generator)
         labels = () if class_labels is None else (class_labels,)
         inputs = (x, c_noise, *labels, *(() if routing is None else routing.noise))
-        kind = (torch.is_autocast_enabled("cuda"), str(routing and routing.selection_ratio))
+        kind = (torch.is_autocast_enabled(x.device.type), str(routing and routing.selection_ratio))
         kind += tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         if kind not in self._recorded:
-            self._recorded[kind] = self._record(inputs, len(labels), routing)
-        return self._recorded[kind](*inputs).clone()  # the next replay writes over it
 
-    def _record(
-        self, inputs: tuple[torch.Tensor, ...], num_labels: int, routing: Routing | None
-    ) -> Callable[..., Any]:
-        def forward(x: torch.Tensor, c_noise: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-            labels, noise = (rest[0] if num_labels else None), list(rest[num_labels:])
-            given = None if routing is None else replace(routing, noise=noise)
-            return self._forward(x, c_noise, labels, routing=given, generator=None)
+            def forward(x: torch.Tensor, c_noise: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+                given = routing and replace(routing, noise=list(rest[len(labels) :]))
+                return self._function(self._net(), x, c_noise, rest[0] if labels else None, routing=given)
 
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        # Of its own, since each replay writes its inputs there.
+            self._recorded[kind] = self._record(forward, inputs)
+        return self._recorded[kind](*inputs)
+
+
+class CudaRecorder:
+    """Record forwards as CUDA graphs, in one pool of memory, on one stream."""
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def __call__(self, forward: Forward, inputs: tuple[torch.Tensor, ...]) -> Forward:
+        """Return what copies its inputs to where they were, replays, and copies the output."""
         inputs = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
+        graph, bf16 = torch.cuda.CUDAGraph(), torch.is_autocast_enabled("cuda")
         # A recording must not hold weights that autocast has cast and keeps only for a while.
-        bf16 = torch.is_autocast_enabled("cuda")
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16, cache_enabled=False):
-            return torch.cuda.make_graphed_callables(forward, inputs, pool=self._pool)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):  # compiles, and lets libraries make their plans
+                for _ in range(NUM_WARM_UPS):
+                    forward(*inputs)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            # Other threads go on: they decode, or read data.
+            options = {"stream": self._stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, self._pool, **options):
+                output = forward(*inputs)
+
+        def replay(*given: torch.Tensor) -> torch.Tensor:
+            for place, tensor in zip(inputs, given, strict=True):
+                place.copy_(tensor)
+            graph.replay()
+            return output.clone()  # the next replay writes over it
+
+        return replay

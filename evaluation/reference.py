@@ -3,6 +3,7 @@
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,9 +57,14 @@ class Reference:
     path: Path | None = None
     data: dict[str, Any] | None = None
 
+    @cached_property
+    def sha256(self) -> str:
+        """The hash of its file or folder, which may take a while."""
+        return fingerprint(self.path)
+
     def describe(self) -> dict[str, Any]:
         """Return what it is."""
-        files = {} if self.path is None else {"path": str(self.path), "sha256": fingerprint(self.path)}
+        files = {} if self.path is None else {"path": str(self.path), "sha256": self.sha256}
         return {
             **files,
             **({"data": self.data} if self.data else {}),

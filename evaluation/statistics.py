@@ -45,7 +45,7 @@ class AllFeatures:
         self._parts: list[np.ndarray] = []
 
     def update(self, features: np.ndarray | torch.Tensor, start: int) -> "AllFeatures":
-        """Add the features of the images from position `start` on; return self."""
+        """Add the features of the images that come next; return self."""
         self._parts.append(torch.as_tensor(features).cpu().numpy())
         return self
 

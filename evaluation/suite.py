@@ -86,6 +86,7 @@ class Suite:
         self.reference, self.detector, self.metrics = reference, detector, list(metrics.values())
         self.num_samples, self.labels, self.batch_size, self.launch = num_samples, labels, batch_size, launch
         self.source = None if source is None else source.with_labels(labels)
+        self.detector_config: dict[str, Any] | None = None  # where one is known, its part of a YAML file
         self._kept_in, self._reference_features, self._warned = kept_in, None, False
         record = getattr(detector, "record", {})
         weights = record.get("tensors_sha256")
@@ -99,7 +100,7 @@ class Suite:
             self.check(reference.images.count, reference.images.shape, "reference images")
         if source is not None:
             self.check(num_samples, source.image_shape, "evaluation")
-        if hasattr(detector, "fit") and batch_size and launch.world_size > 1:
+        if hasattr(detector, "fit") and batch_size:
             raise ValueError("batch_size must be null for a detector that is fitted, on the first rank alone")
         if hasattr(detector, "fit") and launch.is_main:
             if reference.labels is None:
@@ -136,7 +137,7 @@ class Suite:
         labels = None if labels is None else labels.numpy()
         images = self.source.images(self.num_samples)
         if self._kept_in is not None:
-            about = {"step": step, **self.describe(), **self.source.describe()}
+            about = {"step": step, **self.describe(), **self.source.describe(), **self.looks_with()}
             kept = self.parts_in(self._kept_in / "samples", about, images)
         scores = self.score(images, labels, kept, replace=True)
         if kept is not None and self.launch.is_main:
@@ -153,11 +154,22 @@ class Suite:
         """Return of how many images a part is."""
         return images.part_size or self.batch_size or images.count
 
+    def looks_with(self) -> dict[str, Any]:
+        """Return what features depend on, beside the images."""
+        return {**code_of(self.detector), "detector_config": self.detector_config}
+
     def parts_in(self, path: Path, about: dict[str, Any], images: Images) -> PartFolder:
-        """Return the folder for the parts of images."""
+        """Return a folder for the parts of images."""
         part_size = self.part_size(images)
         about = json.loads(json.dumps({**about, "part_size": part_size, "num_images": images.count}))
         return PartFolder(path, about, -(-images.count // part_size))
+
+    def parts_named(self, kind: str, about: dict[str, Any], images: Images) -> PartFolder | None:
+        """Return a folder for the features of images that is named by all that they depend on."""
+        if self._kept_in is None or self.batch_size is None:
+            return None
+        about = {**about, **self.looks_with(), "part_size": self.part_size(images)}
+        return self.parts_in(self._kept_in / f"{kind}-{digest_of(about)}", about, images)
 
     def score(
         self,
@@ -222,11 +234,7 @@ class Suite:
                 f"note: precision and recall compare with all {images.count:,} images of the reference, "
                 "which takes memory and hours: a reference made by mode=reference carries 10,000 of them"
             )
-        kept = None
-        if self._kept_in is not None and self.batch_size is not None:
-            about = {"reference": self.reference.describe(), **code_of(self.detector)}
-            path = self._kept_in / f"reference-{digest_of(about)}"
-            kept = self.parts_in(path, about, images)
+        kept = self.parts_named("reference", {"reference": self.reference.describe()}, images)
         found, _ = self._extract(images, needs, "features of reference", kept)
         return FeatureSet(images.count, statistics={**known, **found.statistics})
 
@@ -262,6 +270,7 @@ def code_of(detector: Detector) -> dict[str, Any]:
         "detector": {"name": type(detector).__name__, **getattr(detector, "record", {})},
         "code": [source_sha256(), sha256(own)],
         "torch": torch.__version__,
+        "device": str(getattr(detector, "device", "cpu")).partition(":")[0],
     }
 
 

@@ -38,6 +38,8 @@ class PartFolder:
             replace: remove the parts of another job, which are an error otherwise.
         """
         file = self.path / ABOUT
+        if self.path.is_symlink():
+            raise ValueError(f"{self.path} is a link, which may lead anywhere: remove it")
         with explained(file):
             self.path.mkdir(parents=True, exist_ok=True)
             if not file.exists():
@@ -51,7 +53,7 @@ class PartFolder:
         changes = [
             f"{key}: {old.get(key)} -> {new}" for key, new in self.about.items() if old.get(key) != new
         ]
-        if changes and replace:
+        if changes and (replace or not self.done()):
             self.remove()
             return self.start()
         if changes:

@@ -25,7 +25,7 @@ class InceptionScore(Metric):
 
 
 class SplitScores:
-    """Inception score over contiguous splits of images that arrive in any order, with their positions.
+    """Inception score over contiguous splits of images that come in order.
 
     Args:
         split_size: images of a split; a short last split counts like the others. None: SPLIT_SIZE.

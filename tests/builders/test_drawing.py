@@ -1,8 +1,10 @@
 """How images are drawn: what is decided, what a job that was stopped goes on with, what is kept."""
 
 import json
+import shutil
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -14,11 +16,14 @@ import fid
 import sample
 from builders import drawing
 from builders.drawing import COMPILE_SEC, LEFT_OPEN, default_batch_size, is_worth_compiling, settle
+from builders.scoring import features_folder
 from diffusion import CFG, EDMPrecond, ImageSource, SparseGuidance, edm_sampler
-from evaluation import ArrayImages
+from evaluation import ArrayImages, Reference, Suite
 from evaluation.features import digest_of_images, look
+from evaluation.metrics.kernel import KernelDistance
 from models import DiT
 from runtime.errors import UserError
+from runtime.files import sha256
 from runtime.launch import ALONE, Launch
 from runtime.machine import can_compile, has_fast_bf16
 from runtime.parts import PartFolder
@@ -77,7 +82,7 @@ def test_blocks_are_compiled_where_the_work_outlasts_that(monkeypatch):
     assert [is_worth_compiling(source, n)[0] for n in (just, just + 2)] == [False, True]
     why = is_worth_compiling(source, just + 2)[1]
     assert f"{just + 2} images take {flops * (just + 2) / 1e12:.3g} TFLOP" in why
-    assert "so they are compiled (compile=true or false decides)" in why
+    assert "so they are compiled" in why
     # The same for each rank of any number: the bits of a sample depend on it.
     assert is_worth_compiling(source_of(num_steps=10, launch=Launch(3, 8)), just + 2)[0]
     # A second length takes longer to compile, and costs less.
@@ -203,6 +208,72 @@ def test_a_job_keeps_the_precision_and_the_batch_that_it_began_with(run, tmp_pat
     assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
 
 
+def test_leftovers_of_another_job_decide_nothing(run, tmp_path):
+    left_open = ("batch_size=null", "num_samples=300", "overwrite=true")
+    for first_seed, damage in ((0, False), (1, True)):
+        patch, _ = stop_after(1)
+        with patch, pytest.raises(Stopped):
+            ask(run, tmp_path / "s.npz", "batch_size=9", "mixed_precision=bf16", f"first_seed={first_seed}")
+        if damage:
+            (tmp_path / "s.npz.partial/about.json").write_text("{")
+            with pytest.raises(UserError, match=r"about.json is damaged"):
+                ask(run, tmp_path / "s.npz", "first_seed=2")
+        with (
+            mock.patch("builders.drawing.default_batch_size", lambda source: 7),
+            mock.patch("builders.drawing.has_fast_bf16", lambda device: False),
+        ):
+            ask(run, tmp_path / "s.npz", *left_open, "first_seed=2")
+        record = json.loads((tmp_path / "s.json").read_text())
+        assert (record["batch_size"], record["mixed_precision"]) == (7, "no")
+        for file in tmp_path.glob("s.*"):
+            file.unlink()
+
+
+def test_a_job_without_parts_is_no_job(run, tmp_path):
+    """As after a disk that was too small, or a first sample that was not finite."""
+    patch, _ = stop_after(0)
+    with patch, pytest.raises(Stopped):
+        ask(run, tmp_path / "s.npz")
+    assert list(tmp_path.iterdir()) == []
+    folder = PartFolder(tmp_path / "p", {"a": 1}, 2)
+    folder.start()
+    assert PartFolder(tmp_path / "p", {"a": 2}, 2).start() == [0, 1]
+    (tmp_path / "link").symlink_to(tmp_path / "p")
+    with pytest.raises(ValueError, match=r"link is a link, which may lead anywhere: remove it"):
+        PartFolder(tmp_path / "link", {"a": 2}, 2).start()
+
+
+def test_a_kill_while_parts_are_joined_is_mended_by_the_same_command(run, tmp_path):
+    ask(run, tmp_path / "whole.npz")
+    for moment in ("sample.write_json", "runtime.parts.PartFolder.remove"):
+        with mock.patch(moment, side_effect=Stopped), pytest.raises(Stopped):
+            ask(run, tmp_path / "s.npz")
+        assert (tmp_path / "s.npz").exists() == moment.endswith("remove")
+        with mock.patch("diffusion.generate.generate", side_effect=AssertionError("drawn again")):
+            ask(run, tmp_path / "s.npz")
+        assert not (tmp_path / "s.npz.partial").exists()
+        assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+        record = json.loads((tmp_path / "s.json").read_text())
+        assert record["samples_sha256"] == sha256(tmp_path / "s.npz")
+        with pytest.raises(UserError, match=r"s.npz is there already"):
+            ask(run, tmp_path / "s.npz")
+        for file in tmp_path.glob("s.*"):
+            file.unlink()
+
+
+def test_each_part_has_the_cost_of_its_own_images(run, tmp_path):
+    """Adaptive steps take as many evaluations as the images of a part need."""
+    adaptive = ("sampler=dopri5", "guidance=none")
+    ask(run, tmp_path / "whole.npz", *adaptive)
+    patch, _ = stop_after(2)
+    with patch, pytest.raises(Stopped):
+        ask(run, tmp_path / "s.npz", *adaptive)
+    ask(run, tmp_path / "s.npz", *adaptive)
+    costs = [json.loads((tmp_path / f"{name}.json").read_text())["cost_per_image"] for name in ("whole", "s")]
+    assert costs[0] == costs[1]
+    assert costs[0]["network_evaluations"] > 10
+
+
 def test_a_damaged_part_is_drawn_again(run, tmp_path):
     ask(run, tmp_path / "whole.npz")
     patch, _ = stop_after(2)
@@ -306,17 +377,59 @@ def test_more_metrics_and_other_checkpoints_share_what_was_looked_at(scored):
     assert other["images_sha256"] != more["images_sha256"]
 
 
-def test_features_of_other_code_are_not_used(scored):
+def test_features_of_other_code_or_another_batch_are_not_used(scored):
     score, seen = scored
     score("a")
     seen.clear()
     with mock.patch("evaluation.suite.source_sha256", lambda: "edited"):
         score("b")
     assert sum(seen) == 10 + 17
+    seen.clear()
+    score("c", "detector_batch_size=2")
+    assert (sum(seen), max(seen)) == (17, 2), "what was drawn is in parts of its own"
+
+
+def test_weights_mean_something_else_in_another_network(run, scored, tmp_path):
+    score, seen = scored
+    score("a")
+    other = shutil.copytree(run, tmp_path / "other")
+    config = other / "config.yaml"
+    config.write_text(config.read_text().replace("sigma_data: 0.5", "sigma_data: 0.9"))
+    seen.clear()
+    found = score("b", f"run={other}")
+    assert sum(seen) == 10
+    assert found["samples"]["drawn"]["networks"][0]["diffusion"]["precond"]["sigma_data"] == 0.9
+
+
+def test_features_depend_on_the_arguments_of_a_detector():
+    class Detector(Projections):
+        def __init__(self, factor=1):
+            self.factor = factor
+
+    reference = Reference(images=ArrayImages(np.zeros((9, 4, 4, 3), np.uint8)))
+    places = set()
+    for factor in (1, 2):
+        asked = {"num_samples": 5, "labels": "random", "launch": ALONE, "batch_size": 3, "kept_in": Path("x")}
+        suite = Suite(reference, detector=Detector(factor), metrics={"k": KernelDistance()}, **asked)
+        suite.detector_config = {"factor": factor}
+        places.add(suite.parts_named("samples", {}, reference.images).path)
+    assert len(places) == 2
+
+
+def test_features_are_not_kept_among_the_images_that_are_looked_at(tmp_path):
+    asked = {"samples": None, "images": str(tmp_path / "photos"), "features": None}
+    with pytest.raises(ValueError, match=r"features=.*photos/features must not be inside images=.*photos"):
+        features_folder(asked, tmp_path / "photos/reference.npz")
+    assert features_folder(asked, tmp_path / "reference.npz") == tmp_path / "features"
+    (tmp_path / "features").symlink_to(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"features is a link, which may lead anywhere: give features=FOLDER"
+    ):
+        features_folder(asked, tmp_path / "reference.npz")
 
 
 def test_features_are_those_of_their_images_whoever_looks(tmp_path):
-    """A part that two ranks have seen, a part on disk, and parts in memory."""
+    """A part that was there, parts on disk, and parts in memory."""
     images = np.random.default_rng(0).integers(0, 256, (11, 4, 4, 3), dtype=np.uint8)
     source = ArrayImages(images)
     kept = PartFolder(tmp_path / "kept", {}, 4)

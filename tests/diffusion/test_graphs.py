@@ -1,7 +1,8 @@
 """Forwards that are recorded and replayed, on a GPU, and by a stand-in for the recorder on a CPU."""
 
+import gc
+import weakref
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ GUIDANCE = {
 RECORDED = []
 
 
-def record(function, inputs, pool):
+def record(function, inputs):
     """Replay as CUDA does: one place for each input, and one for the output, which the next call reuses."""
+    inputs = [tensor.clone() for tensor in inputs]
     output = function(*inputs)
     RECORDED.append(len(inputs[0]))
 
@@ -30,7 +32,7 @@ def record(function, inputs, pool):
         for place, tensor in zip(inputs, given, strict=True):
             place.copy_(tensor)
         output.copy_(function(*inputs))
-        return output
+        return output.clone()
 
     return replay
 
@@ -39,13 +41,9 @@ def record(function, inputs, pool):
 def replayed():
     RECORDED.clear()
     net = small_dit([PAPER]).eval()
-    with (
-        mock.patch("torch.cuda.graph_pool_handle", lambda: (0, 0)),
-        mock.patch("torch.cuda.make_graphed_callables", record),
-    ):
-        replay_forward(net)
-        replay_forward(net)
-        yield net
+    for _ in range(2):
+        replay_forward(net, lambda: record)
+    return net
 
 
 def latents_of(net, guidance, device="cpu", compiled=False, bf16=False):
@@ -83,6 +81,20 @@ def test_what_draws_or_learns_is_not_replayed(replayed):
         other = replayed(2 * x, c_noise, labels, routing=Routing(0.5, noise=noise))
     assert not torch.equal(one, other), "each call has an output of its own"
     assert RECORDED == [4]
+
+
+def test_a_network_that_replays_goes_with_its_last_reference():
+    net = small_dit()
+    replay_forward(net, lambda: record)
+    with torch.no_grad():
+        net.eval()(*small_batch())
+    gone = weakref.ref(net)
+    gc.disable()
+    try:
+        del net
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu
