@@ -53,7 +53,7 @@ class PartFolder:
         changes = [
             f"{key}: {old.get(key)} -> {new}" for key, new in self.about.items() if old.get(key) != new
         ]
-        if changes and (replace or not self.done()):
+        if changes and (replace or self.is_empty()):
             self.remove()
             return self.start()
         if changes:
@@ -65,6 +65,10 @@ class PartFolder:
     def done(self) -> set[int]:
         """Return the finished parts."""
         return {int(file.stem) for file in self.path.glob("*.npz") if file.stem.isdecimal()}
+
+    def is_empty(self) -> bool:
+        """Return whether no part was ever finished."""
+        return next(self.path.glob("[0-9]*.npz"), None) is None
 
     def write(self, i: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a part."""
@@ -93,7 +97,7 @@ class PartFolder:
         try:
             yield
         except BaseException:
-            if self.path.exists() and not self.done():
+            if self.path.exists() and self.is_empty():
                 self.remove()
             raise
 
