@@ -72,6 +72,22 @@ def test_a_resume_within_a_window_continues_its_time(tmp_path, clock):
     assert (last["train_time_sec"], last["images_per_sec"]) == (12.0, 4.0)
 
 
+def test_the_time_of_evaluations_adds_up_and_is_logged(tmp_path, clock, capsys):
+    """Also over a kill: what was evaluated after the last save is evaluated again."""
+    trainer, run, _ = timed(tmp_path, clock)
+    interrupted(trainer, run, 5)
+    trainer, run, _ = timed(tmp_path, clock)
+    run_training(trainer, run)
+    lines = [line for line in metrics(tmp_path, clocks=True) if "score" in line]
+    assert [(line["step"], line["evaluation_time_sec"]) for line in lines] == [
+        (2, EVALUATION_SEC),
+        (4, 2 * EVALUATION_SEC),
+        (6, 3 * EVALUATION_SEC),
+    ]
+    share = 3 * EVALUATION_SEC / (3 * EVALUATION_SEC + 6 * STEP_SEC)
+    assert f"({share:.0%} of the run went into evaluations)" in capsys.readouterr().out
+
+
 def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
     trainer, run, asked = timed(tmp_path, clock)
     guessed_save_sec = trainer.clock.longest_sec["save"]
