@@ -21,6 +21,7 @@ from diffusion import CFG, EDMPrecond, ImageSource, SparseGuidance, edm_sampler
 from evaluation import ArrayImages, Reference, Suite
 from evaluation.features import digest_of_images, look
 from evaluation.metrics.kernel import KernelDistance
+from evaluation.pictures import in_turn
 from models import DiT
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -316,6 +317,10 @@ def test_a_picture_grows_while_images_are_drawn(run, tmp_path):
     assert num_dark[0] > num_dark[-1]
     tiles = [picture[2:34, 2:34] for picture in (shown[1], last)]
     assert np.array_equal(*tiles), "an image stays in its place"
+    with np.load(tmp_path / "s.npz") as arrays:
+        images, order = arrays["arr_0"], in_turn(arrays["arr_1"])
+    for place, i in enumerate(order):
+        assert np.array_equal(last[2:34:4, 36 * place + 2 : 36 * place + 34 : 4], images[i])
 
 
 @pytest.fixture
