@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from diffusion.generate import NUM_SEEDS
 from models import Backbone
 from runtime.errors import check_choice, check_not_negative, check_positive
 
@@ -28,6 +27,7 @@ OBJECTIVES = {
 LABELS = ("random", "balanced")  # of samples
 TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
 MAY_BE_INFINITE = ("sampler.S_max", math.inf)
+NUM_SEEDS = 2**32  # that the CPU's generator distinguishes
 MAX_SYNTHETIC = 2**28  # numbers of random latents: 1 GiB
 
 

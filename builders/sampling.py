@@ -21,10 +21,9 @@ import torch
 from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
 from builders.public import read_weights_file
-from builders.rules import DECODINGS, LABELS, PRECISIONS, SWITCH
+from builders.rules import DECODINGS, LABELS, NUM_SEEDS, PRECISIONS, SWITCH
 from data import encoder_for, image_decoder, manifest_from
 from diffusion import Guidance, ImageSource, Precond
-from diffusion.generate import NUM_SEEDS
 from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256

@@ -19,7 +19,6 @@ from diffusion.guidance import Branch, Evaluations, Guidance
 from diffusion.objective import Precond
 from runtime.launch import Launch
 
-NUM_SEEDS = 2**32  # that the CPU's generator distinguishes
 LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws of the same seed
 
 
@@ -152,7 +151,7 @@ class ImageSource:
             self.precond,
             self.sampler,
             self.guidance,
-            seeds=[seed % NUM_SEEDS for seed in self.seeds(end)[start:]],  # what is cut may lie beyond
+            seeds=self.seeds(end)[start:],
             class_labels=self.labels(end, start),
             device=self.launch.device,
             bf16=self.bf16,
