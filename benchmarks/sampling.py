@@ -106,7 +106,8 @@ def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int) -> Row
             name: stack.enter_context(Worker(name, drawing, size, asked, "guided" in name))
             for name, asked in WAYS.items()
         }
-        for worker in workers.values():  # one by one: together they might not fit into the memory
+        for name, worker in workers.items():  # one by one: together they might not fit into the memory
+            print(f"  {name}: {worker.ready}", flush=True)
             worker.ask("warm up")
         seconds = {name: [] for name in workers}
         for _ in range(repeats):
