@@ -46,9 +46,9 @@ def main(cfg: DictConfig) -> None:
         launch = start_process(timeout=PATIENCE)
         source, name, record = open_source(request, launch)
         output = place_of("output", request["output"], folder_of(request), f"samples/{name}.npz")
-        record["environment"] = environment(launch.device)
         with launch.claimed_by_main("output", output, beside(output), may_replace(output, request)):
             parts = draw(source, record, output, request["grid_columns"], request["overwrite"], launch)
+            record["environment"] = environment(launch.device)
             if launch.is_main:
                 pack(parts, source.labels(request["num_samples"]), source.image_shape, output, record)
     launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")

@@ -37,7 +37,7 @@ from training.speed import interleaved_seconds, speedup
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
 IMAGES_A_TURN = {"cpu": 1, "cuda": 128}  # small batches are over before a clock is sure of them
 AGREE = {"bf16": 2e-2, "TF32": 3e-3, "fp32": 3e-5}  # one batched forward with two, of the norm
-NUM_TIMED = 3  # evaluations of a turn: two steps of Heun
+NUM_TIMED, MIN_TURN_SEC = 3, 3.0  # evaluations of a call, two steps of Heun; of a turn
 LATENTS = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
 XL, BATCHES, WHOLE_BATCH = (*LATENTS, "model/size=xl_2"), (4, 32, 128, 512), 128
 TINY = (*LATENTS, "model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
@@ -102,13 +102,10 @@ def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int) -> Row
     """Time a few steps of each way, in turn, each in a process of its own; return a row for each."""
     peak, _ = peaks_of(device)["bf16"]
     with ExitStack() as stack:
-        workers = {
-            name: stack.enter_context(Worker(name, drawing, size, asked, "guided" in name))
-            for name, asked in WAYS.items()
-        }
-        for name, worker in workers.items():  # one by one: together they might not fit into the memory
-            print(f"  {name}: {worker.ready}", flush=True)
-            worker.ask("warm up")
+        workers = {}
+        for name, asked in WAYS.items():
+            workers[name] = stack.enter_context(Worker(name, drawing, size, asked, "guided" in name))
+            print(f"  {name}: {workers[name].ready}", flush=True)  # it has warmed up, alone
         seconds = {name: [] for name in workers}
         for _ in range(repeats):
             for name, worker in workers.items():
@@ -148,9 +145,11 @@ def drawing(connection: Connection, size: tuple[str, ...], asked: dict[str, Any]
     turn = partial(source.latents, 0, resolved["batch_size"])
     flops = cost_of(source.precond.net).dense_forward_flops * (2 if guided else 1)
     ready = {**resolved, "flops": flops}
+    # Long turns: the threads of the process before may still spin for a while.
+    warm = [seconds_of(turn, launch.device) for _ in range(2)][1]
+    num_calls = max(1, round(MIN_TURN_SEC / warm))
     answers = {
-        "warm up": lambda: seconds_of(lambda: [turn() for _ in range(2)], launch.device),
-        "draw": lambda: seconds_of(turn, launch.device),
+        "draw": lambda: seconds_of(lambda: [turn() for _ in range(num_calls)], launch.device) / num_calls,
         "memory": lambda: peak_gib(launch.device),
     }
     serve(connection, ready, answers)
