@@ -177,7 +177,9 @@ def draw(
     if todo and record["compile"]:
         prepare(source)
     if launch.is_main and todo:
-        print(f"a picture of the first ones grows in {path / GRID}")
+        precision = "bf16" if source.bf16 else "fp32"
+        print(f"{num_samples} images, {size} at a time, the network in {precision}")
+        print(f"a picture of the first ones, class by class, grows in {path / GRID}")
     grid = GrowingGrid(source, parts, num_samples, columns)
     finished = min(num_samples, size * (parts.num_parts - len(todo)))
     bar = {"total": num_samples, "initial": finished, "desc": "sample", "unit": "image"}

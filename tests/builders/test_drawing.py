@@ -163,8 +163,8 @@ def test_a_job_that_is_stopped_goes_on_and_gives_the_same_file(run, tmp_path):
         assert {path.name for path in tmp_path.glob("s.*")} == {"s.npz.partial"}
         assert len(list(tmp_path.glob("s.npz.partial/0*.npz"))) == num_parts
         patch, calls = stop_after(4)
-        with patch:
-            ask(run, tmp_path / "s.npz")
+        with patch, mock.patch("sys.argv", ["sample.py", "the", "same", "in", "other", "words"]):
+            ask(run, tmp_path / "s.npz", "grid_columns=10", "overwrite=true")
         assert [start for start, _ in calls] == [3 * part for part in range(num_parts, 4)]
         for suffix in (".npz", ".png"):
             files = (tmp_path / f"{name}{suffix}" for name in ("whole", "s"))
