@@ -177,6 +177,7 @@ def test_a_job_that_is_stopped_goes_on_and_gives_the_same_file(run, tmp_path):
             file.unlink()
 
 
+@pytest.mark.slow
 def test_parts_of_another_job_are_not_mixed_in(run, tmp_path):
     patch, _ = stop_after(1)
     with patch, pytest.raises(Stopped):
@@ -193,6 +194,7 @@ def test_parts_of_another_job_are_not_mixed_in(run, tmp_path):
     assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "other.npz").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_job_keeps_the_precision_and_the_batch_that_it_began_with(run, tmp_path):
     options = ("batch_size=null", "num_samples=300")
     patch, _ = stop_after(1)
@@ -207,6 +209,7 @@ def test_a_job_keeps_the_precision_and_the_batch_that_it_began_with(run, tmp_pat
     assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
 
 
+@pytest.mark.slow
 def test_leftovers_of_another_job_decide_nothing(run, tmp_path):
     left_open = ("batch_size=null", "num_samples=300", "overwrite=true")
     for first_seed, damage in ((0, False), (1, True)):
@@ -260,6 +263,7 @@ def test_a_kill_while_parts_are_joined_is_mended_by_the_same_command(run, tmp_pa
             file.unlink()
 
 
+@pytest.mark.slow
 def test_each_part_has_the_cost_of_its_own_images(run, tmp_path):
     """Adaptive steps take as many evaluations as the images of a part need."""
     adaptive = ("sampler=dopri5", "guidance=none")
@@ -273,6 +277,7 @@ def test_each_part_has_the_cost_of_its_own_images(run, tmp_path):
     assert costs[0]["network_evaluations"] > 10
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_drawn_again(run, tmp_path):
     ask(run, tmp_path / "whole.npz")
     patch, _ = stop_after(2)
@@ -380,6 +385,7 @@ def test_more_metrics_and_other_checkpoints_share_what_was_looked_at(scored):
     assert other["images_sha256"] != more["images_sha256"]
 
 
+@pytest.mark.slow
 def test_features_of_other_code_or_another_batch_are_not_used(scored):
     score, seen = scored
     score("a")
@@ -392,6 +398,7 @@ def test_features_of_other_code_or_another_batch_are_not_used(scored):
     assert (sum(seen), max(seen)) == (17, 2), "what was drawn is in parts of its own"
 
 
+@pytest.mark.slow
 def test_weights_mean_something_else_in_another_network(run, scored, tmp_path):
     score, seen = scored
     score("a")

@@ -120,6 +120,7 @@ def test_what_is_asked_changes_the_samples(run, tmp_path, option):
     assert (images[0] != images[1]).any()
 
 
+@pytest.mark.slow
 def test_other_samples_have_another_name(run):
     options = ["num_samples=7", "first_seed=1", "class_label=1", "labels=balanced", "guidance_scale=2"]
     options += ["num_steps=3", "sampler=edm", "sampler=edm sampler.rho=5", "sampler=edm sampler.rho=4"]

@@ -29,6 +29,7 @@ def test_samples_that_are_killed_again_and_again_are_those_of_an_undisturbed_run
         assert len(np.unique(arrays["arr_0"], axis=0)) == len(arrays["arr_1"]) == 420
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_same_command_resumes(run, tmp_path):
     """A limit on the size of files stands for the full disk: it is met when the parts are joined."""
     options = ("sample.py", f"run={run}", "num_samples=64", "batch_size=8", "num_steps=2", "grid_columns=1")
