@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,15 @@ def check_sampling(config: dict[str, Any]) -> None:
     guidance.load(_without_weights)
     guidance.check(precond)
 
+    @cache
+    def check_variance() -> None:
+        latents, t = torch.zeros(1, *net.latent_shape, device="meta"), torch.tensor(precond.path.t_max)
+        labels = torch.zeros(1, dtype=torch.long, device="meta") if net.num_classes else None
+        precond.learned_variance(precond.predict(latents, t, labels), latents)
+
     def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
         if with_variance:
-            latents = torch.zeros(1, *net.latent_shape, device="meta")
-            labels = torch.zeros(1, dtype=torch.long, device="meta") if net.num_classes else None
-            precond.learned_variance(precond.predict(latents, t, labels), latents)
+            check_variance()
         return (x, x) if with_variance else x
 
     build_sampler(config)(denoise, torch.zeros(1, 1, 1, 1), precond.path, randn_like=torch.zeros_like)

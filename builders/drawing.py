@@ -32,7 +32,7 @@ from runtime.provenance import flatten, source_sha256
 LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
 PATHS = ("run", "checkpoint", "encoder.name")  # the weights are known by their hashes
 GRID, GRID_ROWS = "grid.png", 10
-TOKENS_AT_ONCE = 4096  # on a CPU, where larger batches are not faster (RESULTS.md)
+TOKENS_AT_ONCE = 4096  # on a CPU, where larger batches are not faster (benchmarks/LOG.md)
 MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
 # Assumed for an estimate that is the same on any number of processes and in every start: FLOPs per second (of
 # a core, of a GPU) of blocks that are not compiled, the share of the time that compiled ones save, and the

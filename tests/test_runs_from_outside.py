@@ -395,6 +395,7 @@ def reads_or_refuses(run, request, weights):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
+@pytest.mark.slow
 def test_damaged_files_of_a_run_are_read_or_refused(run, name):
     content, (weights,) = (run / name).read_bytes(), run.glob("checkpoints/*/ema.safetensors")
     request = composed(f"run={run}", config_name="sample")
@@ -409,6 +410,7 @@ def test_damaged_files_of_a_run_are_read_or_refused(run, name):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_a_configuration_of_any_values_is_read_or_refused(run):
     config, (weights,) = RunFolder(run).config(), run.glob("checkpoints/*/ema.safetensors")
     request = composed(f"run={run}", config_name="sample")

@@ -278,6 +278,7 @@ def test_a_training_scores_samples_of_the_labels_that_it_records(folder, tmp_pat
     run.unlock()
 
 
+@pytest.mark.slow
 def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("out of luck")

@@ -126,6 +126,7 @@ def test_a_step_is_timed_at_one_ratio_only():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.slow
 def test_standard_settings_are_valid(tmp_path, device):
     settings = train_step.standard_settings(torch.device(device))
     names = {setting.name for setting in settings}

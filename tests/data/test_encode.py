@@ -360,6 +360,7 @@ def test_too_little_disk_space_is_an_error_before_any_work(tmp_path, photos, vae
         run(photos, tmp_path / "out", vae)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_same_command_resumes(tmp_path, photos, vae):
     """A limit on the size of files stands for the full disk: 10 images are one part of 82 kB, and so is what
     is made of it.
@@ -403,6 +404,7 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
     assert files(tmp_path / "out") == files(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_a_public_autoencoder_is_taken_from_the_cache_without_network(tmp_path, photos):
     """The cache of the hub after a download: a small autoencoder under the public name."""
     repository = tmp_path / "cache" / "models--stabilityai--sd-vae-ft-ema"

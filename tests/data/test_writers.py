@@ -14,6 +14,7 @@ from runtime.lock import TRY_AGAIN
 from tests.data.test_importers import write_tread
 from tests.runs import ROOT
 
+pytestmark = pytest.mark.slow
 KILLED = """
 import os, runpy, signal, sys
 from data import writer

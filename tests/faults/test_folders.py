@@ -11,9 +11,9 @@ import pytest
 
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN, Busy
-from tests.faults.killing import ONE, TWO, Killed, Variant, differences
+from tests.faults.killing import ENVIRONMENT, ONE, TWO, Killed, Variant, differences
 from tests.faults.programs import program
-from tests.runs import ROOT, before_each_step, metrics, tiny_run, tiny_trainer
+from tests.runs import ROOT, TINY, before_each_step, metrics, tiny_run, tiny_trainer
 from training import run_folder
 from training.fit import run_training
 from training.run_folder import RunFolder
@@ -92,12 +92,17 @@ def test_a_second_start_says_who_holds_the_folder_and_ends(tmp_path, launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [ONE, TWO])
 def test_a_start_waits_with_wait_true(tmp_path, launcher):
-    with holder(tmp_path / "runs/r", 45) as process:
-        result = program(launcher, "wait=true", folder=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("wait=true: output_dir=runs/r is in use by process ") == 1
+    command = [*launcher, str(ROOT / "train.py"), *TINY, "run_name=r", "wait=true"]
+    options = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "text": True}
+    with holder(tmp_path / "runs/r", 120) as process, subprocess.Popen(command, **options) as waiting:
+        said = []
+        for line in waiting.stdout:
+            said.append(line)
+            if "wait=true: output_dir=runs/r is in use by process " in line:
+                process.kill()
+    assert waiting.returncode == 0
+    assert "".join(said).count("wait=true: output_dir=runs/r is in use by process ") == 1
     assert json.loads((tmp_path / "runs/r/manifest.json").read_text())["status"] == "finished"
-    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])

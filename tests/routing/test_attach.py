@@ -456,6 +456,7 @@ def test_blocks_and_models_may_be_compiled(name):
     torch.testing.assert_close(run(model, arguments, routing=Routing(0)), dense)
 
 
+@pytest.mark.slow
 def test_a_model_may_be_compiled_as_a_whole():
     model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
     attach(model, [WINDOW])

@@ -44,6 +44,7 @@ def test_a_failure_of_mallopt_is_an_error(monkeypatch, libc):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
+@pytest.mark.slow
 def test_kept_memory_is_not_taken_from_the_kernel_again():
     faults = {}
     for word in ("keep", "return"):
