@@ -48,8 +48,10 @@ class Pixels:
 
     device, record = torch.device("cpu"), {"checked": "sha256", "tensors_sha256": "0"}
     num_features = dict.fromkeys(("pool", "spatial", "probs"), 3 * SIDE**2)
+    num_seen = 0
 
     def __call__(self, images):
+        self.num_seen += len(images)
         pixels = torch.from_numpy(images).flatten(1) / 255
         return {"pool": pixels, "spatial": pixels.square(), "probs": (20 * pixels).softmax(dim=1)}
 
@@ -108,12 +110,15 @@ def trained(folder, *overrides, asked=False):
 
 
 def scored(folder, launch):
-    """Make a reference, and return the scores of samples against one that has its images alone."""
+    """Make a reference; return the scores of samples against one that has its images alone, and how many
+    images this process has seen for both.
+    """
+    detector = Pixels()
     images, samples = (open_images(folder / f"{name}.npz") for name in ("reference", "samples"))
-    make_reference(Pixels(), images, folder / f"made_by_{launch.world_size}.npz", 4, launch)
+    make_reference(detector, images, folder / f"made_by_{launch.world_size}.npz", 4, launch)
     options = {"batch_size": 4, "precision_recall": True, "exact_distances": True, "kid": True}
-    suite = adm_suite(Pixels(), Reference(images=images), launch=launch, **options)
-    return suite.score(samples).values
+    suite = adm_suite(detector, Reference(images=images), launch=launch, **options)
+    return suite.score(samples).values, detector.num_seen
 
 
 def draw(folder, num_processes):
@@ -278,12 +283,14 @@ def test_two_processes_draw_the_images_of_one_bit_for_bit(folder, name):
 
 
 def test_two_processes_score_as_one_and_the_first_tells(folder, found):
-    one = torch.load(folder / "scores_of_one.pt")
+    one, num_seen = torch.load(folder / "scores_of_one.pt")
     names = ("fid", "sfid", "is", "precision", "recall", "kid", "kid_std")
     assert one.keys() == {f"{name}{NUM_IMAGES + 4}" for name in names}
     assert one[f"is{NUM_IMAGES + 4}"] > 1.5
-    assert found[0].scores == pytest.approx(one, rel=1e-6)
-    assert found[1].scores == {}
+    (scores, num_seen_by_first), (none, num_seen_by_second) = found[0].scores, found[1].scores
+    assert scores == pytest.approx(one, rel=1e-6)
+    assert none == {}
+    assert num_seen_by_first + num_seen_by_second == num_seen == 2 * NUM_IMAGES + NUM_IMAGES + 4
 
 
 def test_a_reference_keeps_the_order_of_its_images(folder):
