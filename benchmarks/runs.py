@@ -59,7 +59,7 @@ def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
     if setting.mask_coverage is not None:
         own += ("train.masked_loss=true",)
     model = "model=dit" if kind == "dense" else "model=tread"
-    return (model, "data=latents", f"data.path={folder / 'latents'}", *QUIET, *own)
+    return (model, "data=latents_published", f"data.path={folder / 'latents'}", *QUIET, *own)
 
 
 def write_latents(path: Path, setting: Setting) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,6 +25,7 @@ from builders.network import (
     build_router,
     build_sampler,
 )
+from builders.recipe import recipe
 from builders.rules import MUST_NAME_A_TARGET, check_finite, check_groups, check_latents, check_loop
 from builders.schemas import Config
 from data.manifest import read_manifest
@@ -55,26 +58,49 @@ def register(program: str, schema: type) -> None:
         "default_run_name": _default_run_name,
         "latent_manifest": partial(_manifest_key, read_manifest),
         "shard_manifest": partial(_manifest_key, read_shard_manifest),
+        "recipe": recipe,
     }
     register_with_hydra(program, schema, resolvers)
 
 
 def _default_run_name(seed: int) -> str:
-    """Name a run by every group that differs from its default, so that no two share a folder."""
+    """Name a run by every group that differs from its default, a job of a sweep by what is swept, so that no
+    two share a folder.
+    """
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     experiment = choices.get("experiment") or ""
     parts = [choices.get(group) for group in NAMED_ALWAYS]
     parts = [part for part in parts if part and f"_{part}_" not in f"_{experiment}_"]
     parts += ["parity"] if choices.get("parity") == "official" else []
-    if hydra.mode == RunMode.MULTIRUN:  # a name must be usable on the command line again, as run=runs/NAME
-        chosen = re.sub(r"[^\w.-]+", "-", hydra.job.override_dirname)
+    if hydra.mode == RunMode.MULTIRUN:
+        left_out = {*hydra.job.config.override_dirname.exclude_keys}
+        chosen = _chosen_in_sweep(hydra.overrides.task, left_out, _swept_keys(sys.argv[1:]))
     else:
         chosen = "_".join(_chosen_groups(hydra.overrides.task))
     name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", chosen]))
     # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}_{digest}"
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}_{_short_hash(name)}"
+
+
+def _swept_keys(arguments: Iterable[str]) -> set[str]:
+    """Return the keys that a command line sweeps."""
+    texts = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(texts)
+    return {override.key_or_group for override in parsed if override.is_sweep_override()}
+
+
+def _chosen_in_sweep(overrides: Iterable[str], left_out: set[str], swept: set[str]) -> str:
+    """Return the swept overrides of a job, whole, and a hash of the others."""
+    keyed = sorted((text.partition("=")[0].lstrip("+~"), text) for text in overrides)
+    first = [text for key, text in keyed if key in swept - left_out]
+    rest = [text for key, text in keyed if key not in swept | left_out]
+    shown = re.sub(r"[^\w.-]+", "-", ",".join(first))  # usable on the command line again, as run=runs/NAME
+    return "_".join(filter(None, [shown, _short_hash(",".join(rest)) if rest else ""]))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:

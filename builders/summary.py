@@ -4,14 +4,27 @@ from typing import Any
 
 import torch.nn as nn
 
+from builders.estimate import COMPILE_SEC, LONG_SEC, Estimate
+from data.manifest import LatentManifest
 
-def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, resumed_step: int) -> str:
+GIB = 2**30
+
+
+def summary(
+    config: dict[str, Any],
+    details: dict[str, Any],
+    net: nn.Module,
+    resumed_step: int,
+    manifest: LatentManifest,
+    takes: Estimate,
+) -> str:
     """Return what a user wants to see before a run starts."""
     train, resolved, cost = config["train"], details["resolved"], details["cost"]
     num_parameters = f"{sum(parameter.numel() for parameter in net.parameters()) / 1e6:.2f}M parameters"
     resumed = f", resumed at step {resumed_step}" if resumed_step else ""
     lines = [
         f"run        {config['output_dir']}{resumed}",
+        *([f"recipe     {config['recipe']}"] if config["recipe"] else []),
         f"network    {num_parameters}, {len(net.blocks)} blocks, {net.num_tokens} tokens",
         f"cost       {cost['dense_forward_flops'] / 2e9:.3g} GMAC for one image and forward pass",
         *(f"route      {line}" for line in details["routes"]),
@@ -31,15 +44,69 @@ def summary(config: dict[str, Any], details: dict[str, Any], net: nn.Module, res
         lines.append(f"memory     what a step frees is {freed} (train.keep_freed_memory)")
     if "note" in details["data"]:
         lines.append(f"data       {details['data']['note']}")
-    if train["eval_every"] and not details["data"]["manifest"]["num_held_out"]:
+    if train["eval_every"] and not manifest.num_held_out:
         lines.append("evaluation no val_loss_dense: the data have no held-out entries (num_held_out)")
     lines += [f"changed    {change}" for change in details["changes"]]
     if "init_from" in details:
         lines.append(f"start      {_start(details['init_from'])}")
-    lines.append(f"length     {train['total_steps']} steps, checkpoint every {train['save_every']}")
-    if resolved["compile"]:
-        lines.append("The first step compiles the blocks: this can take a minute.")
+    lines += _length(train, manifest, resumed_step, takes, resolved["compile"])
+    lines.append(
+        f"needs      {_gib(takes.weights)} of memory for weights, gradients, optimizer and average, at most "
+        f"{_gib(takes.activations)} for activations; {_gib(takes.checkpoints)} of disk for checkpoints"
+    )
     return "\n".join(lines)
+
+
+def warnings(
+    config: dict[str, Any], manifest: LatentManifest, takes: Estimate, memory: int, disk: int
+) -> list[str]:
+    """Return what a user wants to be warned of, where so many bytes of memory and disk are free."""
+    train, found, num_trained = config["train"], [], manifest.num_trained
+    if train["batch_size"] > num_trained:
+        rule = f"each step sees every one of the {num_trained} entries more than once"
+        found.append(f"train.batch_size={train['batch_size']}: {rule}")
+    if takes.memory > memory:
+        needed = f"about {_gib(takes.memory)} of memory are needed, {_gib(memory)} are free"
+        found.append(f"{needed}: lower train.micro_batch_size, or choose a smaller model/size")
+    if takes.checkpoints > disk:
+        needed = f"about {_gib(takes.checkpoints)} of disk are needed for checkpoints, {_gib(disk)} are free"
+        found.append(f"{needed}: lower train.keep_last or raise train.milestone_every")
+    if (sec := train["total_steps"] * takes.step_sec) > LONG_SEC:
+        found.append(
+            f"this would take about {duration(sec)} here: choose a smaller model/size or fewer steps"
+        )
+    return [f"warning: {line}" for line in found]
+
+
+def duration(sec: float) -> str:
+    """Return a time as one number for people."""
+    for unit, size in (("days", 24 * 3600), ("h", 3600), ("min", 60)):
+        if sec >= 2 * size:
+            return f"{sec / size:.0f} {unit}"
+    return f"{sec:.0f} s"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2g} GiB"
+
+
+def _length(
+    train: dict[str, Any], manifest: LatentManifest, resumed_step: int, takes: Estimate, compiled: bool
+) -> list[str]:
+    total_steps, batch_size = train["total_steps"], train["batch_size"]
+    classes = f"{manifest.num_classes} classes" if manifest.num_classes else "no classes"
+    entries = f"{manifest.num_trained} entries are trained on, {manifest.num_held_out} held out, {classes}"
+    epochs = f"{total_steps * batch_size / manifest.num_trained:.3g} epochs"
+    start = COMPILE_SEC * compiled
+    time = f"about {duration(start + (total_steps - resumed_step) * takes.step_sec)}"
+    if train["sample_every"]:
+        steps = train["sample_every"] - resumed_step % train["sample_every"]
+        time += f", the first pictures after {duration(start + steps * takes.step_sec)}"
+    return [
+        f"data       {entries}",
+        f"length     {total_steps} steps, {epochs}, checkpoint every {train['save_every']}: {time}",
+        *(["           (the first step compiles the blocks: this can take a minute)"] if compiled else []),
+    ]
 
 
 def _precision(resolved: dict[str, Any], tf32: bool) -> str:

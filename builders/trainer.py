@@ -1,5 +1,6 @@
 """Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -15,10 +16,11 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import resolve_auto
+from builders.estimate import estimate, free_memory
 from builders.evaluators import build_evaluators
 from builders.network import build_loss, build_net, build_precond, build_route_plan
 from builders.public import carries_configuration, precond_of
-from builders.summary import summary
+from builders.summary import summary, warnings
 from data import (
     LatentDataset,
     ShardDataset,
@@ -41,7 +43,7 @@ from training.checkpoint import CheckpointFolder, latest_checkpoint
 from training.ema import EMA
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
-from training.speed import SpeedCheck, fp32_slowdown, micro_step, most_graphs
+from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, most_graphs
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
 from training.weights import is_own_checkpoint, load_weights
@@ -122,8 +124,9 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     settings = Settings(**{field.name: train[field.name] for field in fields(Settings)})
 
     slowdown = fp32_slowdown(net, device, bf16)
-    step = micro_step(precond, net, loss, micro_batch_size, device, Routing)
-    speed_check = SpeedCheck(step, partial(_predicted_speedup, net, slowdown), device, recorder)
+    losses = micro_loss(precond, net, loss, micro_batch_size, device, Routing)
+    step, predicted = micro_step(losses, precond, net), partial(_predicted_speedup, net, slowdown)
+    speed_check = SpeedCheck(step, predicted, device, recorder)
     parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
     trainer = Trainer(*parts, stop, settings, speed_check)
 
@@ -132,21 +135,28 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
         trainer.resume(checkpoint)
     launch.barrier()  # all have read what the first rank is about to change
 
+    cost = cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown)
+    one_image = micro_loss(build_precond(config, net), net, loss, 1, device, Routing)
+
     def start_writing() -> None:
         details = {
             "resolved": resolved,
             "num_processes": launch.world_size,
             **environment(device),
             "routes": plan.describe(train["masked_loss"]),
-            "cost": cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown).describe(),
+            "cost": cost.describe(),
             "data": dataset.describe(),
             **({"init_from": init_from} if init_from else {}),
             "scores": [evaluator.describe() for _, evaluator in evaluators],
         }
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
+        takes = estimate(config, resolved, cost, partial(one_image, plan.ratios(0)), net, launch)
         run.record_start(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
-        print(summary(config, details, net, resumed_step=trainer.step), flush=True)
+        print(summary(config, details, net, trainer.step, dataset.manifest, takes), flush=True)
+        free = free_memory(device), shutil.disk_usage(run.path).free
+        for line in warnings(config, dataset.manifest, takes, *free):
+            print(line, flush=True)
 
     launch.broadcast_from_main(start_writing)
     return trainer

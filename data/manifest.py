@@ -135,6 +135,11 @@ class LatentManifest:
         return self.shape[0] // 2 if self.kind == "moments" else self.shape[0]
 
     @property
+    def num_trained(self) -> int:
+        """Entries that are trained on."""
+        return self.count - self.num_held_out
+
+    @property
     def input_size(self) -> int:
         return self.shape[1]
 
@@ -178,7 +183,8 @@ class LatentManifest:
         for key, size in expected.items():
             if size is not None and getattr(self, key) != size:
                 found = f"{getattr(self, key)}, as in {path}/{FILES['manifest']}"
-                raise ValueError(f"data.{key}={size} must be {found}")
+                hint = "data=latents takes the sizes from there"
+                raise ValueError(f"data.{key}={size} must be {found}: {hint}")
 
     def std_warning(self, std: torch.Tensor) -> str | None:
         """Return a warning where the standard deviation of what the network sees is far from the promised."""

@@ -7,19 +7,21 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from diffusion.guidance import Branch, Evaluations, Guidance
 from diffusion.objective import Precond
 from runtime.launch import Launch
 
 LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws of the same seed
+BAR_AFTER_SEC = 2
 
 
 def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:
@@ -46,6 +48,7 @@ def generate(
     bf16: bool = False,
     evaluations: Evaluations | None = None,
     counting_only: bool = False,
+    watch: Callable[[int], Any] | None = None,
 ) -> torch.Tensor:
     """Return latents (N, C, H, W) in fp32, a batch.
 
@@ -57,6 +60,7 @@ def generate(
         bf16: evaluate the network under bf16 autocast.
         evaluations: counts the forwards of images: one of a batch of n counts n times.
         counting_only: no network runs, all predict 0.
+        watch: is told after each step how many evaluations of an image there were.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     mask_generators = [torch.Generator().manual_seed(_stream(seed, MASK_STREAM)) for seed in seeds]
@@ -66,8 +70,15 @@ def generate(
     rand = partial(_rand, generators=mask_generators, device=device)
     counted: Evaluations = Counter()
     branch = Branch(precond, labels, rand=rand, evaluations=counted, counting_only=counting_only)
+    denoise = guidance(branch)
+
+    def watched(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+        found = denoise(x, t, with_variance=with_variance)
+        watch(counted.total())
+        return found
+
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        latents = sampler(guidance(branch), noise, precond.path, randn_like=randn_like).float()
+        latents = sampler(watched if watch else denoise, noise, precond.path, randn_like=randn_like).float()
     if evaluations is not None:
         evaluations.update({key: count * len(latents) for key, count in counted.items()})
     return latents
@@ -107,6 +118,7 @@ class ImageSource:
         self._evaluations: Evaluations = Counter()
         self._cost: dict[str, float] | None = None
         self._stream: Any = None  # of what decodes, where there are streams
+        self._per_image: int | None = None  # evaluations
 
     def with_labels(self, labels: str) -> "ImageSource":
         """Return the same source with other labels."""
@@ -147,17 +159,31 @@ class ImageSource:
     def latents(self, start: int, batch_size: int, counting_only: bool = False) -> torch.Tensor:
         """Return the latents (batch_size, C, H, W) of the samples from `start` on."""
         end = start + batch_size
-        return generate(
-            self.precond,
-            self.sampler,
-            self.guidance,
-            seeds=self.seeds(end)[start:],
-            class_labels=self.labels(end, start),
-            device=self.launch.device,
-            bf16=self.bf16,
-            evaluations=self._evaluations,
-            counting_only=counting_only,
-        )
+        with self._progress(counting_only) as watch:
+            return generate(
+                self.precond,
+                self.sampler,
+                self.guidance,
+                seeds=self.seeds(end)[start:],
+                class_labels=self.labels(end, start),
+                device=self.launch.device,
+                bf16=self.bf16,
+                evaluations=self._evaluations,
+                counting_only=counting_only,
+                watch=watch,
+            )
+
+    @contextmanager
+    def _progress(self, counting_only: bool) -> Iterator[Callable[[int], Any] | None]:
+        """Show a bar of the evaluations of a batch that takes a while, until it is drawn."""
+        if counting_only or not self.launch.is_main:
+            yield None
+            return
+        if self._per_image is None:
+            self._per_image = self.count_evaluations().total()
+        bar = {"total": self._per_image, "desc": "  this batch", "unit": "evaluation", "leave": False}
+        with tqdm(**bar, delay=BAR_AFTER_SEC) as progress:
+            yield lambda done: progress.update(done - progress.n)
 
     def batches(
         self, num_samples: int, batch_size: int, parts: Iterable[int]

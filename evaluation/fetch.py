@@ -2,6 +2,7 @@
 
     python -m evaluation.fetch                             lists them
     python -m evaluation.fetch inception imagenet256       downloads them into evaluation_files/
+    python -m evaluation.fetch random                      draws weights at random, for trials without download
 
 A broken download resumes where it stopped. A file is moved to its place when it has the length that the
 server gives, and the published sha256, or else the MD5 that the server gives; what could not be checked is
@@ -28,6 +29,7 @@ from runtime.servers import SILENCE_SEC, Rate, answered, check_redirect
 
 _CHUNK = 2**20
 RESUME = "the same command resumes"
+RANDOM = "random"
 
 
 def fetch(published: PublishedFile, folder: Path) -> Path:
@@ -142,15 +144,21 @@ def main() -> None:
         epilog=f"files:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PUBLISHED))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*PUBLISHED, RANDOM)))
     parser.add_argument("--folder", type=Path, default=Path("evaluation_files"), help="default: %(default)s")
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in PUBLISHED]
+    unknown = [name for name in arguments.names if name not in (*PUBLISHED, RANDOM)]
     if unknown:
-        sys.exit(f"error: NAME={unknown[0]} must be one of {', '.join(PUBLISHED)}")
+        sys.exit(f"error: NAME={unknown[0]} must be one of {', '.join((*PUBLISHED, RANDOM))}")
     if not arguments.names:
         print(f"{listing}\n\nDownload with `python -m evaluation.fetch NAME ...`.")
     for name in arguments.names:
+        if name == RANDOM:
+            from evaluation.detectors.random_weights import write_random_weights
+
+            file = write_random_weights(arguments.folder / "inception-random.pth")
+            print(f"{file}: scores by it mean nothing (weights={file} allow_unpublished_weights=true)")
+            continue
         published = PUBLISHED[name]
         try:
             file = fetch(published, arguments.folder)

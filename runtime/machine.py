@@ -1,6 +1,7 @@
 """What this machine offers: device, threads, precision, compilation."""
 
 import ctypes
+import logging
 import os
 import platform
 import shutil
@@ -96,6 +97,8 @@ def compile_blocks(blocks: Iterable[nn.Module], num_graphs: int) -> None:
     """
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
     torch._dynamo.config.recompile_limit += num_graphs
+    if not torch.cuda.is_available():  # else it says on a CPU, amid a progress bar, that there is no CUDA
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for block in blocks:
         block.compile(dynamic=False)
 

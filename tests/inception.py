@@ -5,30 +5,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torchvision.models import inception_v3
 
 from evaluation import AdmSuite
-from evaluation.detectors.inception import NUM_CLASSES, InceptionDetector
+from evaluation.detectors.inception import InceptionDetector
+from evaluation.detectors.random_weights import random_state
 from runtime.launch import ALONE
-
-
-def random_state():
-    """Draw weights whose features neither vanish nor explode; names and shapes are those of torchvision."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.device("meta"):
-        network = inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False)
-    state = {}
-    for name, tensor in network.state_dict().items():
-        if name.endswith("num_batches_tracked"):
-            continue
-        noise = torch.randn(tensor.shape, generator=generator)
-        if tensor.ndim > 1:
-            state[name] = noise * (2 / tensor[0].numel()) ** 0.5
-        elif name.endswith(("bn.weight", "running_var")):
-            state[name] = (1 + 0.1 * noise).abs()
-        else:
-            state[name] = 0.1 * noise
-    return state
 
 
 def write_random_weights(file):

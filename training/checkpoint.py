@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,8 +146,15 @@ def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], N
     for folder in (named, run_folder / "checkpoints" / asked, Path(asked)):
         if folder and folder.is_dir():
             return folder
-    known = ", ".join(str(step) for step, _ in steps_in(run_folder / "checkpoints"))
+    known = "; ".join(_told(step, folder) for step, folder in steps_in(run_folder / "checkpoints"))
     raise FileNotFoundError(f"checkpoint={asked} not found: run={run_folder} has steps {known or 'none yet'}")
+
+
+def _told(step: int, folder: Path) -> str:
+    """Return a step with the date and the size of its checkpoint."""
+    written = datetime.fromtimestamp(folder.stat().st_mtime)
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    return f"{step} ({written:%Y-%m-%d %H:%M}, {size / 2**20:.1f} MiB)"
 
 
 def check_checkpoint(run_folder: Path, asked: str | None) -> None:
@@ -191,6 +199,14 @@ def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | Non
     except (FileNotFoundError, ValueError) as error:  # others may pass, and say nothing of the files
         return str(error)
     return f"{', '.join(wrong)} is not what was written" if wrong else None
+
+
+def instead_of(damaged: Path, names: Iterable[str]) -> str:
+    """Return what to use in place of a damaged checkpoint: the newest that has its files intact."""
+    for step, path in reversed(steps_in(damaged.parent)):
+        if path != damaged and damage_of(path, names) is None:
+            return f"step {step} is intact, checkpoint={step} takes it"
+    return "its run has no other that is intact"
 
 
 def _save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -55,23 +55,34 @@ def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
     return speedup(seconds["outside"], seconds["inside"])
 
 
-def micro_step(
+def micro_loss(
     precond: nn.Module,
     net: nn.Module,
     loss: Callable[..., torch.Tensor],
     num_samples: int,
     device: torch.device,
     routing: Callable[[tuple[float, ...]], Any],
-) -> Callable[[tuple[float, ...]], None]:
-    """Return step(ratios): forward and backward of a micro-batch, without a trace; `routing` takes ratios."""
+) -> Callable[[tuple[float, ...]], torch.Tensor]:
+    """Return the loss of a micro-batch of zeros, as a function of ratios, of which `routing` makes one."""
 
-    def step(ratios: tuple[float, ...]) -> None:
+    def losses(ratios: tuple[float, ...]) -> torch.Tensor:
         x = torch.zeros(num_samples, *net.latent_shape, device=device)
         labels = torch.zeros(num_samples, dtype=torch.int64, device=device) if net.num_classes else None
         generator = torch.Generator(device).manual_seed(0)
+        return loss(precond, x, labels, generator=generator, routing=routing(ratios))
+
+    return losses
+
+
+def micro_step(
+    losses: Callable[[tuple[float, ...]], torch.Tensor], precond: nn.Module, net: nn.Module
+) -> Callable[[tuple[float, ...]], None]:
+    """Return step(ratios): forward and backward of a micro-batch, without a trace."""
+
+    def step(ratios: tuple[float, ...]) -> None:
         try:
             with no_sync(precond):
-                loss(precond, x, labels, generator=generator, routing=routing(ratios)).mean().backward()
+                losses(ratios).mean().backward()
         finally:
             net.zero_grad()
 

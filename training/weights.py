@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from runtime.arrays import check_stored
-from training.checkpoint import STEP_FOLDER, damage_of, latest_checkpoint
+from training.checkpoint import STEP_FOLDER, damage_of, instead_of, latest_checkpoint
 
 WRAPPERS = ("module.", "model.", "net.")
 COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
@@ -40,7 +40,7 @@ def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
     """
     file = _weights_file(Path(source))
     if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
-        raise ValueError(f"{file.parent} is damaged ({damage}): use another checkpoint")
+        raise ValueError(f"{file.parent} is damaged ({damage}): {instead_of(file.parent, [file.name])}")
     tensors, entry = _named_tensors(file)
     try:
         net.load_state_dict(tensors)

@@ -27,6 +27,7 @@ from runtime.files import sha256
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
 NUM_SPATIAL_CHANNELS = 7
 MIN_FILE_BYTES, MAX_FILE_BYTES = 10 * 2**20, 2**30
+RANDOM_MARK, RANDOM = "drawn_at_random", "nothing: it is random"
 # Names of a batch normalisation in the network and in the graph.
 BATCH_NORM = {
     "weight": "gamma",
@@ -119,7 +120,8 @@ def check_weights_file(file: Path) -> None:
         raise FileNotFoundError(f"weights={file} not found. {EXPECTED}")
     num_bytes = file.stat().st_size
     if not MIN_FILE_BYTES < num_bytes < MAX_FILE_BYTES:
-        raise ValueError(f"weights={file} has {num_bytes} bytes: truncated, or another file. {EXPECTED}")
+        what = f"has {num_bytes / 2**20:.1f} MiB: truncated, or another file ({PUBLISHED['inception'].about})"
+        raise ValueError(f"weights={file} {what}. {EXPECTED}")
 
 
 def read_weights(
@@ -139,6 +141,8 @@ def read_weights(
             state = _read_graph(file)
         elif is_published or allow_unpublished:
             state = _read_state_dict(file)
+            if state.pop(RANDOM_MARK, None) is not None:
+                return state, {**record, "checked": RANDOM}
         else:
             raise ValueError(
                 f"its sha256 is {record['sha256']}, not the published one "

@@ -22,12 +22,13 @@ from evaluation import (
     precision_recall,
 )
 from evaluation.adm import with_count
+from evaluation.detectors.random_weights import random_state
 from evaluation.features import ArrayImages, add_up, look
 from evaluation.statistics import AllFeatures, FeatureStatistics
 from runtime.launch import ALONE, Launch
 from runtime.machine import start_process
 from tests.evaluation.test_metrics import plain_precision_recall
-from tests.inception import Remembering, adm_suite, random_state, write_random_weights
+from tests.inception import Remembering, adm_suite, write_random_weights
 
 
 def pictures(count, seed):

@@ -4,7 +4,8 @@ import torch
 from torchvision.models import inception_v3
 
 from evaluation.detectors.inception import InceptionDetector, graph_names, read_weights
-from tests.inception import random_state, write_random_weights
+from evaluation.detectors.random_weights import random_state
+from tests.inception import write_random_weights
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (3, 40, 56, 3), dtype=np.uint8)

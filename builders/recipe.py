@@ -1,0 +1,101 @@
+"""The recipe of data=latents: network, steps and intervals that fit the entries, their shape and the device.
+
+It is chosen when a run is begun; a run that has results resumes with what its own config.yaml says, wherever
+that is. Rules of thumb, not findings: the published recipes are those of data=imagenet256.
+"""
+
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from data.manifest import LatentManifest, read_manifest
+from runtime.provenance import flatten
+from training.run_folder import RunFolder
+
+MAX_TOKENS = 256
+# From so many entries on: width, depth, heads; those of tiny on a CPU, of S, B and XL on a GPU.
+SIZES = {
+    "cpu": ((0, (128, 8, 4)),),
+    "cuda": ((0, (384, 12, 6)), (100_000, (768, 12, 12)), (1_000_000, (1152, 28, 16))),
+}
+BATCH_SIZE = {"cpu": 32, "cuda": 256}
+BATCHES_AN_EPOCH = 8  # at least: small sets get small batches
+STEPS_ON_CPU = 2000  # minutes
+EPOCHS, MIN_STEPS, MAX_STEPS, ROUNDED_TO = 300, 5000, 400_000, 1000
+NARROW, LR_OF_NARROW, LR = 128, 1e-3, 1e-4  # the digits' own, and that of [DiT] for all its sizes
+LONG, DECAY, DECAY_OF_SHORT = 10_000, 0.9999, 0.999  # steps; of the averaged weights
+MAX_INTERVAL = 5000
+
+
+def recipe(key: str, *, _root_: DictConfig) -> Any:
+    """Return the value of a key: that of the run in `output_dir` if it has results, else one that fits."""
+    run = RunFolder(_root_.output_dir)
+    if run.has_results():
+        saved = flatten(run.config())
+        if key in saved:
+            return saved[key]
+    return CHOICES[key](_root_, read_manifest(_root_.data.path))
+
+
+def device_type() -> str:
+    """Return what a training would run on here."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def patch_size(input_size: int) -> int:
+    """Return the smallest side of patches that leaves no more than MAX_TOKENS of them."""
+    sides = [side for side in range(1, input_size + 1) if input_size % side == 0]
+    return next(side for side in sides if (input_size // side) ** 2 <= MAX_TOKENS)
+
+
+def network(manifest: LatentManifest) -> tuple[int, int, int]:
+    """Return width, depth and heads."""
+    return [size for least, size in SIZES[device_type()] if least <= manifest.num_trained][-1]
+
+
+def batch_size(manifest: LatentManifest) -> int:
+    """Return a power of two."""
+    most = max(1, manifest.num_trained // BATCHES_AN_EPOCH)
+    return min(BATCH_SIZE[device_type()], 1 << (most.bit_length() - 1))
+
+
+def total_steps(root: DictConfig, manifest: LatentManifest) -> int:
+    """Return minutes of steps on a CPU, EPOCHS on a GPU."""
+    if device_type() == "cpu":
+        return STEPS_ON_CPU
+    steps = EPOCHS * manifest.num_trained / root.train.batch_size
+    return min(MAX_STEPS, max(MIN_STEPS, round(steps / ROUNDED_TO) * ROUNDED_TO))
+
+
+def interval(root: DictConfig, times: int) -> int:
+    """Return an interval that divides the training, but for long ones."""
+    return max(1, min(MAX_INTERVAL, root.train.total_steps // times))
+
+
+def why(root: DictConfig, manifest: LatentManifest) -> str:
+    """Return what the recipe is, and what it fits."""
+    tokens = (manifest.input_size // root.model.patch_size) ** 2
+    device = "a CPU" if device_type() == "cpu" else "a GPU"
+    fits = f"for {manifest.num_trained:,} entries of {manifest.input_size}x{manifest.input_size} on {device}"
+    chosen = f"{tokens} tokens, width {root.model.hidden_size}, {root.train.total_steps} steps of "
+    chosen += f"{root.train.batch_size} (each part is a key; data=latents_published: as for ImageNet)"
+    return f"{fits}: {chosen}"
+
+
+CHOICES = {
+    "recipe": why,
+    "model.patch_size": lambda root, manifest: patch_size(manifest.input_size),
+    "model.hidden_size": lambda root, manifest: network(manifest)[0],
+    "model.depth": lambda root, manifest: network(manifest)[1],
+    "model.num_heads": lambda root, manifest: network(manifest)[2],
+    "train.batch_size": lambda root, manifest: batch_size(manifest),
+    "train.total_steps": total_steps,
+    "train.log_every": lambda root, manifest: min(100, interval(root, 40)),
+    "train.save_every": lambda root, manifest: interval(root, 4),
+    "train.eval_every": lambda root, manifest: interval(root, 4),
+    "train.sample_every": lambda root, manifest: interval(root, 8),
+    "train.num_workers": lambda root, manifest: 4 if device_type() == "cuda" else 0,
+    "optimizer.lr": lambda root, manifest: LR_OF_NARROW if root.model.hidden_size <= NARROW else LR,
+    "ema.decay": lambda root, manifest: DECAY if root.train.total_steps > LONG else DECAY_OF_SHORT,
+}
