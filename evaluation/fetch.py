@@ -2,7 +2,7 @@
 
     python -m evaluation.fetch                             lists them
     python -m evaluation.fetch inception imagenet256       downloads them into evaluation_files/
-    python -m evaluation.fetch random                      draws weights at random, for trials without download
+    python -m evaluation.fetch random                      draws weights at random, for trials
 
 A broken download resumes where it stopped. A file is moved to its place when it has the length that the
 server gives, and the published sha256, or else the MD5 that the server gives; what could not be checked is

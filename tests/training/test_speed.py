@@ -7,7 +7,7 @@ from diffusion import EDMPrecond
 from routing import Routing
 from runtime.machine import start_process
 from tests.networks import PAPER, small_dit
-from training.speed import SpeedCheck, fp32_slowdown, interleaved_seconds, micro_step, speedup
+from training.speed import SpeedCheck, fp32_slowdown, interleaved_seconds, micro_loss, micro_step, speedup
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,8 @@ def test_a_dense_step_that_does_not_fit_is_reported_and_harms_nothing():
         precond.net.x_embedder(x).sum().backward()
         raise torch.OutOfMemoryError("no")
 
-    step = micro_step(EDMPrecond(net), net, loss, 2, CPU, Routing)
+    precond = EDMPrecond(net)
+    step = micro_step(micro_loss(precond, net, loss, 2, CPU, Routing), precond, net)
     SpeedCheck(step, lambda ratios: 1.5, CPU, SimpleNamespace(show=shown.append))((0.5,))
     assert "was not measured" in shown[0]
     assert all(parameter.grad is None for parameter in net.parameters())

@@ -1,0 +1,124 @@
+"""What a run says of its length, memory and disk, against what then happens."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+
+from builders.estimate import Estimate, kept_bytes
+from builders.summary import duration, warnings
+from data import LatentManifest
+from tests.faults.killing import ENVIRONMENT
+from tests.runs import ROOT, TINY, tiny_run, validated
+from training.checkpoint import latest_checkpoint
+
+GIB = 2**30
+MANIFEST = LatentManifest(100, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=10)
+# Reads the memory of the process until it ends, in a thread: the highest that two steps take.
+PEAK = """
+import json, sys, threading, psutil
+from tests.runs import tiny_trainer
+from training.fit import run_training
+trainer, run = tiny_trainer(sys.argv[1], *sys.argv[2:])
+process, peak, done = psutil.Process(), 0, threading.Event()
+before = process.memory_info().rss
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, process.memory_info().rss)
+thread = threading.Thread(target=watch)
+thread.start()
+run_training(trainer, run)
+done.set()
+thread.join()
+print(json.dumps({"took": peak - before}))
+"""
+
+
+def test_a_forward_keeps_its_inputs_and_what_it_computes():
+    layers = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 5))
+    x = torch.zeros(3, 10)
+    # The input of each layer; the weights are not counted.
+    assert kept_bytes(lambda: layers(x).sum(), layers.parameters()) == 4 * 3 * (10 + 20 + 20)
+
+
+def told(capsys, label):
+    (line,) = {line for line in capsys.readouterr().out.splitlines() if line.startswith(label)}
+    return line
+
+
+def test_the_banner_says_what_will_happen(tmp_path, capsys):
+    tiny_run(tmp_path / "run", "data.num_held_out=24", "train.sample_every=3")
+    banner = capsys.readouterr().out
+    assert "data       1000 entries are trained on, 24 held out, 10 classes\n" in banner
+    assert "length     6 steps, 0.048 epochs, checkpoint every 2: about " in banner
+    assert ", the first pictures after " in banner
+    assert "needs      " in banner
+    assert "warning" not in banner
+
+
+def test_checkpoints_take_the_disk_that_was_said(tmp_path, capsys):
+    tiny_run(tmp_path / "run", "model.hidden_size=256", "train.keep_last=2")
+    folder = latest_checkpoint(tmp_path / "run").parent
+    found = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) / GIB
+    said = float(told(capsys, "needs ").split(";")[1].split()[0])
+    assert said == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_step_takes_the_memory_that_was_said(tmp_path):
+    size = ("model.hidden_size=256", "model.depth=8", "data.input_size=32", "train.batch_size=32")
+    options = (*size, "train.keep_last=1", "train.total_steps=2")
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "run"), *options]
+    result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    said = result.stdout.split("needs      ")[1].split()
+    activations, weights = float(said[said.index("most") + 1]), float(said[0])
+    took = json.loads(result.stdout.splitlines()[-1])["took"] / GIB
+    assert 0.6 * activations < took < 1.3 * activations + weights
+
+
+@pytest.mark.parametrize(
+    ("overrides", "takes", "message"),
+    [
+        (
+            "train.batch_size=91",
+            {},
+            "train.batch_size=91: each step sees every one of the 90 entries more than",
+        ),
+        (
+            "",
+            {"activations": 30 * GIB},
+            "about 31 GiB of memory are needed, 20 GiB are free: lower train.micro",
+        ),
+        (
+            "",
+            {"checkpoints": 6 * GIB},
+            "about 6 GiB of disk are needed for checkpoints, 5 GiB are free: lower",
+        ),
+        (
+            "",
+            {"step_sec": 864_000},
+            "this would take about 60 days here: choose a smaller model/size or fewer",
+        ),
+    ],
+)
+def test_what_is_not_there_is_warned_of(overrides, takes, message):
+    config = validated(*TINY, *overrides.split())
+    usual = {"step_sec": 1.0, "weights": GIB, "activations": GIB, "checkpoints": GIB}
+    (warning,) = warnings(config, MANIFEST, Estimate(**usual | takes), 20 * GIB, 5 * GIB)
+    assert warning.startswith(f"warning: {message}")
+    assert warnings(config, MANIFEST, Estimate(**usual), 20 * GIB, 5 * GIB) == [] or overrides
+
+
+def test_times_are_one_number():
+    assert [duration(sec) for sec in (0.4, 119, 120, 7199, 7200, 172_800)] == [
+        "0 s",
+        "119 s",
+        "2 min",
+        "120 min",
+        "2 h",
+        "2 days",
+    ]

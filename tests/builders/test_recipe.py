@@ -1,0 +1,96 @@
+"""What data=latents makes of entries and machine."""
+
+import numpy as np
+import pytest
+
+from builders import recipe
+from data import LatentManifest, LatentWriter
+from runtime.provenance import flatten
+from tests.runs import TINY, tiny_run, validated
+
+
+def write_latents(folder, count=40, size=64, channels=3):
+    manifest = LatentManifest(
+        count, (channels, size, size), "float32", "samples", 2, "identity", num_held_out=4
+    )
+    with LatentWriter(folder, manifest) as writer:
+        writer.append(np.zeros((count, channels, size, size)), np.arange(count) % 2)
+    return f"data.path={folder}"
+
+
+@pytest.fixture
+def latents(tmp_path):
+    return write_latents(tmp_path / "latents")
+
+
+def chosen(*overrides):
+    return flatten(validated("data=latents", *overrides))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(recipe, "device_type", lambda: "cuda")
+
+
+def test_a_small_set_gets_a_small_network_and_minutes_of_steps(latents):
+    found = chosen(latents)
+    assert found["recipe"].startswith(
+        "for 36 entries of 64x64 on a CPU: 256 tokens, width 128, 2000 steps of 4"
+    )
+    expected = {"model.patch_size": 4, "model.hidden_size": 128, "model.depth": 8, "model.num_heads": 4}
+    expected |= {"train.batch_size": 4, "train.total_steps": 2000, "train.log_every": 50}
+    expected |= {"train.save_every": 500, "train.eval_every": 500, "train.sample_every": 250}
+    assert found.items() >= (expected | {"optimizer.lr": 1e-3, "ema.decay": 0.999}).items()
+
+
+def test_each_part_is_a_key_that_the_others_follow(latents):
+    found = chosen(latents, "train.total_steps=80", "train.batch_size=7", "model/size=s_2")
+    assert found["recipe"].startswith(
+        "for 36 entries of 64x64 on a CPU: 1024 tokens, width 384, 80 steps of 7 "
+    )
+    expected = {"train.save_every": 20, "train.sample_every": 10, "train.log_every": 2, "optimizer.lr": 1e-4}
+    assert found.items() >= expected.items()
+    assert chosen(latents, "train.total_steps=3")["train.sample_every"] == 1
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    ("count", "width", "batch_size", "total_steps"),
+    [
+        (1000, 384, 64, 5000),
+        (50_000, 384, 256, 59_000),
+        (100_004, 768, 256, 117_000),
+        (1_281_167, 1152, 256, 400_000),
+    ],
+)
+def test_a_gpu_gets_what_the_entries_can_fill(latents, monkeypatch, count, width, batch_size, total_steps):
+    shape = (4, 32, 32)
+    manifest = LatentManifest(count, shape, "float16", "samples", 2, "identity", num_held_out=4)
+    monkeypatch.setattr(recipe, "read_manifest", lambda path: manifest)
+    found = chosen(latents)
+    expected = {"model.hidden_size": width, "train.batch_size": batch_size, "model.patch_size": 2}
+    assert found.items() >= (expected | {"train.total_steps": total_steps, "train.num_workers": 4}).items()
+    assert found["train.save_every"] <= 5000
+    assert (found["ema.decay"] == 0.9999) == (total_steps > 10_000)
+
+
+@pytest.mark.parametrize(("size", "patch_size"), [(8, 1), (16, 1), (28, 2), (32, 2), (37, 37), (96, 6)])
+def test_patches_leave_at_most_256_tokens(size, patch_size):
+    assert recipe.patch_size(size) == patch_size
+
+
+def test_a_run_keeps_its_recipe_on_another_machine(tmp_path, latents, monkeypatch):
+    own = ("data=latents", latents, "train.batch_size=8", "train.total_steps=4")
+    tiny_run(tmp_path / "run", *own, *TINY[1:4], "train.sample_every=null")
+    asked = ("data=latents", latents, f"output_dir={tmp_path / 'run'}")
+    before = flatten(validated(*asked))
+    assert before["model.hidden_size"] == 32, "as in the run, not as on the command line"
+    monkeypatch.setattr(recipe, "device_type", lambda: "cuda")
+    assert flatten(validated(*asked)) == before
+    assert flatten(validated(*asked[:2]))["model.hidden_size"] == 384, "another run"
+
+
+def test_the_published_recipe_is_there_where_it_is_asked_for(latents):
+    found = flatten(validated("data=latents_published", latents))
+    expected = {"model.depth": 28, "train.batch_size": 256, "train.total_steps": 400_000, "recipe": None}
+    assert found.items() >= expected.items()
