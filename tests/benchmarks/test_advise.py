@@ -11,8 +11,9 @@ from tests.programs import start
 from tests.runs import tiny_run, tiny_trainer, validated
 
 
-def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9):
-    return Candidate(Route(ratio, start, end), 8, 1.3, measured, 0.1, alike)
+def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9, spread=0.0):
+    quartiles = (measured - spread, measured + spread)
+    return Candidate(Route(ratio, start, end), 8, 1.3, measured, quartiles, 0.1, alike)
 
 
 def advise(*arguments):
@@ -25,31 +26,46 @@ def advise(*arguments):
         ([], (2, 8)),
         # Faster, and its tokens rejoin a state that is as much alike.
         ([candidate(1, 9, measured=1.3)], (1, 9)),
-        # Faster, but less alike; alike, but not faster by enough.
+        # Faster, but less alike; alike, but not faster by enough; faster by chance.
         ([candidate(1, 9, measured=1.5, alike=0.88)], (2, 8)),
         ([candidate(1, 9, measured=1.25, alike=0.95)], (2, 8)),
+        ([candidate(1, 9, measured=1.5, spread=0.3)], (2, 8)),
     ],
 )
 def test_the_published_window_unless_another_is_faster_and_as_alike(others, expected):
-    best = recommend([candidate(2, 8), *others], depth=12)
+    best, advice = recommend([candidate(2, 8), *others], depth=12)
     assert (best.route.start_layer_idx, best.route.end_layer_idx) == expected
+    assert advice.startswith(f"Recommended: model=tread {override(best.route, 12)}")
 
 
-def test_similarity_that_tells_nothing_apart_is_not_trusted():
-    fresh = [candidate(2, 8, alike=0.99), candidate(1, 9, measured=1.5, alike=0.985)]
-    best = recommend(fresh, depth=12)
-    assert (best.route.start_layer_idx, best.route.end_layer_idx) == (2, 8)
-    assert "has hardly been trained" in report(fresh, best, 12, routed=False)
+@pytest.mark.parametrize("measured", [0.1, 1.5])
+def test_a_network_that_has_hardly_been_trained_gets_no_advice(measured):
+    fresh = [candidate(2, 8, measured=measured, alike=0.99), candidate(1, 9, measured=1.6, alike=0.985)]
+    best, advice = recommend(fresh, depth=12)
+    assert best is None
+    assert advice.startswith("No advice yet")
+    said = report(fresh, best, advice, routed=False)
+    assert "Recommended" not in said and "dense twin" not in said
+
+
+def test_repeats_that_do_not_agree_give_no_advice():
+    best, advice = recommend([candidate(2, 8, measured=1.1, spread=0.5)], depth=12)
+    assert best is None
+    assert advice.startswith(
+        "No advice, a step is 0.60x to 1.60x as fast with routes (1.30x by FLOPs): measure"
+    )
 
 
 def test_on_a_routed_run_the_advice_says_whom_else_to_ask():
-    assert "ask a dense run" in report([candidate(2, 8)], candidate(2, 8), 12, routed=True)
+    assert "ask a dense run" in report([candidate(2, 8)], candidate(2, 8), "", routed=True)
 
 
 def test_where_routes_save_nothing_the_dense_twin_is_recommended():
     slow = [candidate(2, 8, measured=MIN_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
-    assert recommend(slow, depth=12) is None
-    assert "train the dense twin, model=dit" in report(slow, None, 12, routed=False)
+    best, advice = recommend(slow, depth=12)
+    assert best is None
+    assert "train the dense twin, model=dit" in advice
+    assert "1.30x by FLOPs" in advice
 
 
 def test_the_recommendation_is_an_override_of_the_command_line():
