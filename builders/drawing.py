@@ -215,6 +215,7 @@ class GrowingGrid:
         labels = source.labels(num_samples)
         order = np.arange(num_samples) if labels is None else in_turn(labels.numpy())
         self.shown = order[: GRID_ROWS * columns]
+        self._captions = source.captions(None if labels is None else labels[self.shown].tolist())
         self._size, self._parts, self._columns = source.part_size(num_samples), parts, columns
         self._images = np.zeros((len(self.shown), *source.image_shape), np.uint8)
         self._seen: set[int] = set()
@@ -228,4 +229,4 @@ class GrowingGrid:
             self._images[of_part == part] = images[self.shown[of_part == part] % self._size]
         self._seen |= done
         if fresh:
-            save_grid(self._images, self._parts.path / GRID, self._columns)
+            save_grid(self._images, self._parts.path / GRID, self._columns, self._captions)

@@ -16,7 +16,8 @@ from evaluation import DenseLoss, SampleGrid, open_reference
 from runtime.launch import Launch
 from training.run_folder import RunFolder
 
-GRID_SAMPLES, GRID_COLUMNS = 10, 10
+GRID_SAMPLES, GRID_COLUMNS = 10, 10  # at least; of 10 to 100 classes one each
+MAX_CLASSES_SHOWN = 100
 EVALUATION_BATCH = 64
 
 
@@ -39,7 +40,8 @@ def build_evaluators(
     if settings["sample_every"] or config["evaluation"]:  # otherwise the encoder need not be there
         source, encoder = _image_source(config, dataset, launch, ema_denoiser, resolved)
     if settings["sample_every"]:
-        grid = SampleGrid(source, run.path / "samples", GRID_SAMPLES, GRID_COLUMNS, write=launch.is_main)
+        num_samples, columns = grid_of(config["data"]["num_classes"])
+        grid = SampleGrid(source, run.path / "samples", num_samples, columns, write=launch.is_main)
         evaluators.append((settings["sample_every"], grid))
     if settings["eval_every"] and len(dataset.held_out_ids):
         share["with_masks"] = settings["masked_loss"]
@@ -60,6 +62,14 @@ def build_evaluators(
     return evaluators
 
 
+def grid_of(num_classes: int) -> tuple[int, int]:
+    """Return how many samples a picture of a training has, and in how many columns: each class as often."""
+    if not 0 < num_classes <= MAX_CLASSES_SHOWN:
+        return GRID_SAMPLES, GRID_COLUMNS
+    columns = min(num_classes, GRID_COLUMNS)
+    return num_classes * max(1, round(GRID_SAMPLES / num_classes)), columns
+
+
 def _image_source(
     config: dict[str, Any],
     dataset: LatentDataset | ShardDataset,
@@ -78,4 +88,5 @@ def _image_source(
     decode = image_decoder(dataset.manifest, encoder, official)
     bf16 = resolved["mixed_precision"] == "bf16"
     options = {"batch_size": EVALUATION_BATCH, "launch": launch, "bf16": bf16}
+    options["class_names"] = dataset.manifest.class_names
     return ImageSource(denoiser, sampler, guidance, decode, **options), encoder

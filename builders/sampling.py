@@ -194,6 +194,7 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         labels=request["labels"],
         class_label=settings["class_label"],
         first_seed=settings["first_seed"],
+        class_names=manifest.class_names,
     )
     record = {
         **settings,

@@ -95,6 +95,7 @@ class ImageSource:
         labels: `balanced`: the classes in turn; `random`: drawn from the seeds.
         class_label: this class alone, in place of `labels`.
         batch_size: images drawn together, a part.
+        class_names: for captions; None: their numbers.
         The others are those of `generate`.
     """
 
@@ -111,10 +112,11 @@ class ImageSource:
         class_label: int | None = None,
         first_seed: int = 0,
         bf16: bool = False,
+        class_names: Sequence[str] | None = None,
     ):
         self.precond, self.sampler, self.guidance, self.decode = precond.eval(), sampler, guidance, decode
         self.batch_size, self.launch, self.first_seed, self.bf16 = batch_size, launch, first_seed, bf16
-        self._labels, self._class_label = labels, class_label
+        self._labels, self._class_label, self._class_names = labels, class_label, class_names
         self._evaluations: Evaluations = Counter()
         self._cost: dict[str, float] | None = None
         self._stream: Any = None  # of what decodes, where there are streams
@@ -147,6 +149,12 @@ class ImageSource:
             return random_labels(self.seeds(num_samples)[start:], num_classes)
         labels = balanced_labels(num_samples, num_classes)
         return None if labels is None else labels[start:]
+
+    def captions(self, labels: Iterable[int] | None) -> list[str] | None:
+        """Return the name of each class of labels (N,); None for an unconditional network."""
+        if labels is None:
+            return None
+        return [self._class_names[label] if self._class_names else str(label) for label in labels]
 
     def images(self, num_samples: int) -> "DrawnImages":
         """Return images that are drawn when they are asked for."""

@@ -9,9 +9,7 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from evaluation.pictures import save_grid, text_picture
-
-ImageSource = Callable[[int], tuple[np.ndarray, np.ndarray | None]]
+from evaluation.pictures import row_height, save_grid, save_over_time, text_picture
 
 
 class DenseLoss:
@@ -61,13 +59,14 @@ class DenseLoss:
 
 
 class SampleGrid:
-    """Write a grid of samples as a PNG, and show small ones in the terminal.
+    """Write a grid of samples as a PNG, and one of all steps beside it; show small ones in the terminal.
 
     Args:
+        source: source(num_samples) -> (images, labels), source.captions(labels) names them.
         write: True on the first rank; the others only take part in the sampling.
     """
 
-    def __init__(self, source: ImageSource, folder: Path, num_samples: int, columns: int, write: bool):
+    def __init__(self, source: Any, folder: Path, num_samples: int, columns: int, write: bool):
         self.source, self.folder, self.write = source, folder, write
         self.num_samples, self.columns = num_samples, columns
 
@@ -78,12 +77,14 @@ class SampleGrid:
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         """Return the picture (height, width, C) uint8, on the first rank."""
         with torch.compiler.set_stance("force_eager"):  # another batch than that of scores
-            images, _ = self.source(self.num_samples)
+            images, labels = self.source(self.num_samples)
         if not self.write:
             return {}
         file = self.folder / f"step_{step:08d}.png"
         try:
-            grid = save_grid(images, file, self.columns)
+            captions = self.source.captions(labels)
+            grid = save_grid(images, file, self.columns, captions)
+            save_over_time(self.folder, row_height(images, captions))
         except OSError as error:  # such as a full disk: a picture is not worth ending a run
             tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
             return {}

@@ -318,12 +318,12 @@ def test_a_picture_grows_while_images_are_drawn(run, tmp_path):
     num_dark = [int((picture == 0).all(axis=-1).sum()) for picture in (*shown[1:], last)]
     assert num_dark == sorted(num_dark, reverse=True)
     assert num_dark[0] > num_dark[-1]
-    tiles = [picture[2:34, 2:34] for picture in (shown[1], last)]
+    tiles = [picture[16:80, 2:66] for picture in (shown[1], last)]
     assert np.array_equal(*tiles), "an image stays in its place"
     with np.load(tmp_path / "s.npz") as arrays:
         images, order = arrays["arr_0"], in_turn(arrays["arr_1"])
     for place, i in enumerate(order):
-        assert np.array_equal(last[2:34:4, 36 * place + 2 : 36 * place + 34 : 4], images[i])
+        assert np.array_equal(last[16:80:8, 68 * place + 2 : 68 * place + 66 : 8], images[i])
 
 
 @pytest.fixture

@@ -10,7 +10,15 @@ import fid
 from builders import scoring
 from data import IdentityEncoder, digits, real_images
 from evaluation import ArrayImages, DigitClassifier, LabelAccuracy, Reference, Suite
-from evaluation.pictures import in_turn, save_grid, text_picture
+from evaluation.pictures import (
+    CAPTION_HEIGHT,
+    OVER_TIME,
+    in_turn,
+    row_height,
+    save_grid,
+    save_over_time,
+    text_picture,
+)
 from runtime.launch import ALONE, Launch
 from tests.runs import TINY, composed, tiny_trainer, validated
 
@@ -135,9 +143,9 @@ def test_pictures(tmp_path, dataset):
     images, _ = real_images(dataset, np.arange(12), IdentityEncoder())
     save_grid(images, tmp_path / "new" / "grid.png", columns=10)
     picture = np.asarray(Image.open(tmp_path / "new" / "grid.png"))
-    assert picture.shape == (2 * 36, 10 * 36)
-    assert np.array_equal(picture[2:34:4, 2:34:4], images[0, :, :, 0])
-    assert not picture[36:, 2 * 36 :].any()
+    assert picture.shape == (2 * 68, 10 * 68)
+    assert np.array_equal(picture[2:66:8, 2:66:8], images[0, :, :, 0])
+    assert not picture[68:, 2 * 68 :].any()
     colour = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
     save_grid(colour[:1], tmp_path / "one.png", columns=10)
     with Image.open(tmp_path / "one.png") as one, Image.open(tmp_path / "new" / "grid.png") as grid:
@@ -147,6 +155,29 @@ def test_pictures(tmp_path, dataset):
     tiles = [tile for row in rows for tile in np.split(row, 2, axis=1)]
     assert all(np.array_equal(tile[2:66, 2:66], image) for tile, image in zip(tiles, colour, strict=True))
     assert rows[0].shape == (68, 136, 3)
+
+
+def test_captions_stand_above_the_first_row_that_they_are_of(tmp_path):
+    images = np.full((6, 64, 64, 1), 100, np.uint8)
+    plain = save_grid(images, tmp_path / "plain.png", 2)
+    same = save_grid(images, tmp_path / "same.png", 2, ["a", "b"] * 3)
+    other = save_grid(images, tmp_path / "other.png", 2, ["a", "b", "a", "b", "c", "d"])
+    assert [len(grid) - len(plain) for grid in (same, other)] == [CAPTION_HEIGHT, 2 * CAPTION_HEIGHT]
+    assert np.array_equal(same[CAPTION_HEIGHT:], plain)
+    left, right = np.split(same[:CAPTION_HEIGHT], 2, axis=1)
+    assert left.any() and right.any() and not np.array_equal(left, right)
+
+
+def test_the_first_rows_of_all_steps_are_one_picture(tmp_path):
+    for step, shade in ((250, 50), (500, 200)):
+        images = np.full((20, 64, 64, 1), shade, np.uint8)
+        save_grid(images, tmp_path / f"step_{step:08d}.png", 10, [*"abcdefghij"] * 2)
+        save_over_time(tmp_path, row_height(images, ["a"]))
+    picture = np.asarray(Image.open(tmp_path / OVER_TIME))
+    height = 2 * CAPTION_HEIGHT + 68
+    assert picture.shape == (2 * height, 680, 3)
+    assert [picture[i * height + 2 * CAPTION_HEIGHT + 10, 10, 0] for i in range(2)] == [50, 200]
+    assert picture[:CAPTION_HEIGHT].any(), "the step"
 
 
 def test_text_pictures_show_small_grey_images_only():
