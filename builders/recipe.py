@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from data.encoders import is_at_hand
 from data.manifest import LatentManifest, read_manifest
 from runtime.provenance import flatten
 from training.run_folder import RunFolder
 
+LATENTS = "data.open_latents"
 MAX_TOKENS = 256
 # From so many entries on: width, depth, heads; those of tiny on a CPU, of S, B and XL on a GPU.
 SIZES = {
@@ -30,6 +32,8 @@ MAX_INTERVAL = 5000
 
 def recipe(key: str, *, _root_: DictConfig) -> Any:
     """Return the value of a key: that of the run in `output_dir` if it has results, else one that fits."""
+    if _root_.data.get("_target_") != LATENTS:
+        raise ValueError("model/size=auto needs latents, as those of data=latents")
     run = RunFolder(_root_.output_dir)
     if run.has_results():
         saved = flatten(run.config())
@@ -73,6 +77,11 @@ def interval(root: DictConfig, times: int) -> int:
     return max(1, min(MAX_INTERVAL, root.train.total_steps // times))
 
 
+def sample_every(root: DictConfig, manifest: LatentManifest) -> int | None:
+    """Return an interval, None where the encoder would have to be downloaded: training needs none."""
+    return interval(root, 8) if is_at_hand(root.data.encoder or manifest.encoder) else None
+
+
 def why(root: DictConfig, manifest: LatentManifest) -> str:
     """Return what the recipe is, and what it fits."""
     tokens = (manifest.input_size // root.model.patch_size) ** 2
@@ -94,7 +103,7 @@ CHOICES = {
     "train.log_every": lambda root, manifest: min(100, interval(root, 40)),
     "train.save_every": lambda root, manifest: interval(root, 4),
     "train.eval_every": lambda root, manifest: interval(root, 4),
-    "train.sample_every": lambda root, manifest: interval(root, 8),
+    "train.sample_every": sample_every,
     "train.num_workers": lambda root, manifest: 4 if device_type() == "cuda" else 0,
     "optimizer.lr": lambda root, manifest: LR_OF_NARROW if root.model.hidden_size <= NARROW else LR,
     "ema.decay": lambda root, manifest: DECAY if root.train.total_steps > LONG else DECAY_OF_SHORT,

@@ -96,6 +96,7 @@ def _length(
     total_steps, batch_size = train["total_steps"], train["batch_size"]
     classes = f"{manifest.num_classes} classes" if manifest.num_classes else "no classes"
     entries = f"{manifest.num_trained} entries are trained on, {manifest.num_held_out} held out, {classes}"
+    entries += ", mirror images, too" if manifest.hflip else ""
     epochs = f"{total_steps * batch_size / manifest.num_trained:.3g} epochs"
     start = COMPILE_SEC * compiled
     time = f"about {duration(start + (total_steps - resumed_step) * takes.step_sec)}"

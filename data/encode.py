@@ -265,6 +265,8 @@ def finish(job: Job, launch: Launch) -> None:
     if warning:
         print(warning)
     print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
+    if manifest.hflip:
+        print("Mirror images are trained on, too: for classes that differ by them, as letters, hflip=false")
     print(NEXT_STEPS.format(out=out))
 
 

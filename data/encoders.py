@@ -25,6 +25,7 @@ PUBLISHED = {
     "sd-vae-ft-mse": "stabilityai/sd-vae-ft-mse",
     "sdxl": "stabilityai/sdxl-vae",
 }
+ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # 8 images of 256x256 at a time; fixed, so that no result depends on free memory. RESULTS.md has the cost.
 PIXELS_AT_ONCE = 8 * 256 * 256
 TIMEOUT_SEC = 10
@@ -118,6 +119,16 @@ class KLEncoder:
     def _decode(self, latents: torch.Tensor) -> torch.Tensor:
         with self.autocast():
             return self.net.decode(latents.to(self.device)).sample.float().cpu()
+
+
+def is_at_hand(name: str) -> bool:
+    """Return whether an encoder is on this machine: pixels, a folder, or in the cache of the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if name == IDENTITY or Path(name).is_dir():
+        return True
+    name = PUBLISHED.get(name, name)
+    return bool(ON_THE_HUB.fullmatch(name)) and isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
@@ -221,7 +232,7 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
     on_the_hub = not Path(name).is_dir()
     if Path(name).is_absolute() and on_the_hub:
         raise ValueError(f"encoder={asked} not found: give its folder, encoder=FOLDER")
-    if on_the_hub and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+    if on_the_hub and not ON_THE_HUB.fullmatch(name):
         known = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
         raise ValueError(f"encoder={asked} must be one of {known}, or OWNER/NAME of one on the hub")
     logging.set_verbosity(logging.CRITICAL)  # errors are reported once, below

@@ -73,15 +73,15 @@ def generate(
     denoise = guidance(branch)
 
     def watched(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
-        found = denoise(x, t, with_variance=with_variance)
+        found = denoise(x, t, with_variance=True) if with_variance else denoise(x, t)
         watch(counted.total())
         return found
 
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        latents = sampler(watched if watch else denoise, noise, precond.path, randn_like=randn_like).float()
+        latents = sampler(watched if watch else denoise, noise, precond.path, randn_like=randn_like)
     if evaluations is not None:
         evaluations.update({key: count * len(latents) for key, count in counted.items()})
-    return latents
+    return latents.float()
 
 
 class ImageSource:

@@ -49,7 +49,7 @@ def save_over_time(folder: Path, height: int) -> None:
     files = [files[i] for i in np.unique(np.linspace(0, len(files) - 1, MAX_ROWS).round().astype(int))]
     rows = []
     for file in files:
-        with Image.open(file) as picture:
+        with Image.open(file, formats=["PNG"]) as picture:
             row = np.asarray(picture.convert("RGB"))[:height]
         step = f"step {int(file.stem.removeprefix('step_'))}"
         rows += [_strip([step], row.shape[1], 1, 3), row]

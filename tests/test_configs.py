@@ -1,7 +1,9 @@
 """Every configuration composes, validates and builds; every wrong one is refused before any work."""
 
+import hashlib
 import inspect
 import math
+import shlex
 from dataclasses import MISSING, asdict, fields
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import yaml
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from joblib import cpu_count
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,7 +29,7 @@ from runtime.config import build_node
 from runtime.provenance import flatten
 from tests.runs import ROOT, composed, validated
 
-SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml")]
+SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem != "auto"]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
 GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "sampler/times", "guidance"]
 GROUPS += ["evaluation", "tracker"]
@@ -154,7 +157,7 @@ def latents(tmp_path):
 
 
 def needs_path(option):
-    return option in ("latents", "imagenet256", "imagenet512", "stream")
+    return option in ("latents", "latents_published", "imagenet256", "imagenet512", "stream")
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -404,6 +407,43 @@ def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
     hydra = SimpleNamespace(runtime=SimpleNamespace(choices=chosen), mode=None, overrides=overrides)
     monkeypatch.setattr(configuration.HydraConfig, "get", lambda: hydra)
     assert configuration._default_run_name(3) == name
+
+
+@pytest.mark.parametrize(
+    ("line", "job", "name"),
+    [
+        ("-m model=dit,tread seed=0,1", "model=dit seed=1", "tread_tiny_digits_seed3"),
+        ("-m seed=0,1 optimizer.lr=1e-4,3e-4", "seed=1 optimizer.lr=1e-4", "{}_optimizer.lr-1e-4"),
+        ("-m train.batch_size=8 +a=1,2", "train.batch_size=8 +a=2", "{}_-a-2_{}"),
+        ("-m 'x=[1,2],[3,4]' y=glob(*)", "x=[3,4] y=b", "{}_x-3-4-y-b"),
+    ],
+)
+def test_jobs_of_a_sweep_are_named_by_what_is_swept(monkeypatch, line, job, name):
+    """Whole, with a hash of the others."""
+    chosen = {"model": "tread", "model/size": "tiny", "data": "digits", "experiment": None}
+    left_out = SimpleNamespace(exclude_keys=["model", "model/size", "data", "seed"])
+    hydra = SimpleNamespace(
+        runtime=SimpleNamespace(choices=chosen),
+        mode=RunMode.MULTIRUN,
+        overrides=SimpleNamespace(task=job.split()),
+        job=SimpleNamespace(config=SimpleNamespace(override_dirname=left_out)),
+    )
+    monkeypatch.setattr(configuration.HydraConfig, "get", lambda: hydra)
+    monkeypatch.setattr("sys.argv", ["train.py", *shlex.split(line)])
+    constants = hashlib.sha256(b"train.batch_size=8").hexdigest()[:8]
+    assert configuration._default_run_name(3) == name.format("tread_tiny_digits_seed3", constants)
+
+
+def test_long_constants_do_not_hide_what_is_swept():
+    constants = [f"train.key_{i}={'x' * 30}" for i in range(10)]
+    names = {
+        configuration._chosen_in_sweep([*constants, f"optimizer.lr={lr}"], set(), {"optimizer.lr"})
+        for lr in (1, 2)
+    }
+    assert len(names) == 2
+    assert all(name.startswith("optimizer.lr-") and len(name) < 30 for name in names)
+    other = configuration._chosen_in_sweep(["a=1", "optimizer.lr=1"], set(), {"optimizer.lr"})
+    assert other not in names, "other constants, another folder"
 
 
 def test_the_router_is_as_configured():

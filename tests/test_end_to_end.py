@@ -105,7 +105,7 @@ ERRORS = [
         ["train.total_steps=abc"],
         "train.total_steps=abc: Value 'abc' of type 'str' could not be converted to Integer",
     ),
-    (["model/size=huge"], "Could not find 'model/size/huge' Available options in 'model/size': b_2"),
+    (["model/size=huge"], "Could not find 'model/size/huge' Available options in 'model/size': auto b_2"),
     (["model.routes=[]"], "TREAD training requires you to configure the routes"),
     (["data=latents", "data.path=nowhere"], "error: data.path=nowhere must be a latent folder"),
     (["train.init_from=nothing.pt"], "train.init_from=nothing.pt not found: give a weights file"),

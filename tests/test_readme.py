@@ -14,10 +14,12 @@ from benchmarks import (
     gpu,
 )
 from builders import config as configuration
+from builders import recipe
 from builders.sampling import SampleConfig
 from builders.schemas import EMAConfig, OptimizerConfig, RoutingConfig, TrainConfig
 from builders.scoring import ScoreConfig, check_request
-from data import convert, encode
+from data import LatentManifest, convert, encode
+from evaluation.fetch import RANDOM
 from evaluation.files import PUBLISHED
 from examples import finetune
 from models import export  # noqa: F401  it registers its schema
@@ -64,9 +66,9 @@ def overrides_of(command):
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("make ")])
-def test_commands_compose_and_validate(command):
+def test_commands_compose_and_validate(command, monkeypatch):
     if command.startswith("python -m evaluation.fetch "):
-        assert set(shlex.split(command)[3:]) <= PUBLISHED.keys()
+        assert set(shlex.split(command)[3:]) <= {*PUBLISHED, RANDOM}
         return
     words = shlex.split(command)
     if words[:2] == ["python", "-m"] and words[2] in WITHOUT_CONFIG:
@@ -90,6 +92,8 @@ def test_commands_compose_and_validate(command):
         return
     if {"data=latents", "data=stream"} & set(overrides):  # the sizes are in the manifest of the folder
         overrides += ["data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
+        manifest = LatentManifest(540, (4, 32, 32), "float16", "samples", 1000, "identity")
+        monkeypatch.setattr(recipe, "read_manifest", lambda path: manifest)
     configuration.validate(composed(*overrides))
 
 

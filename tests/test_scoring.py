@@ -181,7 +181,7 @@ def test_a_record_of_other_samples_is_noticed(folder):
         (["suite=digits", "samples=samples.npz", "reference=x"], "weights=weights.pth has no meaning for suite=digits"),
         (["run=run", "num_samples=3", "reference=reference.npz"], "3 image(s) are too few: at least 4"),
         (["run=run", "labels=alphabetical", "reference=reference.npz"], "labels=alphabetical must be one of random, balanced"),
-        (["run=run", "checkpoint=5", "reference=reference.npz"], "checkpoint=5 not found: run=run has steps 4, 6"),
+        (["run=run", "checkpoint=5", "reference=reference.npz"], "checkpoint=5 not found: run=run has steps 4 ("),
         (["samples=samples.npz", "reference=reference.npz", "out=/proc/x/y.json"], "out=/proc/x/y.json cannot be written"),
         (["run=run", "labels=balanced", "class_label=3", "reference=reference.npz"], "class_label=3 is one class: labels=bal"),
         (["samples=damaged.npz", "reference=reference.npz"], "damaged.npz is damaged: Bad CRC-32"),

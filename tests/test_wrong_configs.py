@@ -84,6 +84,7 @@ KEYS = {
         ("run_name=''", "must not be empty"),
         ("output_dir=''", "must not be empty"),
         ("wait=maybe", SWITCH),
+        ("recipe=[1]", "Cannot convert 'list' to string: '[1]'"),
         ("seed=-1", NOT_NEGATIVE),
         ("data._target_=data.nothing", "must be data.digits or data.glyphs or data.open_latents or data.open_shards or "),
         ("data.path=[1]", A_TEXT),

@@ -120,8 +120,8 @@ def check_weights_file(file: Path) -> None:
         raise FileNotFoundError(f"weights={file} not found. {EXPECTED}")
     num_bytes = file.stat().st_size
     if not MIN_FILE_BYTES < num_bytes < MAX_FILE_BYTES:
-        what = f"has {num_bytes / 2**20:.1f} MiB: truncated, or another file ({PUBLISHED['inception'].about})"
-        raise ValueError(f"weights={file} {what}. {EXPECTED}")
+        what = f"{num_bytes} bytes: truncated, or another file"
+        raise ValueError(f"weights={file} has {what}. {EXPECTED}, {PUBLISHED['inception'].about}")
 
 
 def read_weights(

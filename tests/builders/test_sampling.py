@@ -13,6 +13,7 @@ from builders import config as configuration
 from builders import scoring
 from builders.sampling import _name, _settings, open_source, open_weights_file, read_source
 from diffusion import ImageSource, random_labels
+from evaluation.pictures import CAPTION_HEIGHT
 from models import DiT
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -101,7 +102,7 @@ def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, k
     assert json.loads(file.with_suffix(".json").read_text())["labels"] == kind
     if kind == "random":  # the picture begins with one image of each class, in turn
         picture = np.asarray(Image.open(file.with_suffix(".png")))
-        zoom, tile = 4, 8 * 4 + 4
+        picture, zoom, tile = picture[CAPTION_HEIGHT:], 8, 8 * 8 + 4
         for label in range(10):
             shown = picture[2 : tile - 2 : zoom, tile * label + 2 : tile * (label + 1) - 2 : zoom]
             assert np.array_equal(shown, images[labels.tolist().index(label)])
@@ -236,5 +237,7 @@ def test_a_checkpoint_is_given_by_step_name_or_path(tmp_path):
     for asked in ("4", "00000004", "step_00000004", str(folders[0])):
         assert find_checkpoint(tmp_path, asked) == folders[0]
     for asked in ("5", "step_5", "nowhere"):
-        with pytest.raises(FileNotFoundError, match=rf"checkpoint={asked} not found: run=.* has steps 4, 12"):
+        with pytest.raises(
+            FileNotFoundError, match=rf"checkpoint={asked} not found: run=.* has steps 4 \(20.*MiB\); 12 \("
+        ):
             find_checkpoint(tmp_path, asked)

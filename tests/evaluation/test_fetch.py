@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from evaluation.fetch import fetch
+from evaluation.fetch import RANDOM, fetch
 from evaluation.files import PUBLISHED, PublishedFile
 from runtime import servers
 from tests.programs import start
@@ -234,4 +234,4 @@ def test_the_program_lists_and_refuses():
     assert "Warning" not in listing.stderr
     unknown = start("-m evaluation.fetch", "cifar", check=False)
     assert unknown.returncode == 1
-    assert unknown.stderr == f"error: NAME=cifar must be one of {', '.join(PUBLISHED)}\n"
+    assert unknown.stderr == f"error: NAME=cifar must be one of {', '.join((*PUBLISHED, RANDOM))}\n"

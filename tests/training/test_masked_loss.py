@@ -113,7 +113,7 @@ def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path,
 
 def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, latents, monkeypatch):
     monkeypatch.setattr("builders.evaluators.EVALUATION_BATCH", 3)  # of four entries
-    trainer, _ = tiny_trainer(tmp_path, *latents, "train.eval_every=2")
+    trainer, _ = tiny_trainer(tmp_path, *latents, "train.eval_every=2", "train.sample_every=null")
     ((_, evaluator),) = trainer.evaluators
     seen = []
     precond = evaluator.denoisers["val_loss_dense"]
