@@ -1,8 +1,10 @@
+import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from diffusion import (
     CFG,
@@ -136,6 +138,33 @@ def source(sampler=TWO_STEPS, guidance_scale=1.0, **options):
     arguments = {"batch_size": 3, "launch": Launch(), **options}
     decode = lambda x: x.permute(0, 2, 3, 1).numpy()  # noqa: E731
     return ImageSource(PRECOND, sampler, CFG(guidance_scale), decode, **arguments)
+
+
+def test_a_bar_moves_within_a_batch(monkeypatch):
+    """By the evaluations of an image, of which there are as many as were said."""
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, **options):
+            assert options.pop("delay") > 0, "short batches show no bar"
+            super().__init__(**options, disable=True)
+            self.n, self.total, self.moves = 0, options["total"], []
+            bars.append(self)
+
+        def update(self, n):
+            self.n += n
+            self.moves.append(self.n)
+
+    monkeypatch.setattr(
+        sys.modules["diffusion.generate"], "tqdm", Bar
+    )  # `diffusion.generate` is the function
+    images, _ = source(partial(edm_sampler, num_steps=3), guidance_scale=2.0)(5)
+    assert [(bar.total, bar.moves) for bar in bars] == [(10, [2, 4, 6, 8, 10])] * 2
+    second, _ = source(partial(edm_sampler, num_steps=3), guidance_scale=2.0, launch=Launch(1, 2)).batches(
+        5, 3, [1, 0]
+    )
+    assert len(bars) == 2, "the first rank shows it"
+    assert (second[1] == images[3:]).all()
 
 
 def test_a_source_neither_routes_nor_drops_labels():

@@ -3,9 +3,11 @@ import pytest
 import torch
 from torchvision.models import inception_v3
 
-from evaluation.detectors.inception import InceptionDetector, graph_names, read_weights
+from evaluation import ArrayImages, Reference
+from evaluation.detectors.inception import RANDOM, InceptionDetector, graph_names, read_weights
 from evaluation.detectors.random_weights import random_state
-from tests.inception import write_random_weights
+from tests.inception import adm_suite, write_random_weights
+from tests.programs import start
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (3, 40, 56, 3), dtype=np.uint8)
@@ -115,6 +117,24 @@ def test_features_are_fp32_inside_autocast(detector):
 def test_images_of_another_kind_are_refused(detector, images):
     with pytest.raises(ValueError, match=r"must be uint8 \(N, H, W, 3\)"):
         detector(images)
+
+
+def test_random_weights_are_used_and_marked(tmp_path):
+    start("-m evaluation.fetch", "random", "--folder", tmp_path)
+    file = tmp_path / "inception-random.pth"
+    with pytest.raises(ValueError, match="not the published one"):
+        InceptionDetector(file)
+    marked = InceptionDetector(file, allow_unpublished=True)
+    assert marked.record["checked"] == RANDOM
+    torch.save(random_state(), tmp_path / "other.pth")
+    other = InceptionDetector(tmp_path / "other.pth", allow_unpublished=True)
+    assert other.record["checked"] == "names and shapes"
+    assert marked.record["tensors_sha256"] == other.record["tensors_sha256"]
+    for detector, key in ((marked, "fid4_of_random_weights"), (other, "fid4")):
+        suite = adm_suite(detector, Reference(images=ArrayImages(IMAGES)))
+        assert suite.named("fid", 4) == key
+        mean_nothing = [w for w in suite.warnings(4, IMAGES.shape[1:]) if "these scores mean nothing" in w]
+        assert len(mean_nothing) == (detector is marked)
 
 
 def test_weights_that_are_not_finite_are_found(tmp_path):

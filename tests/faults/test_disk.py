@@ -144,7 +144,12 @@ def test_nothing_is_sampled_from_a_damaged_checkpoint(tmp_path, whole):
     with pytest.raises(ValueError, match=r"is damaged \(ema.safetensors is not what was written\)"):
         load_weights(net, tmp_path / "run")
     (file.parent / "SHA256SUMS").unlink()
-    with pytest.raises(ValueError, match=r"is damaged \(it has no SHA256SUMS\)"):
+    (before, _), _ = steps_in(tmp_path / "run/checkpoints")
+    hint = f"step {before} is intact, checkpoint={before} takes it"
+    with pytest.raises(ValueError, match=rf"is damaged \(it has no SHA256SUMS\): {hint}"):
+        load_weights(net, file)
+    (file.parent.with_name(f"step_{before:08d}") / "ema.safetensors").unlink()
+    with pytest.raises(ValueError, match="its run has no other that is intact"):
         load_weights(net, file)
 
 
