@@ -23,7 +23,7 @@ SIZES = {
 }
 BATCH_SIZE = {"cpu": 32, "cuda": 256}
 BATCHES_AN_EPOCH = 8  # at least: small sets get small batches
-STEPS_ON_CPU = 2000  # minutes
+STEPS_ON_CPU = 1600  # about ten minutes of two cores
 EPOCHS, MIN_STEPS, MAX_STEPS, ROUNDED_TO = 300, 5000, 400_000, 1000
 NARROW, LR_OF_NARROW, LR = 128, 1e-3, 1e-4  # the digits' own, and that of [DiT] for all its sizes
 LONG, DECAY, DECAY_OF_SHORT = 10_000, 0.9999, 0.999  # steps; of the averaged weights

@@ -55,7 +55,7 @@ def test_six_commands_lead_from_pictures_to_scores(tmp_path):
     assert len([*(run / "samples").glob("step_*.png")]) == 8
     (samples,) = (file for file in (run / "samples").glob("*.npz"))
     with np.load(samples) as arrays:
-        assert arrays["arr_0"].shape == (100, 64, 64, 3)
+        assert arrays["arr_0"].shape == (100, 32, 32, 3)
     (scores,) = (run / "scores").glob("*.json")
     found = json.loads(scores.read_text())
     assert found["num_images"] == 200

@@ -35,11 +35,11 @@ def on_gpu(monkeypatch):
 def test_a_small_set_gets_a_small_network_and_minutes_of_steps(latents):
     found = chosen(latents)
     assert found["recipe"].startswith(
-        "for 36 entries of 64x64 on a CPU: 256 tokens, width 128, 2000 steps of 4"
+        "for 36 entries of 64x64 on a CPU: 256 tokens, width 128, 1600 steps of 4"
     )
     expected = {"model.patch_size": 4, "model.hidden_size": 128, "model.depth": 8, "model.num_heads": 4}
-    expected |= {"train.batch_size": 4, "train.total_steps": 2000, "train.log_every": 50}
-    expected |= {"train.save_every": 500, "train.eval_every": 500, "train.sample_every": 250}
+    expected |= {"train.batch_size": 4, "train.total_steps": 1600, "train.log_every": 40}
+    expected |= {"train.save_every": 400, "train.eval_every": 400, "train.sample_every": 200}
     assert found.items() >= (expected | {"optimizer.lr": 1e-3, "ema.decay": 0.999}).items()
 
 
