@@ -12,11 +12,11 @@ import torch.nn as nn
 
 from models.cost import Cost
 from runtime.launch import Launch
-from training.speed import PRODUCT_SIZES, interleaved_seconds
+from training.speed import interleaved_seconds
 
 UTILISATION = 0.4  # of the rate of large products, in training; small networks reach less
 COMPILE_SEC = 40
-REPEATS = 5
+PRODUCT_SIZES, REPEATS = {"cuda": 4096, "cpu": 512}, 5  # sides of matrices, of a few milliseconds
 LONG_SEC = 7 * 24 * 3600
 # Bytes a weight takes: itself, its gradient, the two averages of AdamW, the average that samples are drawn
 # from. A checkpoint has all but the gradient.
