@@ -96,6 +96,8 @@ def kept_bytes(forward: Callable[[], torch.Tensor], parameters: Iterable[nn.Para
     return sum(kept.values())
 
 
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free for a training."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+def free_memory(launch: Launch) -> int:
+    """Return the bytes that a process may take, what it has taken on a GPU included."""
+    if launch.device.type == "cuda":
+        return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_allocated(launch.device)
+    return psutil.virtual_memory().available // launch.world_size

@@ -154,7 +154,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
         run.record_start(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
         print(summary(config, details, net, trainer.step, dataset.manifest, takes), flush=True)
-        free = free_memory(device), shutil.disk_usage(run.path).free
+        free = free_memory(launch), shutil.disk_usage(run.path).free
         for line in warnings(config, dataset.manifest, takes, *free):
             print(line, flush=True)
 
