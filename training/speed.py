@@ -3,16 +3,19 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn as nn
+from tqdm import tqdm
 
 from training.recorder import Recorder
 
 MIN_SHARE = 0.8  # of the predicted speed-up
 REPEATS = 7
+BAR_AFTER_SEC = 2
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # sides of matrices that keep a device busy
 
 
@@ -121,10 +124,18 @@ class SpeedCheck:
         predicted = self.predict(ratios)
         if predicted == 1:
             return
-        dense = (0.0,) * len(ratios)
-        steps = {"dense": lambda: self.step(dense), "routed": lambda: self.step(ratios)}
+        tried = {"dense": (0.0,) * len(ratios), "routed": ratios}
+
+        def step(ratios: tuple[float, ...]) -> None:
+            self.step(ratios)
+            bar.update()
+
+        shown = {"desc": "  forward and backward", "unit": "step", "leave": False, "delay": BAR_AFTER_SEC}
+        shown["disable"] = not self.recorder.launch.is_main
         try:
-            seconds = interleaved_seconds(steps, self.device, REPEATS)
+            with tqdm(total=len(tried) * (REPEATS + 1), **shown) as bar:
+                steps = {name: partial(step, ratios) for name, ratios in tried.items()}
+                seconds = interleaved_seconds(steps, self.device, REPEATS)
         except torch.OutOfMemoryError:
             reason = "a dense step does not fit into memory at this train.micro_batch_size"
             self.recorder.show(f"the speed-up was not measured: {reason}")

@@ -5,6 +5,7 @@ import torch
 
 from diffusion import EDMPrecond
 from routing import Routing
+from runtime.launch import ALONE
 from runtime.machine import start_process
 from tests.networks import PAPER, small_dit
 from training.speed import SpeedCheck, fp32_slowdown, interleaved_seconds, micro_loss, micro_step, speedup
@@ -27,7 +28,7 @@ def check(clock, dense_sec, routed_sec, predicted):
     def step(ratios):
         clock[0] += routed_sec if ratios[0] else dense_sec
 
-    recorder = SimpleNamespace(note=reported.update, show=shown.append)
+    recorder = SimpleNamespace(note=reported.update, show=shown.append, launch=ALONE)
     SpeedCheck(step, lambda ratios: predicted, CPU, recorder)((0.5,))
     return reported, shown
 
@@ -57,7 +58,7 @@ def test_a_dense_step_that_does_not_fit_is_reported_and_harms_nothing():
 
     precond = EDMPrecond(net)
     step = micro_step(micro_loss(precond, net, loss, 2, CPU, Routing), precond, net)
-    SpeedCheck(step, lambda ratios: 1.5, CPU, SimpleNamespace(show=shown.append))((0.5,))
+    SpeedCheck(step, lambda ratios: 1.5, CPU, SimpleNamespace(show=shown.append, launch=ALONE))((0.5,))
     assert "was not measured" in shown[0]
     assert all(parameter.grad is None for parameter in net.parameters())
 
