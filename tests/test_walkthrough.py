@@ -52,7 +52,7 @@ def test_six_commands_lead_from_pictures_to_scores(tmp_path):
             more = RANDOM
         start(program, *arguments, *more, folder=tmp_path)
     run = tmp_path / "runs/tread_auto_latents_seed0"
-    assert len([*(run / "samples").glob("step_*.png")]) == 8
+    assert len([*(run / "samples").glob("step_????????.png")]) == 8
     (samples,) = (file for file in (run / "samples").glob("*.npz"))
     with np.load(samples) as arrays:
         assert arrays["arr_0"].shape == (100, 32, 32, 3)
