@@ -16,7 +16,7 @@ from tests.runs import ROOT
 
 RANDOM = ("weights=evaluation_files/inception-random.pth", "allow_unpublished_weights=true")
 SHORTER = {
-    "train.py": ("train.total_steps=8", "train.compile=false"),
+    "train.py": ("train.total_steps=8", "train.compile=false", "sampler.num_steps=2"),
     "sample.py": ("num_steps=2", "compile=false"),
     "fid.py": ("num_steps=2", "compile=false", *RANDOM),
 }
