@@ -39,7 +39,7 @@ from runtime.machine import start_process
 from runtime.output import claimed, place_of
 from runtime.provenance import environment
 from training.checkpoint import find_checkpoint
-from training.speed import fp32_slowdown, interleaved_seconds, most_graphs, speedup
+from training.speed import fp32_slowdown, interleaved_seconds, most_graphs
 
 MAX_BATCH = 4096  # of a run from elsewhere
 MIN_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
@@ -253,7 +253,7 @@ def measure(
             Route(ratio, start, end),
             num_kept=num_tokens_kept(T, grown[ratio]),
             predicted_speedup=cost_of(net, None, coverage, slowdown).predicted_speedup,
-            measured_speedup=speedup(seconds["dense"], routed_sec),
+            measured_speedup=median(faster),
             measured_quartiles=tuple(np.quantile(faster, (0.25, 0.75)).tolist()),
             measured_sec=median(routed_sec),
             similarity=float(alike[start, end + 1]),

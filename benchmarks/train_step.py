@@ -35,7 +35,7 @@ from runtime.config import run_main
 from runtime.errors import UserError
 from runtime.machine import start_process
 from runtime.provenance import environment
-from training.speed import PRODUCT_SIZES, speedup
+from training.speed import PRODUCT_SIZES, product_flops_per_sec, speedup
 from training.trainer import Trainer
 
 REPEATS = {"cpu": 9, "cuda": 5}
@@ -233,10 +233,9 @@ def peaks_of(device: torch.device) -> Peaks:
         if precision == "bf16" and name in PEAK_FLOPS:
             peaks[precision] = PEAK_FLOPS[name], "specified"
             continue
-        a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-        best = min(seconds_of(lambda a=a, b=b: a @ b, device) for _ in range(20))
         in_tf32 = " in TF32" if precision == "no" and name else ""
-        peaks[precision] = 2 * size**3 / best, f"product of {size}{in_tf32}"
+        rate = product_flops_per_sec(device, dtype, size, repeats=20)
+        peaks[precision] = rate, f"product of {size}{in_tf32}"
     return peaks
 
 

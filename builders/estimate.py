@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from models.cost import Cost
 from runtime.launch import Launch
-from training.speed import interleaved_seconds
+from training.speed import product_flops_per_sec
 
 UTILISATION = 0.4  # of the rate of large products, in training; small networks reach less
 COMPILE_SEC = 40
@@ -52,8 +52,10 @@ def estimate(
         step: the loss of one image, by the network `net`, with routes as at the first step.
     """
     train = config["train"]
-    rate = UTILISATION * product_flops_per_sec(launch.device, resolved["mixed_precision"] == "bf16")
-    sharing = launch.world_size if launch.device.type == "cuda" else 1  # processes on a CPU share its cores
+    dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
+    device = launch.device
+    rate = UTILISATION * product_flops_per_sec(device, dtype, PRODUCT_SIZES[device.type], REPEATS)
+    sharing = launch.world_size if device.type == "cuda" else 1  # processes on a CPU share its cores
     num_saved = train["keep_last"]
     if train["milestone_every"]:
         num_saved += train["total_steps"] // train["milestone_every"]
@@ -63,17 +65,6 @@ def estimate(
         activations=kept_bytes(step, net.parameters()) * resolved["micro_batch_size"],
         checkpoints=cost.num_parameters * (WEIGHT + OPTIMIZER + AVERAGE) * num_saved,
     )
-
-
-def product_flops_per_sec(device: torch.device, bf16: bool) -> float:
-    """Return the rate of large matrix products here."""
-    size = PRODUCT_SIZES[device.type]
-    generator = torch.Generator(device).manual_seed(0)  # the run's own draws stay as they are
-    a, b = torch.randn(2, size, size, generator=generator, device=device).to(
-        torch.bfloat16 if bf16 else torch.float32
-    )
-    (seconds,) = interleaved_seconds({"product": lambda: a @ b}, device, REPEATS).values()
-    return 2 * size**3 / min(seconds)
 
 
 def kept_bytes(forward: Callable[[], torch.Tensor], parameters: Iterable[nn.Parameter]) -> int:

@@ -16,8 +16,8 @@ from evaluation import DenseLoss, SampleGrid, open_reference
 from runtime.launch import Launch
 from training.run_folder import RunFolder
 
-GRID_SAMPLES, GRID_COLUMNS = 10, 10  # at least; of 10 to 100 classes one each
-MAX_CLASSES_SHOWN = 100
+GRID_SAMPLES, GRID_COLUMNS = 10, 10
+MAX_CLASSES_SHOWN = 100  # all of them; of more the first ten
 EVALUATION_BATCH = 64
 
 
@@ -63,7 +63,9 @@ def build_evaluators(
 
 
 def grid_of(num_classes: int) -> tuple[int, int]:
-    """Return how many samples a picture of a training has, and in how many columns: each class as often."""
+    """Return how many samples a picture of a training has, and in how many columns: about ten, each class as
+    often, and each of up to 100.
+    """
     if not 0 < num_classes <= MAX_CLASSES_SHOWN:
         return GRID_SAMPLES, GRID_COLUMNS
     columns = min(num_classes, GRID_COLUMNS)

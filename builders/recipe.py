@@ -25,7 +25,8 @@ BATCH_SIZE = {"cpu": 32, "cuda": 256}
 BATCHES_AN_EPOCH = 8  # at least: small sets get small batches
 STEPS_ON_CPU = 1600  # about ten minutes of two cores
 EPOCHS, MIN_STEPS, MAX_STEPS, ROUNDED_TO = 300, 5000, 400_000, 1000
-NARROW, LR_OF_NARROW, LR = 128, 1e-3, 1e-4  # the digits' own, and that of [DiT] for all its sizes
+# Learning rate and betas of AdamW: those of the digits for networks so narrow, else of the published sizes.
+NARROW, OF_NARROW, OF_OTHERS = 128, (1e-3, [0.9, 0.99]), (1e-4, [0.9, 0.999])
 LONG, DECAY, DECAY_OF_SHORT = 10_000, 0.9999, 0.999  # steps; of the averaged weights
 MAX_INTERVAL = 5000
 
@@ -82,6 +83,11 @@ def sample_every(root: DictConfig, manifest: LatentManifest) -> int | None:
     return interval(root, 8) if is_at_hand(root.data.encoder or manifest.encoder) else None
 
 
+def optimizer(root: DictConfig) -> tuple[float, list[float]]:
+    """Return learning rate and betas."""
+    return OF_NARROW if root.model.hidden_size <= NARROW else OF_OTHERS
+
+
 def why(root: DictConfig, manifest: LatentManifest) -> str:
     """Return what the recipe is, and what it fits."""
     tokens = (manifest.input_size // root.model.patch_size) ** 2
@@ -105,6 +111,7 @@ CHOICES = {
     "train.eval_every": lambda root, manifest: interval(root, 4),
     "train.sample_every": sample_every,
     "train.num_workers": lambda root, manifest: 4 if device_type() == "cuda" else 0,
-    "optimizer.lr": lambda root, manifest: LR_OF_NARROW if root.model.hidden_size <= NARROW else LR,
+    "optimizer.lr": lambda root, manifest: optimizer(root)[0],
+    "optimizer.betas": lambda root, manifest: optimizer(root)[1],
     "ema.decay": lambda root, manifest: DECAY if root.train.total_steps > LONG else DECAY_OF_SHORT,
 }

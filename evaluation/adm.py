@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from evaluation.detectors.inception import NUM_POOL_FEATURES, RANDOM, InceptionDetector
+from evaluation.detectors.inception import NOTHING_CHECKED, NUM_POOL_FEATURES, InceptionDetector
 from evaluation.metrics import Metric
 from evaluation.metrics.frechet import FrechetDistance
 from evaluation.metrics.inception_score import InceptionScore
@@ -69,12 +69,12 @@ class AdmSuite(Suite):
     def named(self, key: str, num_images: int) -> str:
         """Return the name of a score of so many images."""
         name = with_count(key, num_images)
-        return f"{name}_of_random_weights" if self.detector.record["checked"] == RANDOM else name
+        return f"{name}_of_random_weights" if self.detector.record["checked"] == NOTHING_CHECKED else name
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
         """Return notes on how far scores can be compared."""
         warnings, weights, images = [], self.detector.record, self.reference.images
-        if weights["checked"] == RANDOM:
+        if weights["checked"] == NOTHING_CHECKED:
             warnings.append(f"the weights {weights['path']} are random: these scores mean nothing")
         elif weights["checked"] != "sha256":
             how = f"{weights['checked']} alone, not by a published hash"

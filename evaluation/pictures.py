@@ -45,7 +45,7 @@ def save_grid(
 
 def save_over_time(folder: Path, height: int) -> None:
     """Write the first rows, of so many pixels, of the pictures `step_N.png` in a folder below each other."""
-    files = sorted(folder.glob("step_*.png"))
+    files = sorted(folder.glob(f"step_{'[0-9]' * 8}.png"))  # not those of sample.py
     files = [files[i] for i in np.unique(np.linspace(0, len(files) - 1, MAX_ROWS).round().astype(int))]
     rows = []
     for file in files:

@@ -153,7 +153,7 @@ def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], N
 def _told(step: int, folder: Path) -> str:
     """Return a step with the date and the size of its checkpoint."""
     written = datetime.fromtimestamp(folder.stat().st_mtime)
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    size = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
     return f"{step} ({written:%Y-%m-%d %H:%M}, {size / 2**20:.1f} MiB)"
 
 

@@ -58,6 +58,14 @@ def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
     return speedup(seconds["outside"], seconds["inside"])
 
 
+def product_flops_per_sec(device: torch.device, dtype: torch.dtype, size: int, repeats: int) -> float:
+    """Return the FLOPs per second of products of matrices of a size, the best of several."""
+    generator = torch.Generator(device).manual_seed(0)  # the run's own draws stay as they are
+    a, b = torch.randn(2, size, size, generator=generator, device=device).to(dtype)
+    (seconds,) = interleaved_seconds({"product": lambda: a @ b}, device, repeats).values()
+    return 2 * size**3 / min(seconds)
+
+
 def micro_loss(
     precond: nn.Module,
     net: nn.Module,
@@ -66,7 +74,7 @@ def micro_loss(
     device: torch.device,
     routing: Callable[[tuple[float, ...]], Any],
 ) -> Callable[[tuple[float, ...]], torch.Tensor]:
-    """Return the loss of a micro-batch of zeros, as a function of ratios, of which `routing` makes one."""
+    """Return losses(ratios) of a micro-batch of zeros; `routing` turns the ratios of the routes into one."""
 
     def losses(ratios: tuple[float, ...]) -> torch.Tensor:
         x = torch.zeros(num_samples, *net.latent_shape, device=device)

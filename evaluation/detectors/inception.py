@@ -27,7 +27,7 @@ from runtime.files import sha256
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
 NUM_SPATIAL_CHANNELS = 7
 MIN_FILE_BYTES, MAX_FILE_BYTES = 10 * 2**20, 2**30
-RANDOM_MARK, RANDOM = "drawn_at_random", "nothing: it is random"
+RANDOM_MARK, NOTHING_CHECKED = "drawn_at_random", "nothing: it is random"
 # Names of a batch normalisation in the network and in the graph.
 BATCH_NORM = {
     "weight": "gamma",
@@ -142,7 +142,7 @@ def read_weights(
         elif is_published or allow_unpublished:
             state = _read_state_dict(file)
             if state.pop(RANDOM_MARK, None) is not None:
-                return state, {**record, "checked": RANDOM}
+                return state, {**record, "checked": NOTHING_CHECKED}
         else:
             raise ValueError(
                 f"its sha256 is {record['sha256']}, not the published one "

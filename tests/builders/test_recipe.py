@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from omegaconf.errors import InterpolationResolutionError
 
 from builders import recipe
 from data import LatentManifest, LatentWriter
@@ -40,7 +41,10 @@ def test_a_small_set_gets_a_small_network_and_minutes_of_steps(latents):
     expected = {"model.patch_size": 4, "model.hidden_size": 128, "model.depth": 8, "model.num_heads": 4}
     expected |= {"train.batch_size": 4, "train.total_steps": 1600, "train.log_every": 40}
     expected |= {"train.save_every": 400, "train.eval_every": 400, "train.sample_every": 200}
-    assert found.items() >= (expected | {"optimizer.lr": 1e-3, "ema.decay": 0.999}).items()
+    assert (
+        found.items()
+        >= (expected | {"optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.99], "ema.decay": 0.999}).items()
+    )
 
 
 def test_each_part_is_a_key_that_the_others_follow(latents):
@@ -49,6 +53,7 @@ def test_each_part_is_a_key_that_the_others_follow(latents):
         "for 36 entries of 64x64 on a CPU: 1024 tokens, width 384, 80 steps of 7 "
     )
     expected = {"train.save_every": 20, "train.sample_every": 10, "train.log_every": 2, "optimizer.lr": 1e-4}
+    expected["optimizer.betas"] = [0.9, 0.999]
     assert found.items() >= expected.items()
     assert chosen(latents, "train.total_steps=3")["train.sample_every"] == 1
 
@@ -89,6 +94,11 @@ def test_a_run_keeps_its_recipe_on_another_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "device_type", lambda: "cuda")
     assert flatten(validated(*asked)) == before
     assert flatten(validated(*asked[:2]))["model.hidden_size"] == 384, "another run"
+
+
+def test_other_data_have_no_size_of_their_own():
+    with pytest.raises(InterpolationResolutionError, match="model/size=auto needs latents, as those"):
+        validated("model/size=auto", "data=digits")
 
 
 def test_the_published_recipe_is_there_where_it_is_asked_for(latents):

@@ -169,6 +169,7 @@ def test_captions_stand_above_the_first_row_that_they_are_of(tmp_path):
 
 
 def test_the_first_rows_of_all_steps_are_one_picture(tmp_path):
+    (tmp_path / "step_00000250_n9_seed0_2steps.png").write_bytes(b"a picture of sample.py")
     for step, shade in ((250, 50), (500, 200)):
         images = np.full((20, 64, 64, 1), shade, np.uint8)
         save_grid(images, tmp_path / f"step_{step:08d}.png", 10, [*"abcdefghij"] * 2)

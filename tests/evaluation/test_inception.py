@@ -4,7 +4,7 @@ import torch
 from torchvision.models import inception_v3
 
 from evaluation import ArrayImages, Reference
-from evaluation.detectors.inception import RANDOM, InceptionDetector, graph_names, read_weights
+from evaluation.detectors.inception import NOTHING_CHECKED, InceptionDetector, graph_names, read_weights
 from evaluation.detectors.random_weights import random_state
 from tests.inception import adm_suite, write_random_weights
 from tests.programs import start
@@ -125,7 +125,7 @@ def test_random_weights_are_used_and_marked(tmp_path):
     with pytest.raises(ValueError, match="not the published one"):
         InceptionDetector(file)
     marked = InceptionDetector(file, allow_unpublished=True)
-    assert marked.record["checked"] == RANDOM
+    assert marked.record["checked"] == NOTHING_CHECKED
     torch.save(random_state(), tmp_path / "other.pth")
     other = InceptionDetector(tmp_path / "other.pth", allow_unpublished=True)
     assert other.record["checked"] == "names and shapes"
