@@ -54,6 +54,7 @@ def summary(
         f"needs      {_gib(takes.weights)} of memory for weights, gradients, optimizer and average, at most "
         f"{_gib(takes.activations)} for activations; {_gib(takes.checkpoints)} of disk for checkpoints"
     )
+    lines.append(f"watch      python -m training.report {config['output_dir']} --serve")
     return "\n".join(lines)
 
 
