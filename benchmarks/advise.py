@@ -270,7 +270,8 @@ def recommend(candidates: list[Candidate], depth: int) -> tuple[Candidate | None
     (best,) = (c for c in candidates if c.route == published_route)
     eligible = [c for c in candidates if c.similarity >= best.similarity - LESS_ALIKE_BY]
     fastest = max(eligible, key=lambda c: c.measured_quartiles[0])
-    if fastest.measured_quartiles[0] >= FASTER_BY * best.measured_speedup:
+    enough = FASTER_BY * best.measured_speedup if best.measured_quartiles[0] >= MIN_SPEEDUP else MIN_SPEEDUP
+    if fastest.measured_quartiles[0] >= enough:
         best = fastest
     low, high = best.measured_quartiles
     if low >= MIN_SPEEDUP:

@@ -2,8 +2,11 @@
 fit.
 """
 
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,8 +18,8 @@ from runtime.launch import Launch
 from training.speed import product_flops_per_sec
 
 UTILISATION = 0.4  # of the rate of large products, in training; small networks reach less
-COMPILE_SEC = 40
-PRODUCT_SIZES, REPEATS = {"cuda": 4096, "cpu": 512}, 5  # sides of matrices, of a few milliseconds
+COMPILED_AFTER_SEC = 40
+SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 5  # of matrices whose product takes a few milliseconds
 LONG_SEC = 7 * 24 * 3600
 # Bytes a weight takes: itself, its gradient, the two averages of AdamW, the average that samples are drawn
 # from. A checkpoint has all but the gradient.
@@ -25,7 +28,9 @@ WEIGHT, GRADIENT, OPTIMIZER, AVERAGE = 4, 4, 8, 4
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step, bytes in memory of each process, bytes of the checkpoints on disk."""
+    """Seconds of a step with its share of what is drawn, bytes in memory of each process, bytes of the
+    checkpoints on disk.
+    """
 
     step_sec: float
     weights: int
@@ -42,27 +47,31 @@ def estimate(
     config: dict[str, Any],
     resolved: dict[str, Any],
     cost: Cost,
-    step: Callable[[], torch.Tensor],
+    loss: Callable[[int], torch.Tensor],
     net: nn.Module,
     launch: Launch,
+    drawing_flops: float,
 ) -> Estimate:
     """Return what a training will take.
 
     Args:
-        step: the loss of one image, by the network `net`, with routes as at the first step.
+        loss: that of so many images, by the network `net`, its windows as long as they ever get.
+        drawing_flops: of the samples that evaluations draw, for each step.
     """
     train = config["train"]
     dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
-    device = launch.device
-    rate = UTILISATION * product_flops_per_sec(device, dtype, PRODUCT_SIZES[device.type], REPEATS)
-    sharing = launch.world_size if device.type == "cuda" else 1  # processes on a CPU share its cores
-    num_saved = train["keep_last"]
+    device, micro_batch_size = launch.device, resolved["micro_batch_size"]
+    rate = UTILISATION * product_flops_per_sec(device, dtype, SIDES[device.type], REPEATS)
+    flops = cost.routed_training_flops * train["batch_size"] + drawing_flops
+    # The weights in bf16 are kept, too, whatever the batch.
+    two, three = (kept_bytes(partial(loss, num_images), net.parameters()) for num_images in (2, 3))
+    num_saved = train["keep_last"] + 1  # the oldest goes once the newest is there
     if train["milestone_every"]:
         num_saved += train["total_steps"] // train["milestone_every"]
     return Estimate(
-        step_sec=cost.routed_training_flops * train["batch_size"] / (rate * sharing),
+        step_sec=flops / (rate * launch.world_size),
         weights=cost.num_parameters * (WEIGHT + GRADIENT + OPTIMIZER + AVERAGE),
-        activations=kept_bytes(step, net.parameters()) * resolved["micro_batch_size"],
+        activations=two + (three - two) * (micro_batch_size - 2),
         checkpoints=cost.num_parameters * (WEIGHT + OPTIMIZER + AVERAGE) * num_saved,
     )
 
@@ -78,7 +87,7 @@ def kept_bytes(forward: Callable[[], torch.Tensor], parameters: Iterable[nn.Para
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own function keeps would keep itself
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.compiler.set_stance("force_eager"), hooks:
@@ -90,5 +99,11 @@ def kept_bytes(forward: Callable[[], torch.Tensor], parameters: Iterable[nn.Para
 def free_memory(launch: Launch) -> int:
     """Return the bytes that a process may take, what it has taken on a GPU included."""
     if launch.device.type == "cuda":
-        return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_allocated(launch.device)
+        return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_reserved(launch.device)
     return psutil.virtual_memory().available // launch.world_size
+
+
+def free_disk(checkpoints: Path) -> int:
+    """Return the bytes that checkpoints may take, those that are there included."""
+    there = sum(file.stat().st_size for file in checkpoints.glob("*/*"))
+    return shutil.disk_usage(checkpoints.parent).free + there

@@ -1,5 +1,6 @@
 """Evaluators of a training: pictures, the held-out loss, scores of samples."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from builders.sampling import open_run
 from builders.scoring import build_suite, reference_of
 from data import LatentDataset, ShardDataset, encoder_for, held_out_batches, image_decoder, open_images
 from diffusion import ImageSource
-from evaluation import DenseLoss, SampleGrid, open_reference
+from diffusion.generate import cost_of_evaluations
+from evaluation import DenseLoss, SampleGrid, Suite, open_reference
 from runtime.launch import Launch
 from training.run_folder import RunFolder
 
@@ -62,13 +64,23 @@ def build_evaluators(
     return evaluators
 
 
+def drawing_flops(evaluators: Sequence[tuple[int, Any]]) -> float:
+    """Return the FLOPs of the samples that are drawn while training, for each step."""
+    flops = 0.0
+    for interval, evaluator in evaluators:
+        if isinstance(evaluator, SampleGrid | Suite):
+            of_image = cost_of_evaluations(evaluator.source.count_evaluations(), 1)["flops"]
+            flops += evaluator.num_samples * of_image / interval
+    return flops
+
+
 def grid_of(num_classes: int) -> tuple[int, int]:
     """Return how many samples a picture of a training has, and in how many columns: about ten, each class as
     often, and each of up to 100.
     """
     if not 0 < num_classes <= MAX_CLASSES_SHOWN:
         return GRID_SAMPLES, GRID_COLUMNS
-    columns = min(num_classes, GRID_COLUMNS)
+    columns = GRID_COLUMNS // num_classes * num_classes or GRID_COLUMNS
     return num_classes * max(1, round(GRID_SAMPLES / num_classes)), columns
 
 

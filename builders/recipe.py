@@ -4,18 +4,20 @@ It is chosen when a run is begun; a run that has results resumes with what its o
 that is. Rules of thumb, not findings: the published recipes are those of data=imagenet256.
 """
 
+import os
+from math import log
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from data.encoders import is_at_hand
 from data.manifest import LatentManifest, read_manifest
+from runtime.machine import device_type
 from runtime.provenance import flatten
 from training.run_folder import RunFolder
 
 LATENTS = "data.open_latents"
-MAX_TOKENS = 256
+NUM_TOKENS = 256
 # From so many entries on: width, depth, heads; those of tiny on a CPU, of S, B and XL on a GPU.
 SIZES = {
     "cpu": ((0, (128, 8, 4)),),
@@ -37,21 +39,17 @@ def recipe(key: str, *, _root_: DictConfig) -> Any:
         raise ValueError("model/size=auto needs latents, as those of data=latents")
     run = RunFolder(_root_.output_dir)
     if run.has_results():
+        run.check_complete()
         saved = flatten(run.config())
         if key in saved:
             return saved[key]
     return CHOICES[key](_root_, read_manifest(_root_.data.path))
 
 
-def device_type() -> str:
-    """Return what a training would run on here."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def patch_size(input_size: int) -> int:
-    """Return the smallest side of patches that leaves no more than MAX_TOKENS of them."""
+    """Return the side of patches that leaves about NUM_TOKENS of them."""
     sides = [side for side in range(1, input_size + 1) if input_size % side == 0]
-    return next(side for side in sides if (input_size // side) ** 2 <= MAX_TOKENS)
+    return min(sides, key=lambda side: abs(log((input_size / side) ** 2 / NUM_TOKENS)))
 
 
 def network(manifest: LatentManifest) -> tuple[int, int, int]:
@@ -60,9 +58,11 @@ def network(manifest: LatentManifest) -> tuple[int, int, int]:
 
 
 def batch_size(manifest: LatentManifest) -> int:
-    """Return a power of two."""
+    """Return a power of two, or the next multiple of the number of processes."""
     most = max(1, manifest.num_trained // BATCHES_AN_EPOCH)
-    return min(BATCH_SIZE[device_type()], 1 << (most.bit_length() - 1))
+    power = min(BATCH_SIZE[device_type()], 1 << (most.bit_length() - 1))
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return -(-power // num_processes) * num_processes
 
 
 def total_steps(root: DictConfig, manifest: LatentManifest) -> int:
@@ -93,9 +93,8 @@ def why(root: DictConfig, manifest: LatentManifest) -> str:
     tokens = (manifest.input_size // root.model.patch_size) ** 2
     device = "a CPU" if device_type() == "cpu" else "a GPU"
     fits = f"for {manifest.num_trained:,} entries of {manifest.input_size}x{manifest.input_size} on {device}"
-    chosen = f"{tokens} tokens, width {root.model.hidden_size}, {root.train.total_steps} steps of "
-    chosen += f"{root.train.batch_size} (each part is a key; data=latents_published: as for ImageNet)"
-    return f"{fits}: {chosen}"
+    chosen = f"{tokens} tokens, width {root.model.hidden_size}, batches of {root.train.batch_size}"
+    return f"{fits}: {chosen} (each part is a key; data=latents_published: as for ImageNet)"
 
 
 CHOICES = {

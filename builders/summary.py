@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from builders.estimate import COMPILE_SEC, LONG_SEC, Estimate
+from builders.estimate import COMPILED_AFTER_SEC, LONG_SEC, Estimate
 from data.manifest import LatentManifest
 
 GIB = 2**30
@@ -59,20 +59,26 @@ def summary(
 
 
 def warnings(
-    config: dict[str, Any], manifest: LatentManifest, takes: Estimate, memory: int, disk: int
+    config: dict[str, Any],
+    manifest: LatentManifest,
+    takes: Estimate,
+    resumed_step: int,
+    memory: int,
+    disk: int,
 ) -> list[str]:
     """Return what a user wants to be warned of, where so many bytes of memory and disk are free."""
     train, found, num_trained = config["train"], [], manifest.num_trained
     if train["batch_size"] > num_trained:
-        rule = f"each step sees every one of the {num_trained} entries more than once"
+        rule = f"a step sees some of the {num_trained} entries more than once"
         found.append(f"train.batch_size={train['batch_size']}: {rule}")
     if takes.memory > memory:
         needed = f"about {_gib(takes.memory)} of memory are needed, {_gib(memory)} are free"
         found.append(f"{needed}: lower train.micro_batch_size, or choose a smaller model/size")
     if takes.checkpoints > disk:
         needed = f"about {_gib(takes.checkpoints)} of disk are needed for checkpoints, {_gib(disk)} are free"
-        found.append(f"{needed}: lower train.keep_last or raise train.milestone_every")
-    if (sec := train["total_steps"] * takes.step_sec) > LONG_SEC:
+        fewer = " or raise train.milestone_every" if train["milestone_every"] else ""
+        found.append(f"{needed}: lower train.keep_last{fewer}")
+    if (sec := (train["total_steps"] - resumed_step) * takes.step_sec) > LONG_SEC:
         found.append(
             f"this would take about {duration(sec)} here: choose a smaller model/size or fewer steps"
         )
@@ -99,10 +105,11 @@ def _length(
     entries = f"{manifest.num_trained} entries are trained on, {manifest.num_held_out} held out, {classes}"
     entries += ", mirror images, too" if manifest.hflip else ""
     epochs = f"{total_steps * batch_size / manifest.num_trained:.3g} epochs"
-    start = COMPILE_SEC * compiled
-    time = f"about {duration(start + (total_steps - resumed_step) * takes.step_sec)}"
+    start = COMPILED_AFTER_SEC * compiled
+    left = total_steps - resumed_step
+    time = f"about {duration(start + left * takes.step_sec)}"
     if train["sample_every"]:
-        steps = train["sample_every"] - resumed_step % train["sample_every"]
+        steps = min(left, train["sample_every"] - resumed_step % train["sample_every"])
         time += f", the first pictures after {duration(start + steps * takes.step_sec)}"
     return [
         f"data       {entries}",

@@ -1,6 +1,5 @@
 """Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -16,8 +15,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import resolve_auto
-from builders.estimate import estimate, free_memory
-from builders.evaluators import build_evaluators
+from builders.estimate import estimate, free_disk, free_memory
+from builders.evaluators import build_evaluators, drawing_flops
 from builders.network import build_loss, build_net, build_precond, build_route_plan
 from builders.public import carries_configuration, precond_of
 from builders.summary import summary, warnings
@@ -136,7 +135,10 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     launch.barrier()  # all have read what the first rank is about to change
 
     cost = cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown)
-    one_image = micro_loss(build_precond(config, net), net, loss, 1, device, Routing)
+    bare_precond, ratios = build_precond(config, net), plan.min_ratios(train["masked_loss"])
+
+    def loss_of(num_images: int) -> torch.Tensor:
+        return micro_loss(bare_precond, net, loss, num_images, device, Routing)(ratios)
 
     def start_writing() -> None:
         details = {
@@ -150,12 +152,13 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
             "scores": [evaluator.describe() for _, evaluator in evaluators],
         }
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
-        takes = estimate(config, resolved, cost, partial(one_image, plan.ratios(0)), net, launch)
+        takes = estimate(config, resolved, cost, loss_of, net, launch, drawing_flops(evaluators))
         run.record_start(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
         print(summary(config, details, net, trainer.step, dataset.manifest, takes), flush=True)
-        free = free_memory(launch), shutil.disk_usage(run.path).free
-        for line in warnings(config, dataset.manifest, takes, *free):
+        for line in warnings(
+            config, dataset.manifest, takes, trainer.step, free_memory(launch), free_disk(folder)
+        ):
             print(line, flush=True)
 
     launch.broadcast_from_main(start_writing)

@@ -25,6 +25,7 @@ PUBLISHED = {
     "sd-vae-ft-mse": "stabilityai/sd-vae-ft-mse",
     "sdxl": "stabilityai/sdxl-vae",
 }
+FILES_ON_THE_HUB = ("config.json", "diffusion_pytorch_model.safetensors")
 ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # 8 images of 256x256 at a time; fixed, so that no result depends on free memory. RESULTS.md has the cost.
 PIXELS_AT_ONCE = 8 * 256 * 256
@@ -124,11 +125,16 @@ class KLEncoder:
 def is_at_hand(name: str) -> bool:
     """Return whether an encoder is on this machine: pixels, a folder, or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     if name == IDENTITY or Path(name).is_dir():
         return True
     name = PUBLISHED.get(name, name)
-    return bool(ON_THE_HUB.fullmatch(name)) and isinstance(try_to_load_from_cache(name, "config.json"), str)
+    try:
+        found = [try_to_load_from_cache(name, file) for file in FILES_ON_THE_HUB]
+    except HFValidationError:  # it cannot be a name there
+        return False
+    return all(isinstance(file, str) for file in found)
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:

@@ -100,6 +100,8 @@ class LatentManifest:
     def _check_classes(self) -> None:
         is_bounded = isinstance(self.num_classes, int) and 0 <= self.num_classes <= MAX_CLASSES
         self._check("num_classes", is_bounded, f"in [0, {MAX_CLASSES}]")
+        texts = all(isinstance(name, str) for name in self.class_names or ())
+        self._check("class_names", texts, "texts")
         if self.class_names is not None and len(self.class_names) != self.num_classes:
             rule = f"must be num_classes={self.num_classes}"
             raise ValueError(f"class_names has {len(self.class_names)} names, {rule}")
@@ -183,8 +185,9 @@ class LatentManifest:
         for key, size in expected.items():
             if size is not None and getattr(self, key) != size:
                 found = f"{getattr(self, key)}, as in {path}/{FILES['manifest']}"
-                hint = "data=latents takes the sizes from there"
-                raise ValueError(f"data.{key}={size} must be {found}: {hint}")
+                raise ValueError(
+                    f"data.{key}={size} must be {found}; data=latents takes its sizes from there"
+                )
 
     def std_warning(self, std: torch.Tensor) -> str | None:
         """Return a warning where the standard deviation of what the network sees is far from the promised."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from evaluation.pictures import row_height, save_grid, save_over_time, text_picture
+from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time, text_picture
 
 
 class DenseLoss:
@@ -84,9 +84,12 @@ class SampleGrid:
         try:
             captions = self.source.captions(labels)
             grid = save_grid(images, file, self.columns, captions)
-            save_over_time(self.folder, row_height(images, captions))
         except OSError as error:  # such as a full disk: a picture is not worth ending a run
             tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
             return {}
+        try:
+            save_over_time(self.folder, row_height(images, captions))
+        except OSError as error:  # or an earlier picture that is none
+            tqdm.write(f"warning: {self.folder / OVER_TIME} could not be written: {error}")
         tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
         return {"samples": grid}

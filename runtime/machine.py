@@ -41,13 +41,18 @@ def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch
     # PARITY: TF32 in training and sampling, as in all public code of the field; scores turn it off
     # (evaluation/precision.py).
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     _check_launcher()
-    state = PartialState(cpu=on_cpu, **({"timeout": timeout} if timeout else {}))
+    state = PartialState(cpu=device_type() == "cpu", **({"timeout": timeout} if timeout else {}))
     # Launchers set one thread by default, which is right beside a GPU only.
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return Launch.of(state)
+
+
+def device_type() -> str:
+    """Return what a process would run on here, without joining others."""
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    return "cpu" if on_cpu else "cuda"
 
 
 def _check_launcher() -> None:

@@ -205,7 +205,7 @@ def instead_of(damaged: Path, names: Iterable[str]) -> str:
     """Return what to use in place of a damaged checkpoint: the newest that has its files intact."""
     for step, path in reversed(steps_in(damaged.parent)):
         if path != damaged and damage_of(path, names) is None:
-            return f"step {step} is intact, checkpoint={step} takes it"
+            return f"step {step} is intact, in {path}"
     return "its run has no other that is intact"
 
 

@@ -94,7 +94,7 @@ class Recorder:
 
     def open(self, tracker: Tracker | None) -> None:
         """Start to write, after what belongs to the loaded checkpoint."""
-        self.metrics_file = MetricsFile(self.folder.path / "metrics.jsonl", **self._kept, show=self.show)
+        self.metrics_file = MetricsFile(self.folder.metrics_file, **self._kept, show=self.show)
         self.tracker = None if tracker is None else BackgroundTracker(tracker, self.show)
 
     def log(self, step: int, num_images: int, values: Mapping[str, Any]) -> None:

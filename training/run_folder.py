@@ -38,6 +38,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.config_file, self.manifest_file = self.path / "config.yaml", self.path / "manifest.json"
+        self.metrics_file = self.path / "metrics.jsonl"
         self.failure_file, self._lock = self.path / ".failure.json", None
 
     def manifest(self) -> dict[str, Any]:
@@ -70,8 +71,8 @@ class RunFolder:
 
     def has_results(self) -> bool:
         """Return whether there is anything that another run must not overwrite."""
-        metrics, checkpoints = self.path / "metrics.jsonl", self.path / "checkpoints"
-        return (metrics.is_file() and metrics.stat().st_size > 0) or checkpoints.is_dir()
+        metrics = self.metrics_file
+        return (metrics.is_file() and metrics.stat().st_size > 0) or (self.path / "checkpoints").is_dir()
 
     def is_finished(self, total_steps: int) -> bool:
         """Return whether the run has done `total_steps`."""
@@ -87,7 +88,7 @@ class RunFolder:
         """
         if not self.has_results():
             return
-        self._check_complete()
+        self.check_complete()
         old, new = flatten(self.config()), flatten(config)
         free_keys = set(FREE_KEYS)
         if depends_on_total_steps(config):
@@ -105,7 +106,8 @@ class RunFolder:
         if self.manifest()["data"]["fingerprint"] != data["fingerprint"]:
             raise ValueError(f"output_dir={self.path} was started with other data: {elsewhere}")
 
-    def _check_complete(self) -> None:
+    def check_complete(self) -> None:
+        """Raise a FileNotFoundError if results are there without their record."""
         for file in (self.config_file, self.manifest_file):
             if not file.is_file():
                 raise FileNotFoundError(

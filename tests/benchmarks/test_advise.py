@@ -48,6 +48,11 @@ def test_a_network_that_has_hardly_been_trained_gets_no_advice(measured):
     assert "Recommended" not in said and "dense twin" not in said
 
 
+def test_another_window_is_taken_where_the_published_one_is_not_worth_it():
+    slow, fast = candidate(2, 8, measured=1.03), candidate(1, 9, measured=1.07, spread=0.01)
+    assert recommend([slow, fast], depth=12)[0] is fast
+
+
 def test_repeats_that_do_not_agree_give_no_advice():
     best, advice = recommend([candidate(2, 8, measured=1.1, spread=0.5)], depth=12)
     assert best is None

@@ -16,6 +16,7 @@ import fid
 import sample
 from builders import drawing
 from builders.drawing import COMPILE_SEC, LEFT_OPEN, default_batch_size, is_worth_compiling, settle
+from builders.evaluators import grid_of
 from builders.scoring import features_folder
 from diffusion import CFG, EDMPrecond, ImageSource, SparseGuidance, edm_sampler
 from evaluation import ArrayImages, Reference, Suite
@@ -453,3 +454,19 @@ def test_features_are_those_of_their_images_whoever_looks(tmp_path):
     for one, other in zip(on_disk, in_memory, strict=True):
         assert one.keys() >= other.keys()
         assert all(np.array_equal(one[name], array) for name, array in other.items())
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "expected"),
+    [
+        (0, (10, 10)),
+        (1, (10, 10)),
+        (3, (9, 9)),
+        (6, (12, 6)),
+        (10, (10, 10)),
+        (37, (37, 10)),
+        (101, (10, 10)),
+    ],
+)
+def test_a_picture_of_a_training_has_about_ten_samples_and_each_class(num_classes, expected):
+    assert grid_of(num_classes) == expected

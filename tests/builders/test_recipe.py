@@ -36,7 +36,7 @@ def on_gpu(monkeypatch):
 def test_a_small_set_gets_a_small_network_and_minutes_of_steps(latents):
     found = chosen(latents)
     assert found["recipe"].startswith(
-        "for 36 entries of 64x64 on a CPU: 256 tokens, width 128, 1600 steps of 4"
+        "for 36 entries of 64x64 on a CPU: 256 tokens, width 128, batches of 4 "
     )
     expected = {"model.patch_size": 4, "model.hidden_size": 128, "model.depth": 8, "model.num_heads": 4}
     expected |= {"train.batch_size": 4, "train.total_steps": 1600, "train.log_every": 40}
@@ -50,7 +50,7 @@ def test_a_small_set_gets_a_small_network_and_minutes_of_steps(latents):
 def test_each_part_is_a_key_that_the_others_follow(latents):
     found = chosen(latents, "train.total_steps=80", "train.batch_size=7", "model/size=s_2")
     assert found["recipe"].startswith(
-        "for 36 entries of 64x64 on a CPU: 1024 tokens, width 384, 80 steps of 7 "
+        "for 36 entries of 64x64 on a CPU: 1024 tokens, width 384, batches of 7 "
     )
     expected = {"train.save_every": 20, "train.sample_every": 10, "train.log_every": 2, "optimizer.lr": 1e-4}
     expected["optimizer.betas"] = [0.9, 0.999]
@@ -79,9 +79,32 @@ def test_a_gpu_gets_what_the_entries_can_fill(latents, monkeypatch, count, width
     assert (found["ema.decay"] == 0.9999) == (total_steps > 10_000)
 
 
-@pytest.mark.parametrize(("size", "patch_size"), [(8, 1), (16, 1), (28, 2), (32, 2), (37, 37), (96, 6)])
-def test_patches_leave_at_most_256_tokens(size, patch_size):
+@pytest.mark.parametrize(
+    ("size", "patch_size"), [(8, 1), (28, 2), (32, 2), (34, 2), (37, 1), (62, 2), (96, 6)]
+)
+def test_patches_leave_about_256_tokens(size, patch_size):
     assert recipe.patch_size(size) == patch_size
+
+
+def test_a_batch_is_shared_by_all_processes(latents, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert chosen(latents)["train.batch_size"] == 6
+    assert chosen(latents, "train.batch_size=9")["train.batch_size"] == 9
+
+
+def test_a_run_without_its_record_is_told(tmp_path, latents):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(
+        InterpolationResolutionError, match=r"holds a run without its config\.yaml: put it back"
+    ):
+        chosen(latents, f"output_dir={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize("encoder", ["elsewhere/unknown", "no--name/at-all", "/no/such/folder"])
+def test_no_pictures_where_the_encoder_would_have_to_be_downloaded(tmp_path, encoder):
+    latents = write_latents(tmp_path / "latents")
+    assert chosen(latents)["train.sample_every"] == 200
+    assert chosen(latents, f"data.encoder={encoder}")["train.sample_every"] is None
 
 
 def test_a_run_keeps_its_recipe_on_another_machine(tmp_path, monkeypatch):

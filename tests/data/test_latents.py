@@ -354,6 +354,7 @@ def test_a_standard_deviation_far_from_the_promised_one_warns(std, warned):
         ({"scale": True}, "scale=True must be a number"),
         ({"std": 0.0}, "std=0.0 must be a number greater than 0, or null"),
         ({"pixel_range": (1.0, 1.0)}, "must be two numbers: what black is, and what white is"),
+        ({"class_names": (1, 2, 3, 4, 5)}, r"class_names=\(1, 2, 3, 4, 5\) must be texts"),
         ({"class_names": ("a", "b")}, "class_names has 2 names, must be num_classes=5"),
         ({"block_bytes": 0}, "block_bytes=0 must be greater than 0"),
         ({"num_classes": -1}, r"num_classes=-1 must be in \[0, 1000000\]"),

@@ -4,16 +4,17 @@ import base64
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
 from runtime.errors import UserError
 from tests.runs import ROOT, metrics, tiny_run
-from training.report import REFRESH_SEC, main, metrics_of, page, panels_of, standing
+from training.report import REFRESH_SEC, main, metrics_of, page, panels_of, pictures_of, standing
 from training.run_folder import RunFolder
 
 TIMES = {"num_images": 8, "train_time_sec": 60.0}
@@ -76,17 +77,22 @@ def test_curves_are_what_was_logged():
 
 def test_the_time_that_is_left_counts_evaluations():
     lines = [{"step": 2, **TIMES}, {"step": 2, "evaluation_time_sec": 20.0}]
-    said = standing({"status": "running"}, lines, 5)
-    assert said == "running; step 2 of 5; 0:01:00 of training, 0:00:20 of evaluation; about 0:02:00 left"
+    said = standing({"status": "running"}, lines, 5, age_sec=9).split("; ")
+    assert said[:2] == ["running", "step 2 of 5"]
+    assert said[2:] == [
+        "0:01:00 of training, 0:00:20 of evaluation",
+        "about 0:02:00 left",
+        "newest values 0:00:09 ago",
+    ]
     failed = {"status": "failed", "failure": {"reason": "no room"}}
-    assert standing(failed, [], 5) == "failed; no room; no line of 5 steps yet"
+    assert standing(failed, [], 5, 0) == "failed; no room; no line of 5 steps yet"
 
 
 def test_a_line_that_is_being_written_is_left_for_later(run):
-    before = metrics_of(run)
+    before = metrics_of(run / "metrics.jsonl")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
-    assert metrics_of(run) == before
+    assert metrics_of(run / "metrics.jsonl") == before
     with (run / "metrics.jsonl").open("a") as file:
         file.write("\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
@@ -98,6 +104,45 @@ def test_lines_that_no_run_writes_are_refused(run, line):
     (run / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match="each line must be an object with a step"):
         main([str(run)])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("status", None), ("cost", {}), ("routes", 3), ("starts", [7]), ("speed_check", [])]
+)
+def test_a_manifest_that_no_run_writes_is_refused(run, key, value):
+    RunFolder(run).update({key: value})
+    with pytest.raises(UserError, match="run is not as a run writes it"):
+        main([str(run)])
+
+
+def test_what_happened_is_listed(run):
+    spike = {"step": 3, "loss_spikes": [{"step": 2, "loss": 9.0, "entries": [1]}], "skipped_steps": []}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(spike) + "\n")
+    text = page(RunFolder(run))
+    assert "<th>loss_spikes</th><td>2</td>" in text and "<th>skipped_steps</th>" not in text
+
+
+def test_texts_of_a_run_are_shown_as_they_are(run):
+    RunFolder(run).update({"command": "<script>"})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "<i>": 1.0}\n')
+    text = page(RunFolder(run))
+    assert "<script>" not in text and "&lt;script&gt;" in text
+    assert "<i>" not in text and "<figcaption>&lt;i&gt;" in text
+
+
+def test_pictures_are_those_of_the_run_alone(run, tmp_path):
+    samples, secret = run / "samples", tmp_path / "secret.png"
+    secret.write_bytes(b"secret")
+    (samples / "link.png").symlink_to(secret)
+    (samples / ".step_00000009.partial.png").write_bytes(b"half")
+    (samples / "folder.png").mkdir()
+    (samples / "drawn.png").write_bytes(b"by sample.py")
+    assert [file.name for file in pictures_of(run)] == ["step_00000006.png", "drawn.png", "over_time.png"]
+    for name in ("link.png", ".step_00000009.partial.png", "drawn.png"):
+        (samples / name).unlink()
+    (samples / "folder.png").rmdir()
 
 
 def test_what_is_no_run_is_told(tmp_path):
@@ -121,21 +166,27 @@ def test_a_browser_follows_a_run(run, server):
         with urlopen(address) as answer:
             return answer.read().decode()
 
-    def refused(path):
+    def refused(path, host="127.0.0.1"):
         with pytest.raises(HTTPError) as error:
-            urlopen(address + path)
+            urlopen(Request(address + path, headers={"Host": host}))
         return error.value.code, error.value.read().decode()
 
+    port = int(address.rpartition(":")[2])
+    idle = socket.create_connection(("127.0.0.1", port))  # as browsers hold in reserve
     assert "step 6 of 6" in seen() and refresh not in seen()
     RunFolder(run).update({"status": "running"})
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 7, "loss": 0.125}) + "\n")
     assert "step 7 of 6" in seen() and "loss 0.125" in seen() and refresh in seen()
     assert [refused(path)[0] for path in ("/manifest.json", "/../manifest.json")] == [404, 404]
+    assert refused("/", host="elsewhere.example")[0] == 404
+    with pytest.raises(UserError, match=f"--serve={port}: .*in use; give another port"):
+        main([str(run), "--serve", str(port)])
     moved = run.rename(run.with_name("moved"))
     code, said = refused("/")
     moved.rename(run)
-    assert code == 500 and "No such file" in said
+    assert code == 500 and "No such file" in said and refresh in said
     assert "step 7 of 6" in seen()
+    idle.close()
     server.send_signal(signal.SIGINT)
     assert server.wait(10) == 0
