@@ -37,7 +37,7 @@ from training.speed import interleaved_seconds, speedup
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
 IMAGES_A_TURN = {"cpu": 1, "cuda": 128}  # small batches are over before a clock is sure of them
 AGREE = {"bf16": 2e-2, "TF32": 3e-3, "fp32": 3e-5}  # one batched forward with two, of the norm
-NUM_TIMED, MIN_TURN_SEC = 3, 3.0  # evaluations of a call, two steps of Heun; of a turn
+NUM_TIMED, TURN_SEC = 3, 3.0  # evaluations of a call, two steps of Heun; of a turn
 LATENTS = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
 XL, BATCHES, WHOLE_BATCH = (*LATENTS, "model/size=xl_2"), (4, 32, 128, 512), 128
 TINY = (*LATENTS, "model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
@@ -77,7 +77,9 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
     """Return what measures whole samples, then each precision, compiled and not, at each batch."""
     size, batches, whole_batch, repeats = (TINY, (2,), 2, 1) if tiny else (XL, BATCHES, WHOLE_BATCH, REPEATS)
     whole = partial(whole_samples, size, whole_batch, device)
-    settings: dict[str, Callable[[], Rows]] = {"as sample.py": partial(as_sampled, size, device, repeats)}
+    turn_sec = 0.0 if tiny else TURN_SEC
+    settings: dict[str, Callable[[], Rows]] = {}
+    settings["as sample.py"] = partial(as_sampled, size, device, repeats, turn_sec)
     settings[f"bf16, compiled, batch {whole_batch}, whole samples"] = whole
     for precision in PRECISIONS[device.type]:
         for how in ("compiled", "eager"):
@@ -93,18 +95,20 @@ def main() -> None:
     argparse.ArgumentParser("python -m benchmarks.sampling", None, __doc__, formatter_class=RAW).parse_args()
     found, rows = environment(device), []
     for name, size in SIZES[device.type].items():
-        rows += [{"setting": name, **row} for row in as_sampled(size, device, REPEATS)]
+        rows += [{"setting": name, **row} for row in as_sampled(size, device, REPEATS, TURN_SEC)]
         print(markdown(rows, COLUMNS), flush=True)
     write_results("sampling", rows, found)
 
 
-def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int) -> Rows:
+def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_sec: float) -> Rows:
     """Time a few steps of each way, in turn, each in a process of its own; return a row for each."""
     peak, _ = peaks_of(device)["bf16"]
     with ExitStack() as stack:
         workers = {}
         for name, asked in WAYS.items():
-            workers[name] = stack.enter_context(Worker(name, drawing, size, asked, "guided" in name))
+            workers[name] = stack.enter_context(
+                Worker(name, drawing, size, asked, "guided" in name, turn_sec)
+            )
             print(f"  {name}: {workers[name].ready}", flush=True)  # it has warmed up, alone
         seconds = {name: [] for name in workers}
         for _ in range(repeats):
@@ -125,7 +129,9 @@ def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int) -> Row
     return [*rows.values()]
 
 
-def drawing(connection: Connection, size: tuple[str, ...], asked: dict[str, Any], guided: bool) -> None:
+def drawing(
+    connection: Connection, size: tuple[str, ...], asked: dict[str, Any], guided: bool, turn_sec: float
+) -> None:
     """Serve batches of images of a few steps, drawn as sample.py draws them."""
     launch = start_process()
     source = ImageSource(
@@ -147,7 +153,7 @@ def drawing(connection: Connection, size: tuple[str, ...], asked: dict[str, Any]
     ready = {**resolved, "flops": flops}
     # Long turns: the threads of the process before may still spin for a while.
     warm = [seconds_of(turn, launch.device) for _ in range(2)][1]
-    num_calls = max(1, round(MIN_TURN_SEC / warm))
+    num_calls = max(1, round(turn_sec / warm))
     answers = {
         "draw": lambda: seconds_of(lambda: [turn() for _ in range(num_calls)], launch.device) / num_calls,
         "memory": lambda: peak_gib(launch.device),

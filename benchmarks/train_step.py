@@ -57,7 +57,7 @@ PLAIN_KNOWS = {
     "fp32_after_route": False,
     "learn_sigma": False,
 }
-SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7")
+SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=6")
 SMALL += ("train.batch_size=4", "train.compile=false")
 TINY_SETTINGS = [
     Setting("256 tokens", SMALL, 8, plain=True, whole=True),

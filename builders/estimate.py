@@ -19,7 +19,7 @@ from training.speed import product_flops_per_sec
 
 UTILISATION = 0.4  # of the rate of large products, in training; small networks reach less
 COMPILED_AFTER_SEC = 40
-SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 5  # of matrices whose product takes a few milliseconds
+SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 100  # of matrices whose product takes about a millisecond
 LONG_SEC = 7 * 24 * 3600
 # Bytes a weight takes: itself, its gradient, the two averages of AdamW, the average that samples are drawn
 # from. A checkpoint has all but the gradient.

@@ -25,7 +25,7 @@ SIZES = {
 }
 BATCH_SIZE = {"cpu": 32, "cuda": 256}
 BATCHES_AN_EPOCH = 8  # at least: small sets get small batches
-STEPS_ON_CPU = 1600  # about ten minutes of two cores
+STEPS_ON_CPU = 1200  # about ten minutes of two cores
 EPOCHS, MIN_STEPS, MAX_STEPS, ROUNDED_TO = 300, 5000, 400_000, 1000
 # Learning rate and betas of AdamW: those of the digits for networks so narrow, else of the published sizes.
 NARROW, OF_NARROW, OF_OTHERS = 128, (1e-3, [0.9, 0.99]), (1e-4, [0.9, 0.999])
@@ -106,8 +106,8 @@ CHOICES = {
     "train.batch_size": lambda root, manifest: batch_size(manifest),
     "train.total_steps": total_steps,
     "train.log_every": lambda root, manifest: min(100, interval(root, 40)),
-    "train.save_every": lambda root, manifest: interval(root, 4),
-    "train.eval_every": lambda root, manifest: interval(root, 4),
+    "train.save_every": lambda root, manifest: interval(root, 8),
+    "train.eval_every": lambda root, manifest: 2 * root.train.save_every,
     "train.sample_every": sample_every,
     "train.num_workers": lambda root, manifest: 4 if device_type() == "cuda" else 0,
     "optimizer.lr": lambda root, manifest: optimizer(root)[0],

@@ -55,9 +55,9 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
     except KeyboardInterrupt:
         if trainer.launch.is_main:
             run.update({"status": "interrupted", "step": trainer.step})
-        trainer.recorder.show(
-            f"interrupted at step {trainer.step}: {AGAIN} from the checkpoint of step {trainer.saved_step}"
-        )
+        saved = trainer.saved_step
+        how = f"{AGAIN} from the checkpoint of step {saved}" if saved else "nothing is saved yet"
+        trainer.recorder.show(f"interrupted at step {trainer.step}: {how}")
         raise
     except Exception as error:
         _fail(trainer, run, error)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from runtime.errors import did_you_mean
 from runtime.files import finite, read_bounded, read_json, write_json, write_text
 from runtime.launch import ALONE, Launch
 from runtime.lock import Busy, Lock
@@ -67,7 +68,9 @@ class RunFolder:
         """Raise a FileNotFoundError unless a run was started here."""
         for file in (self.config_file, self.manifest_file):
             if not file.is_file():
-                raise FileNotFoundError(f"run={self.path} is not a run directory (no {file})")
+                known = [found.parent.name for found in self.path.parent.glob("*/manifest.json")]
+                hint = did_you_mean(str(self.path), known)
+                raise FileNotFoundError(f"run={self.path} is not a run directory (no {file}){hint}")
 
     def has_results(self) -> bool:
         """Return whether there is anything that another run must not overwrite."""

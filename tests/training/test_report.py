@@ -145,9 +145,9 @@ def test_pictures_are_those_of_the_run_alone(run, tmp_path):
     (samples / "folder.png").rmdir()
 
 
-def test_what_is_no_run_is_told(tmp_path):
-    with pytest.raises(UserError, match="is not a run directory"):
-        main([str(tmp_path)])
+def test_what_is_no_run_is_told_with_the_nearest_one(run):
+    with pytest.raises(UserError, match=r"is not a run directory .*: did you mean .*<b>run\?"):
+        main([str(run.with_name("<b>runs"))])
 
 
 @pytest.fixture
