@@ -106,9 +106,8 @@ def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_s
     with ExitStack() as stack:
         workers = {}
         for name, asked in WAYS.items():
-            workers[name] = stack.enter_context(
-                Worker(name, drawing, size, asked, "guided" in name, turn_sec)
-            )
+            arguments = (size, asked, "guided" in name, turn_sec)
+            workers[name] = stack.enter_context(Worker(name, drawing, *arguments))
             print(f"  {name}: {workers[name].ready}", flush=True)  # it has warmed up, alone
         seconds = {name: [] for name in workers}
         for _ in range(repeats):

@@ -52,8 +52,8 @@ def summary(
     lines += _length(train, manifest, resumed_step, takes, resolved["compile"])
     lines.append(
         f"needs      {_gib(takes.weights)} of memory for weights, gradients, optimizer and average, at most "
-        f"{_gib(takes.activations)} for activations, beside the program; {_gib(takes.checkpoints)} of disk for "
-        "checkpoints"
+        f"{_gib(takes.activations)} for activations, beside the program; {_gib(takes.checkpoints)} of disk "
+        "for checkpoints"
     )
     lines.append(f"watch      python -m training.report {config['output_dir']} --serve")
     return "\n".join(lines)

@@ -68,12 +68,13 @@ def short_run(tmp_path_factory):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stop_before", [1, 3, 4, 5])
-def test_an_interrupted_run_resumes_bitwise(tmp_path, whole_runs, variant, stop_before):
+def test_an_interrupted_run_resumes_bitwise(tmp_path, capsys, whole_runs, variant, stop_before):
     """The window of three steps between log points does not fit the two between checkpoints, on purpose."""
     overrides = VARIANTS[variant]
     trainer, run = tiny_trainer(tmp_path / "stopped", *overrides)
     interrupted(trainer, run, stop_before)
     assert run.manifest()["status"] == "interrupted"
+    assert ("nothing is saved yet" in capsys.readouterr().out) == (stop_before < 2)
     tiny_run(tmp_path / "stopped", *overrides)
     assert run.manifest()["status"] == "finished"
     assert_same_run(whole_runs / variant, tmp_path / "stopped")
