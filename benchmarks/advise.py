@@ -27,7 +27,7 @@ from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
-from builders.network import build_precond
+from builders.network import build_net, build_precond
 from builders.sampling import load_net, read_run
 from data import LatentDataset, mask_coverage
 from models import cost_of, token_mask
@@ -122,6 +122,7 @@ def main(cfg: DictConfig) -> None:
         with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
             batch_size = resolved["micro_batch_size"]
             alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
+            net = _with_one_route(config).to(device)  # a route may have weights
             candidates = measure(config, resolved, net, alike, coverage, request["repeats"], device)
             best, advice = recommend(candidates, depth)
             text = report(candidates, best, advice, routed=bool(config["model"]["routes"]))
@@ -205,6 +206,10 @@ def similarity(
     for hook in hooks:
         hook.remove()
     return (total / len(ids)).cpu().numpy()
+
+
+def _with_one_route(config: dict[str, Any]) -> nn.Module:
+    return build_net({**config, "model": {**config["model"], "routes": [asdict(PUBLISHED)]}})
 
 
 def measure(

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from builders.network import (
+    OURS,
     build_guidance,
     build_loss,
     build_net,
@@ -49,7 +50,14 @@ from training.run_folder import RunFolder
 MAX_NAME = 160
 NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
-GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.router", "sampler.times", "evaluation", "tracker")
+GROUPS_OF_TARGETS = (
+    *MUST_NAME_A_TARGET,
+    "model.router",
+    "model.rejoin",
+    "sampler.times",
+    "evaluation",
+    "tracker",
+)
 
 
 def register(program: str, schema: type) -> None:
@@ -124,7 +132,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
         net = build_net(config)  # the network's own rules, without its memory
     check_latents(net, config["data"])
     if "router" in config["model"]:
-        build_router(config)(torch.zeros(1, 2, 1), 1)  # it checks its own keys
+        build_router(config)(torch.zeros(1, net.num_tokens, 1), 1)  # it checks its own keys
     build_route_plan(config, net)
     build_loss(config, net)
     check_sampling(config)
@@ -224,7 +232,8 @@ def _check_arguments(node: Any, key: str = "") -> None:
         _check_arguments(child, f"{key}.{name}" if key else name)
     if "_target_" in node:
         target = load_target(f"{key}._target_", node["_target_"])
-        arguments = {name: value for name, value in node.items() if name != "_target_"}
+        ours = ("_target_", *OURS.get(key, ()))
+        arguments = {name: value for name, value in node.items() if name not in ours}
         node.update(check_arguments(key, target, arguments))
     elif key in GROUPS_OF_TARGETS and node:
         raise ValueError(f"{key}={node} must name a _target_")

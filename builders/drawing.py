@@ -92,7 +92,7 @@ def prepare(source: ImageSource) -> None:
 
 def num_lengths(evaluations: Any) -> int:
     """Return how many lengths of sequences the blocks see."""
-    return len({length for net, kept in evaluations for length in (net.num_tokens, *kept)})
+    return len({length for net, kept in evaluations for length in (net.num_tokens, *kept)} - {0})
 
 
 def is_worth_compiling(source: ImageSource, num_samples: int) -> tuple[bool, str]:

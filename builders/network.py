@@ -13,6 +13,9 @@ from models import Backbone
 from routing import Route, RoutePlan, Router
 from runtime.config import build_node
 
+# Keys of a group that its target does not take.
+OURS = {"optimizer": ("warmup_steps",)}
+
 
 def build_net(config: dict[str, Any]) -> Backbone:
     """Build the network of a validated configuration, on torch's default device."""
@@ -20,6 +23,8 @@ def build_net(config: dict[str, Any]) -> Backbone:
     parts = {"routes": [Route(**fields) for fields in model["routes"]]}
     if "router" in model:
         parts["router"] = build_router(config)
+    if "rejoin" in model:
+        parts["rejoin"] = build_node(config, "model.rejoin")
     return build_node(config, "model")(**parts)
 
 
@@ -31,6 +36,12 @@ def build_router(config: dict[str, Any]) -> Router:
 def build_route_plan(config: dict[str, Any], net: Backbone) -> RoutePlan:
     """Build the plan of what the routes of a network do at each step."""
     return RoutePlan(net.routes, net.num_tokens, config["train"]["total_steps"], **config["routing"])
+
+
+def build_optimizer(config: dict[str, Any], net: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer of a network's weights."""
+    own = {name: value for name, value in config["optimizer"].items() if name not in OURS["optimizer"]}
+    return build_node({"optimizer": own}, "optimizer")(net.named_parameters(), fused=True)
 
 
 def build_precond(config: dict[str, Any], net: nn.Module) -> Precond:

@@ -13,7 +13,10 @@ POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every
 POSITIVE_OR_NULL += ("max_time_sec",)
 STREAMED_DATA = "data.open_shards"
 SYNTHETIC_DATA = "data.synthetic"
-METHODS = ("dit", "tread")
+# Option of model/routes that each routed method is known for.
+ROUTES = {"tread": "paper", "sprint": "sprint"}
+METHODS = ("dit", *ROUTES)
+PARTS = ("router", "rejoin")  # of a model that routes
 PRECISIONS = ("auto", "no", "bf16")
 SWITCH = ("auto", "true", "false")
 DECODINGS = ("rounded", "official")
@@ -56,7 +59,7 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
         raise ValueError(f"ema.decay={config['ema']['decay']} must be in [0, 1)")
     optimizer = config["optimizer"]
     check_positive("optimizer.lr", optimizer["lr"])
-    for key in ("eps", "weight_decay"):
+    for key in ("eps", "weight_decay", "warmup_steps"):
         check_not_negative(f"optimizer.{key}", optimizer[key])
     if len(optimizer["betas"]) != 2 or not all(0 <= beta < 1 for beta in optimizer["betas"]):
         raise ValueError(f"optimizer.betas={optimizer['betas']} must be two numbers in [0, 1)")
@@ -69,13 +72,13 @@ def check_groups(config: dict[str, Any]) -> None:
     train, evaluation = config["train"], config["evaluation"]
     check_choice("method", method, METHODS)
     check_choice("decoding", config["decoding"], DECODINGS)
-    if method == "tread" and not routes:
-        rule = "TREAD training requires you to configure the routes, e.g. model/routes=paper"
-        raise ValueError(f"model.routes={routes}: {rule}")
+    if method in ROUTES and not routes:
+        rule = f"{method.upper()} training requires you to configure the routes"
+        raise ValueError(f"model.routes={routes}: {rule}, e.g. model/routes={ROUTES[method]}")
     if method == "dit" and routes:
         rule = "must be empty for model=dit, the dense twin; use model=tread"
         raise ValueError(f"model.routes={routes} {rule}")
-    for key in (*MUST_NAME_A_TARGET, *(["model.router"] if "router" in config["model"] else [])):
+    for key in (*MUST_NAME_A_TARGET, *(f"model.{part}" for part in PARTS if part in config["model"])):
         node = config
         for name in key.split("."):
             node = node.get(name) if isinstance(node, dict) else None

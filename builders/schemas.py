@@ -57,6 +57,7 @@ class OptimizerConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     weight_decay: float = 0.0
+    warmup_steps: int = 0  # in which lr grows from 0 to its value
 
 
 @dataclass
@@ -71,7 +72,7 @@ class EMAConfig:
 class Config:
     """Root of the training configuration."""
 
-    method: str = MISSING  # set by the model group: tread or dit
+    method: str = MISSING  # set by the model group
     run_name: str = MISSING
     output_dir: str = MISSING
     wait: bool = False  # for another process that holds output_dir

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from builders.auto import resolve_auto
 from builders.estimate import estimate, free_disk, free_memory
 from builders.evaluators import build_evaluators, drawing_flops
-from builders.network import build_loss, build_net, build_precond, build_route_plan
+from builders.network import build_loss, build_net, build_optimizer, build_precond, build_route_plan
 from builders.public import carries_configuration, precond_of
 from builders.summary import summary, warnings
 from data import (
@@ -111,7 +111,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     precond = build_precond(config, prepared)
     bare_loss = build_loss(config, net)
     loss = torch.autocast(device.type, torch.bfloat16, enabled=bf16)(bare_loss)
-    optimizer = build_node(config, "optimizer")(net.named_parameters(), fused=True)
+    optimizer = build_optimizer(config, net)
 
     recorder = Recorder(launch, run)
     networks = (net, ema.net, bare_loss)
@@ -120,7 +120,8 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     folder = run.path / "checkpoints"
     checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
     stop = StopRequest(train["max_time_sec"])
-    settings = Settings(**{field.name: train[field.name] for field in fields(Settings)})
+    scalars = {**train, "warmup_steps": config["optimizer"]["warmup_steps"]}
+    settings = Settings(**{field.name: scalars[field.name] for field in fields(Settings)})
 
     slowdown = fp32_slowdown(net, device, bf16)
     losses = micro_loss(precond, net, loss, micro_batch_size, device, Routing)

@@ -54,5 +54,5 @@ class Backbone(Protocol):
         ...
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
-        """Return the cost of an image of which each route keeps so many tokens."""
+        """Return the cost of an image of which each route keeps so many tokens; 0: its window is skipped."""
         ...

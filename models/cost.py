@@ -21,8 +21,8 @@ class Cost:
     Args:
         fp32_training_flops: those of a routed step that run outside autocast.
         fp32_slowdown: how many times as long a product takes there.
-        ceiling: speed-up of a training step if every token that no mask forces to stay bypassed the windows;
-            no ratio can give more with these windows.
+        ceiling: speed-up of a training step if every token but one, or but those that a mask forces to stay,
+            bypassed the windows; no ratio can give more with these windows.
     """
 
     num_parameters: int
@@ -63,7 +63,8 @@ def cost_of(
     num_forced = math.ceil(mask_coverage * T)
     own = [route.selection_ratio for route in net.routes] if ratios is None else ratios
     kept = [num_tokens_kept(T, grow_ratio(ratio, T, num_forced)) for ratio in own]
-    dense, routed, least = net.flops([T] * len(kept)), net.flops(kept), net.flops([num_forced] * len(kept))
+    dense, routed = net.flops([T] * len(kept)), net.flops(kept)
+    least = net.flops([max(1, num_forced)] * len(kept))
     return Cost(
         num_parameters=sum(parameter.numel() for parameter in net.parameters()),
         dense_forward_flops=dense.forward,
@@ -77,7 +78,9 @@ def cost_of(
 
 
 def block_flops(block: nn.Module, length: int) -> int:
-    """Return the FLOPs of a forward of a transformer block with adaLN over so many tokens."""
+    """Return the FLOPs of a forward of a transformer block with adaLN over so many tokens; 0: skipped."""
+    if length == 0:
+        return 0
     hidden_size = block.attn.proj.in_features
     by_token = linear_flops(block.attn) + linear_flops(block.mlp)
     # Attention: q k^T and the product with v, 2 L^2 D FLOPs each.

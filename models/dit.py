@@ -8,7 +8,7 @@ Shapes: N samples, C channels, H = W = input_size, T tokens of the image, P pref
 kept by a route, D channels of a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -20,11 +20,11 @@ from models.backbone import Flops
 from models.blocks import BLOCKS, FinalLayer
 from models.cost import block_flops, linear_flops
 from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, rotary_table, sincos_position_table
+from models.rejoin import Bypass
 from routing import (
     Route,
     Router,
     Routing,
-    end_route,
     gather_tokens,
     num_tokens_kept,
     random_router,
@@ -57,6 +57,7 @@ class DiT(nn.Module):
             bypass.
         routes: windows of blocks that a part of the tokens bypasses; none gives a plain DiT.
         router: chooses the tokens that stay, see `routing/routers`.
+        rejoin: rejoin(hidden_size) builds what puts the tokens of a window back, see `models/rejoin`.
         removal: false keeps the bypassing tokens as context in the window, and puts their earlier state back
             at its end (an ablation: the step is not cheaper).
         fp32_after_route: run the block after each route outside autocast, as the public TREAD code does.
@@ -84,6 +85,7 @@ class DiT(nn.Module):
         num_prefix_tokens: int = 0,
         routes: Sequence[Route] = (),
         router: Router = random_router,
+        rejoin: Callable[[int], nn.Module] = Bypass,
         removal: bool = True,
         fp32_after_route: bool = False,
         gradient_checkpointing: bool = False,
@@ -139,6 +141,7 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(
             BLOCKS[block](hidden_size, num_heads, mlp_ratio, attention) for _ in range(depth)
         )
+        self.rejoins = nn.ModuleList(rejoin(hidden_size) for _ in self.routes)
         self.final_layer = FinalLayer(hidden_size, patch_size, out_channels)
         self._initialize_weights(zero=init == "adaln_zero")
 
@@ -179,32 +182,37 @@ class DiT(nn.Module):
             class_labels: (N,) int64 in [0, num_classes], where num_classes is the null class; None exactly
                 for an unconditional network.
             routing: what the routes do; None: their own ratios in `train()` mode, nothing in `eval()` mode.
-            generator: draws class dropout, then the tokens of each route, in this order.
+            generator: draws class dropout, then for each route its tokens and what its rejoin draws.
         """
         routing = Routing() if routing is None else routing
         ratios = routing.ratios(self.routes, active=self.training)
-        starts = {route.start_layer_idx: i for i, route in enumerate(self.routes) if ratios[i] > 0}
+        starts = {route.start_layer_idx: i for i, route in enumerate(self.routes)}
         P = self.num_prefix_tokens
 
         x = self._embed(x)  # (N, L, D)
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
         by_token = (c, self.rope)  # what travels with the tokens
-        end_idx, after_route = None, False
+        end_idx, skipping, after_route = None, False, False
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 i = starts[idx]
-                end_idx, original = self.routes[i].end_layer_idx, x
-                ids_keep = routing.ids_keep(i, ratios[i], x[:, P:], self.router, generator)  # (N, K)
-                ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
-                if self.removal:
+                end_idx, original, ids_keep = self.routes[i].end_layer_idx, x, None
+                skipping = ratios[i] == 1
+                if 0 < ratios[i] < 1:
+                    ids_keep = routing.ids_keep(i, ratios[i], x[:, P:], self.router, generator)  # (N, K)
+                    ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
+                    if self.removal:
+                        x = start_route(x, ids_keep)  # (N, P + K, D)
+                        by_token = self._start_route_by_token(c, ids_keep)
+            if not skipping:
+                x = self._run(block, x, *by_token, fp32=after_route and self.fp32_after_route)
+            after_route = False
+            if idx == end_idx:
+                after_route = ids_keep is not None
+                if after_route and not self.removal:
                     x = start_route(x, ids_keep)  # (N, P + K, D)
-                    by_token = self._start_route_by_token(c, ids_keep)
-            x = self._run(block, x, *by_token, fp32=after_route and self.fp32_after_route)
-            after_route = idx == end_idx
-            if after_route:
-                routed = x if self.removal else start_route(x, ids_keep)  # (N, P + K, D)
-                x = end_route(routed, ids_keep, original)  # (N, L, D)
-                by_token = (c, self.rope)
+                x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
+                by_token, skipping = (c, self.rope), False
         x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)
         return self._unpatchify(x)  # (N, C or 2C, H, W)
 
@@ -213,12 +221,14 @@ class DiT(nn.Module):
         T, P = self.num_tokens, self.num_prefix_tokens
         lengths = [P + T] * len(self.blocks)
         for route, kept in zip(self.routes, num_kept, strict=True):
-            for idx in range(route.start_layer_idx, route.end_layer_idx + 1) if self.removal else ():
-                lengths[idx] = P + kept
+            for idx in range(route.start_layer_idx, route.end_layer_idx + 1):
+                if self.removal or kept == 0:  # 0: the window is skipped
+                    lengths[idx] = P + kept if kept else 0
         blocks = [block_flops(block, length) for block, length in zip(self.blocks, lengths, strict=True)]
+        rejoins = (P + T) * linear_flops(self.rejoins)
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
-        forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + last
+        forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
         # Backward: a forward each for the gradients of input and weight; the first layers need the latter.
         training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]

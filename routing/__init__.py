@@ -3,7 +3,7 @@
 from routing.adapter import Adapter, BlockList, Kept
 from routing.attached import attach, detach
 from routing.plan import RoutePlan, grow_ratio
-from routing.routers import norm_router, random_router
+from routing.routers import grid_router, norm_router, random_router
 from routing.routes import Route, Router, Routing, from_simpletuner, resolve_routes
 from routing.tokens import (
     end_route,
@@ -27,6 +27,7 @@ __all__ = [
     "end_route",
     "from_simpletuner",
     "gather_tokens",
+    "grid_router",
     "grow_ratio",
     "norm_router",
     "num_tokens_kept",

@@ -165,6 +165,8 @@ class _Attached:
         ratios = routing.ratios(self.routes, active=model.training and torch.is_grad_enabled())
         if not any(ratios):
             return type(model).forward(model, *args, **kwargs)
+        if 1 in ratios:
+            raise ValueError(f"selection_ratio=1 would skip blocks of {type(model).__name__}, which must run")
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 f"gradient checkpointing of {type(model).__name__} as a whole would draw other tokens in the "

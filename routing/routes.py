@@ -33,7 +33,8 @@ class Routing:
 
     Args:
         selection_ratio: fraction of tokens that bypass, of all routes or one for each in the order of the
-            layers; 0 is dense. None: each route's own ratio in `train()` mode, dense in `eval()` mode.
+            layers; 0 is dense, 1 skips the windows. None: each route's own ratio in `train()` mode, dense in
+            `eval()` mode.
         force_keep: (N, T) bool, tokens that must not bypass.
         noise: for each route (N, T) in [0, 1), in place of what its router draws: for whoever must know, or
             repeat, which tokens are kept.
@@ -47,15 +48,15 @@ class Routing:
         """Return the ratio of each route; where none is given their own if `active`, and else 0.
 
         Raises:
-            ValueError: a ratio outside [0, 1), or not one for each route.
+            ValueError: a ratio outside [0, 1], or not one for each route.
         """
         given = self.selection_ratio
         if given is None:
             return tuple(route.selection_ratio if active else 0.0 for route in routes)
         ratios = tuple(given) if isinstance(given, Sequence) else (given,) * len(routes)
         fits = len(ratios) == len(routes) and (routes or not given)
-        if not fits or not all(0 <= ratio < 1 for ratio in ratios):
-            allowed = f"in [0, 1), for all routes or each of {len(routes)}"
+        if not fits or not all(0 <= ratio <= 1 for ratio in ratios):
+            allowed = f"in [0, 1], for all routes or each of {len(routes)}"
             raise ValueError(f"selection_ratio={given} must be {allowed}")
         return ratios
 

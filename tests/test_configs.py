@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import math
 import shlex
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +51,7 @@ RECIPE = {
         "attention": "auto",
         "num_prefix_tokens": 0,
         "router": {"_target_": "routing.random_router"},
+        "rejoin": {"_target_": "models.rejoin.Bypass"},
         "removal": True,
         "fp32_after_route": False,
         "gradient_checkpointing": False,
@@ -66,6 +67,7 @@ RECIPE = {
         "betas": [0.9, 0.999],
         "eps": 1e-8,
         "weight_decay": 0.0,
+        "warmup_steps": 0,
     },
     "ema": {"decay": 0.9999, "warmup": False},
     "sampler": {
@@ -93,6 +95,7 @@ EXPECTED_FID = {  # unguided, 50,000 samples; with routes, without
     "l_2": ("9.10", "23.33"),
     "xl_2": ("7.38", "19.47"),
 }
+STARTS_FROM_A_RUN = ("dense_finetune", "imagenet256_sprint_xl_2_stage2")
 RECIPE_OF_STEPS = {
     "total_steps": 400_000,
     "batch_size": 256,
@@ -178,7 +181,7 @@ def test_every_option_composes_and_builds(group, option, latents):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("model", ["dit", "tread"])
+@pytest.mark.parametrize("model", ["dit", "tread", "sprint"])
 def test_every_size_composes_and_builds(model, size):
     shape = ["data=synthetic", "data.input_size=32"]
     config, net = built(f"model={model}", f"model/size={size}", *shape)
@@ -186,14 +189,14 @@ def test_every_size_composes_and_builds(model, size):
     widths = PUBLISHED_SIZES.get(letter, (128, 8, 4))  # those of tiny are our own
     assert tuple(config["model"][key] for key in ("hidden_size", "depth", "num_heads")) == widths
     assert config["model"]["patch_size"] == int(patch_size or 1)
-    assert len(net.routes) == (model == "tread")
+    assert len(net.routes) == (model != "dit")
     assert config["method"] == model
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_and_says_what_it_reproduces(experiment, latents):
     data = [f"data.path={latents}"] if experiment.startswith("imagenet") else []
-    init = ["train.init_from=x"] if experiment == "dense_finetune" else []
+    init = ["train.init_from=x"] if experiment in STARTS_FROM_A_RUN else []
     built(f"experiment={experiment}", *data, *init)
     header = (ROOT / f"configs/experiment/{experiment}.yaml").read_text()
     for word in ("command:", "paper:", "expected:", "measured:", "hardware:"):
@@ -206,6 +209,40 @@ def test_twins_differ_only_in_name_and_routes():
     assert dit["model"].pop("routes") == []
     assert (tread.pop("method"), dit.pop("method")) == ("tread", "dit")
     assert tread == dit
+
+
+def test_sprint_is_a_sparse_middle_that_is_fused():
+    sprint, dit = validated("model=sprint"), validated("model=dit")
+    changed = {key: sprint["model"].pop(key) for key in ("routes", "router", "rejoin")}
+    assert changed == {
+        "routes": [{"selection_ratio": 0.75, "start_layer_idx": 2, "end_layer_idx": -3}],
+        "router": {"_target_": "routing.grid_router", "side": 2},
+        "rejoin": {"_target_": "models.rejoin.Fuse", "path_drop_prob": 0.1},
+    }
+    for key in changed:
+        dit["model"].pop(key)
+    assert (sprint.pop("method"), dit.pop("method")) == ("sprint", "dit")
+    assert sprint == dit
+
+
+def test_the_stages_of_sprint_are_one_network():
+    first, net = built("experiment=imagenet256_sprint_xl_2_400k", "data.path=x")
+    second, all_tokens = built(
+        "experiment=imagenet256_sprint_xl_2_stage2", "data.path=x", "train.init_from=x"
+    )
+    (window,), (of_all,) = net.routes, all_tokens.routes
+    assert (window.start_layer_idx, window.end_layer_idx) == (2, 25)  # 2, 24, 2 blocks
+    assert replace(window, selection_ratio=0) == of_all
+    for config, ratio in ((first, 0.75), (second, 0)):
+        assert config["model"]["routes"][0].pop("selection_ratio") == ratio
+    assert first["model"] == second["model"]
+    assert first["model"]["block"] == "modern"
+    assert first["diffusion"] == second["diffusion"]
+    assert (second["optimizer"]["lr"], second["optimizer"]["warmup_steps"]) == (2e-4, 5000)
+    assert second["train"].items() >= {"batch_size": 1024, "total_steps": 20_000, "grad_clip": 1.0}.items()
+    twin, dense = built("experiment=imagenet256_sprint_xl_2_400k", "model=dit", "data.path=x")
+    assert dense.routes == ()
+    assert {**twin, "model": None, "method": None} == {**first, "model": None, "method": None}
 
 
 @pytest.mark.parametrize("size", EXPECTED_FID)
@@ -259,6 +296,8 @@ def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
     defaults = {name: p.default for name, p in parameters if name in node and p.default is not p.empty}
     if "router" in defaults:
         defaults["router"] = {"_target_": f"routing.{defaults['router'].__name__}"}
+    if "rejoin" in defaults:
+        defaults["rejoin"] = {"_target_": f"models.rejoin.{defaults['rejoin'].__name__}"}
     assert len(defaults) >= len(node) - 4  # all but _target_ and the sizes
     assert node.items() >= defaults.items()
 
@@ -349,7 +388,7 @@ def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
 
 @pytest.mark.parametrize("routes", [p.stem for p in (ROOT / "configs/model/routes").glob("*.yaml")])
 def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
-    model = "dit" if routes == "off" else "tread"
+    model = {"off": "dit", "sprint": "sprint"}.get(routes, "tread")
     config, net = built(f"model={model}", f"model/routes={routes}", "data=synthetic", "model/size=xl_2")
     expected = {"off": 0, "advanced": 3, "wan": 5}.get(routes, 1)
     assert len(net.routes) == len(config["model"]["routes"]) == expected

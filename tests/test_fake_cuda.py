@@ -39,7 +39,8 @@ from diffusion import (
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.statistics import FeatureStatistics
 from models import DiT
-from routing import Route, Routing, attach, norm_router, random_router
+from models.rejoin import Fuse
+from routing import Route, Routing, attach, grid_router, norm_router, random_router
 from tests.networks import PAPER
 from tests.routing.families import FAMILIES
 from training.ema import EMA
@@ -51,6 +52,7 @@ OPTIONS = [
     {},
     {"block": "modern", "num_prefix_tokens": 2},
     {"router": partial(norm_router, weight=0.5)},
+    {"router": grid_router, "rejoin": Fuse},
     {"removal": False},
     {"gradient_checkpointing": True},
     {"fp32_after_route": True},

@@ -28,7 +28,7 @@ from tests.runs import ROOT, composed
 
 FOLDERS = ("training", "routing", "models", "diffusion", "data", "evaluation", "benchmarks")
 SOURCES = (*FOLDERS, "builders", "runtime", "configs", "examples", "tests")
-PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "REPA", "MaskDiT", "PRX"}
+PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "SPRINT", "REPA", "MaskDiT", "PRX"}
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 PAGES = {document.parent.name: document.read_text() for document in DOCUMENTS[1:]}
 README = DOCUMENTS[0].read_text()
@@ -236,8 +236,10 @@ def test_every_key_is_on_its_page():
     training += [f"ema.{field.name}" for field in fields(EMAConfig)]
     documented = {
         "training": training,
-        "models": keys_of("model/dit.yaml", "model") | keys_of("model/size/tiny.yaml", "model"),
-        "routing": keys_of("model/router/norm.yaml", "model.router"),
+        "models": keys_of("model/dit.yaml", "model")
+        | keys_of("model/size/tiny.yaml", "model")
+        | keys_of_group("model/rejoin"),
+        "routing": keys_of_group("model/router"),
         "diffusion": {
             *(keys_of_group("diffusion") - {"diffusion.precond.sigma_data"}),
             *keys_of_group("sampler"),
@@ -255,7 +257,16 @@ def test_every_key_is_on_its_page():
 
 
 def test_every_option_of_a_group_is_in_the_readme():
-    groups = ("model", "model/routes", "model/router", "model/block", "data", "parity", "diffusion")
+    groups = (
+        "model",
+        "model/routes",
+        "model/router",
+        "model/rejoin",
+        "model/block",
+        "data",
+        "parity",
+        "diffusion",
+    )
     for group in (*groups, "sampler", "guidance", "optimizer", "ema", "evaluation", "tracker"):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
             assert f"`{file.stem}`" in README, file

@@ -79,7 +79,7 @@ AS_PYTHON = {"null": "None", "1e3": "1000.0"}  # values that a line shows as Pyt
 # Program -> (overrides, of which the last is wrong; the rule that its line must tell).
 KEYS = {
     "train": [
-        ("method=sit", "must be one of dit, tread"),
+        ("method=sit", "must be one of dit, tread, sprint"),
         ("decoding=jpeg", "must be one of rounded, official"),
         ("run_name=''", "must not be empty"),
         ("output_dir=''", "must not be empty"),
@@ -112,7 +112,10 @@ KEYS = {
         ("model.block=old", "must be one of dit, modern"),
         ("model.attention=flash", "must be one of auto, sdpa, explicit"),
         ("model.num_prefix_tokens=-1", NOT_NEGATIVE),
-        ("model.router._target_=routing.nothing", f"must be routing.norm_router or routing.random_router, {NAMED}"),
+        ("model.router._target_=routing.nothing", "must be routing.grid_router or routing.norm_router or routing.ran"),
+        ("model/router=grid model.router.side=3", "must divide the side of the grid of tokens, 8"),
+        ("model.rejoin._target_=models.Fuse", f"must be models.rejoin.Bypass or models.rejoin.Fuse, {NAMED}"),
+        ("model/rejoin=fuse model.rejoin.path_drop_prob=1", "must be in [0, 1)"),
         ("model/router=norm model.router.weight=1.5", "must be in (0, 1]"),
         ("model.removal=maybe", A_SWITCH),
         ("model.fp32_after_route=maybe", A_SWITCH),
@@ -142,6 +145,7 @@ KEYS = {
         ("optimizer.betas=[0.9]", "must be two numbers in [0, 1)"),
         ("optimizer.eps=-1", NOT_NEGATIVE),
         ("optimizer.weight_decay=-1", NOT_NEGATIVE),
+        ("optimizer.warmup_steps=-1", NOT_NEGATIVE),
         ("ema.decay=1", "must be in [0, 1)"),
         ("ema.warmup=maybe", SWITCH),
         ("sampler._target_=nothing", f"or diffusion.sde_sampler, {NAMED}"),
@@ -175,7 +179,7 @@ KEYS = {
         ("sampler=sde sampler.norm=-1", NOT_NEGATIVE),
         ("sampler=sde sampler.last_step=tweedie", "must be one of mean, denoised"),
         ("sampler=ddpm sampler.variance=medium", "must be one of learned, small, large"),
-        ("guidance._target_=diffusion.nothing", "must be diffusion.AutoGuidance or diffusion.CFG or diffusion.Spar"),
+        ("guidance._target_=diffusion.nothing", "must be diffusion.AutoGuidance or diffusion.CFG or diffusion.Path"),
         ("guidance.guidance_scale=-1", NOT_NEGATIVE),
         ("guidance.guidance_interval=[1]", "must be two noise levels, low and high"),
         ("guidance.schedule=sine", "must be one of constant, linear, cosine"),
@@ -348,6 +352,9 @@ RULES = [
     ("train", "model/router=norm train.kept_tokens_only=true", "train.kept_tokens_only=true needs model/router=random"),
     ("train", "model.in_channels=3", "the model takes latents of (3, 8, 8), those of the data are (1, 8, 8)"),
     ("train", "model.routes=[]", "model.routes=[]: TREAD training requires you to configure the routes"),
+    ("train", "model=sprint model.routes=[]", "model.routes=[]: SPRINT training requires you to configure the routes, e.g. model/rou"),
+    ("train", "model.rejoin=5", "model.rejoin=5 must name a _target_"),
+    ("train", "model=dit guidance=path_drop", "guidance=path_drop needs a network with routes (model=sprint)"),
     ("train", "sampler.num_steps=1000000", "sampler.num_steps=1000000 must be in [1, 100000]"),
     ("train", f"{SYNTHETIC} data.num_entries=2000000", "data.num_entries=2000000 must give at most 268435456 numbers"),
     ("train", "model=dit model/routes=paper", "model.routes=[{'selection_ratio': 0.5, "),
@@ -592,7 +599,16 @@ def keys_of(program):
     if program == "train":
         choices = [
             [f"{g}={f.stem}"]
-            for g in ("data", "evaluation", "tracker", "model/router", "diffusion", "sampler", "guidance")
+            for g in (
+                "data",
+                "evaluation",
+                "tracker",
+                "model/router",
+                "model/rejoin",
+                "diffusion",
+                "sampler",
+                "guidance",
+            )
             for f in (ROOT / "configs" / g).glob("*.yaml")
         ] + [["sampler=heun", "sampler/times=rho"]]
     found = set()

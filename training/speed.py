@@ -47,7 +47,7 @@ def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
     """Return how much slower a matrix product is outside bf16 autocast (on CUDA in TF32) than under it; 1
     where no block of the network runs outside.
     """
-    if not (bf16 and net.flops([0] * len(net.routes)).fp32_training):
+    if not (bf16 and net.flops([1] * len(net.routes)).fp32_training):
         return 1.0
     size = PRODUCT_SIZES[device.type]
     generator = torch.Generator(device).manual_seed(0)  # the run's own draws stay as they are

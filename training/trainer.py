@@ -38,13 +38,14 @@ class RoutePlan(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """Keys of the group train."""
+    """Keys of the group train, and one of the optimizer."""
 
     total_steps: int
     log_every: int
     save_every: int
     grad_clip: float | None  # largest norm of the gradient
     max_skipped_steps: int  # in a row, that end the run
+    warmup_steps: int  # in which the learning rate grows
 
 
 class Trainer:
@@ -159,11 +160,20 @@ class Trainer:
         # A step that is not finite is skipped on the device; the gradients are the same on all ranks.
         skipped = (~grad_norm.isfinite()).float()
         self.optimizer.found_inf = skipped
+        self._warm_up()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.ema.update(self.net, skipped)
         self.window.add_step(loss, grad_norm, skipped, sum(self.ratios) / max(1, len(self.ratios)))
         return skipped
+
+    def _warm_up(self) -> None:
+        """Set the learning rate of a step, which depends on its number alone."""
+        if self.step <= self.settings.warmup_steps:
+            # lr_k = lr min(1, (k + 1) / warmup_steps) in step k = 0, 1, ...
+            factor = min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.optimizer.defaults["lr"] * factor
 
     def log_training(self) -> None:
         """Write a line of the steps since the last one."""

@@ -3,6 +3,16 @@
 from diffusion.guidance.auto import AutoGuidance
 from diffusion.guidance.cfg import CFG
 from diffusion.guidance.guidance import Branch, Evaluations, Guidance, predict
+from diffusion.guidance.path_drop import PathDropGuidance
 from diffusion.guidance.sparse import SparseGuidance
 
-__all__ = ["CFG", "AutoGuidance", "Branch", "Evaluations", "Guidance", "SparseGuidance", "predict"]
+__all__ = [
+    "CFG",
+    "AutoGuidance",
+    "Branch",
+    "Evaluations",
+    "Guidance",
+    "PathDropGuidance",
+    "SparseGuidance",
+    "predict",
+]

@@ -14,6 +14,7 @@ from diffusion import (
     FlowPath,
     FlowPrecond,
     ImageSource,
+    PathDropGuidance,
     SparseGuidance,
     edm_sampler,
     generate,
@@ -64,7 +65,7 @@ def test_guidance_of_denoised_equals_guidance_of_outputs():
 
 @pytest.mark.parametrize(
     "guidance",
-    [CFG(1.0), AutoGuidance(1.0, weak_run="other"), SparseGuidance(1.0)],
+    [CFG(1.0), AutoGuidance(1.0, weak_run="other"), SparseGuidance(1.0), PathDropGuidance(1.0)],
     ids=lambda g: type(g).__name__,
 )
 def test_scale_one_is_conditional_at_the_cost_of_one(guidance):
@@ -172,6 +173,21 @@ def test_masks_are_fresh_or_fixed_shared_or_not(masks, share_masks):
     (strong_1, weak_1), (strong_2, weak_2) = orders(guidance)
     assert torch.equal(strong_1, strong_2) == torch.equal(weak_1, weak_2) == (masks == "fixed")
     assert torch.equal(strong_1, weak_1) == share_masks
+
+
+def test_path_drop_guidance_takes_the_class_and_the_window_away():
+    counted = Counter()
+    guided = PathDropGuidance(2.0)(strong(evaluations=counted))(X, T)
+    weak = D(NULL, Routing(1))
+    torch.testing.assert_close(guided, weak + 2 * (D(LABELS) - weak))
+    assert counted == {(NET, (16,)): 1, (NET, (0,)): 1}
+
+
+def test_path_drop_guidance_of_no_classes_takes_the_window_alone():
+    precond = EDMPrecond(small_dit([PAPER], num_classes=0)).eval()
+    guided = PathDropGuidance(2.0)(Branch(precond, None))(X, T)
+    weak = D(None, Routing(1), precond)
+    torch.testing.assert_close(guided, weak + 2 * (D(None, None, precond) - weak))
 
 
 def test_weak_networks_must_be_of_the_same_kind():
@@ -293,6 +309,10 @@ def test_the_cost_of_an_image_counts_every_forward():
         (lambda: SparseGuidance(ratio_schedule="linear"), "guidance.ratio_schedule=linear"),
         (lambda: SparseGuidance(num_levels=1), "guidance.num_levels=1"),
         (lambda: SparseGuidance(2.0)(Branch(EDMPrecond(small_dit()), LABELS)), "needs a network with routes"),
+        (
+            lambda: PathDropGuidance(2.0)(Branch(EDMPrecond(small_dit()), LABELS)),
+            "path_drop needs a network with routes",
+        ),
         (lambda: SparseGuidance(2.0, masks="fixed")(strong()), "need Branch"),
     ],
 )

@@ -5,6 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import DiT, cost_of
 from models.cost import block_flops
+from models.rejoin import Fuse
 from routing import Route, Routing
 from tests.networks import PAPER, small_batch, small_dit
 
@@ -17,6 +18,8 @@ VARIANTS = [
     {"removal": False},
     {"gradient_checkpointing": True},
     {"num_classes": 0},
+    {"rejoin": Fuse},
+    {"rejoin": Fuse, "num_prefix_tokens": 3, "removal": False},
 ]
 
 
@@ -41,6 +44,8 @@ def test_flops_are_those_that_torch_counts(variant, routes):
     assert counted(net, dense, backward=False) == cost.dense_forward_flops
     assert counted(net, None, backward=True) == cost.routed_training_flops
     assert counted(net, dense, backward=True) == cost.dense_training_flops
+    skipped = counted(net, [1.0] * len(routes), backward=False)
+    assert skipped == net.flops([0] * len(routes)).forward
     assert cost.predicted_speedup == cost.dense_training_flops / cost.routed_training_flops
     assert cost.num_parameters == sum(p.numel() for p in net.parameters())
 

@@ -319,7 +319,7 @@ def test_the_compiled_gelu_is_the_same_function():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"routing": Routing(0.5)}, r"selection_ratio=0.5 must be in \[0, 1\), for all routes or each of 0"),
+        ({"routing": Routing(0.5)}, r"selection_ratio=0.5 must be in \[0, 1\], for all routes or each of 0"),
         ({"routing": Routing([0.5])}, r"selection_ratio=\[0.5\] must be in .* each of 0"),
     ],
 )
@@ -330,8 +330,8 @@ def test_a_ratio_without_routes_is_refused(arguments, message):
 
 def test_bad_forward_arguments_are_refused():
     routed, (x, c_noise, labels) = small_dit([PAPER]), small_batch()
-    with pytest.raises(ValueError, match=r"selection_ratio=1.0 must be in \[0, 1\)"):
-        routed(x, c_noise, labels, routing=Routing(1.0))
+    with pytest.raises(ValueError, match=r"selection_ratio=1.1 must be in \[0, 1\]"):
+        routed(x, c_noise, labels, routing=Routing(1.1))
     with pytest.raises(ValueError, match="class_labels=None must be None exactly when"):
         routed(x, c_noise, None)
     with pytest.raises(ValueError, match="must be None exactly when"):

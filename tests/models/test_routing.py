@@ -13,13 +13,15 @@ from builders.kept_tokens import KeptTokensLoss
 from diffusion import EDMLoss, EDMPrecond
 from models import DiT, token_mask
 from models.layers import attention
-from routing import Route, Routing, norm_router, num_tokens_kept, random_router, with_prefix
+from models.rejoin import Fuse
+from routing import Route, Routing, grid_router, norm_router, num_tokens_kept, random_router, with_prefix
 from tests.networks import PAPER, small_batch, small_dit
 
 BLOCKS = ("dit", "modern")
 VARIANTS = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
-ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router)
-OPTIONS = [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}]
+ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router, grid_router)
+FUSED = {"router": grid_router, "rejoin": Fuse}
+OPTIONS = [{}, {"router": ROUTERS[1]}, FUSED, {"removal": False}, {"gradient_checkpointing": True}]
 TWO_ROUTES = (Route(0.5, 1, 3), Route(0.3, 4, -2))
 # Up to 0.85: a single kept token attends to itself alone, and queries and keys rightly get no gradient.
 WINDOWS = st.lists(
@@ -269,10 +271,11 @@ def test_without_removal_the_window_sees_all_tokens():
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_gradient_checkpointing_changes_no_gradient(variant, precision):
+@pytest.mark.parametrize("of_route", [{"router": ROUTERS[1]}, FUSED], ids=["bypass", "fuse"])
+def test_gradient_checkpointing_changes_no_gradient(variant, precision, of_route):
     gradients = []
     for gradient_checkpointing in (False, True):
-        options = {"router": ROUTERS[1], "fp32_after_route": True, **variant}
+        options = {**of_route, "fp32_after_route": True, **variant}
         net = small_dit(TWO_ROUTES, gradient_checkpointing=gradient_checkpointing, **options).train()
         calls = []
         net.blocks[2].register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[0].shape[1]))
@@ -286,11 +289,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}],
-    ids="-".join,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 def test_no_tensor_reaches_the_host(variant, options):
     """A fake tensor has no values: whatever asks for one fails."""
     with FakeTensorMode():
@@ -311,11 +310,7 @@ def test_the_host_is_seen_where_it_is_asked():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"router": ROUTERS[1]}, {"removal": False}, {"gradient_checkpointing": True}],
-    ids="-".join,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 def test_nothing_waits_for_the_gpu(variant, options):
     net = small_dit(TWO_ROUTES, **variant, **options).cuda().train()
     x, labels = torch.randn(4, 3, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")

@@ -1,5 +1,6 @@
 """Routers: which tokens stay, whatever else they are chosen by."""
 
+import re
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing import norm_router, random_router
+from routing import grid_router, norm_router, random_router
 
 SHAPES = {"num_samples": st.integers(1, 5), "num_tokens": st.integers(1, 40), "seed": st.integers(0, 2**32)}
 ROUTERS = {
@@ -128,6 +129,55 @@ def test_norms_are_scaled_for_each_sample():
 def test_a_number_that_cannot_be_kept_is_refused(router, num_kept):
     with pytest.raises(ValueError, match=rf"num_kept={num_kept} must be in \[1, 8\]"):
         router(torch.zeros(2, 8, 1), num_kept)
+
+
+@given(side=st.sampled_from([1, 2, 3]), seed=st.integers(0, 2**32), data=st.data())
+def test_the_grid_router_takes_from_every_group_before_it_takes_more_of_any(side, seed, data):
+    num_kept = data.draw(st.integers(1, 36))
+    ids_keep = grid_router(torch.zeros(5, 36, 1), num_kept, side=side, generator=seeded(seed))
+    rows, columns = ids_keep // 6 // side, ids_keep % 6 // side
+    num_groups = (6 // side) ** 2
+    for groups in rows * (6 // side) + columns:
+        counts = torch.bincount(groups, minlength=num_groups)
+        assert counts.max() - counts.min() <= 1
+        assert len(counts) == num_groups
+
+
+@given(seed=st.integers(0, 2**32), num_kept=st.integers(1, 16))
+def test_the_grid_router_keeps_forced_tokens_first(seed, num_kept):
+    x, force_keep = torch.zeros(5, 16, 1), random_mask(5, 16, seed)
+    ids_keep = grid_router(x, num_kept, force_keep=force_keep, generator=seeded(seed))
+    assert (ids_keep.diff(dim=1) > 0).all()
+    kept = torch.zeros_like(force_keep).scatter(1, ids_keep, True)
+    assert (kept & force_keep).sum(dim=1).tolist() == force_keep.sum(dim=1).clamp(max=num_kept).tolist()
+    noise = torch.rand(5, 16, generator=seeded(seed))
+    assert torch.equal(grid_router(x, num_kept, force_keep=force_keep, noise=noise), ids_keep)
+
+
+def test_the_grid_router_keeps_each_token_of_a_group_alike():
+    ids_keep = grid_router(torch.zeros(4000, 16, 1), 4, generator=seeded())
+    share = torch.bincount(ids_keep.flatten(), minlength=16) / 4000
+    assert (share - 0.25).abs().max() < 0.03
+
+
+def test_the_grid_router_keeps_the_lowest_noise_of_each_group():
+    noise = torch.rand(3, 16, generator=seeded())
+    ids_keep = grid_router(torch.zeros(3, 16, 1), 4, noise=noise)
+    lowest = torch.nn.functional.max_pool2d(-noise.view(3, 4, 4), 2).flatten(1)
+    assert torch.equal(-noise.gather(1, ids_keep).sort().values, lowest.sort(descending=True).values)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, side, told",
+    [
+        (12, 2, "model/router=grid takes a square grid of tokens, not 12 of them"),
+        (9, 2, "model.router.side=2 must divide the side of the grid of tokens, 3"),
+        (16, 0, "model.router.side=0 must divide the side of the grid of tokens, 4"),
+    ],
+)
+def test_groups_must_fill_the_grid(num_tokens, side, told):
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        grid_router(torch.zeros(2, num_tokens, 1), 2, side=side)
 
 
 def test_a_wrong_weight_is_refused():

@@ -32,8 +32,12 @@ evaluation.metrics.accuracy evaluation.LabelAccuracy             configs/evaluat
 evaluation.metrics.distance evaluation.FrechetDistance           configs/evaluation/digits.yaml
 guidance             diffusion.AutoGuidance               configs/guidance/auto.yaml
 guidance             diffusion.CFG                        configs/guidance/cfg.yaml
+guidance             diffusion.PathDropGuidance           configs/guidance/path_drop.yaml
 guidance             diffusion.SparseGuidance             configs/guidance/sparse.yaml
 model                models.DiT                           configs/model/dit.yaml
+model.rejoin         models.rejoin.Bypass                 configs/model/rejoin/bypass.yaml
+model.rejoin         models.rejoin.Fuse                   configs/model/rejoin/fuse.yaml
+model.router         routing.grid_router                  configs/model/router/grid.yaml
 model.router         routing.norm_router                  configs/model/router/norm.yaml
 model.router         routing.random_router                configs/model/router/random.yaml
 optimizer            torch.optim.AdamW                    configs/optimizer/adamw.yaml

@@ -24,6 +24,7 @@ VARIANTS = {
     "plain": (),
     "accumulation": ("train.micro_batch_size=2",),
     "bf16 and clipping": ("train.mixed_precision=bf16", "train.grad_clip=0.1"),
+    "sprint": ("model=sprint", "optimizer.warmup_steps=4"),
     "evaluation": ("train.eval_every=2", "train.sample_every=4", "sampler.num_steps=2"),
 }
 
@@ -292,6 +293,14 @@ def test_the_optimizer_is_as_configured(tmp_path):
     (group,) = trainer.optimizer.param_groups
     assert {key: tuple(group[key]) if key == "betas" else group[key] for key in asked} == asked
     assert set(group["params"]) == set(trainer.net.parameters())
+
+
+def test_the_learning_rate_grows_in_as_many_steps_as_asked(tmp_path, monkeypatch):
+    rates, step = [], torch.optim.AdamW.step
+    watched = lambda self, *rest: rates.append(self.param_groups[0]["lr"]) or step(self, *rest)  # noqa: E731
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    tiny_run(tmp_path, "optimizer.warmup_steps=4", "optimizer.lr=0.01", "train.total_steps=6")
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
 
 def test_preconditioning_and_loss_are_as_configured(tmp_path):

@@ -1,0 +1,26 @@
+"""Path-drop guidance: away from what a network predicts without its windows, and without a class. [SPRINT]"""
+
+from dataclasses import replace
+
+from diffusion.guidance.cfg import on_null_class
+from diffusion.guidance.guidance import Branch, Guidance
+from diffusion.objective import Precond
+from routing import Routing
+
+
+class PathDropGuidance(Guidance):
+    """The weak branch skips the windows of all routes, and costs what is left.
+
+    It is meant for networks that were trained without their windows now and then (`model/rejoin=fuse`). The
+    arguments are those of Guidance.
+    """
+
+    def check(self, precond: Precond) -> None:
+        """Raise a ValueError for a network without routes."""
+        if not precond.net.routes:
+            raise ValueError("guidance=path_drop needs a network with routes (model=sprint)")
+
+    def weak(self, strong: Branch) -> Branch:
+        """Return the branch that skips the windows, of no class where there are classes."""
+        weak = replace(strong, routing=Routing(1))
+        return weak if strong.class_labels is None else on_null_class(weak)

@@ -1,0 +1,25 @@
+"""Tokens that bypassed rejoin as they were before the window. [TREAD]"""
+
+import torch
+import torch.nn as nn
+
+from routing import end_route
+
+
+class Bypass(nn.Module):
+    """Nothing is learned, and nothing changes where no token bypasses."""
+
+    def __init__(self, hidden_size: int, /):
+        super().__init__()
+
+    def forward(
+        self,
+        routed: torch.Tensor | None,
+        ids_keep: torch.Tensor | None,
+        original: torch.Tensor,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return the sequence (N, L, D)."""
+        if routed is None:
+            return original
+        return routed if ids_keep is None else end_route(routed, ids_keep, original)

@@ -1,0 +1,133 @@
+"""How tokens rejoin after a window, and networks that skip one."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from models import cost_of
+from models.rejoin import Bypass, Fuse
+from routing import Route, Routing, grid_router
+from tests.networks import PAPER, small_batch, small_dit
+
+SPARSE = Route(0.75, 2, -3)
+KEPT_PATH = partial(Fuse, path_drop_prob=0.0)
+
+
+def fused_net(rejoin=KEPT_PATH, **arguments):
+    return small_dit([SPARSE], router=grid_router, rejoin=rejoin, **arguments)
+
+
+def sequences(net):
+    """Lists that fill with what goes into the fusion of the first route, and into the block after it."""
+    fused, after = [], []
+    net.rejoins[0].proj.register_forward_pre_hook(lambda _, args: fused.append(args[0]))
+    net.blocks[net.routes[0].end_layer_idx + 1].register_forward_pre_hook(
+        lambda _, args: after.append(args[0])
+    )
+    return fused, after
+
+
+@pytest.mark.parametrize("P", [0, 3])
+@pytest.mark.parametrize("block", ["dit", "modern"])
+def test_fusion_concatenates_what_was_before_with_what_stayed_and_the_mask_token(block, P):
+    net = fused_net(block=block, num_prefix_tokens=P).train()
+    fused, after = sequences(net)
+    before, inputs, inside = [], [], []
+    net.blocks[1].register_forward_hook(lambda _, __, x: before.append(x))
+    net.blocks[2].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    net.blocks[net.routes[0].end_layer_idx].register_forward_hook(lambda _, __, x: inside.append(x))
+    ids = []
+    net.router = lambda *args, **kwargs: ids.append(grid_router(*args, **kwargs)) or ids[-1]
+    net(*small_batch())
+    dense, padded = fused[0].chunk(2, dim=-1)
+    assert torch.equal(dense, before[0])
+    assert inputs[0].shape == (4, P + 4, 32)
+    for sample in range(4):
+        stayed = torch.cat([torch.arange(P), P + ids[0][sample]])
+        others = [i for i in range(P + 16) if i not in stayed.tolist()]
+        assert torch.equal(padded[sample, stayed], inside[0][sample])
+        assert (padded[sample, others] == net.rejoins[0].mask_token).all()
+    torch.testing.assert_close(after[0], net.rejoins[0].proj(torch.cat([dense, padded], dim=-1)))
+
+
+def test_the_mask_token_is_saved_and_never_trained():
+    net = fused_net().train()
+    assert "rejoins.0.mask_token" in net.state_dict()
+    assert "rejoins.0.mask_token" not in dict(net.named_parameters())
+    assert net.rejoins[0].mask_token.std() > 0
+
+
+@pytest.mark.parametrize("rejoin", [Bypass, KEPT_PATH], ids=["bypass", "fuse"])
+def test_a_ratio_of_zero_sends_all_tokens_through(rejoin):
+    """In `train()` mode as in `eval()` mode, bitwise."""
+    net = fused_net(rejoin, class_dropout_prob=0.0)
+    outputs = [net.train(mode)(*small_batch(), routing=Routing(0)) for mode in (True, False)]
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], net.train()(*small_batch()))
+
+
+@pytest.mark.parametrize("rejoin", [Bypass, KEPT_PATH], ids=["bypass", "fuse"])
+@pytest.mark.parametrize("routes", [(SPARSE,), (Route(0.5, 0, 1), Route(0.5, 2, -1))])
+def test_a_ratio_of_one_skips_the_windows(rejoin, routes):
+    net = small_dit(routes, rejoin=rejoin).eval()
+    ran = []
+    for idx, block in enumerate(net.blocks):
+        block.register_forward_hook(lambda *_, idx=idx: ran.append(idx))
+    output = net(*small_batch(), routing=Routing(1))
+    inside = {idx for r in net.routes for idx in range(r.start_layer_idx, r.end_layer_idx + 1)}
+    assert ran == [idx for idx in range(8) if idx not in inside]
+    assert not torch.equal(output, net(*small_batch()))
+    with torch.no_grad():  # and nothing of them matters
+        for idx in inside:
+            for parameter in net.blocks[idx].parameters():
+                parameter.fill_(torch.nan)
+    assert torch.equal(output, net(*small_batch(), routing=Routing(1)))
+
+
+def test_a_dropped_path_is_a_skipped_window():
+    """Each sample on its own, at the stated share, in training alone."""
+    torch.manual_seed(1)
+    fuse, original = Fuse(4, path_drop_prob=0.25), torch.randn(4000, 3, 4)
+    routed = torch.randn(4000, 3, 4)
+    kept, skipped = fuse.eval()(routed, None, original), fuse(None, None, original)
+    trained = fuse.train()(routed, None, original, torch.Generator().manual_seed(0))
+    is_dropped = (trained == skipped).flatten(1).all(dim=1)
+    assert is_dropped.float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert torch.equal(trained[~is_dropped], kept[~is_dropped])
+    again = fuse(routed, None, original, torch.Generator().manual_seed(0))
+    assert torch.equal(trained, again)
+    assert torch.equal(fuse.train()(None, None, original), skipped)
+
+
+def test_a_network_without_path_drop_draws_no_more_than_its_tokens():
+    states = []
+    for rejoin in (Bypass, KEPT_PATH, Fuse):
+        generator = torch.Generator().manual_seed(0)
+        fused_net(rejoin).train()(*small_batch(), generator=generator)
+        states.append(generator.get_state())
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_the_fused_stream_is_fp32_under_autocast():
+    net = fused_net().train()
+    _, after = sequences(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        net(*small_batch())
+    assert after[0].dtype == torch.float32
+
+
+def test_a_skipped_middle_costs_what_is_left():
+    """Blocks 0, 1 and the last two, the embedders, the fusion and the final layer."""
+    whole, dense = fused_net(), small_dit([PAPER])
+    skipped, routed = whole.flops([0]).forward, cost_of(whole).routed_forward_flops
+    assert skipped < routed < whole.flops([16]).forward
+    assert whole.flops([16]).forward - dense.flops([16]).forward == 16 * 2 * 2 * 32 * 32
+    assert whole.flops([16]).forward - skipped == 4 / 8 * 8 * (16 * 24 * 32**2 + 4 * 16**2 * 32 + 12 * 32**2)
+
+
+@pytest.mark.parametrize("prob", [-0.1, 1.0])
+def test_a_probability_is_one(prob):
+    with pytest.raises(ValueError, match=r"model\.rejoin\.path_drop_prob=\S+ must be in \[0, 1\)"):
+        Fuse(4, path_drop_prob=prob)
