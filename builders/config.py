@@ -210,7 +210,8 @@ def checked(written: Any, file: str | Path) -> dict[str, Any]:
         check_loop(config, num_processes=1)
         check_groups(config)
     except (ValueError, OverflowError, OmegaConfBaseException) as error:  # overflow: of an int in a float
-        key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
+        place = error.full_key if isinstance(error, OmegaConfBaseException) else None
+        key = f"{one_line(place)}: " if place else ""
         raise ValueError(f"{file}: {key}{one_line(str(error))}") from error
     return config
 
