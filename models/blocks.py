@@ -1,5 +1,8 @@
 """Blocks of the diffusion transformer and its final layer.
 
+A kind of block differs in what mixes the tokens, in its norm and its MLP; modulation and residuals are those
+of [DiT]. `attn` mixes the tokens, whatever it is: the name is that of public checkpoints.
+
 Shapes: N samples, L tokens in the sequence (all of them, or those that a route kept), D channels of a token,
 d channels of a head. The conditioning c is (N, 1, D), or (N, L, D) where each token has its own.
 """
@@ -10,7 +13,8 @@ import torch
 import torch.nn as nn
 from timm.layers import Mlp, SwiGLU
 
-from models.layers import Attention, gelu, modulate
+from models.layers import Attention, gelu, linear_flops, modulate, rotary_table
+from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
 
 
 class GELU(nn.Module):
@@ -25,28 +29,43 @@ class DiTBlock(nn.Module):
 
     Args:
         attention: its backend, see `models.layers.Attention`.
+        num_tokens: T of the image.
     """
 
-    has_rope = False
+    has_position_table = True  # is the table of positions added to the tokens?
 
-    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, attention: str):
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, attention: str, num_tokens: int):
         super().__init__()
         self.norm1, self.norm2 = self._norm(hidden_size), self._norm(hidden_size)
-        self.attn = self._attention(hidden_size, num_heads, attention)
+        self.attn = self._mixer(hidden_size, num_heads, attention, num_tokens)
         self.mlp = self._mlp(hidden_size, mlp_ratio)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
-    def forward(self, x: torch.Tensor, c: torch.Tensor, rope: torch.Tensor | None = None) -> torch.Tensor:
-        """x (N, L, D), c (N, 1 or L, D), rope (1 or N, L, 2d) -> (N, L, D)."""
+    @staticmethod
+    def positions(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor | None:
+        """Return what `attn` must know of each token's place (L, ...); it travels with the tokens."""
+        return None
+
+    def forward(
+        self, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x (N, L, D), c (N, 1 or L, D), positions (1 or N, L, ...) -> (N, L, D)."""
         modulation = self.adaLN_modulation(c).chunk(6, dim=-1)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
-        x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rope)
+        x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), positions)
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+
+    def flops(self, length: int) -> int:
+        """Return the FLOPs of the matrix products of one sample; of length 0 it is skipped."""
+        if length == 0:
+            return 0
+        by_token = linear_flops(self.mlp)
+        return self.attn.flops(length) + length * by_token + linear_flops(self.adaLN_modulation)
 
     def _norm(self, hidden_size: int) -> nn.Module:
         return nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
 
-    def _attention(self, hidden_size: int, num_heads: int, attention: str) -> nn.Module:
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
         return Attention(hidden_size, num_heads, attention)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
@@ -56,17 +75,39 @@ class DiTBlock(nn.Module):
 class ModernBlock(DiTBlock):
     """The same block with RMSNorm, QK-norm, rotary positions in two dimensions, and SwiGLU."""
 
-    has_rope = True
+    has_position_table = False
+    positions = staticmethod(rotary_table)
 
     def _norm(self, hidden_size: int) -> nn.Module:
         return nn.RMSNorm(hidden_size, elementwise_affine=False, eps=1e-6)
 
-    def _attention(self, hidden_size: int, num_heads: int, attention: str) -> nn.Module:
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
         return Attention(hidden_size, num_heads, attention, qk_norm=True)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
         # Two thirds of the width, in eights: with the gate, a third matrix, the parameters stay the same.
         return SwiGLU(hidden_size, 8 * math.ceil(hidden_size * mlp_ratio * 2 / 3 / 8))
+
+
+class MambaBlock(DiTBlock):
+    """The same block with a scan of a state space in place of attention."""
+
+    @staticmethod
+    def positions(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
+        return column_ranks(grid_size, num_prefix_tokens)
+
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
+        return StateSpace(hidden_size, num_heads)
+
+
+class RWKVBlock(DiTBlock):
+    """The same block with the mixers of RWKV in place of attention and MLP."""
+
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
+        return SpatialMix(hidden_size, num_heads, num_tokens)
+
+    def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
+        return ChannelMix(hidden_size, int(hidden_size * mlp_ratio))
 
 
 class FinalLayer(nn.Module):
@@ -84,4 +125,4 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
-BLOCKS = {"dit": DiTBlock, "modern": ModernBlock}
+BLOCKS = {"dit": DiTBlock, "modern": ModernBlock, "mamba": MambaBlock, "rwkv": RWKVBlock}

@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import torch.nn as nn
-
 from models.backbone import Backbone
 from routing import grow_ratio, num_tokens_kept
 
@@ -75,18 +73,3 @@ def cost_of(
         fp32_slowdown=fp32_slowdown,
         ceiling=dense.training / (least.training + (fp32_slowdown - 1) * least.fp32_training),
     )
-
-
-def block_flops(block: nn.Module, length: int) -> int:
-    """Return the FLOPs of a forward of a transformer block with adaLN over so many tokens; 0: skipped."""
-    if length == 0:
-        return 0
-    hidden_size = block.attn.proj.in_features
-    by_token = linear_flops(block.attn) + linear_flops(block.mlp)
-    # Attention: q k^T and the product with v, 2 L^2 D FLOPs each.
-    return length * by_token + 4 * length**2 * hidden_size + linear_flops(block.adaLN_modulation)
-
-
-def linear_flops(module: nn.Module) -> int:
-    """Return the FLOPs of all linear layers for one token: two for each weight."""
-    return sum(2 * layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.backbone import Flops
 from models.blocks import BLOCKS, FinalLayer
-from models.cost import block_flops, linear_flops
-from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, rotary_table, sincos_position_table
+from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, linear_flops, sincos_position_table
 from models.rejoin import Bypass
 from routing import (
     Route,
@@ -49,8 +48,8 @@ class DiT(nn.Module):
         learn_sigma: 2C channels of output, as public DiT and SiT checkpoints have.
         init: `adaln_zero` starts every block as the identity and the output at zero [DiT]; `xavier` is the
             initialisation of the public TREAD code, which overwrites those zeros.
-        block: `dit`, or `modern`: RMSNorm, QK-norm, SwiGLU, and rotary positions in place of the position
-            table.
+        block: `dit`; `modern`: RMSNorm, QK-norm, SwiGLU, and rotary positions in place of the position table;
+            `mamba` and `rwkv`: a scan in place of attention, see `models/mixers`.
         attention: backend of the attention; `auto` chooses by device and precision, see
             `models.layers.Attention`.
         num_prefix_tokens: learned tokens before those of the image; they take part in attention and never
@@ -130,16 +129,15 @@ class DiT(nn.Module):
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
         prefix = torch.empty(1, num_prefix_tokens, hidden_size)
         self.prefix = nn.Parameter(prefix) if num_prefix_tokens else None
-        pos_embed = rope = None
-        if BLOCKS[block].has_rope:
-            rope = rotary_table(hidden_size // num_heads, self.grid_size, num_prefix_tokens)
-            rope = rope.unsqueeze(0)  # (1, L, 2d)
-        else:
+        kind, pos_embed = BLOCKS[block], None
+        if kind.has_position_table:
             pos_embed = sincos_position_table(hidden_size, self.grid_size).unsqueeze(0)  # (1, T, D)
+        positions = kind.positions(hidden_size // num_heads, self.grid_size, num_prefix_tokens)
+        positions = None if positions is None else positions.unsqueeze(0)  # (1, L, ...)
         self.register_buffer("pos_embed", pos_embed)
-        self.register_buffer("rope", rope, persistent=False)
+        self.register_buffer("positions", positions, persistent=False)
         self.blocks = nn.ModuleList(
-            BLOCKS[block](hidden_size, num_heads, mlp_ratio, attention) for _ in range(depth)
+            kind(hidden_size, num_heads, mlp_ratio, attention, self.num_tokens) for _ in range(depth)
         )
         self.rejoins = nn.ModuleList(rejoin(hidden_size) for _ in self.routes)
         self.final_layer = FinalLayer(hidden_size, patch_size, out_channels)
@@ -191,7 +189,7 @@ class DiT(nn.Module):
 
         x = self._embed(x)  # (N, L, D)
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
-        by_token = (c, self.rope)  # what travels with the tokens
+        by_token = (c, self.positions)  # what travels with the tokens
         end_idx, skipping, after_route = None, False, False
         for idx, block in enumerate(self.blocks):
             if idx in starts:
@@ -212,7 +210,7 @@ class DiT(nn.Module):
                 if after_route and not self.removal:
                     x = start_route(x, ids_keep)  # (N, P + K, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
-                by_token, skipping = (c, self.rope), False
+                by_token, skipping = (c, self.positions), False
         x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)
         return self._unpatchify(x)  # (N, C or 2C, H, W)
 
@@ -224,7 +222,7 @@ class DiT(nn.Module):
             for idx in range(route.start_layer_idx, route.end_layer_idx + 1):
                 if self.removal or kept == 0:  # 0: the window is skipped
                     lengths[idx] = P + kept if kept else 0
-        blocks = [block_flops(block, length) for block, length in zip(self.blocks, lengths, strict=True)]
+        blocks = [block.flops(length) for block, length in zip(self.blocks, lengths, strict=True)]
         rejoins = (P + T) * linear_flops(self.rejoins)
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
@@ -266,14 +264,14 @@ class DiT(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather what else is indexed by token, with the indices of each sample."""
         c = gather_tokens(c, ids_keep) if c.shape[1] > 1 else c
-        return c, None if self.rope is None else gather_tokens(self.rope, ids_keep)
+        return c, None if self.positions is None else gather_tokens(self.positions, ids_keep)
 
     def _run(
-        self, block: nn.Module, x: torch.Tensor, c: torch.Tensor, rope: torch.Tensor | None, fp32: bool
+        self, block: nn.Module, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None, fp32: bool
     ) -> torch.Tensor:
         # PARITY: the public TREAD code runs the block after each route with autocast off, without a reason.
         with torch.autocast(x.device.type, enabled=False) if fp32 else nullcontext():
-            arguments = (x.float(), c.float(), rope) if fp32 else (x, c, rope)
+            arguments = (x.float(), c.float(), positions) if fp32 else (x, c, positions)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 # Nothing in a block is random: its tokens were drawn before.
                 return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)

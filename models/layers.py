@@ -73,6 +73,11 @@ class Attention(nn.Module):
         x = attention(q.to(v.dtype), k.to(v.dtype), v, self.backend).transpose(1, 2).reshape(N, L, D)
         return self.proj(x)
 
+    def flops(self, length: int) -> int:
+        """Return the FLOPs of the matrix products of one sample."""
+        # q k^T and the product with v, 2 L^2 D each.
+        return length * linear_flops(self) + 4 * length**2 * self.proj.in_features
+
 
 class TimestepEmbedder(nn.Module):
     """Embed the noise level c_noise: sines and cosines of 256 frequencies, then a small network."""
@@ -133,6 +138,11 @@ def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torc
     image = rope.get_embed()  # (T, 2d)
     sin, cos = torch.zeros(num_prefix_tokens, head_size), torch.ones(num_prefix_tokens, head_size)
     return torch.cat([torch.cat([sin, cos], dim=1).to(image), image])  # (L, 2d)
+
+
+def linear_flops(module: nn.Module) -> int:
+    """Return the FLOPs of all linear layers for one token: two for each weight."""
+    return sum(2 * layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))
 
 
 def token_mask(mask: torch.Tensor, patch_size: int, area: float = 0.0) -> torch.Tensor:

@@ -394,11 +394,11 @@ def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
     assert len(net.routes) == len(config["model"]["routes"]) == expected
 
 
-@pytest.mark.parametrize("block", ["dit", "modern"])
+@pytest.mark.parametrize("block", ["dit", "modern", "mamba", "rwkv"])
 def test_every_block_composes_and_builds(block):
     config, net = built(f"model/block={block}")
     assert config["model"]["block"] == block
-    assert (net.rope is None) == (block == "dit")
+    assert (net.positions is None) == (block in ("dit", "rwkv"))
 
 
 def test_ablation_arms_differ_only_in_what_their_name_says():

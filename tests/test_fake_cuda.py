@@ -51,6 +51,8 @@ ROUTES = (Route(0.5, 1, 3), Route(0.25, 5, 6))
 OPTIONS = [
     {},
     {"block": "modern", "num_prefix_tokens": 2},
+    {"block": "mamba", "num_prefix_tokens": 2},
+    {"block": "rwkv"},
     {"router": partial(norm_router, weight=0.5)},
     {"router": grid_router, "rejoin": Fuse},
     {"removal": False},

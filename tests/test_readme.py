@@ -183,8 +183,6 @@ def test_keys_that_are_cited_are_in_the_references():
 # What models/README.md calls absent, and a word that code of it could hardly do without.
 ABSENT = {
     "LightningDiT": "lightning",
-    "Mamba": "mamba",
-    "RWKV": "rwkv",
     "REPA": "alignment",
     "text to image": "text_embed|coco",
     "two routes with a loss of their own": "ensemble",

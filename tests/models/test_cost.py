@@ -4,7 +4,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import DiT, cost_of
-from models.cost import block_flops
 from models.rejoin import Fuse
 from routing import Route, Routing
 from tests.networks import PAPER, small_batch, small_dit
@@ -13,6 +12,8 @@ SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152
 VARIANTS = [
     {},
     {"block": "modern"},
+    {"block": "mamba", "num_prefix_tokens": 3},
+    {"block": "rwkv"},
     {"block": "modern", "num_prefix_tokens": 3},
     {"learn_sigma": True, "mlp_ratio": 3.0},
     {"removal": False},
@@ -102,7 +103,7 @@ def test_the_cost_model_knows_the_blocks_outside_autocast(monkeypatch, checkpoin
     monkeypatch.setattr(net, "_run", watched)
     net(*small_batch(2))
     assert [idx for idx, (fp32, _) in enumerate(found) if fp32] == [3, 5]
-    expected = sum(block_flops(net.blocks[idx], length) for idx, (fp32, length) in enumerate(found) if fp32)
+    expected = sum(net.blocks[idx].flops(length) for idx, (fp32, length) in enumerate(found) if fp32)
     assert cost_of(net).fp32_training_flops == (3 + checkpointing) * expected
 
 

@@ -18,7 +18,10 @@ from routing import Route, Routing, grid_router, norm_router, num_tokens_kept, r
 from tests.networks import PAPER, small_batch, small_dit
 
 BLOCKS = ("dit", "modern")
-VARIANTS = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
+ATTENTION = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
+VARIANTS = ATTENTION + [
+    {"block": block, "num_prefix_tokens": P} for block in ("mamba", "rwkv") for P in (0, 3)
+]
 ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router, grid_router)
 FUSED = {"router": grid_router, "rejoin": Fuse}
 OPTIONS = [{}, {"router": ROUTERS[1]}, FUSED, {"removal": False}, {"gradient_checkpointing": True}]
@@ -61,7 +64,7 @@ def window_of(net, batch, **arguments):
     return output, with_prefix(ids[0], P), before[0], inputs
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", ATTENTION, ids=str)
 def test_routed_attention_is_dense_attention_among_kept_tokens(variant):
     """Each sample has its own tokens and positions: bypassing ones are neither keys nor queries."""
     net = small_dit([PAPER], **variant).train()
@@ -79,7 +82,7 @@ def test_routed_attention_is_dense_attention_among_kept_tokens(variant):
         torch.nn.functional.scaled_dot_product_attention = lambda q, k, v: original(
             q, k, v, attn_mask=kept[:, None, None]
         )
-        dense = block.attn(x, net.rope)
+        dense = block.attn(x, net.positions)
     finally:
         torch.nn.functional.scaled_dot_product_attention = original
         handle.remove()
@@ -87,7 +90,7 @@ def test_routed_attention_is_dense_attention_among_kept_tokens(variant):
     torch.testing.assert_close(routed, restricted, atol=1e-5, rtol=1e-5)
     # The oracle sees a wrong position: the first sample's positions for everyone, as a public integration had
     # them.
-    if net.rope is not None:
+    if net.positions is not None:
         wrong = block.attn(routed_x, routed_rope[:1].expand_as(routed_rope))
         assert not torch.allclose(wrong, restricted, atol=1e-3)
 
@@ -95,7 +98,7 @@ def test_routed_attention_is_dense_attention_among_kept_tokens(variant):
 def test_rotary_attention_depends_on_the_difference_of_positions_alone():
     """In two dimensions: shifting all tokens by rows or columns does not change the attention."""
     net = small_dit(block="modern")
-    rope = net.rope[0].view(4, 4, -1)
+    rope = net.positions[0].view(4, 4, -1)
     q, k, v = torch.randn(3, 1, 4, 4, 8).unbind(0)
 
     def attend(table):
@@ -117,7 +120,7 @@ def test_modern_block_is_what_its_name_says():
         return z / (z.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
 
     def rotated(z):
-        sin, cos = net.rope.chunk(2, dim=-1)
+        sin, cos = net.positions.chunk(2, dim=-1)
         turns = torch.complex(cos[..., ::2], sin[..., ::2])  # each pair of channels turns by one angle
         return torch.view_as_real(
             torch.view_as_complex(z.unflatten(-1, (-1, 2)).contiguous()) * turns.unsqueeze(1)
@@ -134,7 +137,7 @@ def test_modern_block_is_what_its_name_says():
     inner = rms(h) * (1 + scale_mlp) + shift_mlp
     gated = torch.nn.functional.silu(block.mlp.fc1_g(inner)) * block.mlp.fc1_x(inner)
     torch.testing.assert_close(
-        block(x, c, net.rope), h + gate_mlp * block.mlp.fc2(gated), atol=1e-5, rtol=1e-5
+        block(x, c, net.positions), h + gate_mlp * block.mlp.fc2(gated), atol=1e-5, rtol=1e-5
     )
     assert block.mlp.fc2.in_features % 8 == 0
 
@@ -146,7 +149,7 @@ def test_queries_and_keys_are_normalised_and_turned_in_fp32():
             "models.layers.apply_rot_embed_cat", lambda z, rope: dtypes.append(z.dtype) or turn(z, rope)
         )
         net.blocks[0].attn.q_norm.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
-        net.blocks[0](torch.randn(2, 16, 32), torch.randn(2, 1, 32), net.rope)
+        net.blocks[0](torch.randn(2, 16, 32), torch.randn(2, 1, 32), net.positions)
     assert dtypes == [torch.float32] * 3
 
 
@@ -155,9 +158,9 @@ def test_prefix_tokens_come_first_and_have_no_position():
     dit, modern = (small_dit(block=block, num_prefix_tokens=3) for block in BLOCKS)
     x, z = small_batch()[0], torch.randn(4, 19, 8)
     assert torch.equal(dit._embed(x)[:, :3], dit.prefix.expand(4, -1, -1))
-    turned = apply_rot_embed_cat(z, modern.rope)
+    turned = apply_rot_embed_cat(z, modern.positions)
     assert torch.equal(turned[:, :3], z[:, :3])
-    assert torch.equal(turned[:, 3:], apply_rot_embed_cat(z[:, 3:], small_dit(block="modern").rope))
+    assert torch.equal(turned[:, 3:], apply_rot_embed_cat(z[:, 3:], small_dit(block="modern").positions))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

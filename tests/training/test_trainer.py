@@ -25,6 +25,8 @@ VARIANTS = {
     "accumulation": ("train.micro_batch_size=2",),
     "bf16 and clipping": ("train.mixed_precision=bf16", "train.grad_clip=0.1"),
     "sprint": ("model=sprint", "optimizer.warmup_steps=4"),
+    "mamba": ("model/block=mamba", "train.mixed_precision=bf16"),
+    "rwkv": ("model/block=rwkv", "train.micro_batch_size=2"),
     "evaluation": ("train.eval_every=2", "train.sample_every=4", "sampler.num_steps=2"),
 }
 

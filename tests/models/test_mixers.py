@@ -1,0 +1,184 @@
+"""Mixers of tokens that are no attention: each against its recurrence, token by token, and what gaps do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
+from models.mixers.state_space import CONV_SIZE
+from tests.networks import PAPER, small_batch, small_dit
+
+GRID, D, H = 4, 12, 6
+KEPT = torch.tensor([[0, 3, 5, 6, 11, 12], [1, 2, 7, 9, 13, 14]])  # of 16
+DIRECTIONS = [
+    lambda row, column: (row, column),
+    lambda row, column: (-row, -column),
+    lambda row, column: (column, row),
+    lambda row, column: (-column, -row),
+]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def randomised(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return module
+
+
+def recurrence(mixer, x, places, steps=None):
+    """One sample (L, D) whose tokens are at `places` of the grid, a head and a token at a time.
+
+    Args:
+        steps: in place of dt (H, L), and no convolution.
+    """
+    z, v, b, c, dt = mixer.in_proj(x).split(mixer.sizes, dim=-1)
+    dt = F.softplus(dt + mixer.dt_bias).T if steps is None else steps  # (H, L)
+    v, y = v.unflatten(-1, (H, -1)), torch.zeros_like(v.unflatten(-1, (H, -1)))
+    kernel = mixer.conv.unflatten(0, (H, -1))
+    for head in range(H):
+        key = DIRECTIONS[head % 4]
+        order = sorted(range(len(x)), key=lambda i: key(int(places[i]) // GRID, int(places[i]) % GRID))
+        h = torch.zeros(v.shape[-1], b.shape[-1])
+        for rank, i in enumerate(order):
+            before = [order[rank - j] if rank >= j else None for j in range(CONV_SIZE)]
+            taps = [kernel[head, :, -1 - j] * v[k, head] for j, k in enumerate(before) if k is not None]
+            u = F.silu(sum(taps)) if steps is None else v[i, head]
+            decay = torch.exp(-dt[head, i] * mixer.log_rate[head].exp())
+            h = decay * h + dt[head, i] * torch.outer(u, b[i])
+            y[i, head] = h @ c[i] + mixer.skip[head] * u
+    return mixer.proj(mixer.norm(y.flatten(-2) * F.silu(z)))
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
+def test_the_state_space_is_its_recurrence_along_rows_and_columns(kept):
+    """Of all tokens, and of those of each sample that a route kept, in their places of the grid."""
+    mixer = randomised(StateSpace(D, H))
+    places = KEPT if kept else torch.arange(16).expand(2, -1)
+    x = torch.randn(2, places.shape[1], D)
+    positions = column_ranks(GRID, 0).expand(2, -1).gather(1, places)
+    expected = [recurrence(mixer, *sample) for sample in zip(x, places, strict=True)]
+    torch.testing.assert_close(mixer(x, positions), torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_the_prefix_comes_first_in_rows_and_columns():
+    ranks = column_ranks(3, 2)
+    assert ranks.tolist() == [0, 1, 2, 5, 8, 3, 6, 9, 4, 7, 10]
+
+
+def test_a_scan_passes_a_gap_as_if_nothing_were_there(monkeypatch):
+    """The kept tokens see each other as in a dense scan whose other tokens take no time: nothing decays."""
+    mixer = randomised(StateSpace(D, H))
+    monkeypatch.setattr(mixer, "_convolved", lambda x: x)
+    x, places = torch.randn(16, D), KEPT[0]
+    dt = F.softplus(mixer.in_proj(x)[:, -H:] + mixer.dt_bias).T
+    only_kept = torch.zeros_like(dt)
+    only_kept[:, places] = dt[:, places]
+    dense = recurrence(mixer, x, torch.arange(16), only_kept)
+    routed = mixer(x[places].unsqueeze(0), column_ranks(GRID, 0)[places].unsqueeze(0))
+    torch.testing.assert_close(routed[0], dense[places], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(routed[0], recurrence(mixer, x, torch.arange(16), dt)[places], atol=1e-3)
+
+
+def weighted_mean(mixer, k, v):
+    """One sample (L, D): a recurrence from each end, and the token itself."""
+    decay, total = torch.exp(-mixer.log_decay.exp() / mixer.num_tokens), 0
+    sums = []
+    for values in (v, torch.ones_like(v)):
+        both = torch.exp(mixer.bonus + k) * values
+        for order in (range(len(k)), reversed(range(len(k)))):
+            state = torch.zeros_like(k[0])
+            for t in order:
+                both[t] = both[t] + state
+                state = decay * state + torch.exp(k[t]) * values[t]
+        sums.append(both)
+    total, norm = sums
+    return total / norm
+
+
+def test_the_weighted_mean_of_rwkv_is_a_recurrence_from_each_end():
+    mixer = randomised(SpatialMix(D, 4, num_tokens=16))
+    k, v = torch.randn(2, 3, 11, D)
+    expected = torch.stack([weighted_mean(mixer, *sample) for sample in zip(k, v, strict=True)])
+    torch.testing.assert_close(mixer._weighted_mean(k, v), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_large_keys_and_fast_decays_give_finite_means():
+    mixer = SpatialMix(D, 4, num_tokens=1)
+    k, v = 1e4 * torch.randn(2, 9, D), torch.randn(2, 9, D)
+    assert mixer._weighted_mean(k, v).isfinite().all()
+    best = k.argmax(dim=1, keepdim=True)
+    torch.testing.assert_close(mixer._weighted_mean(k, v).gather(1, best), v.gather(1, best))
+
+
+def test_the_mixers_of_rwkv_by_hand():
+    spatial, channel = randomised(SpatialMix(D, 4, 16)), randomised(ChannelMix(D, 24))
+    x = torch.randn(2, 7, D)
+    before = torch.cat([torch.zeros(2, 1, D), x[:, :-1]], dim=1)[..., : D // 2]
+    after = torch.cat([x[:, 1:], torch.zeros(2, 1, D)], dim=1)[..., D // 2 :]
+    shifted = torch.cat([before, after], dim=-1)
+
+    def mixed(mix):
+        return x + mix * (shifted - x)
+
+    k, v, r = (
+        linear(mixed(mix))
+        for linear, mix in zip((spatial.key, spatial.value, spatial.receptance), spatial.mix, strict=True)
+    )
+    mean = spatial._weighted_mean(k, v).unflatten(-1, (4, -1))
+    normed = F.layer_norm(mean, mean.shape[-1:], eps=1e-5).flatten(-2)
+    normed = normed * spatial.norm.weight + spatial.norm.bias
+    torch.testing.assert_close(spatial(x), spatial.proj(r.sigmoid() * normed), rtol=1e-5, atol=1e-6)
+    inner = F.relu(channel.key(mixed(channel.mix[0]))).square()
+    expected = channel.receptance(mixed(channel.mix[1])).sigmoid() * channel.value(inner)
+    torch.testing.assert_close(channel(x), expected)
+
+
+@pytest.mark.parametrize("block", ["mamba", "rwkv"])
+def test_a_routed_window_of_scans_is_one_of_the_kept_tokens_alone(block):
+    """What a sample's window returns does not depend on the tokens that bypass it, nor on other samples."""
+    net = small_dit([PAPER], block=block, num_prefix_tokens=2).train()
+    seen = []
+    net.blocks[2].register_forward_pre_hook(lambda _, args: seen.append(args))
+    net(*small_batch())
+    x, c, positions = seen[0]
+    together = net.blocks[2](x, c, positions)
+    for i in range(4):
+        of_one = None if positions is None else positions[i : i + 1]
+        torch.testing.assert_close(net.blocks[2](x[i : i + 1], c[i : i + 1], of_one), together[i : i + 1])
+    assert x.shape[1] == 2 + 8
+
+
+@pytest.mark.parametrize("block", ["mamba", "rwkv"])
+def test_scans_see_the_order_of_the_tokens(block):
+    net = small_dit(block=block).eval()
+    x, c = torch.randn(1, 16, 32), torch.randn(1, 1, 32)
+    plain, turned = (net.blocks[0](v, c, net.positions) for v in (x, x.flip(1)))
+    assert not torch.allclose(plain, turned.flip(1), atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", ["modern", "mamba", "rwkv"])
+def test_blocks_compile_whole_and_agree(block):
+    """Forwards and backwards, with as many tokens as a route keeps and with all."""
+    net = randomised(small_dit(block=block, num_prefix_tokens=2))
+    compiled = torch.compile(net.blocks[0], fullgraph=True)
+    for length in (10, 18):
+        x, c = torch.randn(3, length, 32), torch.randn(3, 1, 32)
+        positions = None if net.positions is None else net.positions[:, :length]
+        eager, graph = (
+            torch.cat(
+                [
+                    grad.flatten()
+                    for grad in torch.autograd.grad(
+                        run(x, c, positions).square().sum(), list(net.blocks[0].parameters())
+                    )
+                ]
+            )
+            for run in (net.blocks[0], compiled)
+        )
+        assert (eager - graph).norm() < 1e-5 * eager.norm()
