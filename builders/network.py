@@ -52,7 +52,9 @@ def build_precond(config: dict[str, Any], net: nn.Module) -> Precond:
 def build_loss(config: dict[str, Any], net: Backbone) -> Loss | KeptTokensLoss:
     """Build the training loss of the configuration."""
     loss = build_node(config, "diffusion.loss")()
-    return KeptTokensLoss(loss, net) if config["train"]["kept_tokens_only"] else loss
+    if not config["train"]["kept_tokens_only"]:
+        return loss
+    return KeptTokensLoss(loss, net, config["train"]["reconstruction_weight"])
 
 
 def build_sampler(config: dict[str, Any]) -> Callable[..., torch.Tensor]:

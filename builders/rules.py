@@ -89,6 +89,10 @@ def check_groups(config: dict[str, Any]) -> None:
         raise ValueError(
             "train.kept_tokens_only=true needs model/router=random: the loss must know the kept tokens"
         )
+    if train["reconstruction_weight"] and not train["kept_tokens_only"]:
+        raise ValueError(
+            f"train.reconstruction_weight={train['reconstruction_weight']} needs train.kept_tokens_only=true"
+        )
     if data["_target_"] == SYNTHETIC_DATA:
         check_synthetic(data)
     if "num_images" in data:

@@ -34,6 +34,7 @@ class TrainConfig:
     init_from_objective: str | None = None  # edm, flow, sit or ddpm: what weights of other code predict
     masked_loss: bool = False
     kept_tokens_only: bool = False  # an ablation: the loss of the tokens that every route kept
+    reconstruction_weight: float = 0.0  # with it: of the other tokens, as masked training has it
 
 
 @dataclass

@@ -2,10 +2,11 @@
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from diffusion.objective import Loss, Precond
 from diffusion.path import FlowPath
-from runtime.errors import check_choice, check_positive
+from runtime.errors import check_choice, check_not_negative, check_positive
 
 DISTRIBUTIONS = ("logit_normal", "uniform")
 
@@ -46,6 +47,8 @@ class FlowLoss(Loss):
         shift: s > 1 moves the times towards noise, t -> s t / (1 + (s - 1) t), for latents of m times as
             many numbers s = sqrt(m). [SD3]
         contrastive_weight: see `diffusion.objective.Loss`.
+        cosine_weight: of 1 - cos(v, eps - x_0), over the channels of each position, which is added.
+            [LightningDiT]
     """
 
     def __init__(
@@ -55,8 +58,11 @@ class FlowLoss(Loss):
         P_std: float = 1.0,
         shift: float = 1.0,
         contrastive_weight: float = 0.0,
+        cosine_weight: float = 0.0,
     ):
         super().__init__(contrastive_weight)
+        check_not_negative("diffusion.loss.cosine_weight", cosine_weight)
+        self.cosine_weight = cosine_weight
         check_choice("diffusion.loss.distribution", distribution, DISTRIBUTIONS)
         check_positive("diffusion.loss.P_std", P_std)
         check_positive("diffusion.loss.shift", shift)
@@ -82,8 +88,12 @@ class FlowLoss(Loss):
         x: torch.Tensor,
         eps: torch.Tensor,
     ) -> torch.Tensor:
-        """Return |v - (eps - x_0)|^2; through D_x it would cancel near t = 0."""
-        return (precond.velocity(precond.predicted(F_x, x)) - (eps - x)) ** 2
+        """Return |v - (eps - x_0)|^2, plus the cosine term; through D_x it would cancel near t = 0."""
+        v, u = precond.velocity(precond.predicted(F_x, x)), eps - x
+        error = (v - u) ** 2
+        if self.cosine_weight:
+            error = error + self.cosine_weight * (1 - F.cosine_similarity(v, u, dim=1)).unsqueeze(1)
+        return error
 
 
 def shifted(t: torch.Tensor, shift: float) -> torch.Tensor:

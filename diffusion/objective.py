@@ -124,6 +124,7 @@ class Loss:
         t: torch.Tensor | None = None,
         routing: Any = None,
         mask: torch.Tensor | None = None,
+        reconstruct: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return the loss (N,) of clean latents x (N, C, H, W), in fp32, as a mean over C, H, W.
@@ -133,6 +134,8 @@ class Loss:
             routing: what the routes of the network do.
             mask: (N, H, W) weight of each position. The mean stays one over all positions, so that a position
                 counts the same in every sample; a sample whose mask is empty has loss 0.
+            reconstruct: (N, H, W) weight of |D_x - x_in|^2 at each position, which is added: of what the
+                network was given there [MaskDiT].
             generator: draws the time, then the noise, then whatever the network draws.
         """
         x = x.float()
@@ -151,6 +154,9 @@ class Loss:
             error = error - self.contrastive_weight * self.error(precond, F_x, x_t, t_, *others)
         if mask is not None:
             error = error * mask.unsqueeze(1)
+        if reconstruct is not None:
+            x_in, _ = precond.inputs(x_t, t_)
+            error = error + reconstruct.unsqueeze(1) * (precond.denoised(F_x, x_t, t_) - x_in) ** 2
         return error.mean(dim=(1, 2, 3))  # (N,)
 
 

@@ -11,7 +11,7 @@ import math
 
 import torch
 import torch.nn as nn
-from timm.layers import Mlp, SwiGLU
+from timm.layers import Mlp, SwiGLU, SwiGLUPacked
 
 from models.layers import Attention, gelu, linear_flops, modulate, rotary_table
 from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
@@ -45,6 +45,11 @@ class DiTBlock(nn.Module):
     def positions(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor | None:
         """Return what `attn` must know of each token's place (L, ...); it travels with the tokens."""
         return None
+
+    @staticmethod
+    def final_norm(hidden_size: int) -> nn.Module:
+        """Return the norm of the final layer."""
+        return nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
 
     def forward(
         self, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None = None
@@ -89,6 +94,25 @@ class ModernBlock(DiTBlock):
         return SwiGLU(hidden_size, 8 * math.ceil(hidden_size * mlp_ratio * 2 / 3 / 8))
 
 
+class LightningBlock(DiTBlock):
+    """The same block with what LightningDiT has: RMSNorm with learned scales, SwiGLU of one first matrix, and
+    rotary positions beside the table. [LightningDiT]
+    """
+
+    positions = staticmethod(rotary_table)
+
+    @staticmethod
+    def final_norm(hidden_size: int) -> nn.Module:
+        """Return the norm of the final layer, that of the blocks."""
+        return nn.RMSNorm(hidden_size, eps=1e-6)
+
+    def _norm(self, hidden_size: int) -> nn.Module:
+        return nn.RMSNorm(hidden_size, eps=1e-6)
+
+    def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
+        return SwiGLUPacked(hidden_size, 2 * int(2 / 3 * int(hidden_size * mlp_ratio)))  # gate and value
+
+
 class MambaBlock(DiTBlock):
     """The same block with a scan of a state space in place of attention."""
 
@@ -113,9 +137,9 @@ class RWKVBlock(DiTBlock):
 class FinalLayer(nn.Module):
     """Project each token to the pixels of its patch."""
 
-    def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
+    def __init__(self, norm: nn.Module, hidden_size: int, patch_size: int, out_channels: int):
         super().__init__()
-        self.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.norm_final = norm
         self.linear = nn.Linear(hidden_size, patch_size * patch_size * out_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
 
@@ -125,4 +149,10 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
-BLOCKS = {"dit": DiTBlock, "modern": ModernBlock, "mamba": MambaBlock, "rwkv": RWKVBlock}
+BLOCKS = {
+    "dit": DiTBlock,
+    "modern": ModernBlock,
+    "lightning": LightningBlock,
+    "mamba": MambaBlock,
+    "rwkv": RWKVBlock,
+}

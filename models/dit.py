@@ -49,14 +49,15 @@ class DiT(nn.Module):
         init: `adaln_zero` starts every block as the identity and the output at zero [DiT]; `xavier` is the
             initialisation of the public TREAD code, which overwrites those zeros.
         block: `dit`; `modern`: RMSNorm, QK-norm, SwiGLU, and rotary positions in place of the position table;
-            `mamba` and `rwkv`: a scan in place of attention, see `models/mixers`.
+            `lightning`: that of LightningDiT; `mamba` and `rwkv`: a scan in place of attention, see
+            `models/mixers`.
         attention: backend of the attention; `auto` chooses by device and precision, see
             `models.layers.Attention`.
         num_prefix_tokens: learned tokens before those of the image; they take part in attention and never
             bypass.
         routes: windows of blocks that a part of the tokens bypasses; none gives a plain DiT.
         router: chooses the tokens that stay, see `routing/routers`.
-        rejoin: rejoin(hidden_size) builds what puts the tokens of a window back, see `models/rejoin`.
+        rejoin: rejoin(places) builds what puts the tokens of a window back, see `models/rejoin`.
         removal: false keeps the bypassing tokens as context in the window, and puts their earlier state back
             at its end (an ablation: the step is not cheaper).
         fp32_after_route: run the block after each route outside autocast, as the public TREAD code does.
@@ -84,7 +85,7 @@ class DiT(nn.Module):
         num_prefix_tokens: int = 0,
         routes: Sequence[Route] = (),
         router: Router = random_router,
-        rejoin: Callable[[int], nn.Module] = Bypass,
+        rejoin: Callable[[torch.Tensor], nn.Module] = Bypass,
         removal: bool = True,
         fp32_after_route: bool = False,
         gradient_checkpointing: bool = False,
@@ -139,8 +140,11 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(
             kind(hidden_size, num_heads, mlp_ratio, attention, self.num_tokens) for _ in range(depth)
         )
-        self.rejoins = nn.ModuleList(rejoin(hidden_size) for _ in self.routes)
-        self.final_layer = FinalLayer(hidden_size, patch_size, out_channels)
+        places = torch.zeros(1, num_prefix_tokens + self.num_tokens, hidden_size)  # (1, L, D)
+        if pos_embed is not None:
+            places[:, num_prefix_tokens:] = pos_embed
+        self.rejoins = nn.ModuleList(rejoin(places) for _ in self.routes)
+        self.final_layer = FinalLayer(kind.final_norm(hidden_size), hidden_size, patch_size, out_channels)
         self._initialize_weights(zero=init == "adaln_zero")
 
     def _initialize_weights(self, zero: bool) -> None:

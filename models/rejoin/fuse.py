@@ -17,8 +17,9 @@ class Fuse(nn.Module):
             asked without it (`guidance=path_drop`).
     """
 
-    def __init__(self, hidden_size: int, /, path_drop_prob: float = 0.1):
+    def __init__(self, places: torch.Tensor, /, path_drop_prob: float = 0.1):
         super().__init__()
+        hidden_size = places.shape[-1]
         if not 0 <= path_drop_prob < 1:
             raise ValueError(f"model.rejoin.path_drop_prob={path_drop_prob} must be in [0, 1)")
         self.path_drop_prob = path_drop_prob

@@ -88,7 +88,7 @@ def test_a_ratio_of_one_skips_the_windows(rejoin, routes):
 def test_a_dropped_path_is_a_skipped_window():
     """Each sample on its own, at the stated share, in training alone."""
     torch.manual_seed(1)
-    fuse, original = Fuse(4, path_drop_prob=0.25), torch.randn(4000, 3, 4)
+    fuse, original = Fuse(torch.zeros(1, 3, 4), path_drop_prob=0.25), torch.randn(4000, 3, 4)
     routed = torch.randn(4000, 3, 4)
     kept, skipped = fuse.eval()(routed, None, original), fuse(None, None, original)
     trained = fuse.train()(routed, None, original, torch.Generator().manual_seed(0))
@@ -130,4 +130,4 @@ def test_a_skipped_middle_costs_what_is_left():
 @pytest.mark.parametrize("prob", [-0.1, 1.0])
 def test_a_probability_is_one(prob):
     with pytest.raises(ValueError, match=r"model\.rejoin\.path_drop_prob=\S+ must be in \[0, 1\)"):
-        Fuse(4, path_drop_prob=prob)
+        Fuse(torch.zeros(1, 3, 4), path_drop_prob=prob)
