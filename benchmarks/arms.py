@@ -30,7 +30,7 @@ from builders.network import build_net
 from models import cost_of
 from runtime.provenance import PROJECT, environment
 
-KINDS = ("dit", "modern", "lightning", "mamba", "rwkv")
+KINDS = ("lightning", "mamba", "rwkv")
 ARMS = {
     "dense": ("model=dit",),
     "tread": ("model=tread",),
@@ -38,8 +38,11 @@ ARMS = {
     "sprint, random": ("model=sprint", "model/router=random"),
     "masking": ("experiment=ablation_masking",),
     "token dropping": ("experiment=ablation_token_drop",),
-    **{f"{kind}, dense": ("model=dit", f"model/block={kind}") for kind in KINDS[1:]},
-    **{f"{kind}, tread": ("model=tread", f"model/block={kind}") for kind in KINDS[1:]},
+    **{
+        f"{kind}, {name}": (model, f"model/block={kind}")
+        for kind in KINDS
+        for name, model in (("dense", "model=dit"), ("tread", "model=tread"))
+    },
 }
 UNGUIDED, SCALE = "none", 1.25
 GUIDED = {"dense": ("cfg",), "tread": ("cfg",), "sprint": ("cfg", "path_drop"), "masking": ("cfg",)}
@@ -76,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="of the dense arm, whose FLOPs all get")
     parser.add_argument("--num-samples", type=int, default=500)
     parser.add_argument("--num-steps", type=int, default=18, help="of the sampler")
-    parser.add_argument("--jobs", type=int, default=2, help="at a time, on as many cores each as that leaves")
+    parser.add_argument("--jobs", type=int, default=2, help="at a time, each on its share of the cores")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
     return parser.parse_args()
 
@@ -92,7 +95,10 @@ def main() -> None:
     todo = [(arm, seed) for seed in asked.seeds for arm in asked.arms]
     todo = [each for each in todo if name_of(*each) not in record.done()]
     equal = {arm: equal_steps(ARMS[arm], asked.steps) for arm in asked.arms}
-    with ThreadPoolExecutor(asked.jobs) as pool:
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [set(cores[i :: asked.jobs]) or set(cores) for i in range(asked.jobs)]
+    # What a thread starts runs on the cores of that thread: programs that share cores wait for each other.
+    with ThreadPoolExecutor(asked.jobs, initializer=lambda: os.sched_setaffinity(0, shares.pop())) as pool:
         started = {pool.submit(train_and_score, *each, equal[each[0]], asked): each for each in todo}
         for ended in as_completed(started):
             name = name_of(*started[ended])
@@ -128,7 +134,7 @@ def train_and_score(arm: str, seed: int, equal: Mapping[str, Any], asked: argpar
     keys = (f"seed={seed}", f"output_dir={run}", f"train.total_steps={equal['steps']}", *INTERVALS)
     latents = asked.out.resolve() / "latents"
     tiny = TINY if asked.tiny else ()
-    _start("train.py", asked.jobs, run, *ARMS[arm], f"data.path={latents}", *keys, *tiny)
+    _start("train.py", run, *ARMS[arm], f"data.path={latents}", *keys, *tiny)
     rows = []
     for guidance in (UNGUIDED, *GUIDED.get(arm, ())):
         out = run / "scores" / f"{guidance}.json"
@@ -140,7 +146,7 @@ def train_and_score(arm: str, seed: int, equal: Mapping[str, Any], asked: argpar
             )
             drawn += () if guidance == UNGUIDED else (f"guidance_scale={SCALE}",)
             judged = ("suite=digits", f"reference={latents}", f"out={out}")
-            _start("fid.py", asked.jobs, run, f"run={run}", *judged, *drawn)
+            _start("fid.py", run, f"run={run}", *judged, *drawn)
         found = json.loads(out.read_text())
         scores = {key: scored(found, key) for key in SCORES}
         rows.append({"arm": arm, "seed": seed, "guidance": guidance, **equal, **scores})
@@ -168,18 +174,11 @@ def table(rows: Iterable[Mapping[str, Any]]) -> Rows:
     return sorted(found, key=lambda line: (list(ARMS).index(line["arm"]), line["guidance"] != UNGUIDED))
 
 
-def _start(program: str, jobs: int, run: Path, *overrides: str) -> None:
-    """Run a program of the project on its share of the cores; its output goes to a file beside the run."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+def _start(program: str, run: Path, *overrides: str) -> None:
+    """Run a program of the project; its output goes to a file beside the run."""
+    command = [sys.executable, program, *overrides]
     with run.with_suffix(".log").open("ab") as log:
-        subprocess.run(
-            [sys.executable, program, *overrides],
-            cwd=PROJECT,
-            env={**os.environ, "OMP_NUM_THREADS": threads},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=True,
-        )
+        subprocess.run(command, cwd=PROJECT, stdout=log, stderr=subprocess.STDOUT, check=True)
 
 
 if __name__ == "__main__":
