@@ -21,10 +21,12 @@ from models.blocks import BLOCKS, FinalLayer
 from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, linear_flops, sincos_position_table
 from models.rejoin import Bypass
 from routing import (
+    Adapter,
+    BlockList,
+    Kept,
     Route,
     Router,
     Routing,
-    gather_tokens,
     num_tokens_kept,
     random_router,
     resolve_routes,
@@ -36,6 +38,18 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 MAX_DEPTH = 1000  # a configuration from elsewhere must not take all memory
 INITS = ("adaln_zero", "xavier")
 ATTENTIONS = ("auto", "sdpa", "explicit")
+
+
+def _condition_of(c: torch.Tensor, kept: Kept) -> torch.Tensor:
+    return c if c.shape[1] == 1 else kept.gather_joint(c)  # all tokens share the first
+
+
+BLOCK_LIST = BlockList(
+    "blocks",
+    tokens="x",
+    joint=True,
+    by_token={"c": _condition_of, "positions": lambda positions, kept: kept.gather_joint(positions)},
+)
 
 
 class DiT(nn.Module):
@@ -66,6 +80,13 @@ class DiT(nn.Module):
     Raises:
         ValueError: sizes that do not divide, an unknown choice, or an invalid route.
     """
+
+    # What is indexed by token: for the loop below, and for `routing.attach` to a network without routes.
+    routing_adapter = Adapter(
+        [BLOCK_LIST],
+        accepts=("x", "c_noise", "class_labels", "routing", "generator"),
+        num_prefix_tokens=lambda net, arguments: net.num_prefix_tokens,
+    )
 
     def __init__(
         self,
@@ -193,8 +214,8 @@ class DiT(nn.Module):
 
         x = self._embed(x)  # (N, L, D)
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
-        by_token = (c, self.positions)  # what travels with the tokens
-        end_idx, skipping, after_route = None, False, False
+        dense = {"c": c, "positions": self.positions}
+        arguments, end_idx, skipping, after_route = dense, None, False, False
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 i = starts[idx]
@@ -202,19 +223,20 @@ class DiT(nn.Module):
                 skipping = ratios[i] == 1
                 if 0 < ratios[i] < 1:
                     ids_keep = routing.ids_keep(i, ratios[i], x[:, P:], self.router, generator)  # (N, K)
+                    kept = Kept(ids_keep, self.num_tokens, P)
                     ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
                     if self.removal:
                         x = start_route(x, ids_keep)  # (N, P + K, D)
-                        by_token = self._start_route_by_token(c, ids_keep)
+                        arguments = BLOCK_LIST.gather(dense, kept, type(block).__name__)
             if not skipping:
-                x = self._run(block, x, *by_token, fp32=after_route and self.fp32_after_route)
+                x = self._run(block, x, **arguments, fp32=after_route and self.fp32_after_route)
             after_route = False
             if idx == end_idx:
                 after_route = ids_keep is not None
                 if after_route and not self.removal:
                     x = start_route(x, ids_keep)  # (N, P + K, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
-                by_token, skipping = (c, self.positions), False
+                arguments, skipping = dense, False
         x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)
         return self._unpatchify(x)  # (N, C or 2C, H, W)
 
@@ -262,13 +284,6 @@ class DiT(nn.Module):
         if self.training and self.class_dropout_prob > 0:
             class_labels = drop_labels(class_labels, self.num_classes, self.class_dropout_prob, generator)
         return c + self.y_embedder(class_labels).unsqueeze(1)  # (N, 1 or L, D)
-
-    def _start_route_by_token(
-        self, c: torch.Tensor, ids_keep: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gather what else is indexed by token, with the indices of each sample."""
-        c = gather_tokens(c, ids_keep) if c.shape[1] > 1 else c
-        return c, None if self.positions is None else gather_tokens(self.positions, ids_keep)
 
     def _run(
         self, block: nn.Module, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None, fp32: bool

@@ -5,7 +5,8 @@ Shapes: N samples, T tokens that may bypass, P prefix tokens before them (text),
 ratio.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,15 @@ import torch.nn as nn
 from routing.tokens import gather_tokens, with_prefix
 
 Arguments = Mapping[str, Any]  # of a forward, by name; those that were not given are missing
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Prefix the message of a ValueError with the name of an argument."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,19 @@ class BlockList:
     by_token: Mapping[str, Callable[[Any, Kept], Any]] = field(default_factory=dict)
     shared: Sequence[str] = ()
 
+    def gather(self, arguments: Arguments, kept: Kept, block: str) -> dict[str, Any]:
+        """Return the arguments of a block, those that are indexed by token for the kept ones.
+
+        Args:
+            block: what errors call it.
+        """
+        given = {key: arguments[key] for key in self.by_token if arguments.get(key) is not None}
+        gathered = {}
+        for key, value in given.items():
+            with named(f"{key} of {block}"):
+                gathered[key] = self.by_token[key](value, kept)
+        return {**arguments, **gathered}
+
 
 def _zero(model: nn.Module, arguments: Arguments) -> int:
     return 0
@@ -85,7 +108,8 @@ class Adapter:
     Args:
         block_lists: in the order in which layers are counted.
         accepts: arguments of the model's forward that go together with routing. Any other must keep its
-            default.
+            default. Where `routing` and `generator` are among them, the model knows these words itself: it is
+            given the generator, and no routing.
         num_prefix_tokens: returns P.
         num_suffix_tokens: returns S.
         residuals: arguments with a sequence of tensors (N or 1, T + S, D), of which the model adds one to the

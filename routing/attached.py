@@ -10,7 +10,6 @@ Shapes: as in routing/adapter.py.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from routing.adapter import Adapter, Arguments, BlockList, Kept
+from routing.adapter import Adapter, Arguments, BlockList, Kept, named
 from routing.diffusers import adapter_of
 from routing.routers import random_router
 from routing.routes import Route, Router, Routing, resolve_routes
@@ -45,7 +44,8 @@ def attach(
         model: the transformer itself, not what wraps it, before anything replaces its forward or its blocks;
             afterwards wrap it, compile it, and add adapters to it as you like.
         routes: windows of blocks; layers are counted through all lists of blocks.
-        adapter: None takes the one that is known for the class of the model, see `routing/diffusers.py`.
+        adapter: None takes `routing_adapter` of the class, or the one that is known for it, see
+            `routing/diffusers.py`.
         router: chooses the tokens that stay where a window starts, see `routing/routers`.
 
     Returns:
@@ -64,7 +64,9 @@ def attach(
         raise ValueError(
             f"forward of {name} was replaced (hooks, mixed precision): attach routes before that"
         )
-    for own in set(KEYWORDS) & set(inspect.signature(type(model).forward).parameters):
+    if getattr(model, "routes", ()):
+        raise ValueError(f"{name} has routes of its own: build it without")
+    for own in set(KEYWORDS) & set(inspect.signature(type(model).forward).parameters) - set(adapter.accepts):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
     if not routes:
         raise ValueError("routes must not be empty: the model would stay dense")
@@ -162,6 +164,8 @@ class _Attached:
         """Run the model's own forward, with routes where they are on."""
         routing, generator = kwargs.get("routing") or Routing(), kwargs.get("generator")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
+        if generator is not None and "generator" in self.adapter.accepts:
+            kwargs["generator"] = generator
         ratios = routing.ratios(self.routes, active=model.training and torch.is_grad_enabled())
         if not any(ratios):
             return type(model).forward(model, *args, **kwargs)
@@ -330,17 +334,8 @@ class _Residuals(Sequence):
         return len(self.values)
 
     def __getitem__(self, i: int) -> torch.Tensor:
-        with _named(self.name):
+        with named(self.name):
             return self.routed_pass.residual(self.values[i])
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Prefix the message of a ValueError with the name of an argument."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 class _StandIn:
@@ -374,10 +369,7 @@ class _StandIn:
             raise ValueError(
                 f"layer {self._idx}, a {name}, runs before layer {first}, where its route starts"
             )
-        for key, gather in spec.by_token.items():
-            if values.get(key) is not None:
-                with _named(f"{key} of {name}"):
-                    values[key] = gather(values[key], window.kept)
+        values = spec.gather(values, window.kept, name)
         # Positional and by name as in the model: hooks of the block may look at either.
         output = self._block(*list(values.values())[: len(args)], **{key: values[key] for key in kwargs})
         return window.end(output, spec) if self._idx == window.route.end_layer_idx else output

@@ -14,11 +14,13 @@ from routing.adapter import Adapter, Arguments, BlockList, Kept
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Return the adapter for a model of diffusers.
+    """Return the adapter that a class has, or the one for a model of diffusers.
 
     Raises:
         ValueError: the class is not known.
     """
+    if isinstance(adapter := getattr(type(model), "routing_adapter", None), Adapter):
+        return adapter
     for kind in type(model).__mro__:
         known = kind.__module__.startswith("diffusers.") and kind.__name__ in ADAPTERS
         if known and type(model).forward is kind.forward:  # a class that shards it is derived from it

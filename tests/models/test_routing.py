@@ -13,18 +13,29 @@ from builders.kept_tokens import KeptTokensLoss
 from diffusion import EDMLoss, EDMPrecond
 from models import DiT, token_mask
 from models.layers import attention
-from models.rejoin import Fuse
-from routing import Route, Routing, grid_router, norm_router, num_tokens_kept, random_router, with_prefix
+from models.rejoin import Fuse, Mask
+from routing import (
+    Route,
+    Routing,
+    attach,
+    detach,
+    grid_router,
+    norm_router,
+    num_tokens_kept,
+    random_router,
+    with_prefix,
+)
 from tests.networks import PAPER, small_batch, small_dit
 
 BLOCKS = ("dit", "modern")
 ATTENTION = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
 VARIANTS = ATTENTION + [
-    {"block": block, "num_prefix_tokens": P} for block in ("mamba", "rwkv") for P in (0, 3)
+    {"block": block, "num_prefix_tokens": P} for block in ("lightning", "mamba", "rwkv") for P in (0, 3)
 ]
 ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router, grid_router)
 FUSED = {"router": grid_router, "rejoin": Fuse}
-OPTIONS = [{}, {"router": ROUTERS[1]}, FUSED, {"removal": False}, {"gradient_checkpointing": True}]
+OPTIONS = [{}, {"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}]
+OPTIONS += [{"removal": False}, {"gradient_checkpointing": True}]
 TWO_ROUTES = (Route(0.5, 1, 3), Route(0.3, 4, -2))
 # Up to 0.85: a single kept token attends to itself alone, and queries and keys rightly get no gradient.
 WINDOWS = st.lists(
@@ -273,8 +284,46 @@ def test_without_removal_the_window_sees_all_tokens():
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"by_token": True}, {"gradient_checkpointing": True}], ids="-".join)
+def test_routes_that_are_attached_are_those_of_the_network(variant, options):
+    """Two executors of a window, one answer: outputs and gradients, class dropout among them."""
+    by_token = options.get("by_token", False)
+    options = {key: value for key, value in options.items() if key != "by_token"}
+    own = small_dit(TWO_ROUTES, class_dropout_prob=0.5, **variant, **options).train()
+    dense = small_dit(class_dropout_prob=0.5, **variant, **options).train()
+    attach(dense, TWO_ROUTES)
+    x, c_noise, labels = small_batch()
+    if by_token:
+        c_noise = torch.randn(4, 16 + own.num_prefix_tokens)
+    routing = Routing(noise=[torch.rand(4, 16) for _ in TWO_ROUTES])
+    # The network draws the classes that it drops, then tokens from the noise; `attach` a seed for each route
+    # before, which nothing needs here.
+    ahead = torch.Generator().manual_seed(0)
+    torch.randint(2**63 - 1, (2,), generator=ahead)
+    draws = {own: ahead, dense: torch.Generator().manual_seed(0)}
+    found = []
+    for net, generator in draws.items():
+        output = net(x, c_noise, labels, routing=routing, generator=generator)
+        output.square().sum().backward()
+        found.append([output, *(parameter.grad for parameter in net.parameters())])
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(*found)  # gradients of what is gathered in each block are added in turn
+    unlike = dense(x, c_noise, labels, routing=Routing(0), generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(found[1][0], unlike)
+    detach(dense)
+    assert torch.equal(dense.eval()(x, c_noise, labels), own.eval()(x, c_noise, labels))
+
+
+def test_a_network_with_routes_gets_no_others():
+    with pytest.raises(ValueError, match="DiT has routes of its own: build it without"):
+        attach(small_dit([PAPER]), [PAPER])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("of_route", [{"router": ROUTERS[1]}, FUSED], ids=["bypass", "fuse"])
+@pytest.mark.parametrize(
+    "of_route", [{"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}], ids=["bypass", "fuse", "mask"]
+)
 def test_gradient_checkpointing_changes_no_gradient(variant, precision, of_route):
     gradients = []
     for gradient_checkpointing in (False, True):
