@@ -24,6 +24,7 @@ from builders.schemas import RoutingConfig
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, edm_sampler
 from models import DiT
+from models.blocks import BLOCKS
 from routing import RoutePlan, norm_router
 from runtime.config import build_node
 from runtime.provenance import flatten
@@ -103,6 +104,7 @@ RECIPE_OF_STEPS = {
     "init_from": None,
     "masked_loss": False,
     "kept_tokens_only": False,
+    "reconstruction_weight": 0.0,
 }
 # Options that are known by a number, which results are told with.
 NUMBERS = {
@@ -394,7 +396,7 @@ def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
     assert len(net.routes) == len(config["model"]["routes"]) == expected
 
 
-@pytest.mark.parametrize("block", ["dit", "modern", "mamba", "rwkv"])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_every_block_composes_and_builds(block):
     config, net = built(f"model/block={block}")
     assert config["model"]["block"] == block
@@ -402,7 +404,7 @@ def test_every_block_composes_and_builds(block):
 
 
 def test_ablation_arms_differ_only_in_what_their_name_says():
-    names = ("dense", "tread", "no_removal", "kept_loss", "fp32_after_route")
+    names = ("dense", "tread", "no_removal", "kept_loss", "fp32_after_route", "token_drop", "masking")
     arms = {name: built(f"experiment=ablation_{name}")[0] for name in names}
     assert arms["dense"] == validated("model=dit")
     assert arms["tread"] == validated("model=tread")
@@ -415,6 +417,19 @@ def test_ablation_arms_differ_only_in_what_their_name_says():
     assert arms["kept_loss"]["train"].pop("kept_tokens_only") is True
     assert arms["tread"]["train"]["kept_tokens_only"] is False
     assert {**arms["no_removal"], "model": None} == {**arms["tread"], "model": None}
+    masking, dropping, tread = arms["masking"], arms["token_drop"], validated("model=tread")
+    for arm, end in ((dropping, -1), (masking, -3)):
+        assert arm["model"].pop("routes") == [
+            {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": end}
+        ]
+        assert arm["train"].pop("kept_tokens_only") is True
+    assert masking["model"].pop("rejoin") == {"_target_": "models.rejoin.Mask"}
+    assert masking["train"].pop("reconstruction_weight") == 0.1
+    for arm in (dropping, masking):
+        assert (
+            arm["train"].items() <= tread["train"].items() and arm["model"].items() <= tread["model"].items()
+        )
+        assert {**arm, "model": 0, "train": 0} == {**tread, "model": 0, "train": 0}
 
 
 def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
@@ -493,6 +508,7 @@ def test_the_router_is_as_configured():
 def test_the_loss_of_kept_tokens_is_built_when_configured():
     for arm, kind in (("tread", EDMLoss), ("kept_loss", KeptTokensLoss)):
         assert type(build_loss(*built(f"experiment=ablation_{arm}"))) is kind
+    assert build_loss(*built("experiment=ablation_masking")).reconstruction_weight == 0.1
 
 
 def test_the_schema_of_routing_and_the_plan_have_the_same_defaults():

@@ -39,7 +39,7 @@ from diffusion import (
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.statistics import FeatureStatistics
 from models import DiT
-from models.rejoin import Fuse
+from models.rejoin import Fuse, Mask
 from routing import Route, Routing, attach, grid_router, norm_router, random_router
 from tests.networks import PAPER
 from tests.routing.families import FAMILIES
@@ -53,8 +53,10 @@ OPTIONS = [
     {"block": "modern", "num_prefix_tokens": 2},
     {"block": "mamba", "num_prefix_tokens": 2},
     {"block": "rwkv"},
+    {"block": "lightning"},
     {"router": partial(norm_router, weight=0.5)},
     {"router": grid_router, "rejoin": Fuse},
+    {"rejoin": Mask},
     {"removal": False},
     {"gradient_checkpointing": True},
     {"fp32_after_route": True},

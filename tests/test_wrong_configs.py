@@ -139,6 +139,7 @@ KEYS = {
         ("diffusion=flow diffusion.precond.from_noise=maybe", A_SWITCH),
         ("diffusion=flow diffusion.loss.distribution=normal", "must be one of logit_normal, uniform"),
         ("diffusion=flow diffusion.loss.shift=0", POSITIVE),
+        ("diffusion=flow diffusion.loss.cosine_weight=-1", NOT_NEGATIVE),
         ("diffusion=x0 diffusion.loss.t_min=0", POSITIVE),
         ("optimizer._target_=torch.optim.Adamw", f"must be torch.optim.AdamW, {NAMED}"),
         ("optimizer.lr=nan", FINITE),
@@ -233,6 +234,7 @@ KEYS = {
         ("train.init_from=file train.init_from_objective=noise", "must be one of edm, flow, sit, ddpm"),
         ("train.masked_loss=7.5", SWITCH),
         ("train.kept_tokens_only=7.5", SWITCH),
+        ("train.kept_tokens_only=true train.reconstruction_weight=-1", NOT_NEGATIVE),
     ],
     "sample": [
         ("run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
@@ -349,6 +351,7 @@ KEYS = {
 # (program, overrides, how the line begins): rules across keys, and what is not a value at all.
 RULES = [
     ("train", "model.depth=2000", "model.depth=2000 must be at most 1000"),
+    ("train", "train.reconstruction_weight=0.1", "train.reconstruction_weight=0.1 needs train.kept_tokens_only=true"),
     ("train", "model/router=norm train.kept_tokens_only=true", "train.kept_tokens_only=true needs model/router=random"),
     ("train", "model.in_channels=3", "the model takes latents of (3, 8, 8), those of the data are (1, 8, 8)"),
     ("train", "model.routes=[]", "model.routes=[]: TREAD training requires you to configure the routes"),

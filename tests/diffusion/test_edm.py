@@ -163,6 +163,28 @@ def test_the_loss_of_kept_tokens_is_over_pixels_that_every_route_kept(routes, ma
     torch.testing.assert_close(losses, masked * 16 / kept.sum(dim=1).clamp(min=1))
 
 
+def test_what_no_route_kept_is_reconstructed_as_the_network_was_given_it():
+    """In each sample a mean over the kept tokens of the loss, and over the others of |D_x - c_in x|^2."""
+    net, (x, _, labels) = small_dit([PAPER], class_dropout_prob=0.0).train(), small_batch()
+    precond, seen = EDMPrecond(net), []
+    predict = precond.predict
+    precond.predict = lambda x, t, *args, **kwargs: (
+        seen.append((x, t, kwargs["routing"], predict(x, t, *args, **kwargs))) or seen[-1][-1]
+    )
+    loss = KeptTokensLoss(EDMLoss(), net, 0.3)
+    losses = loss(precond, x, labels, routing=Routing(0.25), generator=torch.Generator().manual_seed(0))
+    ((x_t, t, routing, F_x),) = seen
+    order = routing.noise[0].argsort(dim=1)
+    kept = torch.zeros(4, 16).scatter(1, order[:, :12], 1.0)
+    kept = kept.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3).bool().expand_as(x)
+    sigma = t.view(-1, 1, 1, 1)
+    D_x, c_in = precond.denoised(F_x, x_t, t), 1 / (sigma**2 + 0.25).sqrt()
+    of_kept = (D_x - x) ** 2 * (sigma**2 + 0.25) / (sigma * 0.5) ** 2
+    of_others = (D_x - c_in * x_t) ** 2
+    expected = [of_kept[i][kept[i]].mean() + 0.3 * of_others[i][~kept[i]].mean() for i in range(4)]
+    torch.testing.assert_close(losses, torch.stack(expected))
+
+
 def test_a_dense_evaluation_of_the_loss_of_kept_tokens_is_that_of_all():
     net, (x, _, labels) = small_dit([PAPER]).eval(), small_batch()
     losses = [

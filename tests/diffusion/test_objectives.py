@@ -158,6 +158,20 @@ def test_the_loss_of_data_prediction_is_that_of_its_velocity():
     assert X0Loss(t_min=0.5)(off, x, None, t=torch.full((8,), 0.1)).max() < (0.1 / 0.5) ** 2 + 1e-6
 
 
+@pytest.mark.parametrize("from_noise", [False, True])
+def test_the_angle_between_velocities_is_that_over_the_channels(from_noise):
+    x, t = torch.randn(3, 5, 2, 2), torch.full((3,), 0.4)
+    v = torch.randn(3, 5, 2, 2)
+    precond = FlowPrecond(Field(lambda x_t, t: -v if from_noise else v), from_noise=from_noise)
+    plain, both = (
+        FlowLoss(cosine_weight=weight)(precond, x, None, t=t, generator=torch.Generator().manual_seed(1))
+        for weight in (0, 0.5)
+    )
+    u = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) - x
+    angle = (v * u).sum(dim=1) / (v.square().sum(dim=1) * u.square().sum(dim=1)).sqrt()  # (N, H, W)
+    torch.testing.assert_close(both - plain, 0.5 * (1 - angle).mean(dim=(1, 2)), check_dtype=False)
+
+
 @pytest.mark.parametrize(
     "loss, moments",
     [

@@ -4,7 +4,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import DiT, cost_of
-from models.rejoin import Fuse
+from models.rejoin import Fuse, Mask
 from routing import Route, Routing
 from tests.networks import PAPER, small_batch, small_dit
 
@@ -12,6 +12,7 @@ SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152
 VARIANTS = [
     {},
     {"block": "modern"},
+    {"block": "lightning"},
     {"block": "mamba", "num_prefix_tokens": 3},
     {"block": "rwkv"},
     {"block": "modern", "num_prefix_tokens": 3},
@@ -20,6 +21,7 @@ VARIANTS = [
     {"gradient_checkpointing": True},
     {"num_classes": 0},
     {"rejoin": Fuse},
+    {"rejoin": Mask},
     {"rejoin": Fuse, "num_prefix_tokens": 3, "removal": False},
 ]
 
@@ -96,9 +98,9 @@ def test_the_cost_model_knows_the_blocks_outside_autocast(monkeypatch, checkpoin
     net, found = small_dit(routes, fp32_after_route=True, gradient_checkpointing=checkpointing).train(), []
     run = net._run
 
-    def watched(block, x, c, rope, fp32):
+    def watched(block, x, c, positions, fp32):
         found.append((fp32, x.shape[1]))
-        return run(block, x, c, rope, fp32)
+        return run(block, x, c, positions, fp32)
 
     monkeypatch.setattr(net, "_run", watched)
     net(*small_batch(2))

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from models import cost_of
-from models.rejoin import Bypass, Fuse
+from models.layers import sincos_position_table
+from models.rejoin import Bypass, Fuse, Mask
 from routing import Route, Routing, grid_router
 from tests.networks import PAPER, small_batch, small_dit
 
 SPARSE = Route(0.75, 2, -3)
 KEPT_PATH = partial(Fuse, path_drop_prob=0.0)
+REJOINS, IDS = [Bypass, KEPT_PATH, Mask], ["bypass", "fuse", "mask"]
+MASKED = Route(0.5, 0, -3)  # what it masks enters no block before the last two
 
 
 def fused_net(rejoin=KEPT_PATH, **arguments):
@@ -58,7 +61,7 @@ def test_the_mask_token_is_saved_and_never_trained():
     assert net.rejoins[0].mask_token.std() > 0
 
 
-@pytest.mark.parametrize("rejoin", [Bypass, KEPT_PATH], ids=["bypass", "fuse"])
+@pytest.mark.parametrize("rejoin", REJOINS, ids=IDS)
 def test_a_ratio_of_zero_sends_all_tokens_through(rejoin):
     """In `train()` mode as in `eval()` mode, bitwise."""
     net = fused_net(rejoin, class_dropout_prob=0.0)
@@ -67,7 +70,7 @@ def test_a_ratio_of_zero_sends_all_tokens_through(rejoin):
     assert not torch.equal(outputs[0], net.train()(*small_batch()))
 
 
-@pytest.mark.parametrize("rejoin", [Bypass, KEPT_PATH], ids=["bypass", "fuse"])
+@pytest.mark.parametrize("rejoin", REJOINS, ids=IDS)
 @pytest.mark.parametrize("routes", [(SPARSE,), (Route(0.5, 0, 1), Route(0.5, 2, -1))])
 def test_a_ratio_of_one_skips_the_windows(rejoin, routes):
     net = small_dit(routes, rejoin=rejoin).eval()
@@ -102,12 +105,52 @@ def test_a_dropped_path_is_a_skipped_window():
 
 def test_a_network_without_path_drop_draws_no_more_than_its_tokens():
     states = []
-    for rejoin in (Bypass, KEPT_PATH, Fuse):
+    for rejoin in (Bypass, KEPT_PATH, Fuse, Mask):
         generator = torch.Generator().manual_seed(0)
         fused_net(rejoin).train()(*small_batch(), generator=generator)
         states.append(generator.get_state())
-    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[3])
     assert not torch.equal(states[0], states[2])
+
+
+@pytest.mark.parametrize("P", [0, 3])
+@pytest.mark.parametrize("block", ["dit", "modern"])
+def test_a_learned_mask_token_stands_in_the_place_of_each_token_that_bypassed(block, P):
+    net = small_dit([MASKED], rejoin=Mask, block=block, num_prefix_tokens=P).train()
+    token = net.rejoins[0].mask_token
+    assert "rejoins.0.mask_token" in dict(net.named_parameters())
+    after, inside = [], []
+    net.blocks[5].register_forward_hook(lambda _, __, x: inside.append(x))
+    net.blocks[6].register_forward_pre_hook(lambda _, args: after.append(args[0]))
+    noise = torch.rand(4, 16)
+    net(*small_batch(), routing=Routing(noise=[noise]))
+    places = sincos_position_table(32, 4) if block == "dit" else torch.zeros(16, 32)
+    for sample in range(4):
+        kept = noise[sample].argsort()[:8].sort().values
+        masked = [i for i in range(16) if i not in kept.tolist()]
+        stayed = torch.cat([torch.arange(P), P + kept])
+        assert torch.equal(after[0][sample, stayed], inside[0][sample])
+        assert torch.equal(after[0][sample, [P + i for i in masked]], places[masked] + token)
+
+
+@pytest.mark.parametrize("rejoin", REJOINS, ids=IDS)
+def test_nothing_of_what_is_masked_is_seen(rejoin):
+    """Not even where its own place is predicted; a token that bypasses is."""
+    net = small_dit([MASKED], rejoin=rejoin, class_dropout_prob=0.0).train()
+    x, c_noise, labels = small_batch()
+    noise = torch.rand(4, 16)
+    hidden = torch.zeros(4, 16, dtype=torch.bool).scatter(1, noise.argsort(dim=1)[:, 8:], True)
+    patches = hidden.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    others = torch.where(patches, torch.randn_like(x), x)
+    outputs = [net(each, c_noise, labels, routing=Routing(noise=[noise])) for each in (x, others)]
+    assert torch.equal(*outputs) == (rejoin is Mask)
+
+
+def test_the_mask_token_takes_part_in_a_dense_step():
+    """Processes that share gradients wait for one of each parameter."""
+    net = small_dit([MASKED], rejoin=Mask).train()
+    net(*small_batch(), routing=Routing(0)).sum().backward()
+    assert (net.rejoins[0].mask_token.grad == 0).all()
 
 
 def test_the_fused_stream_is_fp32_under_autocast():

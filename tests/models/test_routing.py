@@ -348,7 +348,7 @@ def test_no_tensor_reaches_the_host(variant, options):
         net = DiT(8, 2, 3, 32, 8, 4, num_classes=10, routes=TWO_ROUTES, **variant, **options).train()
         x, labels = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
         routing = Routing(0.5, force_keep=torch.zeros(4, 16).bool())
-        for loss_fn in (EDMLoss(), KeptTokensLoss(EDMLoss(), net)):
+        for loss_fn in (EDMLoss(), KeptTokensLoss(EDMLoss(), net, 0.1)):
             losses = loss_fn(EDMPrecond(net), x, labels, routing=routing, mask=torch.rand(4, 8, 8))
             losses.mean().backward()
         assert all(parameter.grad is not None for parameter in net.parameters())
@@ -371,7 +371,7 @@ def test_nothing_waits_for_the_gpu(variant, options):
         "mask": torch.rand(4, 8, 8, device="cuda"),
     }
     generator = torch.Generator("cuda").manual_seed(0)
-    loss_fn = KeptTokensLoss(EDMLoss(), net)
+    loss_fn = KeptTokensLoss(EDMLoss(), net, 0.1)
     loss_fn(EDMPrecond(net), x, labels, generator=generator, **arguments).mean().backward()  # warm up
     torch.cuda.set_sync_debug_mode("error")
     try:
