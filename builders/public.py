@@ -1,4 +1,4 @@
-"""Networks in files of weights: those of DiT, SiT, REPA and TREAD, and those that `models.export` wrote.
+"""Networks in files of weights: of DiT, SiT, REPA, LightningDiT, TREAD, and those that `models.export` wrote.
 
 A file of public code says its architecture by names and shapes, but not what it predicts: DiT, SiT and TREAD
 look alike. A file of `models.export` carries its configuration.
@@ -12,22 +12,27 @@ from typing import Any
 from builders import config as configuration
 from builders.rules import OBJECTIVES
 from data import LatentManifest
+from data.manifest import read_manifest
 from runtime.errors import check_choice
 from runtime.files import parse_json
 from training.run_folder import RunFolder
 from training.weights import is_own_checkpoint, metadata_in, shapes_by_name
 
 NUM_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published widths: shapes do not say them
-ENCODER, SCALE = "stabilityai/sd-vae-ft-ema", 0.18215
+ENCODER, SCALE, CHANNELS = "stabilityai/sd-vae-ft-ema", 0.18215, 4
 CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an exported file
 
 
-def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_weights_file(
+    file: Path, objective: str | None, latents: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what `builders.sampling.read_run` returns of a run: its configuration, and its manifest.
 
     Args:
         objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file of
             `models.export`.
+        latents: a latent folder whose manifest says how the latents of other code are scaled and decoded;
+            None: they are those of sd-vae-ft-ema.
 
     Raises:
         ValueError: with the key, the value and the rule.
@@ -39,8 +44,9 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
         raise ValueError(f"checkpoint={file} is of a run: give run={run} checkpoint={step}")
     if carries_configuration(file):
         header = metadata_in(file)
-        if objective is not None:
-            raise ValueError(f"objective={objective} must not be given: {file} carries its configuration")
+        for key, value in (("objective", objective), ("latents", latents)):
+            if value is not None:
+                raise ValueError(f"{key}={value} must not be given: {file} carries its configuration")
         if MANIFEST not in header:
             raise ValueError(f"{file} has no manifest of its latents ({MANIFEST}) in its header")
         written, manifest = (parse_json(header[name].encode()) for name in (CONFIG, MANIFEST))
@@ -48,7 +54,7 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
     if objective is None:
         raise ValueError(
             f"objective must be given, {file} does not say what it predicts: edm or flow for a file of "
-            "TREAD, ddpm for DiT, sit for SiT, flow for REPA"
+            "TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA"
         )
     check_choice("objective", objective, tuple(OBJECTIVES))
     sizes = sizes_of(shapes_by_name(file), file)
@@ -57,6 +63,13 @@ def read_weights_file(file: Path, objective: str | None) -> tuple[dict[str, Any]
     model = "tread" if objective in ("edm", "flow") else "dit"
     config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
+    if latents is not None:
+        return config, {"data": {"manifest": asdict(read_manifest(latents))}}
+    if sizes["data.in_channels"] != CHANNELS:
+        raise ValueError(
+            f"{file} takes latents of {sizes['data.in_channels']} channels, not those of {ENCODER}: "
+            "give latents=FOLDER, whose manifest says how they are scaled"
+        )
     manifest = LatentManifest(
         1, shape, "float32", "samples", sizes["data.num_classes"], ENCODER, scale=SCALE, std=1.0
     )
@@ -98,6 +111,7 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:
         "model.num_heads": NUM_HEADS[hidden_size],
         "model.patch_size": patch_size,
         "model.depth": depth,
+        "model.block": "lightning" if "blocks.0.norm1.weight" in shapes else "dit",
         "model.learn_sigma": num_outputs == 2 * in_channels * patch_size**2,
         "data.in_channels": in_channels,
         "data.input_size": isqrt(num_tokens) * patch_size,

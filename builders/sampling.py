@@ -45,6 +45,9 @@ class SamplingConfig:
 
     checkpoint: str | None = None  # a step, a name or a path; None: the newest; or, without run, a file
     objective: str | None = None  # of a file of other code: edm, flow, sit or ddpm
+    latents: str | None = (
+        None  # of a file of other code: a folder of its latents; None: those of sd-vae-ft-ema
+    )
     num_samples: int | None = None
     batch_size: int | None = None  # images drawn together, a part; None: by memory
     first_seed: int = 0
@@ -114,6 +117,7 @@ def open_weights_file(
     file: str | Path,
     objective: str | None = None,
     *,
+    latents: str | None = None,
     sampler: Node | None = None,
     guidance: Node | None = None,
     launch: Launch = ALONE,
@@ -121,10 +125,10 @@ def open_weights_file(
     """Load a network from a file of other code, or from one that `models.export` wrote.
 
     Args:
-        objective: what a file of other code predicts, see `builders.public`.
+        objective, latents: what a file of other code predicts, and of what, see `builders.public`.
         The others are those of `open_run`.
     """
-    config, details = read_weights_file(Path(file), objective)
+    config, details = read_weights_file(Path(file), objective, latents)
     return _open(Path(file), config, details, Path(file), sampler, guidance, launch)
 
 
@@ -173,7 +177,8 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     settings = _settings(request, config)
     parts = {group: settings[group] for group in ("sampler", "guidance")}
     if request["run"] is None:
-        run = open_weights_file(request["checkpoint"], request["objective"], **parts, launch=launch)
+        parts |= {"objective": request["objective"], "latents": request["latents"]}
+        run = open_weights_file(request["checkpoint"], **parts, launch=launch)
     else:
         run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
     where = f"{run.path}/manifest.json" if request["run"] else source_name(request)
@@ -219,12 +224,13 @@ def _network_of(config: dict[str, Any]) -> dict[str, Any]:
 def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return configuration and manifest of the run, or the file of weights, that is asked for."""
     if request["run"] is not None:
-        if request["objective"] is not None:
-            raise ValueError(f"objective={request['objective']} must not be given with run: the run has it")
+        for key in ("objective", "latents"):
+            if request[key] is not None:
+                raise ValueError(f"{key}={request[key]} must not be given with run: the run has it")
         return read_run(request["run"])
     if request["checkpoint"] is None:
         raise ValueError("run=FOLDER or checkpoint=FILE must be given")
-    return read_weights_file(Path(request["checkpoint"]), request["objective"])
+    return read_weights_file(Path(request["checkpoint"]), request["objective"], request["latents"])
 
 
 def source_name(request: dict[str, Any]) -> str:

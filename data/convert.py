@@ -66,8 +66,10 @@ def main(cfg: DictConfig) -> None:
     with user_mistakes():
         request = configuration.resolve(cfg)
         chosen, path = check_request(request), Path(request["source"])
-        print("\n  ".join([f"format={request['format']}: {chosen.about}. Assumed:", *chosen.assumptions()]))
         source = chosen.open(path)
+        told = {key: value for key, value in source.told.items() if request.get(key) is None}
+        chosen = replace(chosen, **told)
+        print("\n  ".join([f"format={request['format']}: {chosen.about}. Assumed:", *chosen.assumptions()]))
         sampled = check_numbers(chosen, source, path)
         manifest = describe(request, chosen, source, sampled)
         with LatentWriter(request["out"], manifest) as writer:
@@ -105,7 +107,7 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
     if not source.count:
         raise ValueError(f"source={path} holds no entries")
     if chosen.hflip and source.at is None:
-        some = "maskdit_lmdb, repa, edm2"
+        some = "maskdit_lmdb, repa, lightningdit, edm2"
         raise ValueError(f"hflip=true needs a format whose entries can be read in any order: {some}")
     if chosen.hflip and source.count % 2:
         raise ValueError(f"source={path}: {source.count} entries are not images and their flips: hflip=false")

@@ -10,18 +10,22 @@ Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 import io
 import math
 import tarfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 
 from data.images import Files
 from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MAX_CLASSES
 from data.unpickle import unpickle_array
-from runtime.arrays import ZIP_ERRORS, parse_array, read_array
+from runtime.arrays import ZIP_ERRORS, check_stored, parse_array, read_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
@@ -33,6 +37,7 @@ MAX_NOTE_BYTES = 2**16
 TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, LookupError)
 TAR_ERRORS += (OverflowError, RecursionError, MemoryError)
 HFLIP_MARGIN = 0.2  # of correlations: chance gives less
+SHARD_KEYS, STATISTICS_FILE = ("latents", "latents_flip", "labels"), "latents_stats.pt"  # LightningDiT
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
 
@@ -44,12 +49,14 @@ class Source:
         labels: (count,) int64, or None.
         at: returns one entry (C', H, W); None where they can only be read in order.
         in_order: yields the entries, where `at` is None.
+        told: what the source itself says, in place of assumptions of its Format.
     """
 
     count: int
     labels: np.ndarray | None
     at: Callable[[int], np.ndarray] | None = None
     in_order: Callable[[], Iterator[np.ndarray]] | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     def entries(self) -> Iterator[np.ndarray]:
         """Yield each entry (C', H, W) in order."""
@@ -233,6 +240,58 @@ def open_npy_zip(path: Path) -> Source:
     return Source(len(names), read_labels(files, names), at)
 
 
+def open_safetensors(path: Path) -> Source:
+    """Open a folder of LightningDiT: .safetensors files with `latents`, `latents_flip` and `labels`, and the
+    mean and standard deviation of each channel in latents_stats.pt.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"source={path} holds no .safetensors files")
+    opened, labels = [], []
+    for file in files:
+        try:
+            tensors = safe_open(file, "pt")
+            counts = [tensors.get_slice(key).get_shape()[0] for key in SHARD_KEYS]
+            labels.append(tensors.get_tensor("labels").numpy())
+        except (SafetensorError, IndexError) as error:
+            raise ValueError(
+                f"{file} is damaged, or lacks one of {', '.join(SHARD_KEYS)}: {error}"
+            ) from error
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"{file} has {counts} entries of {', '.join(SHARD_KEYS)}: must be as many of each"
+            )
+        opened.append(tensors)
+    starts = list(accumulate(map(len, labels), initial=0))
+    half = starts[-1]
+
+    def at(i: int) -> np.ndarray:
+        is_flip, i = divmod(i, half)
+        j = bisect(starts, i) - 1
+        entries = opened[j].get_slice(SHARD_KEYS[is_flip])
+        return entries[i - starts[j] : i - starts[j] + 1][0].float().numpy()
+
+    mean, std = _channel_statistics(path / STATISTICS_FILE)
+    told = {"shift": mean, "scale": tuple(1 / each for each in std)}
+    return Source(2 * half, np.concatenate([*labels, *labels]).astype(np.int64), at, told=told)
+
+
+def _channel_statistics(file: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} not found: it has the mean and the standard deviation of each channel"
+        )
+    check_stored(file)
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        mean, std = (tuple(found[key].double().flatten().tolist()) for key in ("mean", "std"))
+    except Exception as error:  # damaged bytes make torch raise almost anything
+        raise ValueError(f"{file} is damaged, or does not hold the tensors mean and std") from error
+    if len(mean) != len(std) or not all(map(math.isfinite, mean + std)) or min(std, default=0) <= 0:
+        raise ValueError(f"{file} must have a mean and a standard deviation above 0 for each channel")
+    return mean, std
+
+
 class _Headers(io.FileIO):
     """A tar of which only headers are read; bounds what these declare of notes, which tarfile reads."""
 
@@ -338,6 +397,14 @@ FORMATS = {
         stored_as="mean_std",
         scaled=False,
         encoder=SD_VAE_MSE,
+    ),
+    "lightningdit": Format(
+        "LightningDiT's extract_features.py: a folder of .safetensors files and latents_stats.pt",
+        open_safetensors,
+        stored_as="samples",
+        scaled=False,
+        hflip=True,
+        encoder="hustvl/vavae-imagenet256-f16d32-dinov2",
     ),
     "edm2": Format(
         "zip or folder of EDM2's dataset_tool encode: .npy files and dataset.json",

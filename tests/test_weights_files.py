@@ -11,10 +11,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from builders import config as configuration
 from builders.public import CONFIG
-from builders.sampling import open_run, open_weights_file
+from builders.sampling import check_sampling, open_run, open_weights_file
+from data import LatentManifest, LatentWriter
 from tests.programs import start
-from tests.runs import tiny_run
+from tests.runs import composed, tiny_run
 from training.run_folder import RunFolder
 
 WIDTH, HEADS, DEPTH, PATCH, CHANNELS, SIDE, CLASSES = 384, 6, 7, 2, 4, 8, 10
@@ -62,11 +64,68 @@ class PublicDiT(nn.Module):
         return torch.einsum("nijpqc->ncipjq", h.view(N, g, g, p, p, -1)).reshape(N, -1, g * p, g * p)
 
 
-def public(learn_sigma):
+class PublicLightningDiT(nn.Module):
+    """A LightningDiT written from its description, with the names of its checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        D, inner, d = WIDTH, 2 * 4 * WIDTH // 3, WIDTH // HEADS
+        self.x_embedder = nn.ModuleDict({"proj": nn.Conv2d(CHANNELS, D, PATCH, PATCH)})
+        self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(256, D), nn.SiLU(), nn.Linear(D, D))})
+        self.y_embedder = nn.ModuleDict({"embedding_table": nn.Embedding(CLASSES + 1, D)})
+        self.pos_embed = nn.Parameter(torch.randn(1, (SIDE // PATCH) ** 2, D), requires_grad=False)
+        self.feat_rope = nn.Module()  # its tables are in the file
+        self.feat_rope.register_buffer("freqs_cos", torch.zeros((SIDE // PATCH) ** 2, d))
+        self.feat_rope.register_buffer("freqs_sin", torch.zeros((SIDE // PATCH) ** 2, d))
+        self.blocks = nn.ModuleList()
+        for _ in range(DEPTH):
+            attn = nn.ModuleDict({"qkv": nn.Linear(D, 3 * D), "proj": nn.Linear(D, D)})
+            mlp = nn.ModuleDict({"w12": nn.Linear(D, 2 * inner), "w3": nn.Linear(inner, D)})
+            block = {"norm1": nn.RMSNorm(D), "norm2": nn.RMSNorm(D), "attn": attn, "mlp": mlp}
+            block["adaLN_modulation"] = nn.Sequential(nn.SiLU(), nn.Linear(D, 6 * D))
+            self.blocks.append(nn.ModuleDict(block))
+        last = {"norm_final": nn.RMSNorm(D), "linear": nn.Linear(D, PATCH**2 * CHANNELS)}
+        last["adaLN_modulation"] = nn.Sequential(nn.SiLU(), nn.Linear(D, 2 * D))
+        self.final_layer = nn.ModuleDict(last)
+
+    def turned(self, q):  # (N, T, H, d): half of each head by the row, half by the column, pair by pair
+        d, side = WIDTH // HEADS, SIDE // PATCH
+        speed = 10000.0 ** -(torch.arange(0, d // 2, 2) / (d // 2))
+        rows, columns = torch.arange(side).repeat_interleave(side), torch.arange(side).repeat(side)
+        angles = torch.cat([rows[:, None] * speed, columns[:, None] * speed], dim=1)  # (T, d / 2)
+        pairs = torch.view_as_complex(q.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones(()), angles)[:, None]).flatten(-2)
+
+    def forward(self, x, t, y):
+        N, D = x.shape[0], WIDTH
+        norm = lambda module, h: h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.weight  # noqa: E731
+        h = self.x_embedder["proj"](x).flatten(2).transpose(1, 2) + self.pos_embed
+        angles = t[:, None] * torch.exp(-math.log(10000) * torch.arange(128) / 128)
+        c = self.t_embedder["mlp"](torch.cat([angles.cos(), angles.sin()], dim=1))
+        c = c + self.y_embedder["embedding_table"](y)
+        for block in self.blocks:
+            a, b, gate, d, e, gate2 = block["adaLN_modulation"](c)[:, None].chunk(6, dim=2)
+            inner = norm(block["norm1"], h) * (1 + b) + a
+            q, k, v = block["attn"]["qkv"](inner).view(N, -1, 3, HEADS, D // HEADS).unbind(2)
+            weights = torch.einsum("nqhd,nkhd->nhqk", self.turned(q), self.turned(k))
+            weights = weights.div(math.sqrt(D // HEADS)).softmax(-1)
+            mixed = torch.einsum("nhqk,nkhd->nqhd", weights, v).reshape(N, -1, D)
+            h = h + gate * block["attn"]["proj"](mixed)
+            gated, value = block["mlp"]["w12"](norm(block["norm2"], h) * (1 + e) + d).chunk(2, dim=-1)
+            h = h + gate2 * block["mlp"]["w3"](F.silu(gated) * value)
+        shift, scale = self.final_layer["adaLN_modulation"](c)[:, None].chunk(2, dim=2)
+        h = self.final_layer["linear"](norm(self.final_layer["norm_final"], h) * (1 + scale) + shift)
+        g, p = SIDE // PATCH, PATCH
+        return torch.einsum("nijpqc->ncipjq", h.view(N, g, g, p, p, -1)).reshape(N, -1, g * p, g * p)
+
+
+def public(learn_sigma, kind=PublicDiT):
     torch.manual_seed(0)
-    net = PublicDiT(learn_sigma)
-    for parameter in net.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.05
+    net = PublicDiT(learn_sigma) if kind is PublicDiT else kind()
+    for name, parameter in net.named_parameters():
+        # Large queries and keys, or attention would be a mean, and positions would not matter.
+        parameter.data = torch.randn_like(parameter) * (0.1 if "qkv.weight" in name else 0.05)
+        parameter.data += 1.0 if "norm" in name else 0.0
     return net.eval()
 
 
@@ -82,6 +141,12 @@ def saved_as(code, net, file):
             "ema": state | {"projectors.0.0.weight": torch.zeros(3, 3)},
             "steps": 4,
         },
+        "lightning": lambda: {
+            "model": {},
+            "ema": state,
+            "opt": {},
+            "config": {"train": {"max_steps": 80000}},
+        },
         "tread": lambda: {"ema": {f"module.{k}": v for k, v in state.items()}},
     }[code]()
     torch.save(content, file)
@@ -93,6 +158,7 @@ CASES = {
     "dit_training": ("ddpm", True),
     "sit": ("sit", True),
     "repa": ("flow", False),
+    "lightning": ("sit", False),
     "tread": ("edm", False),
 }
 
@@ -116,7 +182,8 @@ def denoised_by_the_paper(objective, net, x, t, y):
 @pytest.mark.parametrize("code", CASES)
 def test_files_of_public_code_give_its_outputs(code, tmp_path):
     objective, learn_sigma = CASES[code]
-    net, file = public(learn_sigma), tmp_path / f"{code}.pt"
+    kind = PublicLightningDiT if code == "lightning" else PublicDiT
+    net, file = public(learn_sigma, kind), tmp_path / f"{code}.pt"
     saved_as(code, net, file)
     opened = open_weights_file(file, objective)
     t = {"ddpm": 700.0, "edm": 1.7}.get(objective, 0.6)
@@ -126,6 +193,30 @@ def test_files_of_public_code_give_its_outputs(code, tmp_path):
         torch.testing.assert_close(opened.precond(x, torch.tensor(t), y), expected, rtol=1e-3, atol=1e-4)
     assert opened.details["data"]["manifest"]["scale"] == 0.18215
     assert bool(opened.precond.net.routes) == (objective in ("edm", "flow")), "what sparse guidance needs"
+
+
+def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
+    """By a folder of them: a file does not say how they are scaled."""
+    state = public(False).state_dict()
+    state["x_embedder.proj.weight"] = torch.zeros(WIDTH, 6, PATCH, PATCH)
+    state["final_layer.linear.weight"] = torch.zeros(6 * PATCH**2, WIDTH)
+    state["final_layer.linear.bias"] = torch.zeros(6 * PATCH**2)
+    torch.save(state, tmp_path / "six.pt")
+    with pytest.raises(ValueError, match=r"latents of 6 channels, not those of .*: give latents=FOLDER"):
+        open_weights_file(tmp_path / "six.pt", "sit")
+    scale = tuple(0.1 * (i + 1) for i in range(6))
+    manifest = LatentManifest(2, (6, SIDE, SIDE), "float32", "samples", CLASSES, "OWNER/NAME", scale=scale)
+    with LatentWriter(tmp_path / "latents", manifest) as writer:
+        writer.append(np.zeros((2, 6, SIDE, SIDE), np.float32), np.zeros(2, np.int64))
+    opened = open_weights_file(tmp_path / "six.pt", "sit", latents=str(tmp_path / "latents"))
+    assert opened.details["data"]["manifest"]["scale"] == scale
+    for asked, told in (
+        (f"checkpoint={tmp_path}/six.pt objective=sit", "give latents=FOLDER"),
+        (f"run={tmp_path} latents=x", "latents=x must not be given with run"),
+    ):
+        request = configuration.resolve(composed(*asked.split(), config_name="sample"))
+        with pytest.raises(ValueError, match=told):
+            check_sampling(request)
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,7 @@ KEYS = {
         ("run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
         ("run=r checkpoint=5", "not found: run=r has steps 4"),
         ("checkpoint=file objective=noise", "must be one of edm, flow, sit, ddpm"),
+        ("run=r latents=x", "must not be given with run: the run has it"),
         ("run=r num_samples=0", POSITIVE),
         ("run=r batch_size=0", POSITIVE),
         ("run=r first_seed=-1", f"{NOT_NEGATIVE}, and the last seed less than 4294967296"),

@@ -17,7 +17,9 @@ COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
 # Where public code keeps weights in its files, averaged ones first: DiT, SiT, REPA and MaskDiT, TREAD.
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
 KEYS = "model/size, model/block, model.num_prefix_tokens, model.learn_sigma"  # of the network's shapes
-IGNORED = ("projectors.",)  # heads of an alignment that samples do not need: REPA
+# Heads of an alignment that samples do not need: REPA; a table that follows from the sizes: LightningDiT.
+IGNORED = ("projectors.", "feat_rope.")
+RENAMED = {".mlp.w12.": ".mlp.fc1.", ".mlp.w3.": ".mlp.fc2."}  # LightningDiT
 MAX_ERROR = 300  # characters of what torch has to say of weights
 
 
@@ -133,4 +135,6 @@ def _strip(name: str) -> str:
     name = name.replace(COMPILED, "")
     while prefix := next((prefix for prefix in WRAPPERS if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
+    for public, own in RENAMED.items():
+        name = name.replace(public, own)
     return name

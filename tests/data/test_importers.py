@@ -13,8 +13,10 @@ from dataclasses import replace
 import lmdb
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from data import convert, open_latents
 from data.importers import FORMATS
@@ -296,6 +298,40 @@ def test_edm2(tmp_path):
     assert dataset.manifest.std == 0.5
 
 
+def write_lightningdit(folder, stats=None, sizes=(10, 14), **changed):
+    """Two shards, and statistics that differ from channel to channel."""
+    folder.mkdir()
+    start = 0
+    for i, size in enumerate(sizes):
+        part = slice(start, start := start + size)
+        tensors = {
+            "latents": MEAN[part],
+            "latents_flip": MEAN[part, ..., ::-1],
+            "labels": LABELS[part],
+        } | changed
+        tensors = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in tensors.items()}
+        save_file(tensors, folder / f"latents_rank00_shard{i:03d}.safetensors")
+    stats = {"mean": torch.tensor(VAVAE_MEAN), "std": torch.tensor(STDS)[None]} if stats is None else stats
+    torch.save(stats, folder / "latents_stats.pt")
+    return folder
+
+
+VAVAE_MEAN = np.array([0.5, -0.2, 0.0, 0.1], np.float32).reshape(1, 4, 1, 1)
+
+
+def test_lightningdit(tmp_path, capsys):
+    """Images and flips of all shards in order, and the statistics of each channel as shift and scale."""
+    dataset = run(write_lightningdit(tmp_path / "vavae"), tmp_path / "out", "lightningdit")
+    close(dataset.stored[:, 0], MEAN)
+    close(dataset.stored[:, 1], MEAN[..., ::-1])
+    assert np.array_equal(dataset.labels, LABELS)
+    assert dataset.manifest.shift == pytest.approx((0.5, -0.2, 0.0, 0.1))
+    assert dataset.manifest.scale == pytest.approx(tuple(1 / STDS.ravel()))
+    seen = dataset.manifest.to_means(dataset.read(np.arange(COUNT))[0])
+    close(seen.numpy()[:, 0] if seen.dim() == 5 else seen.numpy(), (MEAN - VAVAE_MEAN[0]) / STDS)
+    assert "shift=(0.5, -0.2" in capsys.readouterr().out
+
+
 def test_repa_and_edm2_are_distinguished_by_their_numbers(tmp_path):
     with pytest.raises(UserError, match=r"a mean of 1.0\d in channel 0.*another range of pixels"):
         run(write_edm2(tmp_path / "edm2"), tmp_path / "out", "repa")
@@ -371,6 +407,13 @@ def break_order(folder):
         ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are <U1, not numbers"),
         ("tread_wds", lambda p: write_tread(p, labels=[10**30] * COUNT), None, (), "cls is .*, must be less than 1000000"),
         ("tread_wds", lambda p: p.mkdir(), None, (), r"holds no .tar files"),
+        ("lightningdit", lambda p: p.mkdir(), None, (), r"holds no .safetensors files"),
+        ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_rank00_shard001.safetensors"), (), r"shard001.safetensors is damaged, or lacks"),
+        ("lightningdit", lambda p: write_lightningdit(p, sizes=(24,), labels=LABELS[1:]), None, (), r"has \[24, 24, 23\] entries of"),
+        ("lightningdit", write_lightningdit, lambda p: (p / "latents_stats.pt").unlink(), (), "latents_stats.pt not found"),
+        ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_stats.pt"), (), "latents_stats.pt is damaged"),
+        ("lightningdit", lambda p: write_lightningdit(p, {"mean": 1}), None, (), "does not hold the tensors mean and std"),
+        ("lightningdit", lambda p: write_lightningdit(p, dict.fromkeys(("mean", "std"), torch.zeros(4))), None, (), "standard deviation above 0"),
         ("repa", lambda p: write_npy_folder(p, [*mean_std()[1:], MEAN[0]]), None, (), "entries must all be of one shape"),
     ],
 )  # fmt: skip
