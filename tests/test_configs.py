@@ -18,11 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 from builders import config as configuration
 from builders.auto import resolve_auto
 from builders.kept_tokens import KeptTokensLoss
-from builders.network import build_loss, build_net, build_precond
+from builders.network import build_loss, build_net, build_precond, build_sampler
 from builders.rules import check_groups
 from builders.schemas import RoutingConfig
 from data import LatentManifest, LatentWriter
-from diffusion import EDMLoss, EDMPrecond, edm_sampler
+from diffusion import EDMLoss, EDMPrecond, FlowPath, edm_sampler
 from models import DiT
 from models.blocks import BLOCKS
 from routing import RoutePlan, norm_router
@@ -225,6 +225,22 @@ def test_sprint_is_a_sparse_middle_that_is_fused():
         dit["model"].pop(key)
     assert (sprint.pop("method"), dit.pop("method")) == ("sprint", "dit")
     assert sprint == dit
+
+
+def test_the_row_of_lightningdit_and_its_twin_differ_in_the_routes_alone():
+    (dense, _), (routed, net) = (
+        built(f"experiment=imagenet256_lightningdit_{name}_80k", "data.path=x") for name in ("dense", "tread")
+    )
+    assert net.latent_shape == (32, 16, 16) and net.num_tokens == 256
+    assert routed["model"].pop("routes") and not dense["model"].pop("routes")
+    for config, method in ((dense, "dit"), (routed, "tread")):
+        assert config.pop("method") == method
+        assert config.pop("run_name") and config.pop("output_dir")
+    assert dense == routed
+    times = build_sampler(routed).keywords["times"](FlowPath(), 250)
+    public = torch.linspace(0, 1, 251, dtype=torch.float64)  # from noise to data
+    public = 0.3 * public / (1 + (0.3 - 1) * public)
+    torch.testing.assert_close(times, 1 - public[:-1])
 
 
 def test_the_stages_of_sprint_are_one_network():

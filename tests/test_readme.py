@@ -28,7 +28,22 @@ from tests.runs import ROOT, composed
 
 FOLDERS = ("training", "routing", "models", "diffusion", "data", "evaluation", "benchmarks")
 SOURCES = (*FOLDERS, "builders", "runtime", "configs", "examples", "tests")
-PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "SPRINT", "REPA", "MaskDiT", "PRX"}
+PAPERS = {
+    "TREAD",
+    "DiT",
+    "EDM",
+    "EDM2",
+    "ADM",
+    "KID",
+    "CFG",
+    "SiT",
+    "SG",
+    "SPRINT",
+    "REPA",
+    "MaskDiT",
+    "PRX",
+    "LightningDiT",
+}
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 PAGES = {document.parent.name: document.read_text() for document in DOCUMENTS[1:]}
 README = DOCUMENTS[0].read_text()
@@ -182,7 +197,6 @@ def test_keys_that_are_cited_are_in_the_references():
 
 # What models/README.md calls absent, and a word that code of it could hardly do without.
 ABSENT = {
-    "LightningDiT": "lightning",
     "REPA": "alignment",
     "text to image": "text_embed|coco",
     "two routes with a loss of their own": "ensemble",
