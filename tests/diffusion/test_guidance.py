@@ -22,7 +22,9 @@ from diffusion import (
 from diffusion.generate import cost_of_evaluations
 from diffusion.guidance import predict
 from models import DiT
-from routing import Routing
+from models.blocks import BLOCKS
+from models.rejoin import Fuse, Mask
+from routing import Routing, grid_router
 from runtime.launch import ALONE
 from tests.networks import PAPER, small_batch, small_dit
 
@@ -73,6 +75,30 @@ def test_scale_one_is_conditional_at_the_cost_of_one(guidance):
     guidance.load(lambda run, checkpoint: EDMPrecond(small_dit([PAPER], depth=6)).eval())
     assert torch.equal(guidance(strong(evaluations=counted))(X, T), D(LABELS))
     assert counted.total() == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*({"block": kind} for kind in BLOCKS), {"router": grid_router, "rejoin": Fuse}, {"rejoin": Mask}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "guidance", [CFG(2.0), SparseGuidance(2.0), PathDropGuidance(2.0)], ids=lambda g: type(g).__name__
+)
+def test_every_backbone_is_guided_and_an_image_is_the_same_alone(options, guidance):
+    """With a prefix; guidance makes another image."""
+    precond = EDMPrecond(small_dit([PAPER], num_prefix_tokens=2, **options)).eval()
+    noise = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def sample(guidance, ids):
+        draws = [torch.Generator().manual_seed(i) for i in ids]
+        own = lambda num: torch.stack([torch.rand(num, generator=draw) for draw in draws])  # noqa: E731
+        return edm_sampler(guidance(Branch(precond, LABELS[ids], rand=own)), noise[ids], num_steps=3)
+
+    guided = sample(guidance, range(4))
+    assert guided.isfinite().all()
+    torch.testing.assert_close(guided[2:3], sample(guidance, range(2, 3)), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(guided, sample(CFG(1.0), range(4)), atol=1e-2)
 
 
 def test_the_first_channels_alone_may_be_guided():
