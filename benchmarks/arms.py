@@ -5,8 +5,8 @@ masked, and each kind of block dense and routed.
     python -m benchmarks.arms OUT --arms dense tread --seeds 0 1    some
 
 Each arm is trained by train.py and scored by fid.py, in OUT; the same command goes on. The record is written
-after every seed of an arm, and the table of all of them is printed in the end. Seconds are not compared: jobs
-share the cores.
+after every seed of an arm, and the table of all of them is printed in the end. Everything runs on the CPU.
+Seconds are not compared: jobs share the cores.
 """
 
 import argparse
@@ -88,9 +88,9 @@ def main() -> None:
     """Train and score what is not in the record, and print the table."""
     asked = parse()
     about = environment(torch.device("cpu")) | {"tiny": asked.tiny}
-    about |= {"steps": asked.steps, "num_samples": asked.num_samples, "num_steps": asked.num_steps}
+    fixed = {"steps": asked.steps, "num_samples": asked.num_samples, "num_steps": asked.num_steps}
     asked.out.mkdir(parents=True, exist_ok=True)
-    record = Record("arms", asked.out, about)
+    record = Record("arms", asked.out, about | fixed, tuple(fixed))
     # Seed by seed: where time is short, all arms have as many.
     todo = [(arm, seed) for seed in asked.seeds for arm in asked.arms]
     todo = [each for each in todo if name_of(*each) not in record.done()]
@@ -178,7 +178,8 @@ def _start(program: str, run: Path, *overrides: str) -> None:
     """Run a program of the project; its output goes to a file beside the run."""
     command = [sys.executable, program, *overrides]
     with run.with_suffix(".log").open("ab") as log:
-        subprocess.run(command, cwd=PROJECT, stdout=log, stderr=subprocess.STDOUT, check=True)
+        on_cpu = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+        subprocess.run(command, cwd=PROJECT, env=on_cpu, stdout=log, stderr=subprocess.STDOUT, check=True)
 
 
 if __name__ == "__main__":

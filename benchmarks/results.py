@@ -31,14 +31,18 @@ def write_results(
 
 
 class Record:
-    """The record of a stage, written after every setting, which the same code and device continue."""
+    """The record of a stage, written after every setting, which the same code and device continue.
 
-    def __init__(self, name: str, folder: Path, environment: Mapping[str, Any]):
+    Args:
+        fixed: further keys of the environment that must be the same.
+    """
+
+    def __init__(self, name: str, folder: Path, environment: Mapping[str, Any], fixed: Sequence[str] = ()):
         self.file, self.rows = _file_of(name, environment, folder), []
         self.environment = {"date": date.today().isoformat(), **environment}
         if self.file.exists():
             earlier, self.rows = read_environment(self.file), read_results(self.file)
-            for key in ("source_sha256", "tiny"):
+            for key in ("source_sha256", "tiny", *fixed):
                 if earlier[key] != str(environment[key]):
                     now = f"{earlier[key]}, not {environment[key]}"
                     raise ValueError(f"{self.file} is of {key} {now}: give another folder")

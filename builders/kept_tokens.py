@@ -22,7 +22,7 @@ class KeptTokensLoss:
 
     Args:
         reconstruction_weight: of the error of the other tokens against what the network was given there, a
-            mean over them. DEVIATION: the input of the network has unit variance; the public code of
+            mean over them. DEVIATION: the input of EDM's network has about unit variance; the public code of
             [MaskDiT] normalises each patch of x + n instead, which a patch of one number does not allow.
     """
 
@@ -48,10 +48,12 @@ class KeptTokensLoss:
             noise = [torch.rand(shape, generator=generator, device=x.device) for _ in self.net.routes]
             routing = replace(routing, noise=noise)
             kept = self._kept(routing, x)  # (N, T)
-            weight = self._weight(kept, x)  # (N, H, W)
-            mask = weight if mask is None else mask * weight
+            of_kept, of_others = (self._weight(chosen, x) for chosen in (kept, 1 - kept))  # (N, H, W)
+            if mask is not None:
+                of_kept, of_others = mask * of_kept, mask * of_others
+            mask = of_kept
             if self.reconstruction_weight:
-                reconstruct = self.reconstruction_weight * self._weight(1 - kept, x)  # (N, H, W)
+                reconstruct = self.reconstruction_weight * of_others
         return self.loss(
             *(precond, x, class_labels),
             t=t,

@@ -59,8 +59,9 @@ def read_weights_file(
     check_choice("objective", objective, tuple(OBJECTIVES))
     sizes = sizes_of(shapes_by_name(file), file)
     keys = [f"{key}={value}".lower() for key, value in sizes.items()]
-    # A file of TREAD was trained with routes, which sparse guidance takes.
-    model = "tread" if objective in ("edm", "flow") else "dit"
+    # A file of TREAD may have been trained with routes, which sparse guidance takes.
+    is_lightning = sizes["model.block"] == "lightning"
+    model = "tread" if objective in ("edm", "flow") or is_lightning else "dit"
     config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
     if latents is not None:

@@ -12,6 +12,7 @@ POSITIVE = ("total_steps", "batch_size", "log_every", "save_every", "keep_last",
 POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every")
 POSITIVE_OR_NULL += ("max_time_sec",)
 STREAMED_DATA = "data.open_shards"
+RECONSTRUCTS = "diffusion.EDMPrecond"
 SYNTHETIC_DATA = "data.synthetic"
 # Option of model/routes that each routed method is known for.
 ROUTES = {"tread": "paper", "sprint": "sprint"}
@@ -89,10 +90,12 @@ def check_groups(config: dict[str, Any]) -> None:
         raise ValueError(
             "train.kept_tokens_only=true needs model/router=random: the loss must know the kept tokens"
         )
-    if train["reconstruction_weight"] and not train["kept_tokens_only"]:
-        raise ValueError(
-            f"train.reconstruction_weight={train['reconstruction_weight']} needs train.kept_tokens_only=true"
-        )
+    if weight := train["reconstruction_weight"]:
+        if not train["kept_tokens_only"]:
+            raise ValueError(f"train.reconstruction_weight={weight} needs train.kept_tokens_only=true")
+        # Flow predicts x_in by a velocity of 0, and DDPM's D_x is off by 1 / alpha times the error.
+        if config["diffusion"]["precond"]["_target_"] != RECONSTRUCTS:
+            raise ValueError(f"train.reconstruction_weight={weight} needs diffusion=edm")
     if data["_target_"] == SYNTHETIC_DATA:
         check_synthetic(data)
     if "num_images" in data:

@@ -38,6 +38,7 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 
 NUM_SAMPLED = 512
 ENTRIES_AT_ONCE = 256
+TELL_THEIR_SCALE = ("lightningdit",)
 ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale")
 
 
@@ -91,7 +92,8 @@ def check_request(request: dict[str, Any]) -> Format:
             check_positive(key, request[key])
     check_not_negative("num_held_out", request["num_held_out"])
     encoder = PUBLISHED.get(request["encoder"], request["encoder"])
-    if encoder not in (None, SD_VAE, SD_VAE_MSE) and request["scale"] is None:
+    is_scale_known = request["scale"] is not None or request["format"] in TELL_THEIR_SCALE
+    if encoder not in (None, SD_VAE, SD_VAE_MSE) and not is_scale_known:
         rule = "may have another scale than the assumed one: give scale=NUMBER as well"
         raise ValueError(f"encoder={encoder} {rule}")
     if not Path(request["source"]).exists():

@@ -8,6 +8,9 @@ from diffusion.objective import Loss, Precond
 from diffusion.path import FlowPath
 from runtime.errors import check_choice, check_not_negative, check_positive
 
+# DEVIATION: lengths below it count as this one. A network starts at v = 0, where the gradient of the angle
+# has no bound, and the optimizer would remember it for many steps.
+MIN_NORM = 0.1
 DISTRIBUTIONS = ("logit_normal", "uniform")
 
 
@@ -92,7 +95,8 @@ class FlowLoss(Loss):
         v, u = precond.velocity(precond.predicted(F_x, x)), eps - x
         error = (v - u) ** 2
         if self.cosine_weight:
-            error = error + self.cosine_weight * (1 - F.cosine_similarity(v, u, dim=1)).unsqueeze(1)
+            cosine = F.cosine_similarity(v, u, dim=1, eps=MIN_NORM)  # (N, H, W)
+            error = error + self.cosine_weight * (1 - cosine).unsqueeze(1)
         return error
 
 

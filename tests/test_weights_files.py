@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+import sample
 from builders import config as configuration
 from builders.public import CONFIG
 from builders.sampling import check_sampling, open_run, open_weights_file
@@ -192,7 +193,8 @@ def test_files_of_public_code_give_its_outputs(code, tmp_path):
         expected = denoised_by_the_paper(objective, net, x, t, y)
         torch.testing.assert_close(opened.precond(x, torch.tensor(t), y), expected, rtol=1e-3, atol=1e-4)
     assert opened.details["data"]["manifest"]["scale"] == 0.18215
-    assert bool(opened.precond.net.routes) == (objective in ("edm", "flow")), "what sparse guidance needs"
+    has_routes = objective in ("edm", "flow") or code == "lightning"
+    assert bool(opened.precond.net.routes) == has_routes, "what sparse guidance needs"
 
 
 def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
@@ -210,6 +212,20 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
         writer.append(np.zeros((2, 6, SIDE, SIDE), np.float32), np.zeros(2, np.int64))
     opened = open_weights_file(tmp_path / "six.pt", "sit", latents=str(tmp_path / "latents"))
     assert opened.details["data"]["manifest"]["scale"] == scale
+    # A network that predicts no change draws noise, which this scale and shift make white.
+    white = LatentManifest(
+        2, (3, SIDE, SIDE), "float32", "samples", CLASSES, "identity", scale=100.0, shift=1.0
+    )
+    with LatentWriter(tmp_path / "white", white) as writer:
+        writer.append(np.ones((2, 3, SIDE, SIDE), np.float32), np.zeros(2, np.int64))
+    state["x_embedder.proj.weight"] = torch.zeros(WIDTH, 3, PATCH, PATCH)
+    state["final_layer.linear.weight"] = torch.zeros(3 * PATCH**2, WIDTH)
+    state["final_layer.linear.bias"] = torch.zeros(3 * PATCH**2)
+    torch.save(state, tmp_path / "three.pt")
+    asked = ("objective=sit", f"latents={tmp_path}/white", "num_samples=2", "sampler=euler", "num_steps=2")
+    asked += (f"checkpoint={tmp_path}/three.pt", f"output={tmp_path}/white.npz", "compile=false")
+    sample.main(composed(*asked, config_name="sample"))
+    assert np.load(tmp_path / "white.npz")["arr_0"].min() > 230
     for asked, told in (
         (f"checkpoint={tmp_path}/six.pt objective=sit", "give latents=FOLDER"),
         (f"run={tmp_path} latents=x", "latents=x must not be given with run"),

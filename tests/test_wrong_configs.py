@@ -114,7 +114,7 @@ KEYS = {
         ("model.num_prefix_tokens=-1", NOT_NEGATIVE),
         ("model.router._target_=routing.nothing", "must be routing.grid_router or routing.norm_router or routing.ran"),
         ("model/router=grid model.router.side=3", "must divide the side of the grid of tokens, 8"),
-        ("model.rejoin._target_=models.Fuse", f"must be models.rejoin.Bypass or models.rejoin.Fuse, {NAMED}"),
+        ("model.rejoin._target_=models.Fuse", f"must be models.rejoin.Bypass or models.rejoin.Fuse or models.rejoin.Mask, {NAMED}"),
         ("model/rejoin=fuse model.rejoin.path_drop_prob=1", "must be in [0, 1)"),
         ("model/router=norm model.router.weight=1.5", "must be in (0, 1]"),
         ("model.removal=maybe", A_SWITCH),
@@ -274,6 +274,7 @@ KEYS = {
         ("reference=file weights=weights.pth run=nowhere", "is not a run directory (no nowhere/config.yaml)"),
         (f"{RUN} checkpoint=5", "not found: run=r has steps 4"),
         (f"{RUN} objective=edm", "must not be given with run: the run has it"),
+        (f"{RUN} latents=x", "must not be given with run: the run has it"),
         (f"{RUN} num_samples=0", POSITIVE),
         (f"{RUN} batch_size=0", POSITIVE),
         (f"{RUN} first_seed=-1", NOT_NEGATIVE),
@@ -302,7 +303,7 @@ KEYS = {
         (f"{ENCODE} skip_corrupt=maybe", SWITCH),
     ],
     "convert": [
-        ("source=file out=new format=zip", "must be one of tread_wds, maskdit_lmdb, maskdit_wds, repa, edm2"),
+        ("source=file out=new format=zip", "must be one of tread_wds, maskdit_lmdb, maskdit_wds, repa, lightningdit, edm2"),
         ("format=repa out=new source=nowhere", "not found"),
         ("format=repa source=file out=file", "exists: move it away"),
         (f"{CONVERT} num_classes=0", POSITIVE),
@@ -352,6 +353,7 @@ KEYS = {
 # (program, overrides, how the line begins): rules across keys, and what is not a value at all.
 RULES = [
     ("train", "model.depth=2000", "model.depth=2000 must be at most 1000"),
+    ("train", "experiment=ablation_masking diffusion=flow", "train.reconstruction_weight=0.1 needs diffusion=edm"),
     ("train", "train.reconstruction_weight=0.1", "train.reconstruction_weight=0.1 needs train.kept_tokens_only=true"),
     ("train", "model/router=norm train.kept_tokens_only=true", "train.kept_tokens_only=true needs model/router=random"),
     ("train", "model.in_channels=3", "the model takes latents of (3, 8, 8), those of the data are (1, 8, 8)"),

@@ -1,6 +1,6 @@
 """Token mixers in place of attention: one file for each.
 
-    mixer(hidden_size, num_heads, num_tokens) -> module
+    mixer(hidden_size, num_heads, ...) -> module
     module(x, positions) -> x       x (N, L, D) in ascending order of the tokens
     module.flops(length)
 

@@ -6,7 +6,7 @@ w > 0 and u are learned for each channel. T is the number of all tokens, also in
 from token to token is that of the dense network.
 
 DEVIATION: a token is mixed with its neighbours in the sequence, not with those in the grid, so that a window
-of some tokens can be routed.
+of some tokens can be routed; the mean is normalised in groups of channels.
 
 Shapes: N samples, L tokens in the sequence, D channels.
 """
@@ -39,8 +39,9 @@ class SpatialMix(nn.Module):
         """(N, L, D) -> (N, L, D)."""
         of_k, of_v, of_r = (x.lerp(_of_neighbours(x), mix) for mix in self.mix.to(x.dtype))
         k, v, r = self.key(of_k), self.value(of_v), self.receptance(of_r)
-        y = self._weighted_mean(k.float(), v.float())  # (N, L, D)
-        y = self.norm(y.flatten(0, 1)).view_as(y)
+        wide = torch.promote_types(k.dtype, torch.float32)
+        y = self._weighted_mean(k.to(wide), v.to(wide))  # (N, L, D)
+        y = self.norm(y.to(self.norm.weight.dtype).flatten(0, 1)).view_as(y)
         return self.proj(r.sigmoid() * y.to(r.dtype))
 
     def flops(self, length: int) -> int:
@@ -55,8 +56,9 @@ class SpatialMix(nn.Module):
         places = torch.arange(L, device=k.device)
         distance = (places[:, None] - places).abs()  # (L, L)
         # The exponents of all pairs, (D, L, L).
-        decay = -self.log_decay.exp()[:, None, None] * (distance - 1) / self.num_tokens
-        kernel = torch.where(distance == 0, self.bonus[:, None, None], decay).exp()
+        log_decay, bonus = self.log_decay.to(k.dtype), self.bonus.to(k.dtype)
+        decay = -log_decay.exp()[:, None, None] * (distance - 1) / self.num_tokens
+        kernel = torch.where(distance == 0, bonus[:, None, None], decay).exp()
         with torch.autocast(k.device.type, enabled=False):
             total, norm = (kernel @ both).permute(2, 1, 0).split(N)  # (N, L, D) each
         return total / norm.clamp(min=torch.finfo(norm.dtype).tiny)

@@ -12,7 +12,7 @@ from tests.runs import validated
 
 @pytest.mark.parametrize("arm", arms.ARMS)
 def test_every_arm_gets_the_flops_of_the_dense_one(arm):
-    """Give or take half a step, of the work that torch would count."""
+    """Give or take half a step, by the cost model, which tests/models/test_cost.py holds against torch."""
     dense = cost_of(build_net(validated("model=dit"))).dense_training_flops
     own = cost_of(build_net(validated(*arms.ARMS[arm]))).routed_training_flops
     equal = arms.equal_steps(arms.ARMS[arm], 1000)

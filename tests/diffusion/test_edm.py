@@ -163,8 +163,9 @@ def test_the_loss_of_kept_tokens_is_over_pixels_that_every_route_kept(routes, ma
     torch.testing.assert_close(losses, masked * 16 / kept.sum(dim=1).clamp(min=1))
 
 
-def test_what_no_route_kept_is_reconstructed_as_the_network_was_given_it():
-    """In each sample a mean over the kept tokens of the loss, and over the others of |D_x - c_in x|^2."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_no_route_kept_is_reconstructed_as_the_network_was_given_it(masked):
+    """A mean over kept tokens of the loss, and over the others of |D_x - c_in x|^2; masks weight both."""
     net, (x, _, labels) = small_dit([PAPER], class_dropout_prob=0.0).train(), small_batch()
     precond, seen = EDMPrecond(net), []
     predict = precond.predict
@@ -172,7 +173,8 @@ def test_what_no_route_kept_is_reconstructed_as_the_network_was_given_it():
         seen.append((x, t, kwargs["routing"], predict(x, t, *args, **kwargs))) or seen[-1][-1]
     )
     loss = KeptTokensLoss(EDMLoss(), net, 0.3)
-    losses = loss(precond, x, labels, routing=Routing(0.25), generator=torch.Generator().manual_seed(0))
+    mask, generator = torch.rand(4, 8, 8) if masked else None, torch.Generator().manual_seed(0)
+    losses = loss(precond, x, labels, routing=Routing(0.25), mask=mask, generator=generator)
     ((x_t, t, routing, F_x),) = seen
     order = routing.noise[0].argsort(dim=1)
     kept = torch.zeros(4, 16).scatter(1, order[:, :12], 1.0)
@@ -181,6 +183,7 @@ def test_what_no_route_kept_is_reconstructed_as_the_network_was_given_it():
     D_x, c_in = precond.denoised(F_x, x_t, t), 1 / (sigma**2 + 0.25).sqrt()
     of_kept = (D_x - x) ** 2 * (sigma**2 + 0.25) / (sigma * 0.5) ** 2
     of_others = (D_x - c_in * x_t) ** 2
+    of_kept, of_others = (each * mask.unsqueeze(1) if masked else each for each in (of_kept, of_others))
     expected = [of_kept[i][kept[i]].mean() + 0.3 * of_others[i][~kept[i]].mean() for i in range(4)]
     torch.testing.assert_close(losses, torch.stack(expected))
 

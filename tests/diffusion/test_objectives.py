@@ -172,6 +172,13 @@ def test_the_angle_between_velocities_is_that_over_the_channels(from_noise):
     torch.testing.assert_close(both - plain, 0.5 * (1 - angle).mean(dim=(1, 2)), check_dtype=False)
 
 
+def test_the_angle_of_a_network_at_its_start_has_a_bounded_gradient():
+    v = torch.zeros(3, 5, 2, 2, requires_grad=True)
+    x, t = torch.randn(3, 5, 2, 2), torch.full((3,), 0.4)
+    FlowLoss(cosine_weight=1)(FlowPrecond(Field(lambda x_t, t: v)), x, None, t=t).sum().backward()
+    assert v.grad.abs().max() < 10
+
+
 @pytest.mark.parametrize(
     "loss, moments",
     [

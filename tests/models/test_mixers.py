@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models import DiT
 from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
 from models.mixers.state_space import CONV_SIZE
 from tests.networks import PAPER, small_batch, small_dit
@@ -154,6 +155,21 @@ def test_a_routed_window_of_scans_is_one_of_the_kept_tokens_alone(block):
 
 
 @pytest.mark.parametrize("block", ["mamba", "rwkv"])
+def test_what_must_be_exact_is_fp32_under_autocast(block):
+    """Decays and weights over many tokens: all in bf16 would be off by far more."""
+    torch.manual_seed(0)
+    net = DiT(32, 2, 3, 32, 2, 4, num_classes=0, block=block).eval()  # 256 tokens
+    mixer, x = randomised(net.blocks[0].attn), torch.randn(2, 256, 32)
+    exact = mixer.double()(x.double(), net.positions).float()
+    mixer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mixer(x, net.positions).float()
+    assert (found - exact).norm() < 0.02 * exact.norm()
+    bf16 = mixer.bfloat16()(x.bfloat16(), net.positions).float()
+    assert (bf16 - exact).isfinite().all()
+
+
+@pytest.mark.parametrize("block", ["mamba", "rwkv"])
 def test_scans_see_the_order_of_the_tokens(block):
     net = small_dit(block=block).eval()
     x, c = torch.randn(1, 16, 32), torch.randn(1, 1, 32)
@@ -162,7 +178,7 @@ def test_scans_see_the_order_of_the_tokens(block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", ["modern", "mamba", "rwkv"])
+@pytest.mark.parametrize("block", ["modern", "lightning", "mamba", "rwkv"])
 def test_blocks_compile_whole_and_agree(block):
     """Forwards and backwards, with as many tokens as a route keeps and with all."""
     net = randomised(small_dit(block=block, num_prefix_tokens=2))
