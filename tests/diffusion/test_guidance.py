@@ -80,7 +80,7 @@ def test_scale_one_is_conditional_at_the_cost_of_one(guidance):
 @pytest.mark.parametrize(
     "options",
     [*({"block": kind} for kind in BLOCKS), {"router": grid_router, "rejoin": Fuse}, {"rejoin": Mask}],
-    ids=str,
+    ids=[*BLOCKS, "fuse", "mask"],
 )
 @pytest.mark.parametrize(
     "guidance", [CFG(2.0), SparseGuidance(2.0), PathDropGuidance(2.0)], ids=lambda g: type(g).__name__
