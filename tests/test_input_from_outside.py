@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from builders.scoring import read_labels
 from data import read_manifest
@@ -116,8 +117,23 @@ MALICIOUS_FILES = {
     ),
     "repa": (lambda p: read_all(FORMATS["repa"].open(p)), lambda: npy_zip(npy(OBJECTS))),
     "edm2": (lambda p: read_all(FORMATS["edm2"].open(p)), lambda: npy_zip(MALICIOUS)),
+    "lightningdit": (lambda p: FORMATS["lightningdit"].open(p), lambda: statistics_of_pickles()),
     "autoencoder": (lambda p: load_encoder(str(p), torch.device("cpu")), lambda: autoencoder_of_pickles()),
 }
+
+
+def statistics_of_pickles():
+    """Latents of LightningDiT whose statistics are no tensors."""
+    (folder := Path("vavae").resolve()).mkdir()
+    numbers = torch.zeros(2, 4, 8, 8)
+    tensors = {
+        "latents": numbers,
+        "latents_flip": numbers.clone(),
+        "labels": torch.zeros(2, dtype=torch.int64),
+    }
+    save_file(tensors, folder / "shard.safetensors")
+    saved({"mean": Malicious(), "std": Malicious()}, folder / "latents_stats.pt")
+    return folder
 
 
 def autoencoder_of_pickles():

@@ -37,6 +37,7 @@ guidance             diffusion.SparseGuidance             configs/guidance/spars
 model                models.DiT                           configs/model/dit.yaml
 model.rejoin         models.rejoin.Bypass                 configs/model/rejoin/bypass.yaml
 model.rejoin         models.rejoin.Fuse                   configs/model/rejoin/fuse.yaml
+model.rejoin         models.rejoin.Mask                   configs/model/rejoin/mask.yaml
 model.router         routing.grid_router                  configs/model/router/grid.yaml
 model.router         routing.norm_router                  configs/model/router/norm.yaml
 model.router         routing.random_router                configs/model/router/random.yaml
