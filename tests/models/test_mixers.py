@@ -169,6 +169,21 @@ def test_what_must_be_exact_is_fp32_under_autocast(block):
     assert (bf16 - exact).isfinite().all()
 
 
+def test_steps_and_weights_are_fp32_under_autocast(monkeypatch):
+    """The sum of a step and its bias, and what the weighted mean is given."""
+    state_space, spatial, x, seen = StateSpace(D, H), SpatialMix(D, 4, 16), torch.randn(2, 16, D), []
+    scan, weighted = state_space._scan, spatial._weighted_mean
+    monkeypatch.setattr(state_space, "_scan", lambda x, dt, b, c: seen.append(dt) or scan(x, dt, b, c))
+    monkeypatch.setattr(spatial, "_weighted_mean", lambda k, v: seen.extend((k, v)) or weighted(k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        projected = state_space.in_proj(x)[..., -H:]
+        state_space(x, column_ranks(GRID, 0).unsqueeze(0))
+        spatial(x)
+    dt, k, v = seen
+    assert torch.equal(dt[:, 0], F.softplus(projected.float() + state_space.dt_bias)[..., 0])  # along rows
+    assert k.dtype == v.dtype == torch.float32
+
+
 @pytest.mark.parametrize("block", ["mamba", "rwkv"])
 def test_scans_see_the_order_of_the_tokens(block):
     net = small_dit(block=block).eval()
