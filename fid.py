@@ -37,7 +37,7 @@ from data import open_images
 from evaluation import InceptionDetector, make_reference
 from evaluation.files import fingerprint
 from evaluation.suite import code_of, digest_of
-from runtime.config import is_sweep, run_main, user_mistakes
+from runtime.config import as_job, is_sweep, run_main, user_mistakes
 from runtime.files import finite, read_json, sha256, write_json
 from runtime.launch import Launch
 from runtime.machine import PATIENCE, start_process
@@ -48,6 +48,7 @@ configuration.register("fid", ScoreConfig)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
+@as_job
 def main(cfg: DictConfig) -> None:
     """Check what is asked, and do it."""
     with user_mistakes():

@@ -21,7 +21,7 @@ from builders import config as configuration
 from builders.drawing import GRID, draw, parts_of
 from builders.sampling import SampleConfig, check_sampling, folder_of, open_source
 from evaluation.features import COST, COST_KEYS
-from runtime.config import run_main, user_mistakes
+from runtime.config import as_job, run_main, user_mistakes
 from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
 from runtime.machine import PATIENCE, start_process
@@ -33,6 +33,7 @@ configuration.register("sample", SampleConfig)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
+@as_job
 def main(cfg: DictConfig) -> None:
     """Load the averaged weights of a run and sample from them."""
     with user_mistakes():

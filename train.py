@@ -15,11 +15,13 @@ from omegaconf import DictConfig
 from builders import config as configuration
 from builders.schemas import Config
 from builders.trainer import build_trainer, check_files, open_data
-from runtime.config import run_main, user_mistakes
+from runtime.config import as_job, run_main, user_mistakes
 from runtime.lock import TRY_AGAIN
 from runtime.machine import start_process
 from training.fit import run_training
 from training.run_folder import RunFolder, depends_on_total_steps
+from training.stopping import pass_on
+from training.trainer import Trainer
 
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
@@ -27,8 +29,10 @@ configuration.register("train", Config)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
-def main(cfg: DictConfig) -> None:
-    """Compose, validate, build, fit."""
+@as_job
+def main(cfg: DictConfig) -> float | None:
+    """Compose, validate, build, fit; return `sweep_metric`."""
+    configuration.register("train", Config)  # again: a sweep may run its jobs in other processes
     with user_mistakes():
         config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
         run = RunFolder(config["output_dir"])
@@ -47,9 +51,17 @@ def main(cfg: DictConfig) -> None:
         longer = "" if depends_on_total_steps(config) else "raise train.total_steps to continue it, or "
         launch.print(f"{run.path} is finished: {longer}start another with run_name=NAME")
         run.unlock()
-        return
+    else:
+        fit(trainer, run)
+    with user_mistakes():
+        return run.newest(config["sweep_metric"]) if config["sweep_metric"] else None
+
+
+def fit(trainer: Trainer, run: RunFolder) -> None:
+    """Train to the end, or exit."""
     try:
-        if run_training(trainer, run):
+        if reason := run_training(trainer, run):
+            pass_on(reason)
             raise SystemExit(TRY_AGAIN)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None  # it has been reported

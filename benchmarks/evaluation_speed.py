@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torchvision.models import inception_v3
 
-from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.results import Rows, measured
 from evaluation import InceptionDetector, precision_recall
 from evaluation.detectors.inception import NUM_CLASSES, NUM_POOL_FEATURES
+from runtime.memory import peak_gib, reset_peak
 from training.speed import interleaved_seconds
 
 COLUMNS = {

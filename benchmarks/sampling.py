@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.processes import Worker, serve
 from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import compose_config, perturb
@@ -31,6 +30,7 @@ from evaluation.precision import strict_fp32
 from models import cost_of
 from runtime.config import run_main
 from runtime.machine import start_process
+from runtime.memory import peak_gib, reset_peak
 from runtime.provenance import environment
 from training.speed import interleaved_seconds, speedup
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
+from joblib import cpu_count
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -43,6 +43,7 @@ from runtime.config import (
     register_with_hydra,
 )
 from runtime.provenance import flatten
+from runtime.sweep import sweep_arguments
 from runtime.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
 from training.checkpoint import check_checkpoint
 from training.run_folder import RunFolder
@@ -67,6 +68,7 @@ def register(program: str, schema: type) -> None:
         "latent_manifest": partial(_manifest_key, read_manifest),
         "shard_manifest": partial(_manifest_key, read_shard_manifest),
         "recipe": recipe,
+        "share_of_cores": lambda num_jobs: max(1, cpu_count() // max(1, num_jobs)),
     }
     register_with_hydra(program, schema, resolvers)
 
@@ -83,7 +85,9 @@ def _default_run_name(seed: int) -> str:
     parts += ["parity"] if choices.get("parity") == "official" else []
     if hydra.mode == RunMode.MULTIRUN:
         left_out = {*hydra.job.config.override_dirname.exclude_keys}
-        chosen = _chosen_in_sweep(hydra.overrides.task, left_out, _swept_keys(sys.argv[1:]))
+        of_sweeper = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
+        swept = _swept_keys([*sweep_arguments(), *of_sweeper])
+        chosen = _chosen_in_sweep(hydra.overrides.task, left_out, swept)
     else:
         chosen = "_".join(_chosen_groups(hydra.overrides.task))
     name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", chosen]))

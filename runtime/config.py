@@ -1,8 +1,10 @@
-"""Hydra and OmegaConf, whatever is configured: errors in one line, keys, types and targets."""
+"""Hydra and OmegaConf, whatever is configured: errors in one line, jobs of sweeps, keys, types, targets."""
 
+import gc
 import inspect
 import os
 import re
+import shlex
 import sys
 import traceback
 import types
@@ -10,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass, make_dataclass
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runtime.errors import UserError, did_you_mean
 from runtime.lock import TRY_AGAIN, Busy
+from runtime.sweep import record_failure, start_sweep, sweep_arguments, take_failures
 from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
 
 SCHEMA = "_schema"  # the suffix of schemas, beside the files of the same names
@@ -45,6 +48,7 @@ CLEARER = (
     (r"Cannot assign \w+ to Dict\[.*\]", A_GROUP),
     (r"field '[\w.]+' is not Optional", "must not be null"),
     (r"\w+ \(DictConfig\) does not support deletion", "must not be removed"),
+    (r"(Could not load 'hydra/\w+/\w+')\.", r"\1, which `pip install -r requirements-sweeps.txt` brings"),
     (r"list index out of range", "the list has no such item"),
     (
         r"^invalid literal for int\(\) with base 10: ('.*')$",
@@ -68,26 +72,62 @@ def user_mistakes() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        hydra, job = HydraConfig.get() if HydraConfig.initialized() else None, ""
-        if hydra and hydra.mode == RunMode.MULTIRUN:
-            job = f" (in the job {' '.join(hydra.overrides.task)})"
-        raise UserError(f"{error}{job}") from error
+        raise UserError(str(error)) from error
 
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a Hydra application so that a mistake of the user ends in one line; HYDRA_FULL_ERROR=1 shows the
-    traceback.
+    traceback. A sweep ends with the jobs that failed.
     """
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
+    start_sweep(sys.argv[1:])  # if it is one, which Hydra finds out
     try:
         main()
     except (UserError, HydraException, OmegaConfBaseException, ValueError) as error:
+        _end_sweep()  # a sweeper may have found nothing to choose from
         if show_traceback or not (isinstance(error, UserError) or _is_of_hydra(error)):
             raise
         # One write: lines of processes that share a terminal stay intact. `sys.exit(text)` writes twice.
         sys.stderr.write(f"error: {explanation(error, sys.argv[1:])}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
+    _end_sweep()
+
+
+def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+    """Let a job of a sweep fail without ending the sweep, nor leaving its tensors to the next one."""
+
+    @wraps(main)
+    def job(cfg: DictConfig) -> Any:
+        # Where several processes run a job together, a failing one leaves the others in the middle of it.
+        if not is_sweep() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return main(cfg)
+        overrides, constants = HydraConfig.get().overrides.task, sweep_arguments()
+        name = " ".join(text for text in overrides if text not in constants)
+        try:
+            return main(cfg)
+        except UserError as error:
+            sys.stderr.write(f"error: {error} (in the job {name})\n")
+            record_failure(name, str(error), again=isinstance(error.__cause__, Busy))
+        except Exception as error:  # whatever it is: the other jobs are worth more
+            traceback.print_exc()
+            record_failure(name, f"{type(error).__name__}: {error}", again=False)
+        finally:
+            gc.collect()
+        return None
+
+    return job
+
+
+def _end_sweep() -> None:
+    """Say which jobs failed, if any, and exit then."""
+    if failures := take_failures():
+        lines = [f"error: {len(failures)} of the jobs failed:"]
+        lines += [f"  {failure['job']}: {failure['reason']}" for failure in failures]
+        command = shlex.join(["python", *sys.argv])
+        lines.append(f"The same command runs them again, and passes over what is finished: {command}")
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.exit(TRY_AGAIN if all(failure["again"] for failure in failures) else 1)
 
 
 def explanation(error: BaseException, arguments: Sequence[str]) -> str:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 # In order of precedence: where processes have several reasons, the last of them is reported.
 TIME_LIMIT = "the time limit train.max_time_sec"
-REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGTERM")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # variables that torchrun and accelerate set
+REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGUSR2", "SIGTERM")
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# Variables that torchrun, accelerate and hydra/launcher=parallel set.
+LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "TREAD_PARALLEL_JOBS")
 
 
 class StopRequest:
@@ -65,3 +66,12 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name
+
+
+def pass_on(reason: str) -> None:
+    """Have submitit, if it started this process, start it again: what its signal asks for, once all is saved.
+
+    On SIGTERM it is for the scheduler to say whether the job runs again.
+    """
+    if reason in (TIME_LIMIT, "SIGUSR2") and callable(signal.getsignal(signal.SIGUSR2)):
+        signal.raise_signal(signal.SIGUSR2)

@@ -21,4 +21,7 @@ def peak_gib(device: torch.device) -> float:
 
 def _resident_gib(field: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**20
+    found = [int(line.split()[1]) for line in lines if line.startswith(field)]
+    if not found:
+        raise OSError(f"/proc/self/status has no {field}")
+    return found[0] / 2**20

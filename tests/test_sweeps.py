@@ -1,0 +1,281 @@
+"""Sweeps: a job that fails stops no other, finished ones are passed over, launchers and the sweeper of
+requirements-sweeps.txt.
+"""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from builders import config as configuration
+from runtime import config as mechanics
+from runtime.errors import UserError
+from runtime.lock import TRY_AGAIN, Busy
+from runtime.sweep import record_failure, start_sweep
+from tests.programs import start
+from tests.runs import ROOT, TINY, metrics
+from training.run_folder import RunFolder
+from training.stopping import TIME_LIMIT, pass_on
+
+SMALL = (*TINY, "train.total_steps=4", "train.batch_size=4", "train.log_every=2")
+THREE = ("-m", "optimizer.lr=1e-4,-1,3e-4", *SMALL)
+WITHOUT_EXTRAS = "import runpy, sys; sys.modules['hydra_plugins'] = None; sys.argv[0] = 'train.py'; "
+WITHOUT_EXTRAS += f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+extras = pytest.mark.skipif(
+    find_spec("submitit") is None or find_spec("optuna") is None, reason="`make sweeps` installs them"
+)
+
+
+def weights(folder):
+    return load_file(folder / "checkpoints/step_00000004/net.safetensors")
+
+
+def assert_same(folder, other):
+    assert metrics(folder) == metrics(other)
+    ours, theirs = weights(folder), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
+    swept = start("train.py", *THREE, folder=tmp_path, check=False)
+    assert swept.returncode == 1
+    *_, heading, job, again = swept.stderr.splitlines()
+    assert heading == "error: 1 of the jobs failed:"
+    assert job.startswith("  optimizer.lr=-1")
+    assert job.endswith(": optimizer.lr=-1.0 must be greater than 0")
+    assert again.startswith("The same command runs them again, and passes over what is finished: python ")
+    assert again.endswith(" ".join(THREE))
+    folders = sorted((tmp_path / "runs").glob("*/"))
+    assert ["lr-0.0001" in folders[0].name, "lr-0.0003" in folders[1].name, len(folders)] == [True, True, 2]
+    start("train.py", "optimizer.lr=3e-4", "run_name=alone", *SMALL, folder=tmp_path)
+    assert_same(folders[1], tmp_path / "runs/alone")
+    swept = start("train.py", *THREE, folder=tmp_path, check=False)
+    assert swept.returncode == 1, "the record of an earlier sweep does not count"
+    assert (swept.stdout.count("is finished: raise"), swept.stdout.count("Sample from it")) == (2, 0)
+    assert swept.stderr.splitlines()[-3] == heading
+    assert not list((tmp_path / "runs").glob(".sweep*"))
+
+
+@pytest.fixture
+def in_a_sweep(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # what is set below ends with the test
+    monkeypatch.setenv("TREAD_SWEEP_COMMAND", "")
+    monkeypatch.setenv("TREAD_SWEEP_FAILURES", "")
+    monkeypatch.setattr("sys.argv", ["train.py", "-m", "a=1,2", "b=3"])
+    start_sweep(sys.argv[1:])
+    hydra = SimpleNamespace(mode=mechanics.RunMode.MULTIRUN, overrides=SimpleNamespace(task=["a=2", "b=3"]))
+    monkeypatch.setattr(mechanics.HydraConfig, "get", lambda: hydra)
+    monkeypatch.setattr(mechanics.HydraConfig, "initialized", lambda: True)
+
+
+def fail_with(error, cause=None):
+    def main(cfg):
+        raise error from cause
+
+    return mechanics.as_job(main)
+
+
+def test_jobs_that_fail_for_any_reason_are_listed_and_the_status_says_if_all_may_succeed_later(
+    in_a_sweep, capsys
+):
+    busy, wrong = fail_with(UserError("in use"), Busy()), fail_with(ZeroDivisionError("by 0"))
+    for jobs, status in (([busy], TRY_AGAIN), ([busy, wrong], 1)):
+        ended = []
+        with pytest.raises(SystemExit) as end:
+            mechanics.run_main(lambda jobs=jobs, ended=ended: ended.extend(job(None) for job in jobs))
+        assert ended == [None] * len(jobs)
+        assert end.value.code == status
+    *_, first, second, _ = capsys.readouterr().err.splitlines()
+    assert (first, second) == ("  a=2: in use", "  a=2: ZeroDivisionError: by 0")
+
+
+@pytest.mark.parametrize("end", [SystemExit(TRY_AGAIN), KeyboardInterrupt()])
+def test_a_stop_or_an_interrupt_ends_the_whole_sweep(in_a_sweep, end):
+    with pytest.raises(type(end)):
+        fail_with(end)(None)
+
+
+def test_jobs_of_several_processes_fail_together(in_a_sweep, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError):
+        fail_with(UserError("here alone"))(None)
+
+
+def test_a_failed_job_leaves_no_tensor_to_the_next(in_a_sweep, capsys):
+    left = []
+
+    @mechanics.as_job
+    def main(cfg):
+        tensor = torch.zeros(1)
+        tensor.itself = tensor  # which its last reference does not free
+        left.append(weakref.ref(tensor))
+        raise ValueError("in the middle")
+
+    gc.disable()
+    try:
+        main(None)
+        assert left[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_what_failed_is_said_where_a_sweeper_has_nothing_to_choose_from(in_a_sweep, capsys):
+    def sweep():
+        record_failure("a=2", "because", again=False)
+        raise ValueError("No trials are completed yet.")
+
+    with pytest.raises(SystemExit):
+        mechanics.run_main(sweep)
+    assert "  a=2: because\n" in capsys.readouterr().err
+
+
+def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
+    run = RunFolder(tmp_path)
+    lines = [{"step": 1, "val_loss_dense": 3.0}, {"step": 2, "val_loss_dense": 2.0}, {"step": 2, "loss": 1.0}]
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run.newest("val_loss_dense") == 2.0
+    with pytest.raises(ValueError, match=r"metrics.jsonl has no number val_los: did you mean val_loss"):
+        run.newest("val_los")
+
+
+@pytest.mark.parametrize(
+    "choice", ["hydra/launcher=parallel", "hydra/launcher=slurm", "hydra/sweeper=search_lr"]
+)
+def test_a_choice_that_needs_an_extra_says_what_to_install(tmp_path, choice):
+    result = start(f"-c {WITHOUT_EXTRAS}", "-m", choice, "seed=0,1", folder=tmp_path, check=False)
+    (line,) = [line for line in result.stderr.splitlines() if line]
+    assert line.endswith(", which `pip install -r requirements-sweeps.txt` brings")
+    assert line.startswith(f"error: In '{choice.replace('=', '/')}': Could not load 'hydra/")
+
+
+@pytest.mark.parametrize(
+    ("reason", "passed"),
+    [("SIGUSR2", True), (TIME_LIMIT, True), ("SIGTERM", False), ("SIGUSR1", False)],
+)
+def test_who_started_the_run_is_asked_to_start_it_again(reason, passed):
+    asked = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: asked.append(number))
+    try:
+        pass_on(reason)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert asked == [signal.SIGUSR2] * passed
+
+
+def test_nobody_is_asked_where_nobody_listens():
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    pass_on("SIGUSR2")
+
+
+def sweep(folder, *arguments):
+    """Start a sweep in a process of its own: launchers import its main module again."""
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with (folder / "output").open("a") as output:
+        command = [sys.executable, ROOT / "train.py", "-m", *arguments]
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+
+
+@extras
+def test_jobs_at_once_share_the_cores(monkeypatch):
+    monkeypatch.setattr(configuration, "cpu_count", lambda: 9)
+    with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):
+        options = {"overrides": ["hydra/launcher=parallel"], "return_hydra_config": True}
+        shares = dict(compose("config", **options).hydra.job.env_set)
+    assert shares == {"LOKY_MAX_CPU_COUNT": "4", "TREAD_PARALLEL_JOBS": "2"}
+
+
+@extras
+@pytest.mark.slow
+def test_jobs_at_once_give_what_they_give_alone(tmp_path):
+    assert sweep(tmp_path, "hydra/launcher=parallel", *THREE[1:]).wait(200) == 1
+    output = (tmp_path / "output").read_text()
+    assert "error: 1 of the jobs failed:\n  optimizer.lr=-1" in output
+    (folder,) = (tmp_path / "runs").glob("*lr-0.0003*")
+    start("train.py", "optimizer.lr=3e-4", "run_name=alone", *SMALL, folder=tmp_path)
+    assert_same(folder, tmp_path / "runs/alone")
+
+
+def logged(folder, num_lines):
+    """Wait until a run has logged so many lines."""
+    ends, lines = time.monotonic() + 100, []
+    while len(lines) < num_lines and time.monotonic() < ends:
+        time.sleep(0.1)
+        lines = [line for file in folder.glob("runs/*/metrics.jsonl") for line in file.open()]
+
+
+@extras
+@pytest.mark.slow
+def test_jobs_at_once_save_and_end_with_the_command_that_started_them(tmp_path):
+    long = (*TINY, "train.total_steps=100000", "train.log_every=10", "train.save_every=100000", "seed=3")
+    command = sweep(tmp_path, "hydra/launcher=parallel", *long)
+    logged(tmp_path, 3)
+    command.terminate()
+    command.wait(10)
+    (file,) = tmp_path.glob("runs/*/manifest.json")
+    ends = time.monotonic() + 60
+    while json.loads(file.read_text())["status"] == "running" and time.monotonic() < ends:
+        time.sleep(0.1)
+    manifest = json.loads(file.read_text())
+    assert (manifest["status"], manifest["reason"]) == ("stopped", "the launcher is gone")
+
+
+@extras
+@pytest.mark.slow
+def test_a_job_that_submitit_preempts_is_saved_started_again_and_ends_bitwise_as_alone(tmp_path):
+    long = (*TINY, "train.total_steps=300", "train.log_every=10", "train.save_every=1000", "seed=3")
+    rehearsal = sweep(tmp_path, "hydra/launcher=rehearsal", *long)
+    logged(tmp_path, 3)
+    (job,) = [
+        child
+        for child in psutil.Process(rehearsal.pid).children(recursive=True)
+        if "submitit.core._submit" in child.cmdline()
+    ]
+    job.send_signal(signal.SIGUSR2)
+    assert rehearsal.wait(100) == 0, (tmp_path / "output").read_text()
+    (folder,) = (file.parent for file in tmp_path.glob("runs/*/manifest.json"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["status"] == "finished"
+    first, again = (entry["step"] for entry in manifest["starts"])
+    assert first == 0
+    assert 30 <= again < 300, "what was trained was saved, though no save was due"
+    start("train.py", *long, "run_name=alone", folder=tmp_path)
+    alone = tmp_path / "runs/alone"
+    assert metrics(folder) == metrics(alone)
+    ours, theirs = (load_file(f / "checkpoints/step_00000300/net.safetensors") for f in (folder, alone))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@extras
+@pytest.mark.slow
+def test_a_search_continues_where_it_was_and_survives_trials_that_fail(tmp_path):
+    some = ("hydra/sweeper=search_lr", *SMALL, "train.eval_every=4")
+    some += ("optimizer.lr=interval(-3e-3,2e-3)",)
+    tried = []
+    for n_trials in (2, 4):
+        status = sweep(tmp_path, *some, f"hydra.sweeper.n_trials={n_trials}").wait(100)
+        output = (tmp_path / "output").read_text()
+        tried.append({path.parent.name for path in tmp_path.glob("runs/*/manifest.json")})
+    assert tried[0] < tried[1]
+    assert "must be greater than 0" in output
+    assert status == 1
+    assert output.count("is finished: raise train.total_steps") == len(tried[0])
+    best = yaml.safe_load((tmp_path / "runs/optimization_results.yaml").read_text())
+    found = {name: metrics(tmp_path / "runs" / name)[-1]["val_loss_dense_ema"] for name in tried[1]}
+    assert best["best_value"] == min(found.values())
+    assert f"lr-{best['best_params']['optimizer.lr']}" in min(found, key=found.get)
