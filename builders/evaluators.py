@@ -11,8 +11,16 @@ from builders.drawing import is_worth_compiling, prepare
 from builders.network import build_guidance, build_precond, build_sampler
 from builders.sampling import open_run
 from builders.scoring import build_suite, reference_of
-from data import LatentDataset, ShardDataset, encoder_for, held_out_batches, image_decoder, open_images
-from diffusion import ImageSource
+from data import (
+    LatentDataset,
+    MixtureDataset,
+    ShardDataset,
+    encoder_for,
+    held_out_batches,
+    image_decoder,
+    open_images,
+)
+from diffusion import EDMPrecond, ImageSource, OptimalPrecond
 from diffusion.generate import cost_of_evaluations
 from evaluation import DenseLoss, SampleGrid, Suite, open_reference
 from runtime.launch import Launch
@@ -49,7 +57,12 @@ def build_evaluators(
         share["with_masks"] = settings["masked_loss"]
         batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
-        evaluators.append((settings["eval_every"], DenseLoss(denoisers, loss, batches, total=launch.sum)))
+        if isinstance(dataset, MixtureDataset) and isinstance(denoiser, EDMPrecond):
+            best = OptimalPrecond(dataset.posterior_mean, denoiser.sigma_data)
+            denoisers["val_loss_optimal"] = best
+        by_level = [key for key in denoisers if key != "val_loss_dense"]
+        dense_loss = DenseLoss(denoisers, loss, batches, launch.sum, device, by_level)
+        evaluators.append((settings["eval_every"], dense_loss))
     if settings["eval_every"] and config["evaluation"]:
         path = config["evaluation"].get("reference")
         reference = (

@@ -29,6 +29,7 @@ class KeptTokensLoss:
     def __init__(self, loss: Loss, net: Backbone, reconstruction_weight: float = 0.0):
         check_not_negative("train.reconstruction_weight", reconstruction_weight)
         self.loss, self.net, self.reconstruction_weight = loss, net, reconstruction_weight
+        self.draw_t = loss.draw_t
 
     def __call__(
         self,

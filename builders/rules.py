@@ -13,7 +13,7 @@ POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every
 POSITIVE_OR_NULL += ("max_time_sec",)
 STREAMED_DATA = "data.open_shards"
 RECONSTRUCTS = "diffusion.EDMPrecond"
-SYNTHETIC_DATA = "data.synthetic"
+DRAWN_DATA = ("data.synthetic", "data.mixture")
 # Option of model/routes that each routed method is known for.
 ROUTES = {"tread": "paper", "sprint": "sprint"}
 METHODS = ("dit", *ROUTES)
@@ -53,6 +53,9 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
         check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
         if not train["init_from"]:
             raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
+    metric = config["sweep_metric"]
+    if metric is not None and metric.startswith("val_loss_dense") and train["eval_every"] is None:
+        raise ValueError(f"sweep_metric={metric} needs train.eval_every")
     check_not_negative("train.num_workers", train["num_workers"])
     if not 0 <= config["seed"] < NUM_SEEDS:
         raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
@@ -96,8 +99,8 @@ def check_groups(config: dict[str, Any]) -> None:
         # Flow predicts x_in by a velocity of 0, and DDPM's D_x is off by 1 / alpha times the error.
         if config["diffusion"]["precond"]["_target_"] != RECONSTRUCTS:
             raise ValueError(f"train.reconstruction_weight={weight} needs diffusion=edm")
-    if data["_target_"] == SYNTHETIC_DATA:
-        check_synthetic(data)
+    if data["_target_"] in DRAWN_DATA:
+        check_drawn(data)
     if "num_images" in data:
         check_positive("data.num_images", data["num_images"])
     if "seed" in data:
@@ -131,10 +134,11 @@ def check_finite(node: Any, key: str = "") -> None:
         raise ValueError(f"{key}={node} must be a finite number")
 
 
-def check_synthetic(data: dict[str, Any]) -> None:
+def check_drawn(data: dict[str, Any]) -> None:
     """Raise a ValueError unless as many random latents can be drawn."""
     count, num_held_out = data["num_entries"], data["num_held_out"]
-    check_positive("data.num_entries", count)
+    for key in ("num_entries", *(key for key in ("num_components",) if key in data)):
+        check_positive(f"data.{key}", data[key])
     if count * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:
         raise ValueError(f"data.num_entries={count} must give at most {MAX_SYNTHETIC} numbers in memory")
     if not 0 <= num_held_out < count:

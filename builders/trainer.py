@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,11 @@ from training.checkpoint import CheckpointFolder, latest_checkpoint
 from training.ema import EMA
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
-from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, most_graphs
+from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, most_graphs, specified_peak
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
 from training.weights import is_own_checkpoint, load_weights
+from training.window import Work
 
 _CHUNK = 1024  # entries
 
@@ -128,7 +129,8 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     step, predicted = micro_step(losses, precond, net), partial(_predicted_speedup, net, slowdown)
     speed_check = SpeedCheck(step, predicted, device, recorder)
     parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
-    trainer = Trainer(*parts, stop, settings, speed_check)
+    work = Work(cache(partial(_training_flops, net)), specified_peak(device, bf16))
+    trainer = Trainer(*parts, stop, settings, work, speed_check)
 
     coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
     if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
@@ -155,7 +157,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
         takes = estimate(config, resolved, cost, loss_of, net, launch, drawing_flops(evaluators))
         run.record_start(config, details, trainer.step)
-        recorder.open(build_node(config, "tracker")() if config["tracker"] else None)
+        recorder.open(build_node(config, "tracker")() if config["tracker"] else None, flatten(config))
         print(summary(config, details, net, trainer.step, dataset.manifest, takes), flush=True)
         for line in warnings(
             config, dataset.manifest, takes, trainer.step, free_memory(launch), free_disk(folder)
@@ -207,6 +209,10 @@ def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
 
 def _predicted_speedup(net: nn.Module, slowdown: float, ratios: tuple[float, ...]) -> float:
     return cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup
+
+
+def _training_flops(net: nn.Module, ratios: tuple[float, ...]) -> int:
+    return cost_of(net, ratios).routed_training_flops
 
 
 def _build_batches(

@@ -15,6 +15,7 @@ from data.glyphs import glyphs
 from data.images import ImageFiles, NpzImages, centre_crop, open_images
 from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest, manifest_from, read_manifest
+from data.mixture import MixtureDataset, mixture
 from data.shards import ShardDataset, ShardStream, open_shards, shards_by_step
 from data.stream import (
     MicroBatch,
@@ -36,6 +37,7 @@ __all__ = [
     "LatentManifest",
     "LatentWriter",
     "MicroBatch",
+    "MixtureDataset",
     "NpzImages",
     "ShardDataset",
     "ShardStream",
@@ -52,6 +54,7 @@ __all__ = [
     "load_encoder",
     "manifest_from",
     "mask_coverage",
+    "mixture",
     "open_images",
     "open_latents",
     "open_shards",

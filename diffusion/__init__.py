@@ -1,7 +1,7 @@
 """The mathematics of diffusion: paths, objectives, samplers, guidance, generation."""
 
 from diffusion.ddpm import DDPMLoss, DDPMPath, DDPMPrecond
-from diffusion.edm import EDMLoss, EDMPrecond
+from diffusion.edm import EDMLoss, EDMPrecond, OptimalPrecond
 from diffusion.flow import FlowLoss, FlowPrecond
 from diffusion.generate import ImageSource, balanced_labels, generate, random_labels
 from diffusion.guidance import CFG, AutoGuidance, Branch, Guidance, PathDropGuidance, SparseGuidance
@@ -34,6 +34,7 @@ __all__ = [
     "Guidance",
     "ImageSource",
     "Loss",
+    "OptimalPrecond",
     "Path",
     "PathDropGuidance",
     "Precond",

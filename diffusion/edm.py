@@ -1,5 +1,8 @@
 """Preconditioning and training loss of [EDM], in the paper's symbols; time is sigma."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn as nn
 
@@ -44,6 +47,34 @@ class EDMPrecond(Precond):
         c_in = 1 / variance.sqrt()
         c_noise = sigma.log() / 4
         return c_skip, c_out, c_in, c_noise
+
+
+class OptimalPrecond(EDMPrecond):
+    """The denoiser that no network can undercut, of data whose posterior mean is known.
+
+    Args:
+        posterior_mean: posterior_mean(x_t, alpha, sigma, class_labels) -> E[x | x_t, class].
+    """
+
+    def __init__(self, posterior_mean: Callable[..., torch.Tensor], sigma_data: float):
+        super().__init__(nn.Identity(), sigma_data)
+        self.posterior_mean = posterior_mean
+
+    def predict(
+        self,
+        x: torch.Tensor,
+        t: torch.Tensor,
+        class_labels: torch.Tensor | None,
+        *,
+        routing: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return D_x, which `clean` leaves as it is."""
+        return self.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels)
+
+    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return D_x."""
+        return F_x
 
 
 class EDMLoss(Loss):

@@ -1,6 +1,6 @@
 """Evaluators: evaluator(step) -> {key: number or picture}."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,17 @@ from tqdm import tqdm
 
 from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time, text_picture
 
+NUM_LEVELS, NUM_DRAWS = 5, 65536  # of noise, as likely in training; draws that tell where they begin
+
 
 class DenseLoss:
-    """Training loss on held-out entries with all tokens in all layers.
+    """Training loss on held-out entries with all tokens in all layers, over all noise levels and at a few.
 
     Every run draws the same noise for the same entries, so that steps and runs can be compared.
 
     Args:
-        denoisers: key of the metric -> preconditioned network.
+        denoisers: key of the metric -> preconditioned network; `by_level` those of them that are also given
+            by noise level, as KEY/t=MEDIAN.
         loss_fn: the training loss.
         batches: gives this rank's held-out batches: (index, latents, labels, loss masks or None), where the
             index seeds the draws.
@@ -28,11 +31,19 @@ class DenseLoss:
     def __init__(
         self,
         denoisers: Mapping[str, nn.Module],
-        loss_fn: Callable[..., torch.Tensor],
+        loss_fn: Any,
         batches: Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]],
         total: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+        by_level: Sequence[str] = (),
     ):
         self.denoisers, self.loss_fn, self.batches, self.total = denoisers, loss_fn, batches, total
+        self.device, self.by_level = device, by_level
+        generator = torch.Generator().manual_seed(0)
+        t = loss_fn.draw_t(NUM_DRAWS, generator, torch.device("cpu")).double()
+        shares = torch.arange(1, 2 * NUM_LEVELS) / (2 * NUM_LEVELS)
+        quantiles = t.quantile(shares.double())
+        self.medians, self.edges = quantiles[::2].tolist(), quantiles[1::2].contiguous().to(device)
 
     def describe(self) -> dict[str, Any]:
         """Return what the numbers depend on."""
@@ -44,17 +55,23 @@ class DenseLoss:
         means = {}
         for key, denoiser in self.denoisers.items():
             denoiser.eval()
-            device = next(denoiser.parameters()).device
-            sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, of entries
+            # Of losses and of entries, over all noise levels and at each.
+            sums = torch.zeros(1 + NUM_LEVELS, 2, dtype=torch.float64, device=self.device)
             # The blocks are compiled for the shapes of training; here they run eagerly.
             with torch.compiler.set_stance("force_eager"):
                 for index, latents, labels, masks in self.batches():
                     generator = torch.Generator(latents.device).manual_seed(index)
-                    losses = self.loss_fn(denoiser, latents, labels, generator=generator, mask=masks)
-                    sums[0] += losses.double().sum()
-                    sums[1] += len(losses)
-            loss, count = self.total(sums).tolist()
-            means[key] = loss / count
+                    t = self.loss_fn.draw_t(len(latents), generator, latents.device)
+                    losses = self.loss_fn(denoiser, latents, labels, t=t, generator=generator, mask=masks)
+                    sums[0] += torch.stack([losses.double().sum(), torch.tensor(len(losses)).to(losses)])
+                    level = torch.bucketize(t.double(), self.edges)
+                    sums[1:, 0].index_add_(0, level, losses.double())
+                    sums[1:, 1] += level.bincount(minlength=NUM_LEVELS)
+            of_all, *of_levels = self.total(sums).tolist()
+            means[key] = of_all[0] / of_all[1]
+            if key in self.by_level:
+                found = zip(self.medians, of_levels, strict=True)
+                means |= {f"{key}/t={t:.2g}": loss / count for t, (loss, count) in found if count}
         return means
 
 

@@ -15,23 +15,30 @@ BYTES_PER_DISTANCE = 20  # with its copies in fp16 and fp32, and those that are 
 
 
 class PrecisionRecall(Metric):
-    """Improved precision and recall of the pool features.
+    """Improved precision and recall.
 
     Args:
+        features: name of the features that the detector gives.
         exact: distances in fp32; those of the original are rounded to fp16.
         device: where to compute; None: on the CPU.
     """
 
     keys = ("precision", "recall")
     higher_is_better = True
-    needs = ((AllFeatures, "pool"),)
 
-    def __init__(self, exact: bool = False, device: torch.device | None = None, k: int = 3):
-        self.k, self.exact, self._device = k, exact, device
+    def __init__(
+        self,
+        exact: bool = False,
+        device: torch.device | None = None,
+        k: int = 3,
+        features: str = "pool",
+    ):
+        self.k, self.exact, self.features, self._device = k, exact, features, device
+        self.needs = ((AllFeatures, features),)
         self.min_images = k + 1
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
-        theirs, ours = (found[AllFeatures, "pool"].features for found in (reference, samples))
+        theirs, ours = (found[AllFeatures, self.features].features for found in (reference, samples))
         found = precision_recall(theirs, ours, k=self.k, exact=self.exact, device=self._device)
         return dict(zip(self.keys, found, strict=True))
 

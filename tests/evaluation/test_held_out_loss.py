@@ -1,10 +1,12 @@
 import pytest
 import torch
 
+from diffusion import EDMLoss
 from evaluation import DenseLoss
 
 MASKS = torch.ones(1, 1)
 BATCHES = [(0, torch.ones(3), torch.zeros(3), None), (4, torch.full((1,), 5.0), torch.ones(1), MASKS)]
+CPU = torch.device("cpu")
 
 
 class Scaled(torch.nn.Module):
@@ -13,20 +15,51 @@ class Scaled(torch.nn.Module):
         self.factor = torch.nn.Parameter(torch.tensor(factor))
 
 
-def test_a_held_out_loss_is_the_mean_over_all_entries_of_all_processes():
-    """Of batches that are not equal; the other process has three entries of loss 11."""
-    seen = []
+class OfLatents:
+    """A loss that is the latents times the factor of the denoiser, at times 0, 1, 2 ... of a batch."""
 
-    def loss_fn(denoiser, latents, labels, generator, mask):
-        seen.append(
-            (generator.initial_seed(), labels.tolist(), mask, denoiser.training, torch.is_grad_enabled())
-        )
+    def __init__(self):
+        self.seen = []
+
+    def draw_t(self, num_samples, generator, device):
+        return torch.arange(num_samples, device=device, dtype=torch.float)
+
+    def __call__(self, denoiser, latents, labels, t, generator, mask):
+        called = (generator.initial_seed(), labels.tolist(), mask, denoiser.training, torch.is_grad_enabled())
+        self.seen.append(called)
+        assert torch.equal(t, self.draw_t(len(latents), generator, CPU))
         return latents * denoiser.factor
 
-    denoisers = {"plain": Scaled(1.0), "average": Scaled(2.0).eval()}
+
+def test_a_held_out_loss_is_the_mean_over_all_entries_of_all_processes():
+    """Of batches that are not equal; the other process has three entries of loss 11."""
+    denoisers, loss_fn = {"plain": Scaled(1.0), "average": Scaled(2.0).eval()}, OfLatents()
     loss = DenseLoss(
-        denoisers, loss_fn, lambda: iter(BATCHES), total=lambda sums: sums + torch.tensor([33, 3])
+        denoisers, loss_fn, lambda: iter(BATCHES), lambda sums: sums + torch.tensor([33, 3]), CPU
     )
     assert loss(0) == pytest.approx({"plain": (3 + 5 + 33) / 7, "average": (6 + 10 + 33) / 7})
-    assert seen == 2 * [(0, [0, 0, 0], None, False, False), (4, [1], MASKS, False, False)]
+    assert loss_fn.seen == 2 * [(0, [0, 0, 0], None, False, False), (4, [1], MASKS, False, False)]
     assert not any(denoiser.training for denoiser in denoisers.values()), "who trains sets the mode for it"
+
+
+class Known(EDMLoss):
+    """EDM's times, and a loss that tells them."""
+
+    def __call__(self, denoiser, latents, labels, t, generator, mask):
+        assert torch.rand((), generator=generator) < 1, "the noise is drawn after the times"
+        return t.log() * denoiser.factor
+
+
+def test_the_loss_is_told_at_levels_of_noise_that_are_as_likely():
+    batches = [(index, torch.ones(1000), None, None) for index in range(10)]
+    denoisers = {"first": Scaled(1.0), "second": Scaled(2.0)}
+    found = DenseLoss(denoisers, Known(), lambda: iter(batches), lambda sums: sums, CPU, ("second",))(0)
+    levels = {float(key.removeprefix("second/t=")): found[key] for key in found if "/" in key}
+    assert len(levels) == 5, "of the one that is asked for"
+    assert sum(levels.values()) / 5 == pytest.approx(found["second"], abs=0.02), (
+        "a fifth of the draws in each"
+    )
+    # ln(sigma) ~ N(-1.2, 1.2^2): its median in the middle, and the means of the outer fifths 1.4 sd away.
+    assert list(levels) == sorted(levels) and list(levels)[2] == pytest.approx(0.30, abs=0.01)
+    expected = [2 * (-1.2 + 1.2 * z) for z in (-1.3998, -0.5315, 0, 0.5315, 1.3998)]
+    assert list(levels.values()) == pytest.approx(expected, abs=0.06)
