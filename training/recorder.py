@@ -91,11 +91,13 @@ class Recorder:
         self.tracker: BackgroundTracker | None = None
         self.bar = tqdm(disable=True)
         self._kept = {"size": 0, "waiting": ""}
+        self._newest: dict[str, float] = {}
+        self._step = 0
 
-    def open(self, tracker: Tracker | None) -> None:
+    def open(self, tracker: Tracker | None, config: dict[str, Any]) -> None:
         """Start to write, after what belongs to the loaded checkpoint."""
         self.metrics_file = MetricsFile(self.folder.metrics_file, **self._kept, show=self.show)
-        self.tracker = None if tracker is None else BackgroundTracker(tracker, self.show)
+        self.tracker = None if tracker is None else BackgroundTracker(tracker, self.show, config)
 
     def log(self, step: int, num_images: int, values: Mapping[str, Any]) -> None:
         """Write a line of values of a step; a tracker gets their numbers and pictures."""
@@ -105,6 +107,8 @@ class Recorder:
         if self.tracker:
             shown = {key: v for key, v in values.items() if isinstance(v, int | float | np.ndarray)}
             self.tracker.log({"num_images": num_images, **shown}, step)
+            self._newest |= without_pictures(shown)
+            self._step = step
 
     def note(self, fields: dict[str, Any]) -> None:
         """Write fields into the manifest, if there is room."""
@@ -147,6 +151,8 @@ class Recorder:
         if self.metrics_file:
             self.metrics_file.close()
         if self.tracker:
+            if self._newest and not hurried:
+                self.tracker.table(self._newest, self._step)
             self.tracker.close(HURRIED_SEC if hurried else CLOSE_WITHIN_SEC)
 
     def state_dict(self) -> dict[str, Any]:

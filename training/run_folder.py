@@ -21,7 +21,7 @@ MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
 
 # What a resumed run may change: none of it changes the weights that a step gives.
 FREE_KEYS = ("run_name", "output_dir", "wait", "decoding", "data.encoder", "model.gradient_checkpointing")
-FREE_KEYS += ("evaluation", "guidance", "sampler", "tracker")
+FREE_KEYS += ("sweep_metric", "evaluation", "guidance", "sampler", "tracker")
 FREE_KEYS += ("train.log_every", "train.save_every", "train.eval_every", "train.sample_every")
 FREE_KEYS += ("train.total_steps", "train.max_time_sec", "train.max_skipped_steps", "train.num_workers")
 FREE_KEYS += ("train.keep_last", "train.milestone_every", "train.keep_freed_memory")
@@ -82,6 +82,19 @@ class RunFolder:
         manifest = self.manifest()
         return manifest.get("status") == "finished" and manifest.get("step") == total_steps
 
+    def newest(self, key: str) -> float:
+        """Return the newest value of a metric.
+
+        Raises:
+            ValueError: there is none.
+        """
+        lines = [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+        values = [line[key] for line in lines if line.get(key) is not None]
+        if not values:
+            known = {name for line in lines for name in line}
+            raise ValueError(f"{self.metrics_file} has no number {key}{did_you_mean(key, known)}")
+        return values[-1]
+
     def check(self, config: dict[str, Any], data: dict[str, Any]) -> None:
         """Compare configuration and data with what the results in the folder were made from.
 
@@ -100,9 +113,7 @@ class RunFolder:
             free_keys.difference_update(SCORING_KEYS)
         elsewhere = "start this run elsewhere with run_name=NAME"
         changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        changes = [
-            f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed if not _is_in(key, free_keys)
-        ]
+        changes = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed if not is_in(key, free_keys)]
         if changes:
             what = f"a run with another configuration ({'; '.join(changes)})"
             raise ValueError(f"output_dir={self.path} holds {what}: {elsewhere}")
@@ -197,7 +208,7 @@ class RunFolder:
         write_json(self.manifest_file, {**self.manifest(), **fields})
 
 
-def _is_in(key: str, groups: Iterable[str]) -> bool:
+def is_in(key: str, groups: Iterable[str]) -> bool:
     """Return whether a dotted key is one of `groups`, or in one."""
     return any(key == group or key.startswith(f"{group}.") for group in groups)
 

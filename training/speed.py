@@ -16,6 +16,12 @@ from training.recorder import Recorder
 MIN_SHARE = 0.8  # of the predicted speed-up
 REPEATS = 7
 BAR_AFTER_SEC = 2
+PEAK_FLOPS = {  # bf16, dense, as NVIDIA specifies them
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+}
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # sides of matrices that keep a device busy
 
 
@@ -64,6 +70,11 @@ def product_flops_per_sec(device: torch.device, dtype: torch.dtype, size: int, r
     a, b = torch.randn(2, size, size, generator=generator, device=device).to(dtype)
     (seconds,) = interleaved_seconds({"product": lambda: a @ b}, device, repeats).values()
     return 2 * size**3 / min(seconds)
+
+
+def specified_peak(device: torch.device, bf16: bool) -> float | None:
+    """Return the FLOPs per second that a device is specified for in bf16; None where we do not know them."""
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" and bf16 else None
 
 
 def micro_loss(

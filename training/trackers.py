@@ -6,20 +6,23 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 CLOSE_WITHIN_SEC = 60.0
+TABLE = "last_values"
 Values = dict[str, float | np.ndarray]  # numbers, and pictures (height, width, C) uint8
 
 
 class Tracker(Protocol):
     """Built before the training, used in a thread beside it: any error there only switches it off."""
 
-    def open(self) -> None: ...
+    def open(self, config: dict[str, Any]) -> None: ...
 
     def log(self, values: Values, step: int) -> None: ...
+
+    def table(self, values: dict[str, float], step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -27,9 +30,9 @@ class Tracker(Protocol):
 class BackgroundTracker:
     """Run a tracker in a thread of its own, so that a slow or failing one costs the training nothing."""
 
-    def __init__(self, tracker: Tracker, show: Callable[[str], None]):
-        self._tracker, self.show = tracker, show
-        self._lines: SimpleQueue[tuple[Values, int] | None] = SimpleQueue()
+    def __init__(self, tracker: Tracker, show: Callable[[str], None], config: dict[str, Any]):
+        self._tracker, self.show, self._config = tracker, show, config
+        self._lines: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failed = False
         self._thread = Thread(target=self._run, name="tracker", daemon=True)
         self._thread.start()
@@ -37,7 +40,12 @@ class BackgroundTracker:
     def log(self, values: Values, step: int) -> None:
         """Hand a line over."""
         if not self._failed:
-            self._lines.put((values, step))
+            self._lines.put(partial(self._tracker.log, values, step))
+
+    def table(self, values: dict[str, float], step: int) -> None:
+        """Hand the last values of a run over."""
+        if not self._failed:
+            self._lines.put(partial(self._tracker.table, values, step))
 
     def close(self, within_sec: float = CLOSE_WITHIN_SEC) -> None:
         """Wait for the lines that were handed over, `within_sec` at most."""
@@ -48,9 +56,9 @@ class BackgroundTracker:
 
     def _run(self) -> None:
         try:
-            self._tracker.open()
+            self._tracker.open(self._config)
             while line := self._lines.get():
-                self._tracker.log(*line)
+                line()
             self._tracker.close()
         except Exception as error:  # whatever a service comes to: the training is worth more
             self._switch_off(f"{type(error).__name__}: {error}")
@@ -74,19 +82,24 @@ class WandbTracker:
     def __init__(self, run_name: str, folder: str, project: str, mode: str):
         import wandb
 
-        self._folder, self._picture = Path(folder), wandb.Image
+        self._folder, self._picture, self._table = Path(folder), wandb.Image, wandb.Table
         options = {"project": project, "name": run_name, "dir": folder, "mode": mode, "resume": "allow"}
         identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
         self._init = partial(wandb.init, **options, id=identity)
 
-    def open(self) -> None:
+    def open(self, config: dict[str, Any]) -> None:
         self._run = self._init()
+        self._run.config.update(config, allow_val_change=True)  # a resumed run may have other intervals
 
     def log(self, values: Values, step: int) -> None:
         if not self._folder.is_dir():
             raise FileNotFoundError(f"{self._folder} is gone")  # wandb would make it again for pictures
         pictures = {key: self._picture(v) for key, v in values.items() if isinstance(v, np.ndarray)}
         self._run.log({**values, **pictures}, step=step)
+
+    def table(self, values: dict[str, float], step: int) -> None:
+        rows = [[key, value] for key, value in values.items()]
+        self._run.log({TABLE: self._table(columns=["metric", "value"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -100,19 +113,30 @@ class TensorBoardTracker:
 
         self._folder, self._writer_from, self._writer = Path(folder), partial(SummaryWriter, folder), None
 
-    def open(self) -> None:
-        pass  # with the first line, whose step it needs
+    def open(self, config: dict[str, Any]) -> None:
+        self._config = config  # the writer is opened with the first line, whose step it needs
 
     def log(self, values: Values, step: int) -> None:
         self._folder.mkdir(exist_ok=True)  # not its parents, as the writer would: a run folder may be gone
         # Points that an earlier start logged after the checkpoint are removed.
-        self._writer = self._writer or self._writer_from(purge_step=step)
+        if self._writer is None:
+            self._writer = self._writer_from(purge_step=step)
+            self._writer.add_text("configuration", markdown("key", self._config), step)
         for key, value in values.items():
             if isinstance(value, np.ndarray):
                 self._writer.add_image(key, value, step, dataformats="HWC")
             else:
                 self._writer.add_scalar(key, value, step)
 
+    def table(self, values: dict[str, float], step: int) -> None:
+        self._writer.add_text(TABLE, markdown("metric", values), step)
+
     def close(self) -> None:
         if self._writer:
             self._writer.close()
+
+
+def markdown(heading: str, values: dict[str, Any]) -> str:
+    """Return a table of two columns."""
+    rows = [f"| `{key}` | {value} |" for key, value in values.items()]
+    return "\n".join([f"| {heading} | value |", "|---|---|", *rows])

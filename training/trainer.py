@@ -22,7 +22,7 @@ from training.history import LossHistory, NotFinite
 from training.recorder import Recorder, without_pictures
 from training.speed import no_sync
 from training.stopping import StopRequest
-from training.window import Window
+from training.window import Window, Work
 
 SLOW_DISK = 100e6  # bytes per second, assumed until the first save
 MAX_NORMS = 5  # in a message
@@ -75,6 +75,7 @@ class Trainer:
         checkpoints: CheckpointFolder,
         stop: StopRequest,
         settings: Settings,
+        work: Work,
         speed_check: Callable[[tuple[float, ...]], None] | None = None,
     ):
         self.launch, self.net, self.precond, self.loss = launch, net, precond, loss
@@ -85,7 +86,7 @@ class Trainer:
         # The weights, their average, and two numbers of the optimizer for each.
         num_bytes = 4 * 4 * sum(parameter.numel() for parameter in net.parameters())
         self.clock = Clock(launch.device, num_bytes / SLOW_DISK)
-        self.window = Window(launch, self.clock, batches.batch_size, routed=bool(net.routes))
+        self.window = Window(launch, self.clock, batches.batch_size, bool(net.routes), work)
         limits = settings.log_every, settings.max_skipped_steps
         self.history = LossHistory(launch, batches.places, batches.entries, *limits)
         self.step = self.saved_step = self.first_step = 0
@@ -164,7 +165,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.ema.update(self.net, skipped)
-        self.window.add_step(loss, grad_norm, skipped, sum(self.ratios) / max(1, len(self.ratios)))
+        self.window.add_step(loss, grad_norm, skipped, tuple(self.ratios))
         return skipped
 
     def _warm_up(self) -> None:

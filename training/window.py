@@ -1,13 +1,30 @@
 """Sums over the steps since the last log point, and what is logged of them."""
 
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from runtime.launch import Launch
+from runtime.memory import peak_gib, reset_peak
 from training.clock import Clock
 
-SUMS = ("loss", "grad_norm", "applied", "skipped", "selection_ratio", "num_forced_bypassed")
+SUMS = ("loss", "grad_norm", "applied", "skipped", "selection_ratio", "num_forced_bypassed", "tflop")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an image costs, and what a device is made for.
+
+    Args:
+        flops: of a training step for an image, at the ratios of the routes.
+        peak_flops_per_sec: of a device, as specified; None where it is not known.
+    """
+
+    flops: Callable[[tuple[float, ...]], float]
+    peak_flops_per_sec: float | None
 
 
 class Window:
@@ -17,18 +34,20 @@ class Window:
         batch_size: images of a step, on all ranks together.
     """
 
-    def __init__(self, launch: Launch, clock: Clock, batch_size: int, routed: bool):
+    def __init__(self, launch: Launch, clock: Clock, batch_size: int, routed: bool, work: Work):
         self.launch, self.clock, self.batch_size, self.routed = launch, clock, batch_size, routed
+        self.work = work
         self.sums = torch.zeros(len(SUMS), device=launch.device)
 
     def add_step(
-        self, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, selection_ratio: float
+        self, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, ratios: tuple[float, ...]
     ) -> None:
-        """Add a step; loss and norm count where it was not skipped (0 or 1, 0-d)."""
+        """Add a step at ratios of the routes; loss and norm count where it was not skipped (0 or 1, 0-d)."""
         applied = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
         self.sums[:3] += applied.nan_to_num(0.0, 0.0, 0.0)
         self.sums[SUMS.index("skipped")] += skipped
-        self.sums[SUMS.index("selection_ratio")] += selection_ratio
+        self.sums[SUMS.index("selection_ratio")] += sum(ratios) / max(1, len(ratios))
+        self.sums[SUMS.index("tflop")] += self.work.flops(ratios) * self.batch_size / 1e12
 
     def add_bypassed(self, num_tokens: torch.Tensor) -> None:
         """Add the tokens of a micro-batch that bypassed although a mask forces them to stay."""
@@ -45,7 +64,13 @@ class Window:
             "num_skipped_steps": int(sums["skipped"]),
             "images_per_sec": num_steps * self.batch_size / self.clock.window_sec,
             "train_time_sec": self.clock.train_time_sec,
+            "tflops_per_sec": sums["tflop"] / self.clock.window_sec,
         }
+        if self.work.peak_flops_per_sec:
+            peak_tflops = self.work.peak_flops_per_sec * self.launch.world_size / 1e12
+            values["utilisation"] = values["tflops_per_sec"] / peak_tflops
+        with suppress(OSError):  # where there is no /proc
+            values["peak_memory_gib"] = peak_gib(self.launch.device)
         if self.routed:
             values["selection_ratio"] = sums["selection_ratio"] / num_steps
             values["num_forced_bypassed"] = round(sums["num_forced_bypassed"] * self.launch.world_size)
@@ -54,6 +79,8 @@ class Window:
     def start(self) -> None:
         """Start the next window."""
         self.sums.zero_()
+        with suppress(OSError):
+            reset_peak(self.launch.device)
         self.clock.start_window()
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 it is moved.
 """
 
+import mmap
 import signal
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from models import cost_of
 from tests.runs import before_each_step, interrupted, metrics, tiny_trainer
 from training.clock import END_SEC
 from training.fit import run_training
 from training.recorder import HURRIED_SEC
 from training.stopping import TIME_LIMIT, StopRequest
 from training.trackers import CLOSE_WITHIN_SEC
+from training.window import Work
 
 STEP_SEC, SAVE_SEC, EVALUATION_SEC, CHECK_SEC = 2.0, 7.0, 100.0, 50.0
 OPTIONS = ("train.log_every=3", "train.save_every=2", "train.micro_batch_size=4")
@@ -72,6 +75,40 @@ def test_a_resume_within_a_window_continues_its_time(tmp_path, clock):
     assert (last["train_time_sec"], last["images_per_sec"]) == (12.0, 4.0)
 
 
+def test_flops_per_second_are_those_of_the_steps_over_their_time(tmp_path, clock):
+    trainer, run, _ = timed(tmp_path, clock)
+    trainer.window.work = Work(lambda ratios: 1e12 * (1 - sum(ratios)), peak_flops_per_sec=8e12)
+    run_training(trainer, run)
+    # Half of a TFLOP for an image, 4 images a second.
+    found = [(line["tflops_per_sec"], line["utilisation"]) for line in trained_lines(tmp_path)]
+    assert found == [(2.0, 0.25), (2.0, 0.25)]
+
+
+def test_flops_are_those_that_the_routes_leave(tmp_path):
+    trainer, run = tiny_trainer(tmp_path)
+    dense, routed = trainer.window.work.flops((0.0,)), trainer.window.work.flops((0.5,))
+    assert dense == cost_of(trainer.net, (0.0,)).dense_training_flops
+    assert routed == cost_of(trainer.net, (0.5,)).routed_training_flops
+    assert routed < dense
+    assert trainer.window.work.peak_flops_per_sec is None, "of a CPU it is not known"
+    run.unlock()
+
+
+def test_the_peak_of_memory_is_that_since_the_last_log_point(tmp_path):
+    trainer, run = tiny_trainer(tmp_path, "train.total_steps=9")
+
+    def take_one_gib(step):
+        if step == 4:
+            with mmap.mmap(-1, 2**30) as taken:  # what is allocated otherwise may be kept
+                for page in range(0, len(taken), mmap.PAGESIZE):
+                    taken[page] = 1
+
+    before_each_step(trainer, take_one_gib)
+    run_training(trainer, run)
+    first, second, third = (line["peak_memory_gib"] for line in trained_lines(tmp_path))
+    assert second - max(first, third) > 0.5
+
+
 def test_the_time_of_evaluations_adds_up_and_is_logged(tmp_path, clock, capsys):
     """Also over a kill: what was evaluated after the last save is evaluated again."""
     trainer, run, _ = timed(tmp_path, clock)
@@ -118,7 +155,11 @@ def test_a_resumed_run_reserves_time_by_its_own_steps(tmp_path, clock):
     interrupted(trainer, run, 4)
     trainer, run, asked = timed(tmp_path, clock)
     trainer.evaluators = []
-    silent = SimpleNamespace(log=lambda values, step: None, close=lambda within_sec: None)
+
+    def ignore(*_):
+        pass
+
+    silent = SimpleNamespace(log=ignore, table=ignore, close=ignore)
     trainer.recorder.tracker = silent
     run_training(trainer, run)
     end_sec = END_SEC + HURRIED_SEC  # the tracker has to end, too

@@ -1,8 +1,10 @@
 """The page of a run: complete, in one file, and followed by a browser while the run goes on."""
 
 import base64
+import csv
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,8 +15,10 @@ from urllib.request import Request, urlopen
 import pytest
 
 from runtime.errors import UserError
-from tests.runs import ROOT, metrics, tiny_run
-from training.report import REFRESH_SEC, main, metrics_of, page, panels_of, pictures_of, standing
+from tests.runs import ROOT, metrics, runs_to_compare, tiny_run
+from training.arms import LEVEL, Run, as_csv, grouped, markdown, mean_and_half, metrics_of, table
+from training.page import constants, levels_of, page, panels_of, pictures_of, standing
+from training.report import REFRESH_SEC, main
 from training.run_folder import RunFolder
 
 TIMES = {"num_images": 8, "train_time_sec": 60.0}
@@ -56,23 +60,32 @@ def test_a_page_has_curves_pictures_and_facts_and_needs_nothing_else(run, capsys
 
 
 def test_a_name_is_shown_as_it_is(run):
-    assert "<b>" not in page(RunFolder(run))
-    assert "&lt;b&gt;run" in page(RunFolder(run))
+    assert "<b>" not in page([Run(RunFolder(run))])
+    assert "&lt;b&gt;run" in page([Run(RunFolder(run))])
 
 
-def test_curves_are_what_was_logged():
+def test_curves_are_what_was_logged(run):
+    same = {"selection_ratio": 0.5, "images_per_sec": 4.0, "tflops_per_sec": 3.0}  # 2 s a step
     lines = [
-        {"step": 1, "loss": 3.0, "grad_norm": 1.0, "selection_ratio": 0.5, **TIMES},
-        {"step": 2, "loss": None, "grad_norm": 2.0, "selection_ratio": 0.5, **TIMES},
-        {"step": 2, "val_loss_dense": 2.0, "evaluation_time_sec": 1.0},
-        {"step": 3, "loss": 1.0, "grad_norm": 2.0, "selection_ratio": 0.5, **TIMES},
+        {"step": 1, "loss": 3.0, "grad_norm": 1.0, "num_images": 8, "train_time_sec": 60.0, **same},
+        {"step": 2, "loss": None, "grad_norm": 2.0, "num_images": 16, "train_time_sec": 7200.0, **same},
+        {"step": 2, "val_loss_dense": 2.0, f"val_loss_dense{LEVEL}0.3": 4.0, "evaluation_time_sec": 1.0},
+        {"step": 3, "loss": 1.0, "grad_norm": 2.0, "num_images": 24, "train_time_sec": 10800.0, **same},
     ]
-    panels, constant = panels_of(lines)
-    assert panels == {
-        "losses": {"loss": [(1, 3.0), (3, 1.0)], "val_loss_dense": [(2, 2.0)]},
-        "grad_norm": {"grad_norm": [(1, 1.0), (2, 2.0), (3, 2.0)]},
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = Run(RunFolder(run))
+    assert read.curves["loss"] == [(1, 3.0), (3, 1.0)]
+    assert constants([read]) == same
+    (arm,) = grouped([read])
+    panels = panels_of([arm], constants([read]))
+    assert {title: [key for key, _, _ in of_panel] for title, of_panel in panels.items()} == {
+        "losses": ["loss", "val_loss_dense"],
+        "grad_norm": ["grad_norm"],
     }
-    assert constant == {"selection_ratio": 0.5}
+    assert arm.curve("loss", "steps") == [(1, 3.0, 3.0, 3.0), (3, 1.0, 1.0, 1.0)]
+    assert [point[0] for point in arm.curve("grad_norm", "hours")] == [pytest.approx(1 / 60), 2.0, 3.0]
+    assert [point[0] for point in arm.curve("loss", "TFLOPs")] == pytest.approx([6.0, 18.0])
+    assert levels_of([arm]) == {"val_loss_dense": [(arm.name, [(0.3, 4.0, 4.0, 4.0)])]}
 
 
 def test_the_time_that_is_left_counts_evaluations():
@@ -119,7 +132,7 @@ def test_what_happened_is_listed(run):
     spike = {"step": 3, "loss_spikes": [{"step": 2, "loss": 9.0, "entries": [1]}], "skipped_steps": []}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(spike) + "\n")
-    text = page(RunFolder(run))
+    text = page([Run(RunFolder(run))])
     assert "<th>loss_spikes</th><td>2</td>" in text and "<th>skipped_steps</th>" not in text
 
 
@@ -127,7 +140,7 @@ def test_texts_of_a_run_are_shown_as_they_are(run):
     RunFolder(run).update({"command": "<script>"})
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "<i>": 1.0}\n')
-    text = page(RunFolder(run))
+    text = page([Run(RunFolder(run))])
     assert "<script>" not in text and "&lt;script&gt;" in text
     assert "<i>" not in text and "<figcaption>&lt;i&gt;" in text
 
@@ -190,3 +203,79 @@ def test_a_browser_follows_a_run(run, server):
     idle.close()
     server.send_signal(signal.SIGINT)
     assert server.wait(10) == 0
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    return runs_to_compare(tmp_path_factory.mktemp("compared"))
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_arm(compared):
+    dense, routed = arms = grouped([Run(RunFolder(run)) for run in reversed(compared)])[::-1]
+    assert [(arm.name.partition(",")[0], [run.seed for run in arm.runs]) for arm in arms] == [
+        ("dit", [0, 1]),
+        ("tread", [0, 1]),
+    ]
+    assert (dense.name, routed.name) == ("dit", "tread")
+    other = Run(RunFolder(compared[3]))
+    other.config["optimizer"]["lr"] = 0.5
+    assert [arm.name for arm in grouped([*dense.runs, *routed.runs, other])][1:] == ["tread", "tread, lr=0.5"]
+    curve, values = dense.curve("loss", "steps"), [run.newest["loss"] for run in dense.runs]
+    assert curve[-1] == (6, sum(values) / 2, min(values), max(values))
+
+
+def test_an_interval_of_the_mean_is_student_s():
+    assert mean_and_half([1.0, 2.0, 3.0]) == (2.0, pytest.approx(2.4841, rel=1e-4))
+    assert mean_and_half([2.0])[1] == float("inf")
+
+
+def test_a_comparison_is_one_page_and_one_line_a_run(compared, capsys):
+    main([*map(str, compared), str(compared[0].parent / "no_run.txt")])
+    printed = capsys.readouterr().out
+    text = (compared[0].parent / "report.html").read_text()
+    assert len(pictures(text, "png")) == 2, "the samples of the first seed of each arm"
+    assert text.count('<div class="blocks">') == 2 and text.count("50%, transparent 0") == 3
+    assert "<td>method</td><td>dit</td><td>tread</td>" in text
+    assert "<td>model.routes</td><td>none</td><td>0.5 bypass 2 to -4</td>" in text
+    rows = list(csv.DictReader((compared[0].parent / "runs.csv").open()))
+    assert [(row["run"], row["seed"], row["step"]) for row in rows] == [
+        (f"{model}_{seed}", str(seed), "6") for model in ("dit", "tread") for seed in (0, 1)
+    ]
+    losses = [float(row["val_loss_dense_ema"]) for row in rows[:2]]
+    middle, half = mean_and_half(losses)
+    assert f"{middle:.4g} ± {half:.1g}" in printed and "left out" not in printed
+
+
+def test_what_cannot_be_read_is_left_out_of_a_comparison(compared, run, tmp_path, capsys):
+    (run / "metrics.jsonl").write_text("[]\n")
+    (tmp_path / "empty").mkdir()
+    for name, fields in (("starts", {"starts": 7}), ("cost", {"cost": {}})):
+        shutil.copytree(compared[1], tmp_path / name)
+        RunFolder(tmp_path / name).update(fields)
+    shutil.copytree(compared[1], tmp_path / "unseeded")
+    config = (tmp_path / "unseeded/config.yaml").read_text()
+    (tmp_path / "unseeded/config.yaml").write_text(config.replace("seed: 1", "seeds: 1"))
+    others = [str(tmp_path / name) for name in ("empty", "starts", "cost", "unseeded")]
+    main([str(compared[0]), str(run), *others, "--out", str(tmp_path)])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    reasons = ("metrics.jsonl is damaged", "not a run directory", *2 * ("not as a run writes it",), "no seed")
+    assert [reason in line for reason, line in zip(reasons, said, strict=True)] == 5 * [True]
+    assert (tmp_path / "report.html").is_file()
+    with pytest.raises(UserError, match="none of these is a run"):
+        main([str(run), str(tmp_path / "empty"), "--out", str(tmp_path)])
+
+
+def test_a_page_warns_of_what_can_hardly_be_compared(compared):
+    manifest = (compared[0] / "manifest.json").read_bytes()
+    RunFolder(compared[0]).update({"device": "NVIDIA <b>", "source_sha256": "other"})
+    text = page([Run(RunFolder(run)) for run in compared])
+    (compared[0] / "manifest.json").write_bytes(manifest)
+    assert "more than one device" in text and "more than one code" in text and "<b>" not in text
+
+
+def test_texts_of_a_run_run_neither_in_a_spreadsheet_nor_in_a_terminal(compared):
+    read = Run(RunFolder(compared[0]))
+    read.name, read.manifest["commit"] = "\x1b[2Jname", "=cmd()"
+    (arm,) = grouped([read])
+    assert arm.name == "\x1b[2Jname" and "\x1b" not in markdown(table([arm]))
+    assert ",'=cmd()," in as_csv([arm])

@@ -16,7 +16,7 @@ import wandb
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.runs import metrics, tiny_run, tiny_trainer
+from tests.runs import interrupted, metrics, tiny_run, tiny_trainer
 from training.fit import run_training
 from training.recorder import MetricsFile
 from training.trackers import BackgroundTracker, TensorBoardTracker, WandbTracker
@@ -27,12 +27,15 @@ GREY = ("data.in_channels=1", "train.log_every=3")
 class Remembering:
     """A tracker that does at each line what it is told."""
 
-    def __init__(self, at_line=lambda step: None, at_close=lambda: None, at_open=lambda: None):
+    def __init__(self, at_line=lambda step: None, at_close=lambda: None, at_open=lambda config: None):
         self.lines, self.at_line, self.at_close, self.open = [], at_line, at_close, at_open
 
     def log(self, values, step):
         self.at_line(step)
         self.lines.append((values, step))
+
+    def table(self, values, step):
+        pass
 
     def close(self):
         self.at_close()
@@ -44,7 +47,7 @@ def fail(*_):
 
 def test_every_line_reaches_the_tracker_before_it_is_closed(tmp_path):
     remembering, said = Remembering(lambda step: time.sleep(0.05)), []
-    tracker = BackgroundTracker(remembering, said.append)
+    tracker = BackgroundTracker(remembering, said.append, {})
     for step in range(5):
         tracker.log({"loss": 1.0}, step)
     assert len(remembering.lines) < 5
@@ -56,7 +59,7 @@ def test_every_line_reaches_the_tracker_before_it_is_closed(tmp_path):
 @pytest.mark.parametrize("when", ["open", "line", "close"])
 def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
     remembering, said = Remembering(**{f"at_{when}": fail}), []
-    tracker = BackgroundTracker(remembering, said.append)
+    tracker = BackgroundTracker(remembering, said.append, {})
     for step in range(3):
         tracker.log({"loss": 1.0}, step)
         time.sleep(0.02)
@@ -69,7 +72,7 @@ def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
 
 def test_a_tracker_that_does_not_end_is_abandoned():
     for_ever, said = Event(), []
-    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait()), said.append)
+    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait()), said.append, {})
     start = time.monotonic()
     for step in range(100):
         tracker.log({"loss": 1.0}, step)
@@ -82,7 +85,7 @@ def test_a_tracker_that_does_not_end_is_abandoned():
 
 def test_an_abandoned_tracker_reports_nothing_more():
     for_ever, said = Event(), []
-    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait() and fail()), said.append)
+    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait() and fail()), said.append, {})
     tracker.log({"loss": 1.0}, 0)
     tracker.close(0.2)
     for_ever.set()
@@ -152,7 +155,7 @@ def test_numbers_that_are_not_finite_are_null_with_a_warning(tmp_path):
 def test_a_run_continues_without_its_tracker(tmp_path, capsys):
     tiny_run(tmp_path / "plain")
     trainer, run = tiny_trainer(tmp_path / "tracked")
-    trainer.recorder.tracker = BackgroundTracker(Remembering(at_open=fail), trainer.recorder.show)
+    trainer.recorder.tracker = BackgroundTracker(Remembering(at_open=fail), trainer.recorder.show, {})
     run_training(trainer, run)
     assert metrics(tmp_path / "tracked") == metrics(tmp_path / "plain")
     assert capsys.readouterr().out.count("the tracker is switched off") == 1
@@ -235,6 +238,7 @@ def test_wandb_online_without_a_server_never_stops_training(
 def test_points_after_the_checkpoint_are_removed_on_resume(tmp_path):
     for steps in ((10, 20, 30), (20, 30, 40)):
         tracker = TensorBoardTracker(str(tmp_path))
+        tracker.open({})
         for step in steps:
             tracker.log({"loss": float(steps[0])}, step)
         tracker.close()
@@ -242,3 +246,46 @@ def test_points_after_the_checkpoint_are_removed_on_resume(tmp_path):
     events = EventAccumulator(str(tmp_path)).Reload()
     points = [(event.step, event.value) for event in events.Scalars("loss")]
     assert points == [(10, 10.0), (20, 20.0), (30, 20.0), (40, 20.0)]
+
+
+def text_of(events, tag):
+    return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
+
+
+def test_tensorboard_gets_the_configuration_and_the_last_values_and_no_point_twice(tmp_path):
+    evaluated = ("tracker=tensorboard", "train.eval_every=2", "train.save_every=4")
+    trainer, run = tiny_trainer(tmp_path / "run", *evaluated)
+    interrupted(trainer, run, at=5)
+    time.sleep(1.1)  # the name of a file has the second in it
+    tiny_run(tmp_path / "run", *evaluated)
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    lines = metrics(tmp_path / "run", clocks=True)
+    assert [event.step for event in events.Scalars("val_loss_dense")] == [2, 4, 6]
+    assert [event.step for event in events.Scalars("peak_memory_gib")] == [3, 6]
+    assert events.Scalars("tflops_per_sec")[-1].value == pytest.approx(lines[-2]["tflops_per_sec"])
+    for t in (key for key in lines[-1] if "/t=" in key):
+        assert events.Scalars(t)[-1].value == pytest.approx(lines[-1][t])
+    assert "| `train.batch_size` | 8 |" in text_of(events, "configuration")[-1]
+    shown = text_of(events, "last_values")[-1]
+    for key in ("val_loss_dense_ema", "evaluation_time_sec"):
+        assert f"| `{key}` | {lines[-1][key]} |" in shown
+    assert f"| `loss` | {lines[-2]['loss']} |" in shown
+
+
+def test_wandb_gets_the_configuration_and_the_last_values_and_resumes_its_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    evaluated = ("tracker=wandb", "train.eval_every=2")
+    for total_steps in (4, 6):
+        wandb.teardown()
+        tiny_run(tmp_path / "run", *evaluated, f"train.total_steps={total_steps}")
+        time.sleep(1.1)  # the name of a folder has the second in it
+    runs = sorted((tmp_path / "run/wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    assert len({folder.name.rpartition("-")[2] for folder in runs}) == 1, "one run, as its id says"
+    (table,) = runs[-1].glob("files/media/table/last_values_*.table.json")
+    values = dict(json.loads(table.read_text())["data"])
+    last = metrics(tmp_path / "run", clocks=True)[-1]
+    kept = {key: value for key, value in last.items() if key not in ("step", "num_images")}
+    assert values.items() >= kept.items()
+    (log,) = runs[-1].glob("*.wandb")  # which `wandb sync` reads; offline there is no other place
+    assert b"train.batch_size" in log.read_bytes()

@@ -1,0 +1,75 @@
+"""The page in a browser: clicks, no errors, nothing from elsewhere, in the dark and on a phone."""
+
+import shutil
+
+import pytest
+
+from tests.runs import runs_to_compare
+from training.page import AXES
+from training.report import main
+
+BROWSER = shutil.which("chromium")
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    runs = runs_to_compare(tmp_path_factory.mktemp("browser"))
+    main([str(runs[0])])
+    main([str(run) for run in runs])
+    return [runs[0] / "report.html", runs[0].parent / "report.html"]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not BROWSER:
+        pytest.skip("needs chromium: `make browser` installs it where apt can")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: make browser")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def show(browser):
+    """Open a page in a window, and hold what it says and asks for to nothing."""
+    said = []
+
+    def show(file, viewport=DESK, scheme="light"):
+        window = browser.new_page(viewport=viewport, color_scheme=scheme)
+        window.on("console", lambda message: said.append(message.text))
+        window.on("pageerror", lambda error: said.append(str(error)))
+        window.on(
+            "request", lambda request: said.append(request.url) if request.url.startswith("http") else None
+        )
+        window.goto(file.as_uri())
+        return window
+
+    yield show
+    assert said == []
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["run", "comparison"])
+def test_a_click_shows_the_curves_against_another_axis(pages, show, index):
+    window = show(pages[index])
+
+    def shown():
+        return [axis for axis in AXES if window.locator(f".against-{axis}").is_visible()]
+
+    assert shown() == ["steps"]
+    for axis in reversed(AXES):
+        window.get_by_label(axis, exact=True).click()
+        assert shown() == [axis]
+    window.get_by_text("configuration").first.click()
+    assert window.get_by_text("batch_size: 8").first.is_visible()
+    broken = "[...document.images].filter(i => !i.complete || !i.naturalWidth).length"
+    assert window.evaluate(broken) == 0 < window.evaluate("document.images.length")
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["run", "comparison"])
+def test_a_page_is_read_in_the_dark_and_on_a_phone(pages, show, index):
+    light, dark = (show(pages[index], scheme=scheme).screenshot() for scheme in ("light", "dark"))
+    assert light != dark
+    window = show(pages[index], viewport=PHONE)
+    assert window.evaluate("document.scrollingElement.scrollWidth") <= PHONE["width"]

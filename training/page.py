@@ -1,0 +1,396 @@
+"""The page of a run, or of several side by side: curves, pictures, routes, settings; one file, no links."""
+
+import base64
+import io
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runtime.files import read_bounded
+from training.arms import CLOCK, LEVEL, Arm, Lines, Run, as_csv, differences, grouped, shown_keys, table
+
+MAX_PICTURE_BYTES, MAX_DEPTH, MAX_PANELS = 2**26, 1000, 60
+AXES = ("steps", "TFLOPs", "hours")
+LOSSES = ("loss", "val_loss_dense", "val_loss_dense_ema", "val_loss_optimal")
+EVENTS = ("loss_spikes", "skipped_steps")
+STYLES = ("-", "--", "-.", ":")  # lines differ in more than their colour
+Points = list[tuple[float, float, float, float]]  # (x, mean, least, most)
+STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 82rem; margin: auto; padding: 1rem; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; vertical-align: top; max-width: 100%; }
+figure img { max-width: 100%; height: auto; }
+figcaption { overflow-wrap: anywhere; }
+progress { width: 100%; }
+.wide { overflow-x: auto; }
+th { text-align: left; font-weight: normal; opacity: .7; vertical-align: top; padding-right: 1rem; }
+td { padding-right: 1rem; vertical-align: top; }
+td, pre { overflow-wrap: anywhere; white-space: pre-wrap; }
+.wide td, .wide th { white-space: nowrap; overflow-wrap: normal; }
+.blocks { display: flex; gap: 2px; height: 2.5rem; max-width: 40rem; }
+.blocks i { flex: 1; border: 1px solid; opacity: .8; }
+img.legend { display: block; max-width: 100%; margin-bottom: 1rem; }
+.axes label { padding-right: 1rem; }
+@media (prefers-color-scheme: dark) { img[src*="svg"] { filter: invert(1) hue-rotate(180deg); } }
+"""
+
+
+def page(runs: Sequence[Run], refresh_sec: int | None = None) -> str:
+    """Return the page, complete in one file.
+
+    Args:
+        refresh_sec: how often a browser asks for it again while the one run is not finished.
+
+    Raises:
+        ValueError: a file of a run is damaged.
+    """
+    with _as_runs_write(runs):
+        return _of_one(runs[0], refresh_sec) if len(runs) == 1 else _of_several(runs)
+
+
+def check(run: Run) -> None:
+    """Raise a ValueError where a page of several runs could not show this one."""
+    with _as_runs_write([run]):
+        arms = grouped([run])
+        for show in (as_csv, table, levels_of, _routes, mixtures):
+            list(show(arms))
+        facts(run.manifest, run.lines, {})
+        _environment(arms[0], run)
+
+
+@contextmanager
+def _as_runs_write(runs: Sequence[Run]) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+        names = ", ".join(str(run.folder.path) for run in runs)
+        raise ValueError(f"{names} is not as a run writes it: {error!r}") from error
+
+
+def _of_one(run: Run, refresh_sec: int | None) -> str:
+    manifest, lines, (arm,) = run.manifest, run.lines, grouped([run])
+    constant = constants([run])
+    total_steps = int(run.config["train"]["total_steps"])
+    again = refresh_sec and manifest["status"] != "finished"
+    file = run.folder.metrics_file
+    age_sec = time.time() - file.stat().st_mtime if lines else 0.0
+    parts = [
+        f"<p>{escape(standing(manifest, lines, total_steps, age_sec))}</p>",
+        f'<progress max="{total_steps}" value="{run.step}"></progress>',
+        *_curves([arm], constant),
+        "<br>",
+        *(_picture(file, file.stem) for file in pictures_of(run.folder.path)),
+        *_routes([arm]),
+        _table(facts(manifest, lines, constant)),
+        _configuration(run),
+    ]
+    return _document(run.name, f"{run.name}: step {run.step}", parts, refresh_sec if again else None)
+
+
+def _of_several(runs: Sequence[Run]) -> str:
+    arms = grouped(runs)
+    parts = [
+        "<p>Runs that differ in the seed alone are one arm: mean ± half of the 95 % interval of the mean "
+        "(Student's t); curves are means, with all seeds between their bands.</p>",
+        *(f"<p><strong>{escape(line)}</strong></p>" for line in mixtures(arms)),
+        _wide(table(arms)),
+        *_curves(arms, constants(runs)),
+        "<h2>Samples</h2>",
+        *(_picture(files[0], arm.name) for arm in arms if (files := over_time(arm.runs[0]))),
+        *_routes(arms),
+        "<h2>What differs</h2>",
+        _wide(
+            [
+                {"key": key} | {a.name: a.runs[0].settings.get(key, "") for a in arms}
+                for key in differences(arms)
+            ]
+        ),
+        "<h2>Runs</h2>",
+        _wide([_environment(arm, run) for arm in arms for run in arm.runs]),
+        *(_configuration(arm.runs[0], arm.name) for arm in arms),
+    ]
+    return _document(f"{len(runs)} runs, {len(arms)} arms", f"{len(arms)} arms", parts)
+
+
+def mixtures(arms: Sequence[Arm]) -> list[str]:
+    """Return warnings where runs can hardly be compared."""
+    runs, said = [run for arm in arms for run in arm.runs], []
+    for key, hint in (("source_sha256", "code"), ("device", "device"), ("processor", "processor")):
+        if len({run.manifest[key] for run in runs}) > 1:
+            said.append(f"note: the runs are of more than one {hint}")
+    if len({run.step for run in runs}) > 1:
+        said.append("note: the runs have not had the same number of steps")
+    said += [
+        f"note: {arm.name} has a seed twice: n counts trainings"
+        for arm in arms
+        if len({run.seed for run in arm.runs}) < len(arm.runs)
+    ]
+    return said
+
+
+def constants(runs: Sequence[Run]) -> dict[str, float]:
+    """Return what has not changed, and is the same in all runs that have it."""
+    values: dict[str, list[float]] = {}
+    for run in runs:
+        for key, curve in run.curves.items():
+            values.setdefault(key, []).extend(value for _, value in curve)
+    return {key: found[0] for key, found in values.items() if len(found) > 1 and len(set(found)) == 1}
+
+
+def standing(manifest: dict[str, Any], lines: Lines, total_steps: int, age_sec: float) -> str:
+    """Return how far the run is, and when it ends; `metrics.jsonl` was written so many seconds ago."""
+    said = [manifest["status"] + (f" ({manifest['reason']})" if manifest.get("reason") else "")]
+    if failure := manifest.get("failure"):
+        said.append(failure["reason"])
+    if not lines:
+        return "; ".join([*said, f"no line of {total_steps} steps yet"])
+    step, trained, evaluated = lines[-1]["step"], *(_newest(lines, key) for key in CLOCK[2:])
+    said.append(f"step {step:,} of {total_steps:,}")
+    said.append(f"{_clock(trained)} of training, {_clock(evaluated)} of evaluation")
+    if manifest["status"] == "running" and step:
+        left = _clock((trained + evaluated) / step * (total_steps - step))
+        said.append(f"about {left} left; newest values {_clock(age_sec)} ago")
+    return "; ".join(said)
+
+
+def pictures_of(run: Path) -> list[Path]:
+    """Return the newest picture of the training, that of all of them, and those of `sample.py`."""
+    files = sorted(run.glob("samples/[!.]*.png"))  # hidden ones are being written
+    # The page may be shared, and shows nothing from outside of the run.
+    files = [file for file in files if file.is_file() and file.resolve().is_relative_to(run.resolve())]
+    trained = [file for file in files if re.fullmatch(r"step_\d{8}", file.stem)]
+    return trained[-1:] + [file for file in files if file not in trained]
+
+
+def over_time(run: Run) -> list[Path]:
+    """Return the picture of the samples of all steps of a run, or what there is instead."""
+    files = pictures_of(run.folder.path)
+    return [file for file in files if file.stem == "over_time"] or files
+
+
+def facts(manifest: dict[str, Any], lines: Lines, constant: dict[str, Any]) -> dict[str, str]:
+    """Return what the run is made of."""
+    cost, resolved = manifest["cost"], manifest["resolved"]
+    values = {key: value for line in lines for key, value in line.items()}
+    newest = {key: value for key, value in values.items() if key not in (*CLOCK, *constant)}
+    numbers = {key: value for key, value in newest.items() if isinstance(value, int | float)}
+    events = {key: [event["step"] for line in lines for event in line.get(key, ())] for key in EVENTS}
+    speed = f"{cost['predicted_speedup']:.2f}x as fast as dense ones by FLOPs"
+    if measured := manifest.get("speed_check", {}).get("measured_speedup"):
+        speed += f", {measured:.2f}x as measured"
+    found = {
+        "newest values": ", ".join(f"{key} {value:.4g}" for key, value in numbers.items()),
+        **{key: ", ".join(map(str, steps)) for key, steps in events.items()},
+        "did not change": ", ".join(f"{key} {value:g}" for key, value in constant.items()),
+        "command": manifest["command"],
+        "network": f"{cost['num_parameters'] / 1e6:.2f}M parameters",
+        "routes": "; ".join(manifest["routes"]) or "none",
+        "training steps": speed if manifest["routes"] else "",
+        "processes": f"{manifest['num_processes']} on {manifest['device']}, {manifest['processor']}",
+        "precision": f"{resolved['mixed_precision']}, {'' if resolved['compile'] else 'un'}compiled",
+        "code": _code(manifest),
+        "started": ", ".join(f"at step {start['step']:,}" for start in manifest["starts"]),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _environment(arm: Arm, run: Run) -> dict[str, str]:
+    manifest = run.manifest
+    return {
+        "run": run.name,
+        "arm": arm.name,
+        "seed": str(run.seed),
+        "status": f"{manifest['status']}, step {run.step:,}",
+        "code": _code(manifest),
+        "on": f"{manifest['num_processes']} x {manifest['device']}, {manifest['processor']}",
+        "torch": str(manifest["versions"]["torch"]),
+        "command": manifest["command"],
+    }
+
+
+def _code(manifest: dict[str, Any]) -> str:
+    return f"{manifest['commit'] or 'unknown'}{', changed' if manifest['uncommitted_changes'] else ''}"
+
+
+def _newest(lines: Lines, key: str) -> float:
+    return next((line[key] for line in reversed(lines) if key in line), 0.0)
+
+
+def _clock(sec: float) -> str:
+    return f"{int(sec) // 3600}:{int(sec) // 60 % 60:02}:{int(sec) % 60:02}"
+
+
+def panels_of(arms: Sequence[Arm], constant: Mapping[str, float]) -> dict[str, list[tuple[str, Arm, str]]]:
+    """Return the lines of each panel, (name, arm, key): the losses of one run together, or a panel a key."""
+    logged = (key for arm in arms for run in arm.runs for key in run.curves)
+    keys = dict.fromkeys([*shown_keys(arms), *logged])  # losses and scores first
+    keys = [key for key in keys if LEVEL not in key and ": " not in key and key not in constant]
+    keys = keys[:MAX_PANELS]
+    if len(arms) > 1:
+        return {key: [(arm.name, arm, key) for arm in arms] for key in keys}
+    (arm,) = arms
+    together = [key for key in LOSSES if key in arm.runs[0].curves]
+    panels = {"losses": [(key, arm, key) for key in together]} if together else {}
+    return panels | {key: [(key, arm, key)] for key in keys if key not in LOSSES}
+
+
+def _curves(arms: Sequence[Arm], constant: Mapping[str, float]) -> Iterable[str]:
+    """Return panels against each axis, of which a click shows one, and the loss by noise level."""
+    panels = panels_of(arms, constant)
+    if not panels:
+        return
+    yield '<p class="axes">against '
+    for axis in AXES:
+        chosen = " checked" if axis == AXES[0] else ""
+        yield f'<label><input type="radio" name="axis" id="{axis}"{chosen}> {axis}</label>'
+        # Without a script: one choice hides the panels of the others.
+        hidden = ", ".join(f".against-{other}" for other in AXES if other != axis)
+        yield f"<style>body:has(#{axis}:checked) :is({hidden}) {{ display: none; }}</style>"
+    yield "</p>"
+    if len(arms) > 1:
+        yield f'<img class="legend" alt="the lines of the arms" src="{_legend([arm.name for arm in arms])}">'
+    for axis in AXES:
+        yield f'<div class="against-{axis}">'
+        for title, of_panel in panels.items():
+            drawn = [(name, arm.curve(key, axis)) for name, arm, key in of_panel]
+            yield _figure(title, _drawn(drawn, axis, legend=len(arms) == 1))
+        yield "</div>"
+    for title, drawn in levels_of(arms).items():
+        yield _figure(f"{title} by noise level", _drawn(drawn, "t", log=True, legend=False))
+
+
+def levels_of(arms: Sequence[Arm]) -> dict[str, list[tuple[str, Points]]]:
+    """Return the newest loss at each noise level, (t, mean, least, most) over seeds, of each loss and arm."""
+    found: dict[str, dict[str, Points]] = {}
+    for arm in arms:
+        for key in arm.runs[0].curves:
+            loss, is_level, t = key.partition(LEVEL)
+            if is_level:
+                values = arm.values(key)
+                point = (float(t), sum(values) / len(values), min(values), max(values))
+                found.setdefault(loss, {}).setdefault(arm.name, []).append(point)
+    return {
+        loss: [(name, sorted(points)) for name, points in of_arms.items()] for loss, of_arms in found.items()
+    }
+
+
+def _line(i: int) -> dict[str, Any]:
+    return {"color": f"C{i % 10}", "linestyle": STYLES[i // 3 % 4], "linewidth": 1.2}
+
+
+def _drawn(curves: Sequence[tuple[str, Points]], axis: str, legend: bool, log: bool = False) -> str:
+    """Return a picture of curves, in the lines of their order, as the address of itself."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.0, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, points) in enumerate(curves):
+        if not points:
+            continue
+        x, middle, low, high = zip(*points, strict=True)
+        axes.plot(x, middle, marker="." if len(points) < 30 else "", label=_literal(name), **_line(i))
+        if low != high:
+            axes.fill_between(x, low, high, color=f"C{i % 10}", alpha=0.2, linewidth=0)
+    axes.set(xlabel=axis, xscale="log" if log else "linear")
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend and len(curves) > 1:
+        axes.legend(frameon=False, fontsize=7)
+    return _as_svg(figure)
+
+
+def _literal(name: str) -> str:
+    return name.replace("$", r"\$")  # otherwise a formula
+
+
+def _legend(names: Sequence[str]) -> str:
+    """Return a picture of the lines that stand for the arms in all panels."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(max(2, 0.09 * max(map(len, names)) + 0.8), 0.22 * len(names) + 0.1))
+    lines = [Line2D([], [], **_line(i)) for i in range(len(names))]
+    figure.legend(lines, [_literal(name) for name in names], loc="center left", frameon=False, fontsize=9)
+    return _as_svg(figure)
+
+
+def _as_svg(figure: Any) -> str:
+    import matplotlib
+
+    drawn = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(drawn, format="svg", transparent=True)
+    return _address("svg+xml", drawn.getvalue())
+
+
+def _routes(arms: Sequence[Arm]) -> Iterable[str]:
+    """Return a row of blocks for each arm, each as high as the share of the tokens that it trains on."""
+    for arm in arms:
+        model = arm.runs[0].config["model"]
+        if "depth" not in model:  # a backbone without blocks in a row
+            continue
+        depth = min(int(model["depth"]), MAX_DEPTH)
+        bypass = [0.0] * depth
+        for route in model["routes"]:
+            start, end = (int(route[f"{end}_layer_idx"]) % depth for end in ("start", "end"))
+            bypass[start : end + 1] = [float(route["selection_ratio"])] * (end + 1 - start)
+        blocks = [
+            f'<i title="block {i}: {1 - ratio:.0%} of the tokens" '
+            f'style="background: linear-gradient(to top, currentColor {1 - ratio:.0%}, transparent 0)"></i>'
+            for i, ratio in enumerate(bypass)
+        ]
+        said = "; ".join(arm.runs[0].manifest["routes"]) or "all tokens in all blocks"
+        name = f"{arm.name}: {said}" if said not in arm.name and len(arms) > 1 else said
+        yield f'<p>{escape(name)}</p><div class="blocks">{"".join(blocks)}</div>'
+
+
+def _configuration(run: Run, name: str = "") -> str:
+    text = escape(yaml.safe_dump(run.config, sort_keys=False))
+    return f"<details><summary>configuration {escape(name)}</summary><pre>{text}</pre></details>"
+
+
+def _document(heading: str, title: str, parts: Iterable[str], refresh_sec: int | None = None) -> str:
+    refresh = f'<meta http-equiv="refresh" content="{refresh_sec}">' if refresh_sec else ""
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            refresh,
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(heading)}</h1>",
+            *parts,
+            "</body></html>\n",
+        ]
+    )
+
+
+def _picture(file: Path, name: str) -> str:
+    with file.open("rb") as opened:
+        return _figure(name, _address("png", read_bounded(opened, MAX_PICTURE_BYTES)))
+
+
+def _figure(name: str, address: str) -> str:
+    name = escape(name)
+    return f'<figure><figcaption>{name}</figcaption><img alt="{name}" src="{address}"></figure>'
+
+
+def _address(kind: str, content: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    cells = (f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows.items())
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _wide(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a table with a column for each key, which scrolls in a box of its own."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    head = "".join(f"<th>{escape(key)}</th>" for key in keys)
+    body = ("".join(f"<td>{escape(row.get(key, ''))}</td>" for key in keys) for row in rows)
+    lines = "".join(f"<tr>{cells}</tr>" for cells in body)
+    return f'<div class="wide"><table><tr>{head}</tr>{lines}</table></div>'
