@@ -3,22 +3,23 @@
 import hashlib
 import inspect
 import math
-import shlex
 from dataclasses import MISSING, asdict, fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from joblib import cpu_count
 from omegaconf.errors import OmegaConfBaseException
 
+from benchmarks.published import read_header, read_rows
 from builders import config as configuration
 from builders.auto import resolve_auto
 from builders.kept_tokens import KeptTokensLoss
-from builders.network import build_loss, build_net, build_precond, build_sampler
+from builders.network import build_loss, build_net, build_optimizer, build_precond, build_sampler
 from builders.rules import check_groups
 from builders.schemas import RoutingConfig
 from data import LatentManifest, LatentWriter
@@ -96,7 +97,6 @@ EXPECTED_FID = {  # unguided, 50,000 samples; with routes, without
     "l_2": ("9.10", "23.33"),
     "xl_2": ("7.38", "19.47"),
 }
-STARTS_FROM_A_RUN = ("dense_finetune", "imagenet256_sprint_xl_2_stage2")
 RECIPE_OF_STEPS = {
     "total_steps": 400_000,
     "batch_size": 256,
@@ -130,6 +130,13 @@ NUMBERS = {
         "train.batch_size": 256,
         "optimizer.lr": 1e-4,
         "ema.decay": 0.9999,
+    },
+    ("data", "mixture"): {
+        "data.num_components": 4,
+        "train.total_steps": 2000,
+        "optimizer.lr": 1e-3,
+        "optimizer.betas": [0.9, 0.99],
+        "ema.decay": 0.999,
     },
     ("data", "digits_masked"): {
         "train.masked_loss": True,
@@ -195,14 +202,91 @@ def test_every_size_composes_and_builds(model, size):
     assert config["method"] == model
 
 
+def of_experiment(experiment, *keys):
+    data = ["data.path=x"] if experiment.startswith("imagenet") else []
+    init = (
+        ["train.init_from=x"] if "from" in read_header(experiment) or experiment == "dense_finetune" else []
+    )
+    return built(f"experiment={experiment}", *data, *init, *keys)
+
+
+def job_of_sweep(choices, overrides, params=None):
+    """Return what Hydra says of a job; params: what an experiment sweeps."""
+    left_out = SimpleNamespace(exclude_keys=["model", "model/size", "data", "experiment", "seed"])
+    return SimpleNamespace(
+        runtime=SimpleNamespace(choices=choices),
+        mode=RunMode.MULTIRUN,
+        overrides=SimpleNamespace(task=overrides),
+        job=SimpleNamespace(config=SimpleNamespace(override_dirname=left_out)),
+        sweeper={"params": params},
+    )
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_composes_and_says_what_it_reproduces(experiment, latents):
-    data = [f"data.path={latents}"] if experiment.startswith("imagenet") else []
-    init = ["train.init_from=x"] if experiment in STARTS_FROM_A_RUN else []
-    built(f"experiment={experiment}", *data, *init)
-    header = (ROOT / f"configs/experiment/{experiment}.yaml").read_text()
-    for word in ("command:", "paper:", "expected:", "measured:", "hardware:"):
-        assert f"# {word}" in header
+def test_every_experiment_builds_takes_a_step_and_says_what_it_reproduces(experiment):
+    config, _ = of_experiment(experiment)
+    header = read_header(experiment)
+    assert header.keys() >= {"command", "paper", "expected", "measured", "hardware"}
+    assert f" experiment={experiment} " in f"{header['command'][0]} "
+    config["model"] |= {"hidden_size": 32, "num_heads": 4, "input_size": 8}
+    net = build_net(config)
+    precond, optimizer = build_precond(config, net), build_optimizer(config, net)
+    x, labels = torch.randn(2, *net.latent_shape), torch.tensor([0, 1])
+    build_loss(config, net)(precond, x, labels).mean().backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert all(p.grad is not None for p in net.final_layer.parameters())
+
+
+TWINS = {experiment: read_header(experiment).get("twin") for experiment in EXPERIMENTS}
+
+
+@pytest.mark.parametrize("experiment", [experiment for experiment, twin in TWINS.items() if twin])
+def test_an_experiment_and_its_twin_differ_in_the_routes_alone(experiment):
+    (twin,) = TWINS[experiment]
+    routed, _ = of_experiment(experiment)
+    dense, net = of_experiment(experiment, twin) if "=" in twin else of_experiment(twin)
+    assert net.routes == () and routed["model"]["routes"]
+    assert (dense.pop("method"), routed.pop("method")) == (
+        "dit",
+        "sprint" if "sprint" in experiment else "tread",
+    )
+    of_routes = ("routes", "router", "rejoin") if "sprint" in experiment else ("routes",)
+    for config in (dense, routed):
+        for key in of_routes:
+            config["model"].pop(key)
+    assert dense == routed
+
+
+def test_every_published_row_has_a_twin_or_starts_from_one_that_has():
+    twins = {twin for (twin,) in filter(None, TWINS.values())}
+    for row in read_rows():
+        header = read_header(row.experiment)
+        assert {"twin", "from"} & header.keys() or row.experiment in twins, row.experiment
+        for start in header.get("from", ()):
+            experiment, *keys = start.split()
+            of_experiment(experiment, *keys)
+            assert experiment in TWINS
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if "_sweep_" in name])
+def test_jobs_of_a_sweep_are_the_published_rows(experiment, monkeypatch):
+    ((key, values),) = yaml.safe_load((ROOT / f"configs/experiment/{experiment}.yaml").read_text())["hydra"][
+        "sweeper"
+    ]["params"].items()
+    override = OverridesParser.create().parse_override(f"{key}={values}")
+    jobs = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    rows = [row for row in read_rows() if row.experiment == experiment]
+    assert [row.keys for row in rows] == [(job,) for job in jobs]
+    names = set()
+    for job in jobs:
+        of_experiment(experiment, job)
+        choices = {"model": "tread", "model/size": "b_2", "data": "imagenet256", "experiment": experiment}
+        hydra = job_of_sweep(choices, [job, f"experiment={experiment}"], {key: values})
+        monkeypatch.setattr(configuration.HydraConfig, "get", lambda hydra=hydra: hydra)
+        monkeypatch.setenv("TREAD_SWEEP_COMMAND", f"-m experiment={experiment}")
+        names.add(configuration._default_run_name(0))
+    assert len(names) == len(jobs) and all(key in name for name in names)
 
 
 def test_twins_differ_only_in_name_and_routes():
@@ -227,17 +311,10 @@ def test_sprint_is_a_sparse_middle_that_is_fused():
     assert sprint == dit
 
 
-def test_the_row_of_lightningdit_and_its_twin_differ_in_the_routes_alone():
-    (dense, _), (routed, net) = (
-        built(f"experiment=imagenet256_lightningdit_{name}_80k", "data.path=x") for name in ("dense", "tread")
-    )
+def test_the_row_of_lightningdit_has_its_latents_and_times():
+    config, net = built("experiment=imagenet256_lightningdit_tread_80k", "data.path=x")
     assert net.latent_shape == (32, 16, 16) and net.num_tokens == 256
-    assert routed["model"].pop("routes") and not dense["model"].pop("routes")
-    for config, method in ((dense, "dit"), (routed, "tread")):
-        assert config.pop("method") == method
-        assert config.pop("run_name") and config.pop("output_dir")
-    assert dense == routed
-    times = build_sampler(routed).keywords["times"](FlowPath(), 250)
+    times = build_sampler(config).keywords["times"](FlowPath(), 250)
     public = torch.linspace(0, 1, 251, dtype=torch.float64)  # from noise to data
     public = 0.3 * public / (1 + (0.3 - 1) * public)
     torch.testing.assert_close(times, 1 - public[:-1])
@@ -258,9 +335,6 @@ def test_the_stages_of_sprint_are_one_network():
     assert first["diffusion"] == second["diffusion"]
     assert (second["optimizer"]["lr"], second["optimizer"]["warmup_steps"]) == (2e-4, 5000)
     assert second["train"].items() >= {"batch_size": 1024, "total_steps": 20_000, "grad_clip": 1.0}.items()
-    twin, dense = built("experiment=imagenet256_sprint_xl_2_400k", "model=dit", "data.path=x")
-    assert dense.routes == ()
-    assert {**twin, "model": None, "method": None} == {**first, "model": None, "method": None}
 
 
 @pytest.mark.parametrize("size", EXPECTED_FID)
@@ -278,9 +352,9 @@ def test_published_experiments_are_the_recipe_and_twins_but_for_routes(size):
     widths = dict(zip(("hidden_size", "depth", "num_heads"), published, strict=True))
     assert {group: dit[group] for group in RECIPE} == {**RECIPE, "model": RECIPE["model"] | widths}
     assert dit["train"].items() >= RECIPE_OF_STEPS.items()
+    rows = {row.experiment: row.values for row in read_rows() if "fid50k" in row.values}
     for model, fid50k in zip(("tread", "dit"), EXPECTED_FID[size], strict=True):
-        header = (ROOT / f"configs/experiment/imagenet256_{model}_{size}_400k.yaml").read_text()
-        assert f"# expected: fid50k {fid50k}\n" in header
+        assert rows[f"imagenet256_{model}_{size}_400k"] == {"fid50k": fid50k}
     assert dit["routing"].items() >= {"schedule": "constant", "off_last_steps": None}.items()
 
 
@@ -485,21 +559,16 @@ def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
         ("-m model=dit,tread seed=0,1", "model=dit seed=1", "tread_tiny_digits_seed3"),
         ("-m seed=0,1 optimizer.lr=1e-4,3e-4", "seed=1 optimizer.lr=1e-4", "{}_optimizer.lr-1e-4"),
         ("-m train.batch_size=8 +a=1,2", "train.batch_size=8 +a=2", "{}_-a-2_{}"),
-        ("-m 'x=[1,2],[3,4]' y=glob(*)", "x=[3,4] y=b", "{}_x-3-4-y-b"),
+        ("-m 'x=[1,2],[3,4]' 'y=glob(*)'", "x=[3,4] y=b", "{}_x-3-4-y-b"),
+        ("-m train.batch_size=8", "searched=1.5 train.batch_size=8", "{}_searched-1.5_{}"),
     ],
 )
 def test_jobs_of_a_sweep_are_named_by_what_is_swept(monkeypatch, line, job, name):
     """Whole, with a hash of the others."""
     chosen = {"model": "tread", "model/size": "tiny", "data": "digits", "experiment": None}
-    left_out = SimpleNamespace(exclude_keys=["model", "model/size", "data", "seed"])
-    hydra = SimpleNamespace(
-        runtime=SimpleNamespace(choices=chosen),
-        mode=RunMode.MULTIRUN,
-        overrides=SimpleNamespace(task=job.split()),
-        job=SimpleNamespace(config=SimpleNamespace(override_dirname=left_out)),
-    )
-    monkeypatch.setattr(configuration.HydraConfig, "get", lambda: hydra)
-    monkeypatch.setattr("sys.argv", ["train.py", *shlex.split(line)])
+    params = {"searched": "interval(1, 2)", "constant": "1"}
+    monkeypatch.setattr(configuration.HydraConfig, "get", lambda: job_of_sweep(chosen, job.split(), params))
+    monkeypatch.setenv("TREAD_SWEEP_COMMAND", line)
     constants = hashlib.sha256(b"train.batch_size=8").hexdigest()[:8]
     assert configuration._default_run_name(3) == name.format("tread_tiny_digits_seed3", constants)
 

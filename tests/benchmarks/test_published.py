@@ -1,0 +1,174 @@
+"""Published rows: what their headers say, and which scores are shown as theirs."""
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import published
+from benchmarks.published import PAGE, TABLE, Row, fits, main, read_records, read_rows, table
+from data import LatentManifest, LatentWriter
+from tests.inception import write_random_weights
+from tests.programs import start
+
+EXPERIMENT = "imagenet256_tread_b_2_400k"
+SMALL = (
+    "data.input_size=8",
+    "data.in_channels=3",
+    "data.num_classes=7",
+    "model.hidden_size=32",
+    "model.num_heads=4",
+    "train.total_steps=2",
+    "train.batch_size=2",
+    "train.save_every=2",
+    "train.eval_every=null",
+    "train.num_workers=0",
+    "train.mixed_precision=no",
+    "train.compile=false",
+    "sampler.num_steps=2",
+)
+ROW = Row(EXPERIMENT, SMALL, {"fid5": "3.50"}, None)
+GUIDED = Row(EXPERIMENT, (*SMALL, "guidance=cfg", "guidance.guidance_scale=UNKNOWN"), {"fid5": "3.50"}, None)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """The folder of a tiny run of an experiment and the record of `fid.py` of it."""
+    folder = tmp_path_factory.mktemp("published")
+    manifest = LatentManifest(4, (3, 8, 8), "float16", "samples", 7, "identity")
+    with LatentWriter(folder / "latents", manifest) as writer:
+        writer.append(np.zeros((4, 3, 8, 8), np.float16), np.arange(4))
+    write_random_weights(folder / "weights.pth")
+    images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3)).astype(np.uint8)
+    np.savez(folder / "VIRTUAL_imagenet256_labeled.npz", images)
+    paths = (f"data.path={folder}/latents", f"output_dir={folder}/run")
+    start("train.py", f"experiment={EXPERIMENT}", *paths, *SMALL, folder=folder)
+    asked = ("reference=VIRTUAL_imagenet256_labeled.npz", "weights=weights.pth", "precision_recall=false")
+    asked += ("allow_unpublished_weights=true", "num_samples=5", f"run={folder}/run")
+    start("fid.py", *asked, folder=folder)
+    (record,) = read_records(folder / "run")
+    return folder, record
+
+
+def changed(record, key, value):
+    """Return a copy of a record with one value replaced."""
+    copy = deepcopy(record)
+    node, (*path, last) = copy, key.split(".")
+    for name in path:
+        node = node[name]
+    assert last in node
+    node[last] = value
+    return copy
+
+
+@pytest.fixture(scope="module")
+def record(scored):
+    """That record, as if the published network had given its features."""
+    return changed(scored[1], "protocol.detector.checked", "sha256")
+
+
+@pytest.mark.slow
+def test_a_score_is_shown_in_its_row(record):
+    assert fits(record, ROW)
+    value = record["values"]["fid5"]
+    *_, line = table([ROW], [record]).splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2:6] == ["fid5", "3.50", f"{value:.2f}", f"{value - 3.5:+.2f}"]
+    assert cells[6].startswith(str(record["environment"]["commit"])[:7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("protocol.detector.checked", "names and shapes"),
+        ("protocol.reference.path", "mine.npz"),
+        ("samples.drawn.checkpoint", "run/checkpoints/step_00000001"),
+        ("samples.drawn.labels", "balanced"),
+        ("samples.drawn.class_label", 3),
+        ("samples.drawn.decoding", "official"),
+        ("samples.drawn.sampler.num_steps", 3),
+        ("samples.drawn.guidance.guidance_scale", 1.5),
+        ("config.model.routes", []),
+        ("config.optimizer.lr", 1e-3),
+        ("config.train.batch_size", 4),
+        ("config.train.init_from", "another"),
+        ("values", {"fid6": 3.5}),
+    ],
+)
+def test_a_score_of_other_settings_is_not_shown(record, key, value):
+    assert not fits(changed(record, key, value), ROW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("key", "value"), [("seed", 7), ("output_dir", "x"), ("data.path", "x")])
+def test_seeds_and_paths_are_free(record, key, value):
+    assert fits(changed(record, f"config.{key}", value), ROW)
+
+
+@pytest.mark.slow
+def test_a_value_that_is_not_published_is_any_but_that_of_the_experiment(record):
+    assert not fits(record, GUIDED), "it is not guided"
+    guided = changed(record, "samples.drawn.guidance.guidance_scale", 1.25)
+    assert fits(guided, GUIDED)
+    assert "guidance.guidance_scale=1.25" in table([GUIDED], [guided])
+    assert not fits(changed(guided, "samples.drawn.guidance.guidance_interval", [0.1, 1]), GUIDED)
+
+
+@pytest.mark.slow
+def test_a_finetune_must_start_from_a_run_of_its_row(scored, record):
+    started = changed(record, "config.train.init_from", str(scored[0] / "run"))
+    assert fits(started, replace(ROW, starts_from=" ".join((EXPERIMENT, *SMALL))))
+    assert not fits(started, replace(ROW, starts_from=" ".join((EXPERIMENT, *SMALL, "train.total_steps=3"))))
+    assert not fits(record, replace(ROW, starts_from=" ".join((EXPERIMENT, *SMALL))))
+
+
+@pytest.mark.slow
+def test_random_weights_and_runs_that_are_gone_are_not_shown(scored, capsys):
+    folder, found = scored
+    assert not fits(found, ROW), "an Inception network of random weights"
+    (folder / "gone").mkdir()
+    text = json.dumps({key: value for key, value in found.items() if key != "config"})
+    (folder / "gone" / "scores.json").write_text(text.replace(f"{folder}/run", f"{folder}/nowhere"))
+    assert list(read_records(folder / "gone")) == []
+    assert "scores.json is left out: run=" in capsys.readouterr().err
+
+
+def test_headers_are_rows():
+    rows = {row.experiment: row for row in read_rows()}
+    guided = rows["imagenet256_tread_xl_2_740ep"]
+    assert guided.keys[1:] == ("guidance.guidance_scale=UNKNOWN", "guidance.guidance_interval=UNKNOWN")
+    assert guided.unknown == {"guidance.guidance_scale", "guidance.guidance_interval"}
+    assert guided.values["fid50k"] == "1.69" and guided.starts_from == "imagenet256_tread_xl_2_680ep"
+    assert rows["imagenet256_dit_l_2_400k"].values == {"fid50k": "23.33"}, "what is in brackets is a remark"
+    assert "imagenet256_sprint_xl_2_stage2" not in rows, "nothing of its length is published"
+
+
+def lines_of(text):
+    """Return what a table says of each row, without what was measured."""
+    return [line.split("|")[1:5] for line in text.splitlines() if line.startswith("| `imagenet")]
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in read_rows() if "guidance.guidance_scale" in " ".join(row.keys)]
+)
+def test_guided_rows_compose_and_what_is_unknown_is_a_key_of_their_guidance(row):
+    guidance = row.config["guidance"]
+    assert {key.removeprefix("guidance.") for key in row.unknown} <= guidance.keys()
+    assert guidance != published.expected_config(row.experiment)["guidance"]
+
+
+def test_results_have_every_row_and_are_written_by_the_program(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "RESULTS.md"
+    page.write_text(TABLE.sub(r"\1stale\n\2", PAGE.read_text()))
+    monkeypatch.setattr(published, "PAGE", page)
+    main([str(tmp_path), "--write"])
+    assert len(lines_of(page.read_text())) == len(read_rows())
+    assert lines_of(page.read_text()) == lines_of(TABLE.search(PAGE.read_text())[0])
+    assert page.read_text().startswith("# ") and "stale" not in page.read_text()
+    assert capsys.readouterr().out.strip() in page.read_text()
+    with pytest.raises(SystemExit):
+        main(["/nowhere"])
+    assert "/nowhere is not a folder" in capsys.readouterr().err
