@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import check, evaluation_speed, families, sampling, train_step, twins
+from benchmarks import check, evaluation_speed, families, glyphs, sampling, train_step
 from benchmarks.collect import collect
 from benchmarks.results import Record, Rows, markdown, read_results
 from runtime.config import run_main
@@ -50,7 +50,7 @@ STAGES = {
     "sample": Stage(sampling.plan, sampling.COLUMNS),
     "score": Stage(evaluation_speed.plan, evaluation_speed.COLUMNS),
     "families": Stage(families.plan, families.COLUMNS),
-    "twins": Stage(twins.plan, twins.COLUMNS),
+    "twins": Stage(glyphs.plan, glyphs.COLUMNS),
 }
 
 

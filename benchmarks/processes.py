@@ -48,6 +48,7 @@ class Worker:
 
     def ask(self, word: str) -> Any:
         """Send a request, and return the answer."""
+        _ = self.ready  # the first that comes: nobody must take it for an answer
         with suppress(BrokenPipeError):  # `_receive` raises
             self.connection.send(word)
         return self._receive()

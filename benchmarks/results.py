@@ -31,18 +31,24 @@ def write_results(
 
 
 class Record:
-    """The record of a stage, written after every setting, which the same code and device continue.
+    """The record of a stage, written after every setting, which the same command continues.
 
     Args:
-        fixed: further keys of the environment that must be the same.
+        fixed: keys of the environment that must be the same.
     """
 
-    def __init__(self, name: str, folder: Path, environment: Mapping[str, Any], fixed: Sequence[str] = ()):
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        environment: Mapping[str, Any],
+        fixed: Sequence[str] = ("source_sha256", "tiny"),
+    ):
         self.file, self.rows = _file_of(name, environment, folder), []
         self.environment = {"date": date.today().isoformat(), **environment}
         if self.file.exists():
             earlier, self.rows = read_environment(self.file), read_results(self.file)
-            for key in ("source_sha256", "tiny", *fixed):
+            for key in fixed:
                 if earlier[key] != str(environment[key]):
                     now = f"{earlier[key]}, not {environment[key]}"
                     raise ValueError(f"{self.file} is of {key} {now}: give another folder")

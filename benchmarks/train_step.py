@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.memory import peak_gib, reset_peak
 from benchmarks.plain_step import PlainDiT, PlainStep
 from benchmarks.processes import Worker, serve
 from benchmarks.results import Rows, markdown, spread, write_results
@@ -34,19 +33,14 @@ from routing import num_tokens_kept
 from runtime.config import run_main
 from runtime.errors import UserError
 from runtime.machine import start_process
+from runtime.memory import peak_gib, reset_peak
 from runtime.provenance import environment
-from training.speed import PRODUCT_SIZES, product_flops_per_sec, speedup
+from training.speed import PRODUCT_SIZES, product_flops_per_sec, specified_peak, speedup
 from training.trainer import Trainer
 
 REPEATS = {"cpu": 9, "cuda": 5}
 CHECK_SAMPLES = 4
 TOLERANCES = {"no": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}  # of loss and gradients, relative
-PEAK_FLOPS = {  # bf16, dense, as NVIDIA specifies them
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-}
 PLAIN_KNOWS = {
     "block": "dit",
     "mlp_ratio": 4.0,
@@ -227,13 +221,12 @@ def timing(seconds: Sequence[float], row: dict[str, Any], peaks: Peaks) -> dict[
 
 def peaks_of(device: torch.device) -> Peaks:
     """Return the FLOPs per second of large products: as specified, else the best of several measured."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     size, peaks = PRODUCT_SIZES[device.type], {}
     for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
-        if precision == "bf16" and name in PEAK_FLOPS:
-            peaks[precision] = PEAK_FLOPS[name], "specified"
+        if peak := specified_peak(device, precision == "bf16"):
+            peaks[precision] = peak, "specified"
             continue
-        in_tf32 = " in TF32" if precision == "no" and name else ""
+        in_tf32 = " in TF32" if precision == "no" and device.type == "cuda" else ""
         rate = product_flops_per_sec(device, dtype, size, repeats=20)
         peaks[precision] = rate, f"product of {size}{in_tf32}"
     return peaks

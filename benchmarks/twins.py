@@ -1,97 +1,343 @@
-"""A routed run and its dense twin on glyphs, in turn: who is ahead after the same steps, and after the same
-seconds.
+"""The twin study: networks that differ in one thing, over seeds, each at the learning rate that suits it.
 
-The recipe of `data=glyphs` as it stands: 256 tokens, S/2, 62 classes, batch 256, one seed. Each turn trains
-one of both 2,000 steps further by `train.py`, which scores it in the end.
+    python -m benchmarks.twins OUT                                all studies; the same command goes on
+    python -m benchmarks.twins OUT digits --arms dense routed     some
+    python -m benchmarks.twins OUT digits --arms routed --change model.mlp_ratio=3
+                                                                  a changed arm, beside those that are there
+    python -m benchmarks.twins OUT --time                         the time of a step of each arm: alone!
+
+Of each arm a short training at each of three learning rates chooses the one with the lowest held-out dense
+loss, on a seed of its own; then the seeds are trained by train.py, and samples scored by it and fid.py. OUT
+gets a record of each study, written after every training, and the runs. Everything runs on the CPU, a
+training on each core: seconds are steps times the time of a step that is measured with nothing beside it.
 """
 
+import argparse
 import json
+import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.results import Rows
-from runtime.provenance import PROJECT
+from benchmarks.processes import Worker
+from benchmarks.results import Record, Rows, markdown, spread
+from benchmarks.runs import QUIET, compose_config
+from benchmarks.train_step import ours
+from builders.network import build_net
+from models import cost_of
+from runtime.provenance import PROJECT, environment
+from training.arms import Run
+from training.run_folder import RunFolder
 
-STEPS, TURNS = 2000, 25  # a turn
-SCORES = ("fd_classifier", "label_accuracy", "val_loss_dense_ema")
-MODELS = {"dense": "model=dit", "routed": "model=tread"}
-TINY = (
-    "model.hidden_size=32",
-    "model.depth=7",
-    "model.num_heads=4",
-    "data.num_images=128",
-    "train.batch_size=4",
-    "train.log_every=1",
-    "train.num_workers=0",
-    "train.compile=false",
-    "evaluation.num_samples=64",
-    "sampler.num_steps=2",
-)
+# At 4e-3 a search of half the steps looks as good, and one seed in a few never recovers from its start.
+LRS, SEARCH_SEED = (5e-4, 1e-3, 2e-3), 100
+CFG = ("guidance=cfg guidance_scale=1.25", "guidance=cfg guidance_scale=1.75")
+SPARSE = "guidance=sparse guidance_scale=1.5 guidance.strong_ratio=0.5 guidance.weak_ratio=0.9"
+GUIDED = {"routed": (*CFG, SPARSE)}  # in the end; all other arms: CFG
+UNGUIDED, NUM_SAMPLES, NUM_STEPS = "none", 500, 12
+TURNS = 15  # of a step that is timed
+LOSS = "val_loss_dense_ema"
+SCORES = (LOSS, "val_loss_optimal", "fd_pixel", "fd_classifier", "label_accuracy", "precision", "recall")
+TINY_STEPS = 4
+ROUTED = ("model=tread",)
+
+
+def route(changed: str) -> tuple[str, ...]:
+    """Return the overrides of the published route with one of its keys changed."""
+    return (*ROUTED, f"model.routes.0.{changed}")
+
+
+TWINS = {"dense": ("model=dit",), "routed": ROUTED}
+ARMS = TWINS | {
+    "no removal": (*ROUTED, "model.removal=false"),
+    "ratio 0.25": route("selection_ratio=0.25"),
+    "ratio 0.75": route("selection_ratio=0.75"),
+    "late end": route("end_layer_idx=-2"),
+    "early start": route("start_layer_idx=0"),
+    "sprint": ("model=sprint",),
+    "importance": (*ROUTED, "model/router=norm"),
+    "dense end": (*ROUTED, "routing.off_last_steps=200"),
+    "routed, equal FLOPs": ROUTED,
+}
+LONGER = ("routed, equal FLOPs",)  # for as many steps as cost what the dense arm's do
+
+
+@dataclass(frozen=True)
+class Study:
+    """A task, the arms that are trained on it, and for how long.
+
+    Args:
+        task: further overrides of all arms.
+        samples: True to draw and score samples.
+    """
+
+    data: str
+    task: tuple[str, ...]
+    arms: Mapping[str, tuple[str, ...]]
+    steps: int
+    samples: bool = False
+
+
+def series(key: str, values: Iterable[Any]) -> dict[str, tuple[str, ...]]:
+    """Return dense and routed arms at several values of a key."""
+    return {f"{arm}, {key}={v}": (*own, f"model.{key}={v}") for v in values for arm, own in TWINS.items()}
+
+
+def sampled(tiny: bool) -> tuple[str, str]:
+    """Return how many samples are scored, and in how many steps they are drawn."""
+    num_samples, num_steps = (20, 2) if tiny else (NUM_SAMPLES, NUM_STEPS)
+    return f"evaluation.num_samples={num_samples}", f"sampler.num_steps={num_steps}"
+
+
+STUDIES = {
+    "digits": Study("digits", (), ARMS, 1000, samples=True),
+    "mixture": Study("mixture", (), ARMS, 2000),
+    "glyphs": Study(
+        "glyphs",
+        (
+            *("data.num_images=32768", "model/size=tiny", "model.patch_size=2", "train.batch_size=32"),
+            *("train.num_workers=0", "train.log_every=50", "optimizer.betas=[0.9,0.99]", "ema.decay=0.999"),
+        ),
+        ARMS,
+        1000,
+        samples=True,
+    ),
+    "depth": Study("mixture", (), series("depth", (6, 12, 16)), 2000),
+    "width": Study("mixture", (), series("hidden_size", (64, 192)), 2000),
+    "tokens": Study("mixture", ("data.input_size=16",), series("patch_size", (4, 2, 1)), 2000),
+}
+TINY = ("model.hidden_size=32", "train.batch_size=4", "train.log_every=1", "train.compile=false")
 COLUMNS = {
-    "setting": "{}",
-    "train_sec": "{:.1f}",
-    "images_per_sec": "{:.0f}",
-    "fd_classifier": "{:.3f}",
-    "fd_classifier_dense_at_equal_sec": "{:.3f}",
-    "label_accuracy": "{:.3f}",
-    "label_accuracy_dense_at_equal_sec": "{:.3f}",
-    "val_loss_dense_ema": "{:.4f}",
+    "arm": "{}",
+    "seed": "{}",
+    "lr": "{}",
+    "step": "{}",
+    "gflop": "{:.0f}",
+    "guidance": "{}",
+    "train_loss": "{:.4f}",
+    **dict.fromkeys(SCORES, "{:.4f}"),
     "failed": "{}",
 }
 
 
-def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
-    """Return what trains each run on, in turn; see `benchmarks.gpu`."""
-    steps, turns, overrides = (1, 2, TINY) if tiny else (STEPS, TURNS, ())
-    folder = (out / "twins").resolve()
-    return {
-        f"{kind}, {turn * steps} steps": partial(train_on, kind, turn * steps, steps, overrides, folder)
-        for turn in range(1, turns + 1)
-        for kind in MODELS
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line asks."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.twins", None, __doc__, formatter_class=raw)
+    parser.add_argument("out", type=Path, help="folder of the runs and the records")
+    parser.add_argument(
+        "studies", nargs="*", metavar="study", help=f"some of {', '.join(STUDIES)}; none: all"
+    )
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="those of them that a study has; none: all")
+    parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all arms")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2, help="at a time, each on its share of the cores")
+    parser.add_argument("--time", action="store_true", help="time the steps of the arms instead")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
+    asked = parser.parse_intermixed_args(arguments)
+    asked.studies = asked.studies or list(STUDIES)
+    known = {arm for name in asked.studies if name in STUDIES for arm in STUDIES[name].arms}
+    for given, choices in ((asked.studies, STUDIES), (asked.arms or (), known)):
+        if unknown := [each for each in given if each not in choices]:
+            parser.error(f"{', '.join(unknown)}: choose from {', '.join(choices)}")
+    return asked
+
+
+def main() -> None:
+    """Train and score what is not in the records, and print them."""
+    asked = parse()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    about = environment(torch.device("cpu")) | {"tiny": asked.tiny}
+    complete = True
+    for name in asked.studies:
+        study, arms = STUDIES[name], arms_of(STUDIES[name], asked.arms, asked.change)
+        if asked.time:
+            record = Record("twins_steps", asked.out, about)
+            record.add(name, time_steps(study, arms, asked.tiny))
+        else:
+            record = Record(f"twins_{name}", asked.out, about, fixed=("tiny",))
+            work = Work(name, study, arms, asked, record, about)
+            complete &= work.done()
+        print(f"\n{name}\n{markdown(record.rows, COLUMNS | {'ms': '{:.1f}'})}", flush=True)
+    sys.exit(not complete)
+
+
+def arms_of(study: Study, chosen: Sequence[str] | None, change: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return overrides by name of arm, those of a changed arm with the change in its name."""
+    arms = {name: own for name, own in study.arms.items() if chosen is None or name in chosen}
+    return {", ".join([name, *change]): (*own, *change) for name, own in arms.items()}
+
+
+class Work:
+    """What a study asks: first the search, then the seeds, all arms of one seed before those of the next."""
+
+    def __init__(
+        self,
+        name: str,
+        study: Study,
+        arms: Mapping[str, Sequence[str]],
+        asked: argparse.Namespace,
+        record: Record,
+        about: Mapping[str, Any],
+    ):
+        self.name, self.study, self.arms, self.asked, self.record = name, study, arms, asked, record
+        changed = " with uncommitted changes" if about["uncommitted_changes"] else ""
+        self.commit = f"{about['commit']}{changed}"
+        self.steps = TINY_STEPS if asked.tiny else study.steps
+        # Here: what composes a configuration cannot be run by two threads.
+        self.factors = {arm: self._factor(arm) for arm in arms}
+
+    def done(self) -> bool:
+        """Do it; return whether nothing failed."""
+        self._do([(arm, SEARCH_SEED, lr) for arm in self.arms for lr in LRS])
+        chosen = {arm: chosen_lr(self.record.rows, arm) for arm in self.arms}
+        seeds = [(arm, seed, chosen[arm]) for seed in self.asked.seeds for arm in self.arms]
+        self._do([unit for unit in seeds if unit[2]])
+        return all(chosen.values()) and self.record.done() == self.record.started()
+
+    def _do(self, units: Sequence[tuple[str, int, float]]) -> None:
+        todo = {self.setting(*unit): unit for unit in units}
+        todo = {setting: unit for setting, unit in todo.items() if setting not in self.record.done()}
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [set(cores[i :: self.asked.jobs]) or set(cores) for i in range(self.asked.jobs)]
+        # What a thread starts runs on its cores: programs that share cores wait for each other.
+        pin = {"initializer": lambda: os.sched_setaffinity(0, shares.pop())}
+        with ThreadPoolExecutor(self.asked.jobs, **pin) as pool:
+            started = {pool.submit(self._train, setting, *unit): setting for setting, unit in todo.items()}
+            try:
+                for i, ended in enumerate(as_completed(started), start=1):
+                    self._add(started[ended], ended)
+                    print(f"{i} of {len(started)}: {started[ended]}", flush=True)
+            finally:  # Ctrl-C ends the trainings that run, and starts no other
+                pool.shutdown(cancel_futures=True)
+
+    def _add(self, setting: str, ended: Future[Rows]) -> None:
+        try:
+            self.record.add(setting, ended.result())
+        except (OSError, ValueError) as error:  # the same command tries again
+            self.record.add(setting, [{"failed": f"{error} ({self.run_of(setting)}.log)"}])
+
+    def _factor(self, arm: str) -> float:
+        """Return for how many times the steps of the study an arm is trained."""
+        if not arm.startswith(LONGER):  # changed ones, too
+            return 1.0
+        task = (f"data={self.study.data}", *self.study.task)
+        return gflop_a_step((*task, *TWINS["dense"])) / gflop_a_step((*task, *self.arms[arm]))
+
+    def setting(self, arm: str, seed: int, lr: float) -> str:
+        """Return the name of a training."""
+        return f"{self.name}: {arm}, lr {lr:g}, seed {seed}"
+
+    def run_of(self, setting: str) -> Path:
+        """Return the folder of a training."""
+        return self.asked.out.resolve() / named(setting)
+
+    def _train(self, setting: str, arm: str, seed: int, lr: float) -> Rows:
+        """Train once; return a row for each evaluation, and for each scale of guidance in the end."""
+        out, search = self.asked.out.resolve(), seed == SEARCH_SEED
+        run = self.run_of(setting)
+        own = [f"data={self.study.data}", *self.study.task, *self.arms[arm], f"optimizer.lr={lr}"]
+        own += TINY if self.asked.tiny else ()
+        own += [f"data.path={out / self.study.data}"] if self.study.samples else []  # a mixture has no file
+        scored = self.study.samples and not search
+        own += [f"evaluation={self.study.data}", *sampled(self.asked.tiny)] if scored else []
+        steps = round(self.factors[arm] * (self.steps // 2 if search else self.steps))
+        every = steps // (1 if search else 2 if scored else 4)
+        keys = (f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null")
+        _start("train.py", run, *own, *keys, f"train.eval_every={every}", f"train.save_every={every}")
+        same = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
+        rows = [{**same, **row} for row in evaluations_of(run)]
+        if scored:
+            last = {**same, **{key: rows[-1][key] for key in ("step", "gflop")}}
+            rows += [{**last, **self._guided(run, guidance)} for guidance in GUIDED.get(arm, CFG)]
+        return [{**row, "commit": self.commit} for row in rows]
+
+    def _guided(self, run: Path, guidance: str) -> dict[str, Any]:
+        """Return the scores of the end of a run under guidance, as keys of fid.py."""
+        out, data = run / "scores" / f"{named(guidance)}.json", self.study.data
+        if not out.exists():
+            drawn = (*guidance.split(), *(each.partition(".")[2] for each in sampled(self.asked.tiny)))
+            judged = (f"suite={data}", f"reference={run.parent / data}", f"out={out}")
+            _start("fid.py", run, f"run={run}", *judged, *drawn)
+        return {"guidance": guidance, **json.loads(out.read_text())["values"]}
+
+
+def named(text: str) -> str:
+    """Return a text as the name of a file, which may stand in an override of Hydra."""
+    return re.sub(r"[^\w.-]+", "_", text)
+
+
+def evaluations_of(run: Path) -> Rows:
+    """Return step, cost, scores and the mean loss of training since the last one, of each evaluation."""
+    rows, losses, read = [], [], Run(RunFolder(run))
+    for line in read.lines:
+        if line.get("loss") is not None:
+            losses.append(line["loss"])
+        if LOSS in line:
+            spent = {"step": line["step"], "gflop": 1000 * read.tflops(line["step"])}
+            scores = {key: value for key, value in line.items() if key.startswith(SCORES)}
+            rows.append({**spent, "guidance": UNGUIDED, "train_loss": mean(losses), **scores})
+            losses.clear()
+    return rows
+
+
+def chosen_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float | None:
+    """Return the learning rate whose search ended with the lowest held-out loss; None if some failed."""
+    found = {
+        float(row["lr"]): float(row[LOSS])
+        for row in rows
+        if (row.get("arm"), row.get("part")) == (arm, "search") and row[LOSS] and float(row["lr"]) in LRS
     }
+    return min(found, key=found.get) if len(found) == len(LRS) else None
 
 
-def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path) -> Rows:
-    """Train one run to a step; return its scores beside those of the dense one after the same seconds."""
-    if total_steps > steps and not (folder / kind).exists():
-        raise ValueError(f"{folder / kind} is gone: start in another folder")
-    data = ("data=glyphs", f"data.path={folder / 'latents'}", "evaluation=glyphs")
-    intervals = (f"train.eval_every={steps}", f"train.save_every={steps}", "train.sample_every=null")
-    asked = (MODELS[kind], *data, f"output_dir={folder / kind}", f"train.total_steps={total_steps}")
-    subprocess.run([sys.executable, "train.py", *asked, *intervals, *overrides], cwd=PROJECT, check=True)
-    found = scores_of(folder / kind)[-1]
-    row = {"kind": kind, **found, "images_per_sec": found["num_images"] / found["train_sec"]}
-    if kind == "routed":
-        dense = scores_of(folder / "dense")
-        row |= {f"{key}_dense_at_equal_sec": at_second(dense, key, found["train_sec"]) for key in SCORES}
-    return [row]
+def gflop_a_step(overrides: Sequence[str]) -> float:
+    """Return what a training step costs, by the cost model."""
+    with torch.device("meta"):
+        net = build_net(config := compose_config(overrides))
+    return config["train"]["batch_size"] * cost_of(net).routed_training_flops / 1e9
 
 
-def scores_of(run: Path) -> Rows:
-    """Return step, images, seconds of training and scores of each evaluation of a run."""
-    found, rates = [], []
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        if "images_per_sec" in line:
-            rates.append(line["images_per_sec"])
-        if SCORES[0] in line:
-            # Each turn compiles in its first window: the clock of the run has that, a median does not.
-            train_sec = line["num_images"] / median(rates)
-            scores = {key: line[key] for key in ("step", "num_images", *SCORES)}
-            found.append(scores | {"train_sec": train_sec})
-    return found
+def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> Rows:
+    """Time a step of each arm in turn, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        task = (
+            f"data={study.data}",
+            *study.task,
+            *((f"data.path={folder / 'latents'}",) if study.samples else ()),
+        )
+        workers = {}
+        for name, own in arms.items():
+            overrides = (*task, *own, *(TINY if tiny else ()), *QUIET)
+            workers[name] = stack.enter_context(Worker(name, ours, folder, overrides))
+            workers[name].ask("warm up")
+        seconds = {name: [] for name in workers}
+        for _ in range(TURNS):
+            for name, worker in workers.items():
+                seconds[name].append(worker.ask("step"))
+    return [{"arm": name, **spread(found)} for name, found in seconds.items()]
 
 
-def at_second(scores: Sequence[Mapping[str, Any]], key: str, train_sec: float) -> float | None:
-    """Return a score after so many seconds of training, between evaluations on a line; None outside."""
-    seconds = [found["train_sec"] for found in scores]
-    if not seconds[0] <= train_sec <= seconds[-1]:
-        return None
-    return float(np.interp(train_sec, seconds, [found[key] for found in scores]))
+def _start(program: str, run: Path, *overrides: str) -> None:
+    """Run a program of the project; its output goes to a file beside the run."""
+    command = [sys.executable, program, *overrides]
+    with Path(f"{run}.log").open("ab") as log:
+        on_cpu = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+        ended = subprocess.run(command, cwd=PROJECT, env=on_cpu, stdout=log, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        raise OSError(f"{program} ended with status {ended.returncode}")
+
+
+if __name__ == "__main__":
+    main()

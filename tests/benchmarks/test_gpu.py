@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from benchmarks import gpu, twins
+from benchmarks import glyphs, gpu
 from benchmarks.collect import PAGES, TABLE, collect, filled, targets
 from benchmarks.results import RESULTS, Record, markdown, read_environment, read_results, write_results
 from runtime.provenance import environment
@@ -173,10 +173,10 @@ def test_twins_are_compared_after_the_same_seconds(tmp_path):
         {"step": 2, "num_images": 8, "fd_classifier": 4.0, "label_accuracy": 0.4, "val_loss_dense_ema": 0.3},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    scores = twins.scores_of(tmp_path)
+    scores = glyphs.scores_of(tmp_path)
     found = [(score["step"], score["num_images"], score["train_sec"]) for score in scores]
     assert found == [(1, 4, 10.0), (2, 8, 20.0)]
-    found = [twins.at_second(scores, "fd_classifier", sec) for sec in (9, 10, 15, 20, 21)]
+    found = [glyphs.at_second(scores, "fd_classifier", sec) for sec in (9, 10, 15, 20, 21)]
     assert found == [None, 8.0, 6.0, 4.0, None]
 
 

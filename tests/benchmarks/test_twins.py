@@ -1,0 +1,134 @@
+"""The twin study: its arms, the search of the learning rate, and a study from training to record."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import twins
+from benchmarks.effects import Records
+from benchmarks.results import read_results
+from builders.network import build_net
+from models import cost_of
+from tests.programs import start
+from tests.runs import tiny_run, validated
+from training.arms import Run
+from training.run_folder import RunFolder
+
+ALL_ARMS = [(name, arm) for name, study in twins.STUDIES.items() for arm in study.arms]
+
+
+def configured(study, arm):
+    study = twins.STUDIES[study]
+    return validated(f"data={study.data}", *study.task, *study.arms[arm])
+
+
+@pytest.mark.parametrize(("study", "arm"), ALL_ARMS)
+def test_every_arm_composes_and_differs_in_the_network_or_its_routes_alone(study, arm):
+    """From the first of its study, and a routed one of a series from its dense twin."""
+    config, first = configured(study, arm), configured(study, next(iter(twins.STUDIES[study].arms)))
+    dense, own = (
+        cost_of(build_net(first)).dense_training_flops,
+        cost_of(build_net(config)).routed_training_flops,
+    )
+    if arm.startswith(("routed", "ratio", "late", "early", "sprint")) and study in (
+        "digits",
+        "mixture",
+        "glyphs",
+    ):
+        assert own < dense
+    changed = {key for key in config if config[key] != first[key]} - {"method", "run_name", "output_dir"}
+    assert changed <= {"model", "routing"}
+    if arm.startswith("routed, ") and arm not in twins.LONGER:
+        twin = configured(study, arm.replace("routed", "dense"))
+        assert twin["model"] | {"routes": config["model"]["routes"]} == config["model"]
+
+
+def test_the_learning_rate_of_the_lowest_held_out_loss_is_chosen():
+    rows = [
+        {"arm": "dense", "part": "search", "lr": lr, twins.LOSS: str(loss)}
+        for lr, loss in zip(twins.LRS, (0.4, 0.2, 0.3), strict=True)
+    ]
+    assert twins.chosen_lr(rows, "dense") == twins.LRS[1]
+    another = {"arm": "dense", "part": "search", "lr": "0.5", twins.LOSS: "0.1"}
+    assert twins.chosen_lr([*rows, another], "dense") == twins.LRS[1], "one of the search alone"
+    assert twins.chosen_lr([*rows, {**rows[0], "arm": "x", twins.LOSS: "0"}], "dense") == twins.LRS[1]
+    assert twins.chosen_lr(rows[:2], "dense") is None, "one is missing"
+
+
+def test_evaluations_are_read_from_a_run_with_the_loss_since_the_last_one(tmp_path):
+    tiny_run(tmp_path / "run", "train.total_steps=2")
+    rate = {"images_per_sec": 4.0, "tflops_per_sec": 0.5}
+    lines = [
+        {"step": 1, "num_images": 4, "loss": 4.0, **rate},
+        {"step": 2, "num_images": 8, "loss": 2.0, **rate},
+        {"step": 2, twins.LOSS: 0.5, f"{twins.LOSS}/t=0.3": 0.6, "fd_pixel": 1.5, "evaluation_time_sec": 3},
+        {"step": 3, "num_images": 12, "loss": None, **rate},
+        {"step": 4, "num_images": 20, "loss": 1.0, **rate},
+        {"step": 4, twins.LOSS: 0.4},
+    ]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    same, scores = {"guidance": "none"}, {twins.LOSS: 0.5, f"{twins.LOSS}/t=0.3": 0.6, "fd_pixel": 1.5}
+    assert twins.evaluations_of(tmp_path / "run") == [
+        {"step": 2, "gflop": 1000.0, **same, "train_loss": 3.0, **scores},
+        {"step": 4, "gflop": 2500.0, **same, "train_loss": 1.0, twins.LOSS: 0.4},
+    ]
+
+
+def test_the_cost_of_a_run_is_that_of_its_steps_as_they_were_routed(tmp_path):
+    """By the cost model: of four steps the last two have all tokens."""
+    steps = ("model=tread", "train.total_steps=4", "train.log_every=1", "routing.off_last_steps=2")
+    trainer = tiny_run(tmp_path / "run", *steps)
+    cost = cost_of(trainer.net)
+    spent = Run(RunFolder(tmp_path / "run")).tflops(4)
+    assert spent == pytest.approx(8 * (2 * cost.routed_training_flops + 2 * cost.dense_training_flops) / 1e12)
+
+
+@pytest.mark.slow
+def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
+    asked = ("-m benchmarks.twins", str(tmp_path), "digits", "--tiny", "--seeds=0", "--jobs=1")
+    first = start(*asked, "--arms", "routed").stdout
+    (file,) = tmp_path.glob("twins_digits_*.csv")
+    rows = read_results(file)
+    searched, trained = ([row for row in rows if row["part"] == part] for part in ("search", "training"))
+    assert [float(row["lr"]) for row in searched] == list(twins.LRS)
+    assert {row["lr"] for row in trained} == {f"{twins.chosen_lr(rows, 'routed'):g}"}
+    guidance = [row["guidance"] for row in trained]
+    assert guidance == ["none", "none", *twins.GUIDED["routed"]]
+    assert all(float(row["fd_pixel"]) > 0 and 0 <= float(row["recall"]) <= 1 for row in trained)
+    assert start(*asked, "--arms", "routed").stdout.splitlines()[-3:] == first.splitlines()[-3:]
+    assert read_results(file) == rows
+    # A changed arm comes beside it; one that fails leaves the others alone, and names its log.
+    failed = start(*asked, "--arms", "routed", "--change", "model.num_heads=7", check=False)
+    assert failed.returncode == 1 and "routed, model.num_heads=7" in failed.stdout
+    wrong, right = (
+        [row for row in read_results(file) if bool(row["failed"]) == bad] for bad in (True, False)
+    )
+    assert right == [row | {"failed": ""} for row in rows]
+    log = Path(wrong[0]["failed"].rpartition("(")[2].rstrip(")")).read_text()
+    assert "must divide model.hidden_size" in log
+
+
+@pytest.mark.slow
+def test_steps_of_arms_are_timed_in_turn_and_read_by_claims(tmp_path):
+    asked = ("-m benchmarks.twins", str(tmp_path), "mixture", "--time", "--tiny")
+    start(*asked, "--arms", "dense", "routed")
+    (file,) = tmp_path.glob("twins_steps_*.csv")
+    rows = read_results(file)
+    assert [(row["arm"], row["n"]) for row in rows] == [
+        ("dense", str(twins.TURNS)),
+        ("routed", str(twins.TURNS)),
+    ]
+    assert all(float(row["ms_least"]) > 0 for row in rows)
+    assert Records(tmp_path).step_ms.keys() == {("mixture", "dense"), ("mixture", "routed")}
+
+
+def test_an_arm_of_equal_flops_gets_as_many_steps_as_the_dense_ones_cost(tmp_path):
+    """Changed ones, too; all others get the steps of the study."""
+    asked = twins.parse([str(tmp_path), "mixture", "--arms", "dense", "routed", "routed, equal FLOPs"])
+    study, same = twins.STUDIES["mixture"], {"commit": "x", "uncommitted_changes": False}
+    for change in ([], ["optimizer.weight_decay=0.1"]):
+        arms = twins.arms_of(study, asked.arms, change)
+        factors = [*twins.Work("mixture", study, arms, asked, None, same).factors.values()]
+        cost = cost_of(build_net(configured("mixture", "routed")))
+        assert factors == [1.0, 1.0, pytest.approx(cost.dense_training_flops / cost.routed_training_flops)]
