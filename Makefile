@@ -1,13 +1,15 @@
-# make demo | make test | make slow | make finetune | make soak | make gpu | make lint | make clean
+# make demo | make test | make slow | make finetune | make sweeps | make browser | make twins | make soak | make gpu
+# make lint | make clean
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 DEMO := runs/tread_tiny_digits_seed0
+TWINS ?= runs/twins
 JOBS ?= 2  # tests that run at once
 # One process, said in full so that the launcher has nothing to warn about.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo setup test slow finetune soak gpu lint clean
+.PHONY: demo setup test slow finetune sweeps browser twins soak gpu lint clean
 
 demo: setup ## digits from nothing: train, sample, score
 	$(LAUNCH) train.py model=tread
@@ -25,8 +27,8 @@ $(VENV)/.complete: requirements.txt
 	@touch $@
 
 # Tests that run at once must not share cores: a thread that waits for a busy core makes all others wait.
-test slow: export OMP_NUM_THREADS = 1
-test slow: export LOKY_MAX_CPU_COUNT = 1
+test slow sweeps: export OMP_NUM_THREADS = 1
+test slow sweeps: export LOKY_MAX_CPU_COUNT = 1
 
 test: setup ## the tests that take seconds
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
@@ -37,6 +39,19 @@ slow: setup ## the tests that take longer
 finetune: setup ## what fine-tuning with adapters needs beside, and its tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-finetune.txt
 	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py $(PYTEST_ARGS)
+
+sweeps: setup ## what launchers and the sweeper of sweeps need beside, and their tests
+	$(BIN)/python -m pip install --progress-bar on -r requirements-sweeps.txt
+	$(BIN)/python -m pytest tests/test_sweeps.py $(PYTEST_ARGS)
+
+browser: setup ## the page of runs in a browser that nobody sees; installs one where it is missing and apt can
+	$(BIN)/python -m pip install --progress-bar on -r requirements-browser.txt
+	command -v chromium || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || echo "no chromium: install it"
+	$(BIN)/python -m pytest tests/training/test_browser.py $(PYTEST_ARGS)
+
+twins: setup ## the twin study and its page, a day or two of two cores: the same command goes on; ARGS="digits --arms dense routed"
+	$(BIN)/python -m benchmarks.twins $(TWINS) $(ARGS)
+	$(BIN)/python -m benchmarks.claims $(TWINS)
 
 soak: setup ## kill runs at random moments, 100 times each way (an hour), and count what was lost
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)

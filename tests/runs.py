@@ -35,6 +35,8 @@ TINY = (
     "train.mixed_precision=no",
     "train.compile=false",
 )
+# Fields of metrics.jsonl that a clock or the machine gives.
+CLOCKS = ("images_per_sec", "train_time_sec", "evaluation_time_sec", "tflops_per_sec", "peak_memory_gib")
 
 
 def composed(*overrides, config_name="config"):
@@ -106,5 +108,16 @@ def before_each_step(trainer, do):
 def metrics(folder, clocks=False):
     """Read metrics.jsonl, without the fields that a clock gives."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    hidden = () if clocks else ("images_per_sec", "train_time_sec", "evaluation_time_sec")
+    hidden = () if clocks else CLOCKS
     return [{key: value for key, value in line.items() if key not in hidden} for line in lines]
+
+
+def runs_to_compare(folder):
+    """Train dense and routed tiny runs, two seeds each, with pictures and losses; return their folders."""
+    found = []
+    for model in ("dit", "tread"):
+        for seed in (0, 1):
+            watched = ("train.eval_every=3", "train.sample_every=3", "sampler.num_steps=1")
+            tiny_run(folder / f"{model}_{seed}", f"model={model}", f"seed={seed}", *watched)
+            found.append(folder / f"{model}_{seed}")
+    return found

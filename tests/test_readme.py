@@ -5,6 +5,7 @@ documented.
 import re
 import shlex
 from dataclasses import fields
+from itertools import product
 
 import pytest
 import yaml
@@ -12,7 +13,9 @@ import yaml
 from benchmarks import (
     advise,  # noqa: F401  registers its schema
     gpu,
+    twins,
 )
+from benchmarks.published import read_header
 from builders import config as configuration
 from builders import recipe
 from builders.sampling import SampleConfig
@@ -68,7 +71,12 @@ PROGRAMS = {
     "benchmarks.advise": "advise",
     "examples.finetune": "finetune",
 }
-WITHOUT_CONFIG = {"data.verify": 1, "data.report": 1, "data.make_shards": 2}  # and their number of paths
+WITHOUT_CONFIG = {
+    "data.verify": 1,
+    "data.report": 1,
+    "data.make_shards": 2,
+    "training.report": 1,
+}  # and their number of paths
 
 
 def overrides_of(command):
@@ -76,8 +84,11 @@ def overrides_of(command):
     words = shlex.split(command.removeprefix("until ").partition(";")[0])
     (program,) = [word for word in words if word in PROGRAMS]
     given = words[words.index(program) + 1 :]
-    sweep = given[:1] == ["-m"]
-    return program, [word.split(",")[0] if sweep else word for word in given if not word.startswith("-")]
+    sweep = given[:1] == ["-m"]  # whose launchers and sweepers are in tests/test_sweeps.py
+    given = [word for word in given if not re.search(r"=interval\(", word)]  # a sweeper chooses in it
+    return program, [
+        word.split(",")[0] if sweep else word for word in given if not word.startswith(("-", "hydra"))
+    ]
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("make ")])
@@ -95,6 +106,9 @@ def test_commands_compose_and_validate(command, monkeypatch):
     if words[:3] == ["python", "-m", "benchmarks.gpu"]:
         gpu.parse(shlex.split(command, comments=True)[3:])
         return
+    if words[:3] == ["python", "-m", "benchmarks.twins"]:
+        twins.parse(shlex.split(command, comments=True)[3:])
+        return
     program, overrides = overrides_of(command)
     if program != "train.py":
         request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
@@ -110,6 +124,13 @@ def test_commands_compose_and_validate(command, monkeypatch):
         manifest = LatentManifest(540, (4, 32, 32), "float16", "samples", 1000, "identity")
         monkeypatch.setattr(recipe, "read_manifest", lambda path: manifest)
     configuration.validate(composed(*overrides))
+
+
+def test_make_twins_asks_for_what_there_is():
+    asked = [re.search(r'ARGS="(.*?)"', command) for command in COMMANDS if command.startswith("make twins")]
+    assert len(asked) == 3
+    for arguments in filter(None, asked):
+        twins.parse(["out", *shlex.split(arguments[1])])
 
 
 def test_the_documents_have_commands_and_examples():
@@ -146,12 +167,9 @@ def test_make_targets_exist():
 
 
 def test_commands_of_published_results_are_the_recipe_to_the_last_key():
-    """Nothing held out, no guidance, and no keys but those that choose the row and the paths."""
+    """Nothing held out, guidance of the guided row alone, and no keys but those that choose row and paths."""
     free = {"experiment", "parity", "model/size", "data", "data.path"}
     free |= {"run", "run_name", "reference", "source", "out"}
-    base = [command for command in COMMANDS if "run_name=tread_xl_2_160_epochs" in command]
-    assert len(base) == 1
-    assert "train.total_steps=800000" in base[0], "160 epochs, as 80 are 400,000 steps"
     programs = set()
     for command in COMMANDS:
         if "imagenet256" not in command.lower() or "accelerate launch" not in command:
@@ -163,10 +181,11 @@ def test_commands_of_published_results_are_the_recipe_to_the_last_key():
             assert given.pop("num_held_out") == "0", command
         if given.get("evaluation") == "adm_5k" or "samples" in given:  # scores in training, and of files
             continue
-        if command in base:
-            del given["train.total_steps"]
-        if given.get("experiment") == "dense_finetune":
-            assert given.pop("train.init_from") == "runs/tread_xl_2_160_epochs"
+        if "train.init_from" in given:
+            (start,) = read_header(given["experiment"])["from"]
+            assert given.pop("train.init_from") == f"runs/{start}_seed0"
+        if "guidance" in given:
+            assert "220ep" in given["run"] and given.pop("guidance") == "cfg" and given.pop("guidance_scale")
         assert given.keys() <= free, command
     assert programs == {"data.encode", "train.py", "fid.py"}
 
@@ -266,6 +285,14 @@ def test_every_key_is_on_its_page():
     data = PAGES["data"]
     for field in (*fields(encode.EncodeConfig), *fields(convert.ConvertConfig)):
         assert f"`{field.name}" in data or f"{field.name}=" in data, field.name
+
+
+def test_every_published_row_is_on_the_page_of_recipes():
+    named = set()
+    for pattern in re.findall(r"`(imagenet\d+_[\w{},]+)`", PAGES["training"]):
+        parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+        named |= {"".join(chosen) for chosen in product(*parts)}
+    assert named == {file.stem for file in (ROOT / "configs/experiment").glob("imagenet*.yaml")}
 
 
 def test_every_option_of_a_group_is_in_the_readme():

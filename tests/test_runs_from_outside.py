@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import fid
 import sample
 from benchmarks import advise
-from benchmarks.memory import peak_gib, reset_peak
 from builders import config as configuration
 from builders.sampling import check_sampling, load_net, read_run
 from runtime.errors import UserError
 from runtime.files import sha256
+from runtime.memory import peak_gib, reset_peak
 from runtime.targets import CONFIGS
 from tests.runs import composed, tiny_run
 from tests.test_fuzzing import DAMAGE, FUZZED, VALUES, damaged

@@ -118,7 +118,13 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
         assert len(drawn["weights_sha256"]) == 64
         protocol = record["protocol"]
         assert protocol["reference"]["sha256"] == sha256(folder / "reference.npz")
-        assert {"name": "PrecisionRecall", "k": 3, "exact": False, "min_images": 4} in protocol["metrics"]
+        assert {
+            "name": "PrecisionRecall",
+            "k": 3,
+            "exact": False,
+            "features": "pool",
+            "min_images": 4,
+        } in protocol["metrics"]
         assert record["environment"]["versions"]["torch-fidelity"]
     assert kept["samples"]["sha256"] == kept["samples"]["drawn"]["samples_sha256"]
 

@@ -13,6 +13,7 @@ from tests.test_runs_from_outside import TIMEIT, changed
 LISTED = """
 data                 data.digits                          configs/data/digits.yaml
 data                 data.glyphs                          configs/data/glyphs.yaml
+data                 data.mixture                         configs/data/mixture.yaml
 data                 data.open_latents                    configs/data/imagenet256.yaml
 data                 data.open_shards                     configs/data/stream.yaml
 data                 data.synthetic                       configs/data/synthetic.yaml
@@ -29,6 +30,7 @@ evaluation           evaluation.Suite                     configs/evaluation/dig
 evaluation.detector  evaluation.DigitClassifier           configs/evaluation/digits.yaml
 evaluation.detector  evaluation.GlyphClassifier           configs/evaluation/glyphs.yaml
 evaluation.metrics.accuracy evaluation.LabelAccuracy             configs/evaluation/digits.yaml
+evaluation.metrics.coverage evaluation.PrecisionRecall           configs/evaluation/digits.yaml
 evaluation.metrics.distance evaluation.FrechetDistance           configs/evaluation/digits.yaml
 guidance             diffusion.AutoGuidance               configs/guidance/auto.yaml
 guidance             diffusion.CFG                        configs/guidance/cfg.yaml
