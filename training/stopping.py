@@ -37,11 +37,15 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take signals as requests, not as the end."""
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        after = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
+        except BaseException:
+            if self._group is not None:  # a launcher ends all ranks when one fails: let each say why, first
+                after = dict.fromkeys(SIGNALS, signal.SIG_IGN)
+            raise
         finally:
-            for number, handler in before.items():
+            for number, handler in after.items():
                 signal.signal(number, handler)
 
     def agreed(self, reserve_sec: float) -> str:

@@ -186,3 +186,22 @@ def test_a_run_without_a_launcher_outlives_its_parent(tmp_path):
             [*ONE, "-c", code], env={**environment, name: "1"}, capture_output=True, text=True, check=True
         )
         assert result.stdout.strip() == expected
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_a_rank_that_fails_says_why_before_its_launcher_ends_it(has_peers):
+    """The launcher's SIGTERM comes while the error is on its way to the terminal."""
+    start = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+    code = f"""
+import os, signal, torch.distributed as dist
+from training.stopping import StopRequest
+{start if has_peers else ""}
+try:
+    with StopRequest(None).listening():
+        raise SystemExit("why")
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    result = subprocess.run([*ONE, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    told = (1, ["why"]) if has_peers else (-signal.SIGTERM, [])
+    assert (result.returncode, result.stderr.splitlines()[-1:]) == told
