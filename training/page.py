@@ -27,6 +27,12 @@ body { max-width: 82rem; margin: auto; padding: 1rem; }
 figure { display: inline-block; margin: 0 1rem 1rem 0; vertical-align: top; max-width: 100%; }
 figure img { max-width: 100%; height: auto; }
 figcaption { overflow-wrap: anywhere; }
+figure label { cursor: zoom-in; }
+figure input { position: absolute; opacity: 0; }
+figure input:focus-visible + img { outline: 2px solid; }
+figure:has(:checked) { display: block; overflow-x: auto; }
+figure:has(:checked) img { width: 100%; min-width: 60rem; image-rendering: pixelated; }
+figure:has(:checked) label { cursor: zoom-out; }
 progress { width: 100%; }
 .wide { overflow-x: auto; }
 th { text-align: left; font-weight: normal; opacity: .7; vertical-align: top; padding-right: 1rem; }
@@ -374,8 +380,10 @@ def _picture(file: Path, name: str) -> str:
 
 
 def _figure(name: str, address: str) -> str:
+    """Return a picture that a click enlarges."""
     name = escape(name)
-    return f'<figure><figcaption>{name}</figcaption><img alt="{name}" src="{address}"></figure>'
+    image = f'<label><input type="checkbox"><img alt="{name}" src="{address}"></label>'
+    return f"<figure><figcaption>{name}</figcaption>{image}</figure>"
 
 
 def _address(kind: str, content: bytes) -> str:

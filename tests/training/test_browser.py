@@ -73,3 +73,15 @@ def test_a_page_is_read_in_the_dark_and_on_a_phone(pages, show, index):
     assert light != dark
     window = show(pages[index], viewport=PHONE)
     assert window.evaluate("document.scrollingElement.scrollWidth") <= PHONE["width"]
+
+
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+def test_a_click_enlarges_a_picture_and_another_one_undoes_it(pages, show, viewport):
+    window = show(pages[0], viewport=viewport)
+    picture = window.get_by_alt_text("over_time")
+    before = picture.bounding_box()["width"]
+    picture.click()
+    assert picture.bounding_box()["width"] >= 900 > before
+    assert window.evaluate("document.scrollingElement.scrollWidth") <= viewport["width"]
+    picture.click()
+    assert picture.bounding_box()["width"] == before
