@@ -24,6 +24,7 @@ from diffusion import EDMPrecond, ImageSource, OptimalPrecond
 from diffusion.generate import cost_of_evaluations
 from evaluation import DenseLoss, SampleGrid, Suite, open_reference
 from runtime.launch import Launch
+from training.arms import LEVEL
 from training.run_folder import RunFolder
 
 GRID_SAMPLES, GRID_COLUMNS = 10, 10
@@ -75,6 +76,14 @@ def build_evaluators(
             launch.print(f"evaluation: {why}")
             prepare(source)
     return evaluators
+
+
+def check_sweep_metric(metric: str | None, evaluators: Sequence[tuple[int, Any]]) -> None:
+    """Check that a run has the number that a sweeper waits for."""
+    scoring = [each for _, each in evaluators if not isinstance(each, SampleGrid)]
+    known = ["loss", *(key for each in scoring for key in each.keys)]
+    if metric is not None and metric.partition(LEVEL)[0] not in known:
+        raise ValueError(f"sweep_metric={metric} must be one of what the run logs: {', '.join(known)}")
 
 
 def drawing_flops(evaluators: Sequence[tuple[int, Any]]) -> float:

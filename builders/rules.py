@@ -53,9 +53,6 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
         check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
         if not train["init_from"]:
             raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
-    metric = config["sweep_metric"]
-    if metric is not None and metric.startswith("val_loss_dense") and train["eval_every"] is None:
-        raise ValueError(f"sweep_metric={metric} needs train.eval_every")
     check_not_negative("train.num_workers", train["num_workers"])
     if not 0 <= config["seed"] < NUM_SEEDS:
         raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import resolve_auto
 from builders.estimate import estimate, free_disk, free_memory
-from builders.evaluators import build_evaluators, drawing_flops
+from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
 from builders.network import build_loss, build_net, build_optimizer, build_precond, build_route_plan
 from builders.public import carries_configuration, precond_of
 from builders.summary import summary, warnings
@@ -117,6 +117,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     recorder = Recorder(launch, run)
     networks = (net, ema.net, bare_loss)
     evaluators = build_evaluators(config, run, dataset, launch, *networks, resolved)
+    check_sweep_metric(config["sweep_metric"], evaluators)
     batches = _build_batches(config, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
     folder = run.path / "checkpoints"
     checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)

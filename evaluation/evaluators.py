@@ -45,9 +45,14 @@ class DenseLoss:
         quantiles = t.quantile(shares.double())
         self.medians, self.edges = quantiles[::2].tolist(), quantiles[1::2].contiguous().to(device)
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of what it returns, without those by noise level."""
+        return list(self.denoisers)
+
     def describe(self) -> dict[str, Any]:
         """Return what the numbers depend on."""
-        return {"name": type(self).__name__, "keys": list(self.denoisers)}
+        return {"name": type(self).__name__, "keys": self.keys}
 
     @torch.no_grad()
     def __call__(self, step: int) -> dict[str, float]:

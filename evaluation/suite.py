@@ -117,6 +117,11 @@ class Suite:
         if hasattr(self.detector, "fit") and shape != self.reference.images.shape:
             raise ValueError(f"{name}: images are {shape}, the reference is {self.reference.images.shape}")
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of what it returns."""
+        return [self.named(key, self.num_samples) for metric in self.metrics for key in metric.keys]
+
     def describe(self) -> dict[str, Any]:
         """Return everything that the scores depend on."""
         drawn = {} if self.source is None else {"num_samples": self.num_samples, "labels": self.labels}

@@ -26,7 +26,7 @@ from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN, Busy
 from runtime.sweep import record_failure, start_sweep
 from tests.programs import start
-from tests.runs import ROOT, TINY, metrics
+from tests.runs import ROOT, TINY, metrics, tiny_trainer
 from training.run_folder import RunFolder
 from training.stopping import TIME_LIMIT, pass_on
 
@@ -151,6 +151,24 @@ def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
     assert run.newest("val_loss_dense") == 2.0
     with pytest.raises(ValueError, match=r"metrics.jsonl has no number val_los: did you mean val_loss"):
         run.newest("val_los")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "known"),
+    [
+        (("sweep_metric=val_los", "train.eval_every=2"), "loss, val_loss_dense, val_loss_dense_ema"),
+        (("sweep_metric=val_loss_dense",), "loss"),
+        (("sweep_metric=fid", "train.eval_every=2", "evaluation=digits"), ".*, fd_pixel, label_accuracy, .*"),
+    ],
+)
+def test_a_number_that_a_run_does_not_log_is_no_metric_of_a_sweep(tmp_path, overrides, known):
+    with pytest.raises(ValueError, match=rf"^sweep_metric=\w+ must be one of what the run logs: {known}$"):
+        tiny_trainer(tmp_path / "run", *overrides)
+    assert not RunFolder(tmp_path / "run").manifest_file.exists()
+
+
+def test_a_loss_at_a_level_of_noise_is_a_metric_of_a_sweep(tmp_path):
+    tiny_trainer(tmp_path, "sweep_metric='val_loss_dense_ema/t=0.3'", "train.eval_every=2")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,6 @@ KEYS = {
         ("decoding=jpeg", "must be one of rounded, official"),
         ("run_name=''", "must not be empty"),
         ("output_dir=''", "must not be empty"),
-        ("train.eval_every=null sweep_metric=val_loss_dense_ema", "needs train.eval_every"),
         ("wait=maybe", SWITCH),
         ("recipe=[1]", "Cannot convert 'list' to string: '[1]'"),
         ("seed=-1", NOT_NEGATIVE),
