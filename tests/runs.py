@@ -18,9 +18,11 @@ from builders.trainer import build_trainer
 from runtime.config import build_node
 from runtime.launch import Launch
 from tests.programs import ROOT
+from training import speed
 from training.fit import run_training
 from training.run_folder import RunFolder
 
+speed.REPEATS = 1  # of timed steps: which ones are faster does not matter here
 # Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.
 TINY = (
     "data=synthetic",

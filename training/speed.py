@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
@@ -64,8 +64,11 @@ def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
     return speedup(seconds["outside"], seconds["inside"])
 
 
+@cache
 def product_flops_per_sec(device: torch.device, dtype: torch.dtype, size: int, repeats: int) -> float:
-    """Return the FLOPs per second of products of matrices of a size, the best of several."""
+    """Return the FLOPs per second of products of matrices of a size, the best of several; once in a
+    process, for all jobs of a sweep.
+    """
     generator = torch.Generator(device).manual_seed(0)  # the run's own draws stay as they are
     a, b = torch.randn(2, size, size, generator=generator, device=device).to(dtype)
     (seconds,) = interleaved_seconds({"product": lambda: a @ b}, device, repeats).values()

@@ -3,6 +3,7 @@ import hashlib
 import os
 import pickle
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ class Malicious:
         return (os.system, ("touch EXECUTED",))
 
 
+@cache
 def other_weights():
     state = small_dit().state_dict()
     return {name: tensor + 1 for name, tensor in state.items()}
