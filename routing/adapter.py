@@ -93,6 +93,11 @@ class BlockList:
         return {**arguments, **gathered}
 
 
+def plain_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return the forward of a class as it was before it got routes."""
+    return getattr(kind, "plain_forward", kind.forward)
+
+
 def _zero(model: nn.Module, arguments: Arguments) -> int:
     return 0
 

@@ -1,29 +1,33 @@
 """Route the tokens of a transformer that is already built: `attach` and `detach` work on a live instance.
 
-Nothing of the model is copied or replaced. While a routed forward pass runs, its lists of blocks hand out
-stand-ins, which gather what is indexed by token, call the block, and put the tokens back. Parameters, their
-names, the configuration, saving and loading stay what they are. An `Adapter` says what is indexed by token;
-whatever it does not name is refused.
+Nothing of the model is copied or replaced; it gets a class that is derived from its own, and so do its lists
+of blocks. While a routed forward pass runs, these hand out stand-ins to its thread, which gather what is
+indexed by token, call the block, and put the tokens back. Parameters, their names, the configuration, saving
+and loading stay what they are. An `Adapter` says what is indexed by token; whatever it does not name is
+refused.
 
 Shapes: as in routing/adapter.py.
 """
 
+import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from routing.adapter import Adapter, Arguments, BlockList, Kept, named
+from routing.adapter import Adapter, Arguments, BlockList, Kept, named, plain_forward
 from routing.diffusers import adapter_of
 from routing.routers import random_router
 from routing.routes import Route, Router, Routing, resolve_routes
-from routing.tokens import end_route
+from routing.tokens import check_force_keep, end_route
 
+ONE_GRAPH = "routes are chosen outside of graphs: compile the blocks, or the model without fullgraph=True"
 KEYWORDS = ("routing", "generator")  # what an attached model takes besides its own arguments
 
 
@@ -60,13 +64,16 @@ def attach(
     name = type(model).__name__
     if hasattr(model, "_attached"):
         raise ValueError(f"{name} has routes: routing.detach(model) removes them")
-    if getattr(model.forward, "__func__", None) is not type(model).forward:
+    # A library that took its own back leaves that of the class bound to the model, or an earlier one of ours.
+    forwards = (type(model).forward, _with_routes(type(model)).forward)
+    if getattr(model.__dict__.get("forward", model.forward), "__func__", None) not in forwards:
         raise ValueError(
             f"forward of {name} was replaced (hooks, mixed precision): attach routes before that"
         )
     if getattr(model, "routes", ()):
         raise ValueError(f"{name} has routes of its own: build it without")
-    for own in set(KEYWORDS) & set(inspect.signature(type(model).forward).parameters) - set(adapter.accepts):
+    signature = inspect.signature(plain_forward(type(model)))
+    for own in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
     if not routes:
         raise ValueError("routes must not be empty: the model would stay dense")
@@ -77,34 +84,33 @@ def attach(
     for spec in adapter.block_lists:
         blocks = model.get_submodule(spec.name)
         blocks.__class__ = HANDING_OUT[type(blocks)]
-        blocks.first_idx = offset
+        blocks.first_idx, blocks.routed_passes = offset, {}
         offset += len(blocks)
-    model._attached = _Attached(adapter, layers, routes, router, inspect.signature(type(model).forward))
-    model.forward = MethodType(_routed_forward, model)  # not a hook: wrappers may call `forward` itself
+    model.__dict__.pop("forward", None)
+    if not isinstance(model, _WithRoutes):  # after `detach`, what was derived meanwhile stays
+        model.__class__ = _with_routes(type(model))
+    model._attached = _Attached(adapter, layers, routes, router, signature)
     return routes
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`.
+    """Undo `attach`; what has wrapped the model's forward since then may stay.
 
     Raises:
         ValueError: the model has no routes.
     """
     if not hasattr(model, "_attached"):
         raise ValueError(f"{type(model).__name__} has no routes")
-    if getattr(model.forward, "__func__", None) is not _routed_forward:
-        raise ValueError(
-            f"forward of {type(model).__name__} was wrapped after routing.attach: unwrap it first"
-        )
     adapter = model._attached.adapter
-    del model._attached, model.forward
+    del model._attached
+    if _WithRoutes in type(model).__bases__:  # else a class was derived from it (fully_shard)
+        model.__class__ = type(model).__bases__[1]
     plain = {handing_out: kind for kind, handing_out in HANDING_OUT.items()}
     for spec in adapter.block_lists:
         blocks = model.get_submodule(spec.name)
         if type(blocks) in plain:  # else it was replaced
             blocks.__class__ = plain[type(blocks)]
-            blocks.__dict__.pop("routed_pass", None)
-            del blocks.first_idx
+            del blocks.first_idx, blocks.routed_passes
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
         signature = inspect.signature(type(block).forward)
         signature = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-        for name in set() if takes_any else named - set(signature.parameters):
+        for name in ({spec.tokens} if takes_any else named) - set(signature.parameters):
             raise ValueError(
                 f"{type(block).__name__} in {spec.name} takes no argument {name}, which the adapter names: "
                 "it is of another version, or wrapped (attach before wrapping or compiling blocks)"
@@ -136,12 +142,45 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
         yield _Layer(spec, signature)
 
 
-def _routed_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return model._attached.forward(model, args, kwargs)
+class _WithRoutes:
+    """What a model's class gets beside its own forward, from which it is derived."""
+
+    def __copy__(self) -> nn.Module:
+        replica = self.__new__(type(self))
+        replica.__dict__ = self.__dict__.copy()
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        replica = memo[id(self)] = self.__new__(type(self))
+        replica.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return replica
+
+    def __getstate__(self) -> None:
+        raise ValueError("a model with routes cannot be pickled: detach them, or save its state_dict()")
+
+
+@cache
+def _with_routes(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of the same name whose forward takes routes."""
+
+    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(model, "_attached"):  # they were detached, and a wrapper still calls this
+            return plain(model, *args, **kwargs)
+        return model._attached.forward(model, args, kwargs)
+
+    plain = kind.forward
+    own = inspect.signature(plain)
+    ours = [name for name in KEYWORDS if name not in own.parameters]
+    ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ours]
+    parameters = sorted([*own.parameters.values(), *ours], key=lambda parameter: parameter.kind)
+    forward.__signature__ = own.replace(parameters=parameters)
+    forward.__doc__ = plain.__doc__
+    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (_WithRoutes, kind), {**same, "forward": forward, "plain_forward": plain})
 
 
 class _Attached:
-    """The routes of one model. It has no reference to the model, so that copies of the model may share it."""
+    """The routes of a model and its copies, to none of which it refers."""
 
     def __init__(
         self,
@@ -157,9 +196,7 @@ class _Attached:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Attached":
         return self
 
-    def __reduce__(self) -> str:
-        raise ValueError("a model with routes cannot be pickled: detach them, or save its state_dict()")
-
+    @torch.compiler.disable(recursive=False, reason=ONE_GRAPH)
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward, with routes where they are on."""
         routing, generator = kwargs.get("routing") or Routing(), kwargs.get("generator")
@@ -167,8 +204,9 @@ class _Attached:
         if generator is not None and "generator" in self.adapter.accepts:
             kwargs["generator"] = generator
         ratios = routing.ratios(self.routes, active=model.training and torch.is_grad_enabled())
+        forward = partial(plain_forward(type(model)), model)
         if not any(ratios):
-            return type(model).forward(model, *args, **kwargs)
+            return self._dense(model, partial(forward, *args, **kwargs), routing)
         if 1 in ratios:
             raise ValueError(f"selection_ratio=1 would skip blocks of {type(model).__name__}, which must run")
         if torch._C._current_graph_task_id() != -1:
@@ -183,13 +221,19 @@ class _Attached:
         with_residuals = partial(self._with_residuals, routed_pass)
         args = tuple(with_residuals(name, value) for name, value in zip(names, args, strict=False))
         kwargs = {name: with_residuals(name, value) for name, value in kwargs.items()}
-        self._hand_out_from(model, routed_pass)
-        try:
-            output = type(model).forward(model, *args, **kwargs)
-        finally:
-            self._hand_out_from(model, None)
+        with self._handing_out(model, routed_pass):
+            output = forward(*args, **kwargs)
         routed_pass.check_done(type(model).__name__)
         return output
+
+    def _dense(self, model: nn.Module, forward: partial, routing: Routing) -> Any:
+        if routing.force_keep is None:
+            return forward()
+        arguments = self.signature.bind(*forward.args, **forward.keywords).arguments
+        P = self.adapter.num_prefix_tokens(model, arguments) if self.layers[0].spec.joint else 0
+        num_others = P + self.adapter.num_suffix_tokens(model, arguments)
+        with self._handing_out(model, _DensePass(self.layers[0], routing.force_keep, num_others)):
+            return forward()
 
     def _begin(
         self,
@@ -208,12 +252,27 @@ class _Attached:
                 windows.append(_Window(route, draw, _draw_seed(generator), P, S))
         return _RoutedPass(self.layers, windows)
 
-    def _hand_out_from(self, model: nn.Module, routed_pass: "_RoutedPass | None") -> None:
-        for spec in self.adapter.block_lists:
-            blocks = model.get_submodule(spec.name)
-            if not isinstance(blocks, _HandingOut):
-                raise ValueError(f"{spec.name} of {type(model).__name__} was replaced after routing.attach")
-            blocks.routed_pass = routed_pass
+    @contextmanager
+    def _handing_out(self, model: nn.Module, routed_pass: "_RoutedPass") -> Iterator[None]:
+        """Let the lists of blocks hand out stand-ins to this thread."""
+        lists = [self._list(model, spec) for spec in self.adapter.block_lists]
+        thread = threading.get_ident()
+        for blocks in lists:
+            blocks.routed_passes[thread] = routed_pass
+        try:
+            yield
+        finally:
+            for blocks in lists:
+                del blocks.routed_passes[thread]
+
+    def _list(self, model: nn.Module, spec: BlockList) -> "_HandingOut":
+        blocks, length = model.get_submodule(spec.name), sum(layer.spec is spec for layer in self.layers)
+        if not isinstance(blocks, _HandingOut) or len(blocks) != length:
+            changed = (
+                f"{spec.name} of {type(model).__name__} was replaced, or is no longer of {length} blocks"
+            )
+            raise ValueError(f"{changed}: detach before, and attach again")
+        return blocks
 
     def _with_residuals(self, routed_pass: "_RoutedPass", name: str, value: Any) -> Any:
         if name not in self.adapter.residuals or value is None:
@@ -324,6 +383,36 @@ class _RoutedPass:
                 )
 
 
+@dataclass(frozen=True)
+class _DensePass:
+    """A forward pass without routes in which the mask is right all the same."""
+
+    layer: _Layer
+    force_keep: torch.Tensor
+    num_others: int  # tokens that are never routed, in the argument of the first block
+
+    def hand_out(self, idx: int, block: nn.Module) -> Any:
+        """Return the block; what stands in for the first one looks at the tokens."""
+        return _Checked(block, self) if idx == 0 else block
+
+
+class _Checked:
+    """The first block of a dense pass, called after the mask was compared with its tokens."""
+
+    def __init__(self, block: nn.Module, dense_pass: _DensePass):
+        self._block, self._pass = block, dense_pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        layer = self._pass.layer
+        x = layer.signature.bind(*args, **kwargs).arguments[layer.spec.tokens]
+        check_force_keep(self._pass.force_keep, x.shape[0], x.shape[1] - self._pass.num_others)
+        return self._block(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+
 class _Residuals(Sequence):
     """The residuals of a model's blocks, each gathered for the tokens that are there when it is added."""
 
@@ -388,21 +477,25 @@ class _StandIn:
 class _HandingOut:
     """A list of blocks that hands out stand-ins during a routed pass."""
 
-    first_idx, routed_pass = 0, None
+    first_idx = 0  # of its first block, through all lists
+    # By thread: another one may be dense meanwhile. None: a slice of such a list.
+    routed_passes: dict[int, _RoutedPass | _DensePass] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         blocks = super().__iter__()
-        if self.routed_pass is None:
+        if (routed_pass := self._of_this_thread()) is None:
             return blocks
-        routed_pass = self.routed_pass
         return (routed_pass.hand_out(self.first_idx + i, block) for i, block in enumerate(blocks))
 
     def __getitem__(self, i: int | slice) -> Any:
-        if self.routed_pass is None:
+        if (routed_pass := self._of_this_thread()) is None:
             return super().__getitem__(i)
         if isinstance(i, slice):
             return [self[place] for place in range(len(self))[i]]
-        return self.routed_pass.hand_out(self.first_idx + range(len(self))[i], super().__getitem__(i))
+        return routed_pass.hand_out(self.first_idx + range(len(self))[i], super().__getitem__(i))
+
+    def _of_this_thread(self) -> "_RoutedPass | _DensePass | None":
+        return self.routed_passes.get(threading.get_ident()) if self.routed_passes else None
 
 
 class _RoutedModuleList(_HandingOut, nn.ModuleList):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from routing.adapter import Adapter, Arguments, BlockList, Kept
+from routing.adapter import Adapter, Arguments, BlockList, Kept, plain_forward
 
 
 def adapter_of(model: nn.Module) -> Adapter:
@@ -23,7 +23,7 @@ def adapter_of(model: nn.Module) -> Adapter:
         return adapter
     for kind in type(model).__mro__:
         known = kind.__module__.startswith("diffusers.") and kind.__name__ in ADAPTERS
-        if known and type(model).forward is kind.forward:  # a class that shards it is derived from it
+        if known and plain_forward(type(model)) is kind.forward:  # a class that shards it is derived from it
             return ADAPTERS[kind.__name__]
     raise ValueError(
         f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(ADAPTERS)}, not its "

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "tests": OWN,
 }
 # Stand-ins for the forward of any model or block.
-ANY_CALL = {("routing/attached.py", "_routed_forward"), ("routing/attached.py", "__call__")}
+ANY_CALL = {("routing/attached.py", "forward"), ("routing/attached.py", "__call__")}
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft"}
 HEAVY |= {"torchdiffeq", "torchao", "bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
 

@@ -28,7 +28,8 @@ def norm_router(
         raise ValueError(f"model.router.weight={weight} must be in (0, 1]")
     if noise is None:
         noise = token_noise(x, generator)  # at weight 1 too, so that later draws are the same
-    norms = torch.linalg.vector_norm(x.detach(), ord=1, dim=-1, dtype=torch.float32)  # (N, T)
+    dtype = torch.promote_types(x.dtype, torch.float32)  # it must not be narrower than x
+    norms = torch.linalg.vector_norm(x.detach(), ord=1, dim=-1, dtype=dtype).to(noise.dtype)  # (N, T)
     if weight == 1:
         return keep_lowest(-norms, num_kept, force_keep)  # not scaled: rounding would make ties of neighbours
     # cost = (1 - weight) * noise - weight * norm, the norms of each sample scaled to [0, 1]

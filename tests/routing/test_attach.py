@@ -4,22 +4,37 @@ import copy
 import gc
 import inspect
 import io
+import threading
+from functools import partial
 from types import MethodType
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import FirstBlockCacheConfig, PixArtTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from routing import Adapter, BlockList, Route, Routing, attach, detach, from_simpletuner, norm_router
-from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, drawn, one, randn, seeded
+from routing import (
+    Adapter,
+    BlockList,
+    Route,
+    Routing,
+    attach,
+    detach,
+    from_simpletuner,
+    grid_router,
+    norm_router,
+    random_router,
+)
+from tests.routing.families import FAMILIES, HIDDEN_SIZE, NUM_SAMPLES, NUM_TOKENS, drawn, one, randn, seeded
 
 WINDOW = Route(0.5, 1, -2)
 # Arguments beside the usual ones; each is indexed by token.
@@ -41,6 +56,14 @@ every_variant = pytest.mark.parametrize(
 
 def run(model, arguments, **ours):
     return model(**arguments, **ours).sample
+
+
+def one_type(arguments, dtype):
+    """Return arguments whose floating-point tensors are of one type."""
+    return {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
 
 
 def with_gradient(arguments):
@@ -391,11 +414,11 @@ def test_arguments_may_be_given_by_place_and_residuals_be_repeated():
     """FLUX repeats its ControlNet's residuals in turn or, by default, each for several blocks."""
     model, arguments = FAMILIES["flux"].build(), FAMILIES["flux"].arguments(controlnet=True)
     a, b = arguments["controlnet_block_samples"]
+    names = list(inspect.signature(model.forward).parameters)
     attach(model, [WINDOW])
     expected = run(model, {**arguments, "controlnet_block_samples": [a, b, a]}, generator=seeded())
     repeated = {**arguments, "controlnet_blocks_repeat": True}
     assert torch.equal(run(model, repeated, generator=seeded()), expected)
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
     by_place = [repeated.get(name) for name in names]
     by_place[names.index("return_dict")] = False
     assert torch.equal(model(*by_place, generator=seeded())[0], expected)
@@ -405,8 +428,11 @@ def test_wan_takes_the_tokens_of_an_image_beside_the_text():
     model = rebuilt(FAMILIES["wan"].build(), image_dim=8, added_kv_proj_dim=32)
     arguments = {
         **FAMILIES["wan"].arguments(),
+        "encoder_hidden_states": randn(NUM_SAMPLES, 512, 12, seed=2),  # Wan takes the last 512 for the text
         "encoder_hidden_states_image": randn(NUM_SAMPLES, 3, 8, seed=9),
     }
+    without = {**arguments, "encoder_hidden_states_image": randn(NUM_SAMPLES, 3, 8, seed=10)}
+    assert not torch.equal(run(model, without), run(model, arguments)), "they have no effect"
     plain = copy.deepcopy(model)
     routes = attach(model, [WINDOW])
     output = run(model, arguments, generator=seeded())
@@ -512,16 +538,135 @@ def test_a_forward_that_would_lose_the_routes_is_refused():
     arguments = FAMILIES["sd3"].arguments()
     routed = run(model, arguments, generator=seeded())
     add_hook_to_module(model, ModelHook())
-    with pytest.raises(ValueError, match="was wrapped after"):
-        detach(model)
     assert torch.equal(run(model, arguments, generator=seeded()), routed)
     remove_hook_from_module(model)
     assert torch.equal(run(model, arguments, generator=seeded()), routed)
-    model.transformer_blocks = nn.ModuleList(list(model.transformer_blocks))
-    with pytest.raises(ValueError, match="transformer_blocks of SD3Transformer2DModel was replaced"):
+
+
+@pytest.mark.parametrize("edit", ["replaced", "longer", "shorter"])
+def test_a_list_of_blocks_that_was_edited_is_refused(edit):
+    """Layers are counted through it: a window would be elsewhere."""
+    model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
+    attach(model, [WINDOW])
+    blocks = model.transformer_blocks
+    if edit == "replaced":
+        model.transformer_blocks = nn.ModuleList(list(blocks))
+    elif edit == "longer":
+        blocks.insert(1, copy.deepcopy(blocks[1]))
+    else:
+        del blocks[0]
+    with pytest.raises(ValueError, match="of SD3Transformer2DModel was replaced, or is no longer of 5 b"):
         run(model, arguments)
     detach(model)
     run(model, arguments)
+
+
+def test_routes_are_detached_under_what_has_wrapped_the_forward():
+    model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
+    plain = run(model, arguments)
+    attach(model, [WINDOW])
+    add_hook_to_module(model, ModelHook())
+    detach(model)
+    assert torch.equal(run(model, arguments), plain)
+    remove_hook_from_module(model)
+    attach(model, [WINDOW])
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    wrapped = accelerator.prepare(model)
+    detach(accelerator.unwrap_model(wrapped, keep_fp32_wrapper=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = type(model).forward(model, **arguments).sample.float()
+    assert torch.equal(run(wrapped, arguments), expected)
+    attach(accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False), [WINDOW])
+    assert not torch.equal(run(model, arguments), plain)
+    detach(model)
+    assert torch.equal(run(model, arguments), plain)
+
+
+@every_family
+def test_a_pass_in_another_thread_is_its_own(name):
+    """Dense while a routed one is between two blocks."""
+    family = FAMILIES[name]
+    model, arguments = family.build(), family.arguments()
+    dense = run(model, arguments)
+    attach(model, [WINDOW])
+    routed, found = run(model, arguments, generator=seeded()), []
+
+    def other():
+        found.append(run(model, arguments, routing=Routing(0)).detach())
+
+    def interrupt(*_):
+        hook.remove()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    hook = family.layers(model)[2].register_forward_pre_hook(interrupt)
+    assert torch.equal(run(model, arguments, generator=seeded()), routed)
+    assert torch.equal(found[0], dense)
+
+
+@every_family
+@pytest.mark.parametrize(
+    "router", [random_router, norm_router, grid_router, partial(norm_router, weight=0.5)]
+)
+def test_tokens_may_be_in_double_precision(name, router):
+    family = FAMILIES[name]
+    model, arguments = family.build().double(), one_type(family.arguments(), torch.float64)
+    attach(model, [WINDOW], router=router)
+    force_keep = torch.rand(NUM_SAMPLES, NUM_TOKENS, generator=seeded()) < 0.3
+    run(model, arguments, routing=Routing(0.5, force_keep)).sum().backward()
+
+
+@every_family
+def test_wrapped_blocks_are_refused(name):
+    family = FAMILIES[name]
+    model = family.build()
+    for blocks in (getattr(model, blocks) for blocks in family.block_lists):
+        for i, block in enumerate(blocks):
+            blocks[i] = checkpoint_wrapper(block)
+    with pytest.raises(ValueError, match=r"CheckpointWrapper in .* takes no .*attach before wrapping"):
+        attach(model, [WINDOW])
+
+
+@every_family
+def test_a_model_says_what_its_forward_takes(name):
+    model = FAMILIES[name].build()
+    own = inspect.signature(model.forward).parameters
+    attach(model, [WINDOW])
+    assert list(inspect.signature(model.forward).parameters) == [*own, "routing", "generator"]
+    assert type(model).__name__ == type(FAMILIES[name].build()).__name__
+
+
+@pytest.mark.parametrize("shallow", [copy.copy, nn.Module._replicate_for_data_parallel])
+def test_a_shallow_copy_runs_its_own_modules(shallow):
+    model, arguments = FAMILIES["sd3"].build(), FAMILIES["sd3"].arguments()
+    attach(model, [WINDOW])
+    routed, copied = run(model, arguments, generator=seeded()), shallow(model)
+    assert torch.equal(run(copied, arguments, generator=seeded()), routed)
+    copied._modules = {**model._modules, "proj_out": nn.Linear(HIDDEN_SIZE, 16)}
+    assert not torch.equal(run(copied, arguments, generator=seeded()), routed)
+    assert torch.equal(run(model, arguments, generator=seeded()), routed)
+
+
+@every_family
+def test_a_mask_is_compared_with_the_tokens_in_dense_passes_too(name):
+    family = FAMILIES[name]
+    model, arguments = family.build().eval(), family.arguments()
+    plain = run(model, arguments)
+    attach(model, [WINDOW])
+    right = torch.zeros(NUM_SAMPLES, NUM_TOKENS, dtype=torch.bool)
+    assert torch.equal(run(model, arguments, routing=Routing(force_keep=right)), plain)
+    for wrong in (right[:, 1:], right[1:], right.float()):
+        with pytest.raises(ValueError, match=rf"must be torch.bool \({NUM_SAMPLES}, {NUM_TOKENS}\)"):
+            run(model, arguments, routing=Routing(force_keep=wrong))
+    assert torch.equal(run(model, arguments), plain)
+
+
+def test_one_graph_of_a_whole_model_is_refused():
+    model = FAMILIES["sd3"].build()
+    attach(model, [WINDOW])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the blocks, or the model without full"):
+        run(torch.compile(model, backend="eager", fullgraph=True), FAMILIES["sd3"].arguments())
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
