@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from routing.adapter import Adapter, Arguments, BlockList, Kept, named, plain_forward
-from routing.diffusers import adapter_of
+from routing.families import adapter_of
 from routing.routers import random_router
 from routing.routes import Route, Router, Routing, resolve_routes
 from routing.tokens import check_force_keep, end_route
@@ -49,7 +49,7 @@ def attach(
             afterwards wrap it, compile it, and add adapters to it as you like.
         routes: windows of blocks; layers are counted through all lists of blocks.
         adapter: None takes `routing_adapter` of the class, or the one that is known for it, see
-            `routing/diffusers.py`.
+            `routing/families`.
         router: chooses the tokens that stay where a window starts, see `routing/routers`.
 
     Returns:

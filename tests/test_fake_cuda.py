@@ -1,7 +1,7 @@
 """A batch on a CUDA device that is not there, by fake tensors: a device and a shape, no values.
 
 Tensors left on another device fail, and so do reads of a value and copies to the host. What needs a driver is
-left to the tests marked gpu: backward, autocast, generators, FLUX (SYNC in routing/diffusers.py).
+left to the tests marked gpu: backward, autocast, generators, FLUX (SYNC in routing/families/flux.py).
 """
 
 from functools import partial

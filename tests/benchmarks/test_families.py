@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from benchmarks import families
+from routing.families import Sizes
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", families.WIDTHS)
 def test_a_routed_step_saves_the_flops_of_its_window(name):
-    build, *_ = families.FAMILIES[name]
-    (row,) = families.measure(build, 64, 2, 128, 2, repeats=1, device=torch.device("cpu"))
+    sizes = Sizes(128, 2, 12, side=8, batch=2, num_text=77)
+    (row,) = families.measure(name, sizes, repeats=1, device=torch.device("cpu"))
     # 7 of 12 blocks take half of the image's tokens: their products save at most half, attention at most
     # three quarters.
     assert 1 < row["predicted_speedup"] < 12 / (12 - 7 * 0.75)

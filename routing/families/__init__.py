@@ -1,0 +1,46 @@
+"""Transformers of diffusers whose tokens may be routed, by the names of their classes: a file for each line.
+
+Written against the signatures of diffusers, which is imported only where a model is built. Layers are counted
+through all lists of a model: FLUX's and AuraFlow's double blocks first, then the single ones.
+
+`python -m routing.families` says what is known of each class of the installed version, and tries it.
+"""
+
+import torch.nn as nn
+
+from routing.adapter import Adapter, plain_forward
+from routing.families import auraflow, flux, pixart, sd3, wan
+from routing.families.parts import Built, Family, Sizes
+
+FAMILIES: dict[str, Family] = {}
+for _line in (flux, sd3, pixart, auraflow, wan):
+    FAMILIES |= _line.FAMILIES
+
+
+def adapter_of(model: nn.Module) -> Adapter:
+    """Return the adapter that a class has, or the one for a model of diffusers.
+
+    Raises:
+        ValueError: the class is not known, or cannot be routed.
+    """
+    if isinstance(adapter := getattr(type(model), "routing_adapter", None), Adapter):
+        return adapter
+    for kind in type(model).__mro__:
+        known = kind.__module__.startswith("diffusers.") and kind.__name__ in FAMILIES
+        if known and plain_forward(type(model)) is kind.forward:  # a class that shards it is derived from it
+            family = FAMILIES[kind.__name__]
+            if family.adapter is None:
+                raise ValueError(f"{kind.__name__} cannot be routed: {family.refused}")
+            return family.adapter
+    raise ValueError(
+        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(routable())}, not its "
+        "wrapper (peft: get_base_model()), or write an adapter (attach(model, routes, adapter=...))"
+    )
+
+
+def routable() -> list[str]:
+    """Return the names of the classes that are known."""
+    return [name for name, family in FAMILIES.items() if family.adapter]
+
+
+__all__ = ["FAMILIES", "Built", "Family", "Sizes", "adapter_of", "routable"]

@@ -1,0 +1,74 @@
+"""FLUX and Kontext: double blocks, then single ones, all with rotary positions."""
+
+import torch
+import torch.nn as nn
+
+from routing.adapter import Adapter, Arguments, BlockList
+from routing.families.parts import (
+    INPUTS,
+    POOLED_DIM,
+    TEXT_DIM,
+    Built,
+    Family,
+    Sizes,
+    axes_of,
+    checked_by,
+    joint_mask,
+    joint_rotary,
+)
+
+BLOCK = {
+    "output": 1,
+    "by_token": {"image_rotary_emb": joint_rotary, "joint_attention_kwargs": joint_mask},
+    "shared": ("encoder_hidden_states", "temb"),
+}
+RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
+
+
+def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
+    """Count Kontext's reference tokens, which come last: the first coordinate of their positions is not 0."""
+    img_ids = arguments["img_ids"]
+    is_reference = (img_ids[0] if img_ids.ndim == 3 else img_ids)[:, 0] != 0  # (T + S,)
+    num_reference_tokens = int(is_reference.sum())  # SYNC: shapes depend on it
+    if num_reference_tokens == len(is_reference):
+        raise ValueError("img_ids: there must be tokens of the image itself (first coordinate 0)")
+    if num_reference_tokens and not is_reference[-num_reference_tokens:].all():
+        raise ValueError("img_ids: the tokens of reference images (first coordinate not 0) must come last")
+    return num_reference_tokens
+
+
+def flux(sizes: Sizes) -> Built:
+    """A third of double blocks."""
+    from diffusers import FluxTransformer2DModel
+
+    options = {"num_layers": sizes.depth // 3, "num_single_layers": sizes.depth - sizes.depth // 3}
+    options |= {"axes_dims_rope": axes_of(sizes.head_dim), "pooled_projection_dim": POOLED_DIM}
+    return FluxTransformer2DModel(**options, **sizes.heads, joint_attention_dim=TEXT_DIM), {
+        "hidden_states": sizes.tokens(64),
+        "encoder_hidden_states": sizes.text,
+        "pooled_projections": torch.randn(sizes.batch, POOLED_DIM),
+        "timestep": torch.rand(sizes.batch),
+        "img_ids": sizes.positions,
+        "txt_ids": torch.zeros(sizes.num_text, 3),
+    }
+
+
+FAMILIES = {
+    "FluxTransformer2DModel": Family(
+        Adapter(
+            block_lists=(
+                BlockList("transformer_blocks", **BLOCK),
+                BlockList("single_transformer_blocks", **BLOCK),
+            ),
+            accepts=(
+                *(*INPUTS, "pooled_projections", "img_ids", "txt_ids", "guidance", "joint_attention_kwargs"),
+                *(*RESIDUALS, "controlnet_blocks_repeat"),
+            ),
+            num_prefix_tokens=lambda model, arguments: arguments["encoder_hidden_states"].shape[1],
+            num_suffix_tokens=_num_reference_tokens,
+            residuals=RESIDUALS,
+            check=checked_by(("FluxAttnProcessor",), "joint_attention_kwargs", ("scale", "attention_mask")),
+        ),
+        flux,
+    ),
+}

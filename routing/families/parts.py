@@ -1,0 +1,131 @@
+"""What families have in common: rotary tables, masks, checks, and the sizes of small models."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from routing.adapter import Adapter, Arguments, Kept
+
+INPUTS = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")  # of most models
+TEXT_DIM, POOLED_DIM = 48, 24
+
+
+class Sizes(NamedTuple):
+    """Of a small model with random weights, and of its inputs.
+
+    Args:
+        side: the image is of side x side tokens.
+    """
+
+    width: int = 32
+    num_heads: int = 2
+    depth: int = 6
+    side: int = 4
+    batch: int = 2
+    num_text: int = 5
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """What most models call the heads of attention."""
+        return {"num_attention_heads": self.num_heads, "attention_head_dim": self.head_dim}
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.width // self.num_heads
+
+    @property
+    def text(self) -> torch.Tensor:
+        """States of the text (N, P, TEXT_DIM)."""
+        return torch.randn(self.batch, self.num_text, TEXT_DIM)
+
+    def image(self, channels: int, patch_size: int = 2, frames: int = 0) -> torch.Tensor:
+        """Return latents (N, C, H, W), or (N, C, frames, H, W)."""
+        shape = (frames,) if frames else ()
+        return torch.randn(self.batch, channels, *shape, *(patch_size * self.side,) * 2)
+
+    def tokens(self, channels: int) -> torch.Tensor:
+        """Return the tokens of an image (N, T, C)."""
+        return torch.randn(self.batch, self.side**2, channels)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The coordinates (T, 3) of tokens: 0, row, column."""
+        rows, columns = torch.meshgrid(torch.arange(self.side), torch.arange(self.side), indexing="ij")
+        return torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).view(-1, 3).float()
+
+
+Built = tuple[nn.Module, dict[str, Any]]  # a model, and arguments of its forward
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of diffusers: what `attach` must know, and a small model of it with inputs.
+
+    Args:
+        refused: why it cannot be routed; then it has no adapter.
+    """
+
+    adapter: Adapter | None = None
+    build: Callable[[Sizes], Built] | None = None
+    refused: str = ""
+
+
+class TablePerSample:
+    """A rotary table (N, L, d) in place of one (L, d) that diffusers indexes before it multiplies."""
+
+    def __init__(self, table: torch.Tensor):
+        self.table = table
+
+    def __getitem__(self, key: tuple) -> torch.Tensor:
+        if key != (None, slice(None), None, slice(None)):  # (1, L, 1, d) was asked for
+            raise ValueError(f"a rotary table that is indexed by {key} does not go together with routing")
+        return self.table.unsqueeze(2)  # (N, L, 1, d)
+
+
+def joint_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[TablePerSample, ...]:
+    return tuple(TablePerSample(kept.gather_joint(table.unsqueeze(0))) for table in tables)
+
+
+def joint_mask(attention_kwargs: dict[str, Any], kept: Kept) -> dict[str, Any]:
+    mask = attention_kwargs.get("attention_mask")
+    if mask is None:
+        return attention_kwargs
+    return {**attention_kwargs, "attention_mask": gather_mask(mask, kept.gather_joint)}
+
+
+def gather_mask(mask: torch.Tensor, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Gather the keys, and the queries if they differ: (N or 1, L) or (N or 1, ..., 1 or L, L)."""
+    mask = gather(mask, -1)
+    return gather(mask, -2) if mask.ndim > 2 and mask.shape[-2] > 1 else mask
+
+
+def checked_by(
+    processors: Sequence[str], attention_kwargs: str, accepted: Sequence[str]
+) -> Callable[[nn.Module, Arguments], None]:
+    """Return a check of how a model attends: by these processors, given these keys of `attention_kwargs`."""
+
+    def check(model: nn.Module, arguments: Arguments) -> None:
+        refused = f"of {type(model).__name__} does not go together with routing"
+        for key in set(arguments.get(attention_kwargs) or ()) - set(accepted):
+            raise ValueError(f"{attention_kwargs}.{key} {refused}, which accepts {', '.join(accepted)}")
+        for processor in model.attn_processors.values():
+            if (name := type(processor).__name__) not in processors:
+                raise ValueError(f"{name} {refused}, which accepts {', '.join(processors)}")
+        if getattr(model, "is_cache_enabled", False):
+            raise ValueError(f"the cache {refused}: model.disable_cache()")
+        if getattr(model, "_parallel_config", None) is not None:
+            raise ValueError(f"context or tensor parallelism {refused}")
+        if (kind := getattr(model.config, "attention_type", "default")) != "default":
+            raise ValueError(f"attention_type={kind} {refused}")
+
+    return check
+
+
+def axes_of(head_dim: int) -> tuple[int, int, int]:
+    """Return how many channels of a head rotate by each of three coordinates."""
+    first = head_dim // 8 if head_dim * 7 % 32 == 0 else head_dim // 4
+    return first, (head_dim - first) // 2, (head_dim - first) // 2

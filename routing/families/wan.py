@@ -1,0 +1,39 @@
+"""Wan: rotary positions over frames, rows and columns; a timestep for each token where it is asked for."""
+
+import torch
+
+from routing.adapter import Adapter, BlockList
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by
+
+BLOCK = {
+    "by_token": {
+        "rotary_emb": lambda tables, kept: tuple(kept.gather(table) for table in tables),  # (1, T, 1, d)
+        # (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
+        "temb": lambda temb, kept: kept.gather(temb) if temb.ndim == 4 else temb,
+    },
+    "shared": ("encoder_hidden_states",),
+}
+
+
+def wan(sizes: Sizes) -> Built:
+    """4 frames of half the side."""
+    from diffusers import WanTransformer3DModel
+
+    options = {"num_layers": sizes.depth, "text_dim": TEXT_DIM, "ffn_dim": 4 * sizes.width}
+    return WanTransformer3DModel(**options, **sizes.heads), {
+        "hidden_states": sizes.image(16, patch_size=1, frames=4),
+        "encoder_hidden_states": sizes.text,
+        "timestep": torch.randint(1000, (sizes.batch,)),
+    }
+
+
+FAMILIES = {
+    "WanTransformer3DModel": Family(
+        Adapter(
+            block_lists=(BlockList("blocks", **BLOCK),),
+            accepts=(*INPUTS, "encoder_hidden_states_image", "attention_kwargs"),
+            check=checked_by(("WanAttnProcessor",), "attention_kwargs", ("scale",)),
+        ),
+        wan,
+    ),
+}

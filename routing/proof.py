@@ -1,0 +1,188 @@
+"""Whether an adapter is right: routes compared with the same network hiding the tokens that bypass.
+
+There all tokens go through the window, attention does not see the keys of those that bypass, and where it
+ends they get back the state that they had before. Nothing is gathered: positions, modulation and masks are
+those of the model itself.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from routing.adapter import Adapter, BlockList
+from routing.attached import attach, detach
+from routing.routes import Route, Routing, resolve_routes
+from routing.tokens import num_tokens_kept
+
+
+class Proof(NamedTuple):
+    """Largest differences, over the largest change that routes make."""
+
+    dense: float  # at ratio 0, from the model without routes
+    routed: float  # from the model with hidden keys
+
+
+class _HiddenKeys(TorchFunctionMode):
+    """Attention that does not see some tokens, while `is_on`.
+
+    Args:
+        hidden: (N, T + S) bool.
+        others_first: what attention has besides comes first in it, whatever the order elsewhere.
+    """
+
+    def __init__(self, hidden: torch.Tensor, others_first: bool):
+        super().__init__()
+        self.hidden, self.others_first = hidden, others_first
+        self.is_on, self.was_seen = False, False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_on and func is F.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            length, num_others = given["key"].shape[-2], given["key"].shape[-2] - self.hidden.shape[1]
+            if given["query"].shape[-2] == length and num_others >= 0 and not given.get("is_causal"):
+                self.was_seen = True
+                others = (num_others, 0) if self.others_first else (0, num_others)
+                mask = _hide(given.get("attn_mask"), F.pad(self.hidden, others), given["query"])
+                return func(**{**given, "attn_mask": mask})
+        return func(*args, **kwargs)
+
+
+def _hide(mask: torch.Tensor | None, hidden: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return an additive mask that hides keys (N, L) as well as those of another mask."""
+    hidden = hidden.view(len(hidden), *(1,) * (query.ndim - 2), -1)
+    if mask is None:
+        mask = query.new_zeros(())
+    elif mask.dtype == torch.bool:
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    return mask.to(query.dtype).masked_fill(hidden, -torch.inf)
+
+
+def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
+    """Hold an adapter against a network with hidden keys; the model is left as it was.
+
+    Args:
+        model: without routes; its dropout is off here.
+        arguments: of its forward, by name. The rows of a batch must differ.
+
+    Raises:
+        ValueError: routes do not compute what they should, change nothing, or the attention cannot be seen.
+    """
+    state = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _prove(model, adapter, arguments, route)
+    finally:
+        for module, training in state.items():
+            module.training = training
+
+
+def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
+    layers = [(spec, block) for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
+    (route,) = resolve_routes([route], len(layers), key="route")
+    window = layers[route.start_layer_idx : route.end_layer_idx + 1]
+    P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens(model, arguments)
+
+    start = _State(*window[0], P)
+    with start.reading():
+        plain = _output(model, arguments)
+    N, T = start.value.shape[0], start.value.shape[1] - S
+    noise = torch.rand(N, T, generator=torch.Generator().manual_seed(0)).to(start.value.device)
+    num_kept = num_tokens_kept(T, route.selection_ratio)
+    hidden = noise.argsort(dim=1).argsort(dim=1) >= num_kept  # (N, T)
+    hidden = torch.cat([hidden, hidden.new_zeros(N, S)], dim=1)  # (N, T + S)
+
+    attach(model, [route], adapter=adapter)
+    try:
+        dense = _output(model, {**arguments, "routing": Routing(0)})
+        routed = _output(model, {**arguments, "routing": Routing(route.selection_ratio, noise=[noise])})
+    finally:
+        detach(model)
+    effect = _apart(routed, plain)
+    if not effect > 0:
+        raise ValueError("routes change nothing: the output does not depend on the blocks of the window")
+    kept = [_apart(_hiding(model, arguments, window, hidden, P, first), routed) for first in (True, False)]
+    return Proof(_apart(dense, plain) / effect, min(kept) / effect)
+
+
+class _State:
+    """The tokens (N, T + S, D) of a model where a block starts or ends."""
+
+    def __init__(self, spec: BlockList, block: nn.Module, num_prefix_tokens: int):
+        self.spec, self.block = spec, block
+        self.first = num_prefix_tokens if spec.joint else 0
+        self.signature = inspect.signature(type(block).forward)
+        self.value: torch.Tensor | None = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep the tokens that the block is given."""
+
+        def read(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            arguments = self.signature.bind(block, *args, **kwargs).arguments
+            self.value = arguments[self.spec.tokens][:, self.first :]
+
+        hook = self.block.register_forward_pre_hook(read, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def replaced(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
+        """Return the output of the block with other tokens where (N, T + S) says so."""
+        x = output if self.spec.output is None else output[self.spec.output]
+        tokens = torch.where(where.unsqueeze(-1), by, x[:, self.first :])
+        tokens = torch.cat([x[:, : self.first], tokens], dim=1)
+        if self.spec.output is None:
+            return tokens
+        return (*output[: self.spec.output], tokens, *output[self.spec.output + 1 :])
+
+
+def _hiding(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    window: Sequence[tuple[BlockList, nn.Module]],
+    hidden: torch.Tensor,
+    num_prefix_tokens: int,
+    others_first: bool,
+) -> torch.Tensor:
+    """Return the output of a model that hides tokens in a window, which rejoin as they were."""
+    keys = _HiddenKeys(hidden, others_first)
+    start, end = (_State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
+
+    def begin(*_: Any) -> None:
+        keys.is_on = True
+
+    def rejoin(block: nn.Module, args: tuple, output: Any) -> Any:
+        keys.is_on = False
+        return end.replaced(output, hidden, start.value)
+
+    hooks = (start.block.register_forward_pre_hook(begin), end.block.register_forward_hook(rejoin))
+    try:
+        with start.reading(), keys:
+            output = _output(model, arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not keys.was_seen:
+        raise ValueError("no attention to the tokens was seen: that of a block must be torch's own")
+    return output
+
+
+def _output(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:
+    """Return all floating-point outputs of a model in one row."""
+    output = tree_leaves(model(**arguments))
+    return torch.cat([x.flatten() for x in output if isinstance(x, torch.Tensor) and x.is_floating_point()])
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
