@@ -3,6 +3,8 @@
 from routing.adapter import Adapter, BlockList, Kept
 from routing.attached import attach, detach
 from routing.plan import RoutePlan, grow_ratio
+from routing.proof import prove
+from routing.propose import propose_adapter
 from routing.routers import grid_router, norm_router, random_router
 from routing.routes import Route, Router, Routing, from_simpletuner, resolve_routes
 from routing.tokens import (
@@ -31,6 +33,8 @@ __all__ = [
     "grow_ratio",
     "norm_router",
     "num_tokens_kept",
+    "propose_adapter",
+    "prove",
     "random_router",
     "resolve_routes",
     "sample_ids_keep",

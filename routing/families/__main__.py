@@ -45,7 +45,7 @@ def tried(name: str) -> tuple[str, str]:
     if family.adapter is None:
         return "refused", family.refused
     try:
-        model, arguments = built(family)
+        model, arguments = built(family, Sizes())
         proof = prove(model, family.adapter, arguments, ROUTE)
     except Exception as error:  # of another version: whatever it is, the others are tried
         return "fails", " ".join(f"{type(error).__name__}: {error}".split())
@@ -55,10 +55,10 @@ def tried(name: str) -> tuple[str, str]:
     return "passes", f"`{lists}`"
 
 
-def built(family: Family) -> Built:
+def built(family: Family, sizes: Sizes) -> Built:
     """Return a small model in double precision, with random weights, and inputs."""
     torch.manual_seed(0)
-    model, arguments = family.build(Sizes())
+    model, arguments = family.build(sizes)
     with torch.no_grad():
         for parameter in model.parameters():  # what starts at 0 could hide a mistake
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from routing import Route, attach
-from routing.families import FAMILIES, __main__, routable
+from routing.families import FAMILIES, Sizes, __main__, routable
 from routing.families.__main__ import MAX_ERROR, built
 from routing.proof import prove
 
@@ -14,12 +14,12 @@ WINDOWS = [Route(0.5, 1, -2), Route(0.75, 0, -1), Route(0.25, 2, 2)]
 
 @pytest.mark.parametrize("name", routable())
 def test_routes_are_those_of_a_network_that_hides_what_bypasses(name):
-    model, arguments = built(FAMILIES[name])
+    model, arguments = built(FAMILIES[name], Sizes())
     before = [*model.parameters()]
     for window in WINDOWS:
         proof = prove(model, FAMILIES[name].adapter, arguments, window)
         assert proof.dense == 0 and proof.routed < MAX_ERROR
-    assert type(model).forward is type(built(FAMILIES[name])[0]).forward and model.training
+    assert type(model).forward is type(built(FAMILIES[name], Sizes())[0]).forward and model.training
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -39,7 +39,7 @@ def without(adapter, key, gather):
     ids=["first positions", "positions of the first sample", "joint"],
 )
 def test_a_wrong_adapter_is_seen(name, key, gather):
-    model, arguments = built(FAMILIES[name])
+    model, arguments = built(FAMILIES[name], Sizes())
     assert prove(model, without(FAMILIES[name].adapter, key, gather), arguments, WINDOWS[0]).routed > 0.01
 
 
@@ -63,7 +63,7 @@ def test_what_fails_is_told(monkeypatch):
 
 
 def test_a_class_that_cannot_be_routed_says_why(monkeypatch):
-    model, _ = built(FAMILIES["SD3Transformer2DModel"])
+    model, _ = built(FAMILIES["SD3Transformer2DModel"], Sizes())
     refused = replace(FAMILIES["SD3Transformer2DModel"], adapter=None, refused="it does not want to")
     monkeypatch.setitem(FAMILIES, "SD3Transformer2DModel", refused)
     with pytest.raises(ValueError, match=r"^SD3Transformer2DModel cannot be routed: it does not want to$"):
