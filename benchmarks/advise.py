@@ -11,6 +11,7 @@ predict the quality of a route, and published quality is known for the published
 advice where the network has hardly been trained, or where the repeats do not agree.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -49,10 +50,13 @@ FASTER_BY, MIN_SPEEDUP = 1.05, 1.05  # than the published window; than no route 
 LESS_ALIKE_BY = 0.01
 NEARLY_ALIKE = 0.97  # blocks start as the identity, where all states are alike
 NOTES = """
-Times are of a forward and backward pass; windows of one length share one measurement. Measured: the median of
-the repeats, and what half of them lie between.
+Times are of a forward and backward pass. Measured: the median of the repeats, and what half of them lie
+between.
 Similarity: mean cosine between the states in which tokens leave and in which they rejoin, without routes.
 Candidates are what published results allow: blocks 1 to 3 to depth-5 to depth-3, ratio up to 0.5.
+"""
+ONE_LENGTH = """\
+Windows of one length share one measurement.
 """
 TRAINED_WITH_ROUTES = """\
 This run was trained with routes, which makes the states of its own window alike: ask a dense run as well.
@@ -81,17 +85,26 @@ configuration.register("advise", AdviceConfig)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One route, predicted and measured; `num_kept` includes the tokens that masks force to stay, and
-    `measured_quartiles` are the first and the last of the repeats.
+    """Routes, predicted and measured: `num_kept` of each includes the tokens that masks force to stay,
+    `measured_quartiles` are the first and the last of the repeats, `similarity` is the lowest of the windows.
     """
 
-    route: Route
-    num_kept: int
+    routes: tuple[Route, ...]
+    num_kept: tuple[int, ...]
     predicted_speedup: float
     measured_speedup: float
     measured_quartiles: tuple[float, float]
     measured_sec: float
     similarity: float
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Words:
+    """How an advice is put: what takes routes, and what goes without."""
+
+    take: Callable[[Sequence[Route]], str]
+    dense: str
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="advise")
@@ -124,8 +137,13 @@ def main(cfg: DictConfig) -> None:
             alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
             net = _with_one_route(config).to(device)  # a route may have weights
             candidates = measure(config, resolved, net, alike, coverage, request["repeats"], device)
-            best, advice = recommend(candidates, depth)
-            text = report(candidates, best, advice, routed=bool(config["model"]["routes"]))
+            words = Words(
+                lambda routes: f"model=tread {override(routes, depth)} run_name=NAME",
+                "train the dense twin, model=dit",
+            )
+            best, advice = recommend(candidates, depth, words)
+            notes = [NOTES, ONE_LENGTH, *([TRAINED_WITH_ROUTES] if config["model"]["routes"] else [])]
+            text = report(candidates, best, [*notes, advice])
             figures = {
                 "checkpoint": str(checkpoint),
                 "mask_coverage": coverage,
@@ -241,7 +259,7 @@ def measure(
         bar.update()
 
     grown = {ratio: grow_ratio(ratio, T, int(np.ceil(coverage * T))) for ratio in RATIOS}
-    windows = [window for window in product((1, 2, 3), range(depth - 5, depth - 2)) if window[0] < window[1]]
+    windows = windows_of(depth)
     # Time depends on how long a window is, not on where it is: each length is measured once.
     lengths = {end - start + 1: (start, end) for start, end in windows}
     steps = {"dense": partial(step, Route(0.0, 2, depth - 4))}
@@ -252,70 +270,93 @@ def measure(
     slowdown, candidates = fp32_slowdown(net, device, bf16=bf16), []
     for (start, end), ratio in product(windows, RATIOS):
         net.routes = resolve_routes([Route(ratio, start, end)], depth)
-        routed_sec = seconds[end - start + 1, ratio]
-        faster = [a / b for a, b in zip(seconds["dense"], routed_sec, strict=True)]
-        candidate = Candidate(
-            Route(ratio, start, end),
-            num_kept=num_tokens_kept(T, grown[ratio]),
-            predicted_speedup=cost_of(net, None, coverage, slowdown).predicted_speedup,
-            measured_speedup=median(faster),
-            measured_quartiles=tuple(np.quantile(faster, (0.25, 0.75)).tolist()),
-            measured_sec=median(routed_sec),
-            similarity=float(alike[start, end + 1]),
+        predicted = cost_of(net, None, coverage, slowdown).predicted_speedup
+        kept = (num_tokens_kept(T, grown[ratio]),)
+        candidates.append(
+            candidate(net.routes, kept, predicted, seconds["dense"], seconds[end - start + 1, ratio], alike)
         )
-        candidates.append(candidate)
     return candidates
 
 
-def recommend(candidates: list[Candidate], depth: int) -> tuple[Candidate | None, str]:
+def windows_of(depth: int) -> list[tuple[int, int]]:
+    """Return the first and last blocks of the windows that published results allow."""
+    return [window for window in product((1, 2, 3), range(depth - 5, depth - 2)) if window[0] < window[1]]
+
+
+def candidate(
+    routes: Sequence[Route],
+    num_kept: tuple[int, ...],
+    predicted_speedup: float,
+    dense_sec: Sequence[float],
+    routed_sec: Sequence[float],
+    alike: np.ndarray,
+    name: str = "",
+) -> Candidate:
+    """Return what times and similarities say of routes."""
+    faster = [a / b for a, b in zip(dense_sec, routed_sec, strict=True)]
+    return Candidate(
+        tuple(routes),
+        num_kept,
+        predicted_speedup,
+        measured_speedup=median(faster),
+        measured_quartiles=tuple(np.quantile(faster, (0.25, 0.75)).tolist()),
+        measured_sec=median(routed_sec),
+        similarity=min(float(alike[route.start_layer_idx, route.end_layer_idx + 1]) for route in routes),
+        name=name,
+    )
+
+
+def recommend(candidates: Sequence[Candidate], depth: int, words: Words) -> tuple[Candidate | None, str]:
     """Return the candidate to take by the rule above, None for none, and the advice in words."""
     if hardly_trained(candidates):
         return None, HARDLY_TRAINED
-    (published_route,) = resolve_routes([PUBLISHED], depth)
-    (best,) = (c for c in candidates if c.route == published_route)
-    eligible = [c for c in candidates if c.similarity >= best.similarity - LESS_ALIKE_BY]
+    (best,) = (c for c in candidates if c.routes == resolve_routes([PUBLISHED], depth) and not c.name)
+    windows = [c for c in candidates if not c.name]  # recommendations of others are shown alone
+    eligible = [c for c in windows if c.similarity >= best.similarity - LESS_ALIKE_BY]
     fastest = max(eligible, key=lambda c: c.measured_quartiles[0])
     enough = FASTER_BY * best.measured_speedup if best.measured_quartiles[0] >= MIN_SPEEDUP else MIN_SPEEDUP
     if fastest.measured_quartiles[0] >= enough:
         best = fastest
     low, high = best.measured_quartiles
     if low >= MIN_SPEEDUP:
-        return best, f"Recommended: model=tread {override(best.route, depth)} run_name=NAME"
+        return best, f"Recommended: {words.take(best.routes)}"
     between = (
         f"a step is {low:.2f}x to {high:.2f}x as fast with routes ({best.predicted_speedup:.2f}x by FLOPs)"
     )
     if high < MIN_SPEEDUP:
-        return None, f"No route is worth it here, {between}: train the dense twin, model=dit."
+        return None, f"No route is worth it here, {between}: {words.dense}."
     return None, f"No advice, {between}: measure while nothing else runs, or with repeats=50."
 
 
-def hardly_trained(candidates: list[Candidate]) -> bool:
+def hardly_trained(candidates: Sequence[Candidate]) -> bool:
     """Return whether all states are so alike that the similarity cannot rank candidates."""
     return min(c.similarity for c in candidates) > NEARLY_ALIKE
 
 
-def override(route: Route, depth: int) -> str:
-    """Return the route for the command line, its end counted from the last block as in `model/routes`."""
-    given = asdict(replace(route, end_layer_idx=route.end_layer_idx - depth))
-    return "'model.routes=[{" + ", ".join(f"{key}: {value}" for key, value in given.items()) + "}]'"
+def override(routes: Sequence[Route], depth: int) -> str:
+    """Return routes for the command line, their ends counted from the last block as in `model/routes`."""
+    given = [asdict(replace(route, end_layer_idx=route.end_layer_idx - depth)) for route in routes]
+    texts = (", ".join(f"{key}: {value}" for key, value in each.items()) for each in given)
+    return f"'model.routes=[{', '.join(f'{{{text}}}' for text in texts)}]'"
 
 
-def report(candidates: list[Candidate], best: Candidate | None, advice: str, routed: bool) -> str:
-    """Return the table and the advice as markdown; `routed`: the run was trained with routes."""
+def report(candidates: Sequence[Candidate], best: Candidate | None, notes: Sequence[str]) -> str:
+    """Return the table, and what is to be said below it, as markdown."""
     lines = [
         "| blocks bypassed | ratio | tokens kept | predicted | measured | half of the repeats | ms "
         "| similarity at end | |",
         "|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for c in sorted(candidates, key=lambda c: -c.measured_speedup):
-        route, (low, high) = c.route, c.measured_quartiles
-        note = "recommended" if c == best else ""
+        (low, high), note = c.measured_quartiles, "recommended" if c == best else c.name
+        windows = ", ".join(f"{route.start_layer_idx} to {route.end_layer_idx}" for route in c.routes)
+        ratios = ", ".join(f"{route.selection_ratio}" for route in c.routes)
         lines.append(
-            f"| {route.start_layer_idx} to {route.end_layer_idx} | {route.selection_ratio} | {c.num_kept} "
+            f"| {windows} | {ratios} | {', '.join(map(str, c.num_kept))} "
             f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x | {low:.2f}x to {high:.2f}x "
             f"| {1000 * c.measured_sec:.1f} | {c.similarity:.3f} | {note} |"
         )
-    return "\n".join([*lines, NOTES, *([TRAINED_WITH_ROUTES] if routed else []), advice])
+    return "\n".join([*lines, *notes])
 
 
 if __name__ == "__main__":

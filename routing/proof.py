@@ -92,7 +92,7 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
     P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens(model, arguments)
 
-    start = _State(*window[0], P)
+    start = State(*window[0], P)
     with start.reading():
         plain = _output(model, arguments)
     N, T = start.value.shape[0], start.value.shape[1] - S
@@ -114,7 +114,7 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     return Proof(_apart(dense, plain) / effect, min(kept) / effect)
 
 
-class _State:
+class State:
     """The tokens (N, T + S, D) of a model where a block starts or ends."""
 
     def __init__(self, spec: BlockList, block: nn.Module, num_prefix_tokens: int):
@@ -122,20 +122,27 @@ class _State:
         self.first = num_prefix_tokens if spec.joint else 0
         self.signature = inspect.signature(type(block).forward)
         self.value: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep the tokens that the block is given."""
+        """Keep the tokens that the block is given, and those that it returns."""
 
-        def read(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def before(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             arguments = self.signature.bind(block, *args, **kwargs).arguments
             self.value = arguments[self.spec.tokens][:, self.first :]
 
-        hook = self.block.register_forward_pre_hook(read, with_kwargs=True)
-        try:
+        def after(block: nn.Module, args: tuple, output: Any) -> None:
+            self.output = self.of(output)
+
+        pre = self.block.register_forward_pre_hook(before, with_kwargs=True)
+        with pre, self.block.register_forward_hook(after):
             yield
-        finally:
-            hook.remove()
+
+    def of(self, output: Any) -> torch.Tensor:
+        """Return the tokens in what the block returns."""
+        x = output if self.spec.output is None else output[self.spec.output]
+        return x[:, self.first :]
 
     def replaced(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
         """Return the output of the block with other tokens where (N, T + S) says so."""
@@ -157,7 +164,7 @@ def _hiding(
 ) -> torch.Tensor:
     """Return the output of a model that hides tokens in a window, which rejoin as they were."""
     keys = _HiddenKeys(hidden, others_first)
-    start, end = (_State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
+    start, end = (State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
 
     def begin(*_: Any) -> None:
         keys.is_on = True

@@ -1,19 +1,22 @@
 import json
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.advise import MIN_SPEEDUP, Candidate, override, recommend, report, similarity
+from benchmarks.advise import MIN_SPEEDUP, Candidate, Words, override, recommend, report, similarity
 from routing import Route
 from tests.programs import start
 from tests.runs import tiny_run, tiny_trainer, validated
 
+WORDS = Words(lambda routes: f"take {len(routes)}", "go without")
+
 
 def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9, spread=0.0):
     quartiles = (measured - spread, measured + spread)
-    return Candidate(Route(ratio, start, end), 8, 1.3, measured, quartiles, 0.1, alike)
+    return Candidate((Route(ratio, start, end),), (8,), 1.3, measured, quartiles, 0.1, alike)
 
 
 def advise(*arguments):
@@ -33,48 +36,54 @@ def advise(*arguments):
     ],
 )
 def test_the_published_window_unless_another_is_faster_and_as_alike(others, expected):
-    best, advice = recommend([candidate(2, 8), *others], depth=12)
-    assert (best.route.start_layer_idx, best.route.end_layer_idx) == expected
-    assert advice.startswith(f"Recommended: model=tread {override(best.route, 12)}")
+    best, advice = recommend([candidate(2, 8), *others], 12, WORDS)
+    (route,) = best.routes
+    assert (route.start_layer_idx, route.end_layer_idx) == expected
+    assert advice == f"Recommended: take {len(best.routes)}"
 
 
 @pytest.mark.parametrize("measured", [0.1, 1.5])
 def test_a_network_that_has_hardly_been_trained_gets_no_advice(measured):
     fresh = [candidate(2, 8, measured=measured, alike=0.99), candidate(1, 9, measured=1.6, alike=0.985)]
-    best, advice = recommend(fresh, depth=12)
+    best, advice = recommend(fresh, 12, WORDS)
     assert best is None
     assert advice.startswith("No advice yet")
-    said = report(fresh, best, advice, routed=False)
+    said = report(fresh, best, [advice])
     assert "Recommended" not in said and "dense twin" not in said
 
 
 def test_another_window_is_taken_where_the_published_one_is_not_worth_it():
     slow, fast = candidate(2, 8, measured=1.03), candidate(1, 9, measured=1.07, spread=0.01)
-    assert recommend([slow, fast], depth=12)[0] is fast
+    assert recommend([slow, fast], 12, WORDS)[0] is fast
 
 
 def test_repeats_that_do_not_agree_give_no_advice():
-    best, advice = recommend([candidate(2, 8, measured=1.1, spread=0.5)], depth=12)
+    best, advice = recommend([candidate(2, 8, measured=1.1, spread=0.5)], 12, WORDS)
     assert best is None
     assert advice.startswith(
         "No advice, a step is 0.60x to 1.60x as fast with routes (1.30x by FLOPs): measure"
     )
 
 
-def test_on_a_routed_run_the_advice_says_whom_else_to_ask():
-    assert "ask a dense run" in report([candidate(2, 8)], candidate(2, 8), "", routed=True)
+def test_what_others_recommend_is_shown_and_not_recommended():
+    fast = replace(candidate(1, 9, measured=1.6, alike=0.95), name="max_speed")
+    best, _ = recommend([candidate(2, 8), fast], 12, WORDS)
+    assert best == candidate(2, 8)
+    assert "| 1 to 9 | 0.5 | 8 | 1.30x | 1.60x | 1.60x to 1.60x | 100.0 | 0.950 | max_speed |" in report(
+        [best, fast], best, []
+    )
 
 
 def test_where_routes_save_nothing_the_dense_twin_is_recommended():
     slow = [candidate(2, 8, measured=MIN_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
-    best, advice = recommend(slow, depth=12)
+    best, advice = recommend(slow, 12, WORDS)
     assert best is None
-    assert "train the dense twin, model=dit" in advice
+    assert ": go without." in advice
     assert "1.30x by FLOPs" in advice
 
 
 def test_the_recommendation_is_an_override_of_the_command_line():
-    (word,) = shlex.split(override(Route(0.25, 1, 3), depth=8))
+    (word,) = shlex.split(override([Route(0.25, 1, 3)], depth=8))
     routes = validated("model=tread", word)["model"]["routes"]
     assert routes == [{"selection_ratio": 0.25, "start_layer_idx": 1, "end_layer_idx": -5}]
 
@@ -98,6 +107,8 @@ def test_similarity_is_the_mean_cosine_of_tokens_between_depths(tmp_path):
 
 
 def test_advice_on_a_run_leaves_a_table_and_figures(tmp_path):
+    tiny_run(tmp_path / "routed", "model=tread", "train.total_steps=1")
+    assert "ask a dense run" in advise(f"run={tmp_path / 'routed'}", "num_samples=8", "repeats=1").stdout
     tiny_run(tmp_path / "run", "model=dit")
     result = advise(f"run={tmp_path / 'run'}", "num_samples=8", "repeats=2")
     assert result.returncode == 0, result.stderr
@@ -107,7 +118,7 @@ def test_advice_on_a_run_leaves_a_table_and_figures(tmp_path):
     assert len(figures["candidates"]) == 16
     predicted = {}
     for c in figures["candidates"]:
-        ratio, start, end = c["route"].values()
+        ((ratio, start, end),) = (route.values() for route in c["routes"])
         predicted[start, end, ratio] = c["predicted_speedup"]
         # Before the first block of the window, and after the last.
         assert c["similarity"] == figures["similarity"][start][end + 1]
