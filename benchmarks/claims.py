@@ -308,7 +308,9 @@ def arms_table(records: Records, study: str) -> str:
     if study in DISTANCES:
         guided += ((BEST, ", best guidance", (DISTANCES[study], "label_accuracy")),)
     rows = []
-    for arm in dict.fromkeys(row["arm"] for row in records.rows[study]):
+    found = dict.fromkeys(row["arm"] for row in records.rows[study])
+    of_study = [arm for arm in STUDIES[study].arms if arm in found]
+    for arm in dict.fromkeys([*of_study, *found]):  # changed ones last
         last = max(records.of(study, arm), key=lambda row: int(row["step"]))
         edge = "!" if float(last["lr"]) == max(LRS) else ""
         row = {
