@@ -135,7 +135,7 @@ def test_make_twins_asks_for_what_there_is():
 
 def test_the_documents_have_commands_and_examples():
     assert len(COMMANDS) > 10
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 9
     assert all(re.search(r"^\|", page.partition("\n#")[0], flags=re.M) for page in PAGES.values())
 
 
