@@ -50,6 +50,14 @@ class Kept:
         P = self.num_prefix_tokens
         return self._gather(x, with_prefix(self.ids, P), dim, P + self.num_tokens)
 
+    def gather_leading(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The same where others come behind, such as text: (N or 1, ..., T + S + Q, ...) -> (N, ..., K + S + Q,
+        ...).
+        """
+        others = torch.arange(self.num_tokens, x.shape[dim], device=self.ids.device)
+        ids = torch.cat([self.ids, others.expand(self.ids.shape[0], -1)], dim=1)
+        return self._gather(x, ids, dim, x.shape[dim])
+
     def _gather(self, x: torch.Tensor, ids: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         if x.shape[dim] != length or x.shape[0] not in (1, ids.shape[0]):
             raise ValueError(

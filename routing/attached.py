@@ -460,8 +460,18 @@ class _StandIn:
             )
         values = spec.gather(values, window.kept, name)
         # Positional and by name as in the model: hooks of the block may look at either.
-        output = self._block(*list(values.values())[: len(args)], **{key: values[key] for key in kwargs})
+        positional = self._positional(values, len(args))
+        output = self._block(*positional, **{key: values[key] for key in kwargs})
         return window.end(output, spec) if self._idx == window.route.end_layer_idx else output
+
+    def _positional(self, values: dict[str, Any], count: int) -> list[Any]:
+        found = []
+        for name, parameter in self._layer.signature.parameters.items():
+            of_any_number = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+            found += values.get(name, ()) if of_any_number else [values.get(name)]
+            if len(found) >= count:
+                break
+        return found[:count]
 
     def _values(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         values = {}

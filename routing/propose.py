@@ -188,18 +188,21 @@ class _List:
         return []
 
     def _of_tensor(self, name: str, x: torch.Tensor) -> list[str]:
-        lengths = {self.joint_length: "kept.gather_joint", self.length: "kept.gather"}
-        gathers = {dim: lengths[size] for dim, size in enumerate(x.shape) if size in lengths}
-        if not gathers:
+        ways = {
+            self.joint_length: ("kept.gather_joint", "kept.gather_leading"),
+            self.length: ("kept.gather",),
+        }
+        dims = {dim: ways[size] for dim, size in enumerate(x.shape) if size in ways}
+        if not dims:
             return []
         if x.shape[0] in (1, self.num_samples):
-            way = name
-            for dim, gather in gathers.items():
-                way = f"{gather}({way}, {dim})"
-            return [way]
-        if set(gathers) == {0}:  # a table for all samples
-            way = f"{gathers[0]}({name}.unsqueeze(0))"
-            return [way, f"TablePerSample({way})"]
+            found = [name]
+            for dim, gathers in dims.items():
+                found = [f"{gather}({way}, {dim})" for way in found for gather in gathers]
+            return found
+        if set(dims) == {0}:  # a table for all samples
+            found = [f"{gather}({name}.unsqueeze(0))" for gather in dims[0]]
+            return [*found, *(f"TablePerSample({way})" for way in found)]
         return []
 
 
