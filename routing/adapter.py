@@ -51,8 +51,8 @@ class Kept:
         return self._gather(x, with_prefix(self.ids, P), dim, P + self.num_tokens)
 
     def gather_leading(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The same where others come behind, such as text: (N or 1, ..., T + S + Q, ...) -> (N, ..., K + S + Q,
-        ...).
+        """The same for tokens with others behind them, Q of text: (N or 1, ..., T + S + Q, ...) -> (N, ...,
+        K + S + Q, ...).
         """
         others = torch.arange(self.num_tokens, x.shape[dim], device=self.ids.device)
         ids = torch.cat([self.ids, others.expand(self.ids.shape[0], -1)], dim=1)

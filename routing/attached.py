@@ -351,7 +351,7 @@ class _RoutedPass:
         if window is None:
             return block
         if window.is_done:
-            raise ValueError(f"layer {idx}, a {type(block).__name__}, runs twice in one forward of the model")
+            return _Ended(block, idx)
         return _StandIn(block, self.layers[idx], window, idx)
 
     def _window(self) -> _Window | None:
@@ -479,6 +479,21 @@ class _StandIn:
             of_any_name = self._layer.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
             values |= value if of_any_name else {key: value}
         return values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+
+class _Ended:
+    """A block of a window that has ended: the model may look at it (DiT), and not run it."""
+
+    def __init__(self, block: nn.Module, idx: int):
+        self._block, self._idx = block, idx
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse."""
+        name = type(self._block).__name__
+        raise ValueError(f"layer {self._idx}, a {name}, runs twice in one forward of the model")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)

@@ -8,6 +8,7 @@ those of the model itself.
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -35,25 +36,36 @@ class _HiddenKeys(TorchFunctionMode):
     Args:
         hidden: (N, T + S) bool.
         others_first: what attention has besides comes first in it, whatever the order elsewhere.
+        queries_alone: of the tokens alone, while others are among the keys.
     """
 
-    def __init__(self, hidden: torch.Tensor, others_first: bool):
+    def __init__(self, hidden: torch.Tensor, others_first: bool, queries_alone: bool):
         super().__init__()
-        self.hidden, self.others_first = hidden, others_first
-        self.is_on, self.was_seen = False, False
+        self.hidden, self.others_first, self.queries_alone = hidden, others_first, queries_alone
+        self.is_on, self.was_seen, self.sample = False, False, -1
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_on and func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            length, num_others = given["key"].shape[-2], given["key"].shape[-2] - self.hidden.shape[1]
-            if given["query"].shape[-2] == length and num_others >= 0 and not given.get("is_causal"):
+            num_queries, num_keys = given["query"].shape[-2], given["key"].shape[-2]
+            num_others = num_keys - self.hidden.shape[1]
+            alone = self.queries_alone and num_queries == self.hidden.shape[1]
+            of_tokens = num_queries == num_keys or alone
+            if of_tokens and num_others >= 0 and not given.get("is_causal"):
                 self.was_seen = True
                 others = (num_others, 0) if self.others_first else (0, num_others)
-                mask = _hide(given.get("attn_mask"), F.pad(self.hidden, others), given["query"])
-                return func(**{**given, "attn_mask": mask})
+                hidden = F.pad(self._of(given["query"]), others)
+                return func(**{**given, "attn_mask": _hide(given.get("attn_mask"), hidden, given["query"])})
         return func(*args, **kwargs)
+
+    def _of(self, query: torch.Tensor) -> torch.Tensor:
+        """Return what is hidden of the samples of a query: of all, or of one after another."""
+        if query.shape[0] == len(self.hidden):
+            return self.hidden
+        self.sample = (self.sample + 1) % len(self.hidden)
+        return self.hidden[self.sample][None]
 
 
 def _hide(mask: torch.Tensor | None, hidden: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -110,8 +122,12 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     effect = _apart(routed, plain)
     if not effect > 0:
         raise ValueError("routes change nothing: the output does not depend on the blocks of the window")
-    kept = [_apart(_hiding(model, arguments, window, hidden, P, first), routed) for first in (True, False)]
-    return Proof(_apart(dense, plain) / effect, min(kept) / effect)
+    ways = product((True, False), repeat=2)  # how attention has others beside the tokens: one must be right
+    found = [_hiding(model, arguments, window, hidden, P, _HiddenKeys(hidden, *way)) for way in ways]
+    found = [output for output in found if output is not None]
+    if not found:
+        raise ValueError("no attention to the tokens was seen: that of a block must be torch's own")
+    return Proof(_apart(dense, plain) / effect, min(_apart(output, routed) for output in found) / effect)
 
 
 class State:
@@ -160,10 +176,11 @@ def _hiding(
     window: Sequence[tuple[BlockList, nn.Module]],
     hidden: torch.Tensor,
     num_prefix_tokens: int,
-    others_first: bool,
-) -> torch.Tensor:
-    """Return the output of a model that hides tokens in a window, which rejoin as they were."""
-    keys = _HiddenKeys(hidden, others_first)
+    keys: _HiddenKeys,
+) -> torch.Tensor | None:
+    """Return the output of a model that hides tokens in a window, which rejoin as they were; None where no
+    attention to them was seen.
+    """
     start, end = (State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
 
     def begin(*_: Any) -> None:
@@ -180,9 +197,7 @@ def _hiding(
     finally:
         for hook in hooks:
             hook.remove()
-    if not keys.was_seen:
-        raise ValueError("no attention to the tokens was seen: that of a block must be torch's own")
-    return output
+    return output if keys.was_seen else None
 
 
 def _output(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:

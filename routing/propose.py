@@ -54,7 +54,7 @@ def propose_adapter(model: nn.Module, arguments: Mapping[str, Any], image: str =
         adapter = eval(source, dict(SCOPE))  # it is what is reviewed, and so what is proved
         try:
             proof = prove(model, adapter, arguments, Route(0.5, 1, -2))
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             failed.append(f"{type(error).__name__}: {error}")
             continue
         if proof.dense == 0 and proof.routed < MAX_ERROR:
@@ -177,9 +177,13 @@ class _List:
             return self._of_tensor(name, value)
         if isinstance(value, tuple | list):
             parts = [self._expressions("x", part) for part in value]
-            same = all(part == parts[0] for part in parts)
-            kind = type(value).__name__ if type(value) in (tuple, list) else "tuple"
-            return [f"{kind}({way} for x in {name})" for way in parts[0]] if same and parts else []
+            if parts and all(part == parts[0] for part in parts):
+                kind = "list" if isinstance(value, list) else "tuple"
+                return [f"{kind}({way} for x in {name})" for way in parts[0]]
+            places = [f"{name}[{i}]" for i in range(len(value))]
+            parts = [self._expressions(at, part) or [at] for at, part in zip(places, value, strict=True)]
+            found = [f"({', '.join(each)},)" for each in product(*parts)]
+            return found if any("kept." in way for way in found) else []
         if isinstance(value, dict):
             ways = {key: self._expressions(f"{name}[{key!r}]", part) for key, part in value.items()}
             ways = {key: found for key, found in ways.items() if found}
@@ -235,7 +239,7 @@ def _explained(model: nn.Module, arguments: Mapping[str, Any], image: str) -> di
     texts = {
         value.shape[1]: f'arguments["{key}"].shape[1]'
         for key, value in arguments.items()
-        if key != image and isinstance(value, torch.Tensor) and value.ndim == 3
+        if key != image and isinstance(value, torch.Tensor) and value.ndim >= 3
     }
     learned = {
         value.shape[1]: f"model.{name}.shape[1]"
@@ -309,7 +313,9 @@ def _source(
     """Return an adapter as Python."""
     block_lists = "".join(each.source(gathered) for each, gathered in zip(lists, chosen, strict=True))
     parts = [f"block_lists=(\n{block_lists}{FOUR})", f"accepts={_names([*arguments, 'return_dict'])}"]
-    parts += [f"num_prefix_tokens={num_prefix_tokens}"] if num_prefix_tokens else []
+    ways = [way for gathered in chosen for way in gathered.values()]
+    if any(each.joint for each in lists) or any("gather_joint" in way for way in ways):
+        parts.append(f"num_prefix_tokens={num_prefix_tokens}")
     lines = "".join(f"{FOUR}{part},\n" for part in parts)
     return f"Adapter(\n{lines})\n"
 

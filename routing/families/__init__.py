@@ -9,11 +9,35 @@ through all lists of a model: FLUX's and AuraFlow's double blocks first, then th
 import torch.nn as nn
 
 from routing.adapter import Adapter, plain_forward
-from routing.families import auraflow, flux, pixart, sd3, wan
+from routing.families import (
+    auraflow,
+    chroma,
+    cogview,
+    dit,
+    flux,
+    flux2,
+    flux_like,
+    hunyuan_video,
+    krea2,
+    ltx,
+    mochi,
+    pixart,
+    prx,
+    qwen_image,
+    sd3,
+    stable_audio,
+    wan,
+)
 from routing.families.parts import Built, Family, Sizes
 
+# fmt: off
+LINES = (
+    auraflow, chroma, cogview, dit, flux, flux2, flux_like, hunyuan_video, krea2, ltx, mochi, pixart,
+    prx, qwen_image, sd3, stable_audio, wan,
+)
+# fmt: on
 FAMILIES: dict[str, Family] = {}
-for _line in (flux, sd3, pixart, auraflow, wan):
+for _line in LINES:
     FAMILIES |= _line.FAMILIES
 
 
@@ -33,8 +57,8 @@ def adapter_of(model: nn.Module) -> Adapter:
                 raise ValueError(f"{kind.__name__} cannot be routed: {family.refused}")
             return family.adapter
     raise ValueError(
-        f"routing knows no {type(model).__name__}: pass one of diffusers' {', '.join(routable())}, not its "
-        "wrapper (peft: get_base_model()), or write an adapter (attach(model, routes, adapter=...))"
+        f"routing knows no {type(model).__name__}: pass a class that `python -m routing.families` lists, not "
+        "its wrapper (peft: get_base_model()), or an adapter with it: routing.propose_adapter writes one"
     )
 
 

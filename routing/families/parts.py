@@ -75,15 +75,32 @@ class Family:
 
 
 class TablePerSample:
-    """A rotary table (N, L, d) in place of one (L, d) that diffusers indexes before it multiplies."""
+    """A rotary table (N, L, d) in place of one (L, d); diffusers adds dimensions before it multiplies."""
 
     def __init__(self, table: torch.Tensor):
         self.table = table
 
+    @property
+    def shape(self) -> torch.Size:
+        """That of a table for all samples."""
+        return self.table.shape[1:]
+
+    def unsqueeze(self, dim: int) -> torch.Tensor:
+        """Return (N, L, 1, d), for (L, 1, d)."""
+        return self.table.unsqueeze(dim + 1)
+
     def __getitem__(self, key: tuple) -> torch.Tensor:
-        if key != (None, slice(None), None, slice(None)):  # (1, L, 1, d) was asked for
-            raise ValueError(f"a rotary table that is indexed by {key} does not go together with routing")
-        return self.table.unsqueeze(2)  # (N, L, 1, d)
+        every = slice(None)
+        if key == (None, every, None, every):  # (1, L, 1, d) was asked for
+            return self.table.unsqueeze(2)
+        if key == (None, None, every, every):  # (1, 1, L, d)
+            return self.table.unsqueeze(1)
+        raise ValueError(f"a rotary table that is indexed by {key} does not go together with routing")
+
+
+def rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[TablePerSample, ...]:
+    """Gather cosines and sines (T + S, d) that all samples share, of the image alone."""
+    return tuple(TablePerSample(kept.gather(table.unsqueeze(0))) for table in tables)
 
 
 def joint_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[TablePerSample, ...]:
@@ -104,7 +121,7 @@ def gather_mask(mask: torch.Tensor, gather: Callable[[torch.Tensor, int], torch.
 
 
 def checked_by(
-    processors: Sequence[str], attention_kwargs: str, accepted: Sequence[str]
+    processors: Sequence[str], attention_kwargs: str = "", accepted: Sequence[str] = ("scale",)
 ) -> Callable[[nn.Module, Arguments], None]:
     """Return a check of how a model attends: by these processors, given these keys of `attention_kwargs`."""
 
@@ -112,8 +129,9 @@ def checked_by(
         refused = f"of {type(model).__name__} does not go together with routing"
         for key in set(arguments.get(attention_kwargs) or ()) - set(accepted):
             raise ValueError(f"{attention_kwargs}.{key} {refused}, which accepts {', '.join(accepted)}")
-        for processor in model.attn_processors.values():
-            if (name := type(processor).__name__) not in processors:
+        for module in model.modules():
+            processor = getattr(module, "processor", None)
+            if processor is not None and (name := type(processor).__name__) not in processors:
                 raise ValueError(f"{name} {refused}, which accepts {', '.join(processors)}")
         if getattr(model, "is_cache_enabled", False):
             raise ValueError(f"the cache {refused}: model.disable_cache()")
@@ -123,6 +141,23 @@ def checked_by(
             raise ValueError(f"attention_type={kind} {refused}")
 
     return check
+
+
+def text_mask(sizes: Sizes) -> torch.Tensor:
+    """Return which tokens of the text (N, P) are no padding: all, but of the first sample the first two."""
+    mask = torch.ones(sizes.batch, sizes.num_text, dtype=torch.bool)
+    mask[0, 2:] = False
+    return mask
+
+
+def num_text_tokens(model: nn.Module, arguments: Arguments) -> int:
+    """Return P where the text comes first."""
+    return arguments["encoder_hidden_states"].shape[1]
+
+
+def double_and_single(sizes: Sizes) -> dict[str, int]:
+    """Return numbers of double and single blocks, a third and two thirds of the depth."""
+    return {"num_layers": sizes.depth // 3, "num_single_layers": sizes.depth - sizes.depth // 3}
 
 
 def axes_of(head_dim: int) -> tuple[int, int, int]:

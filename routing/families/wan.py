@@ -1,4 +1,6 @@
-"""Wan: rotary positions over frames, rows and columns; a timestep for each token where it is asked for."""
+"""Wan, ChronoEdit, SkyReels 2: rotary positions, and a timestep for each token where it is asked for."""
+
+from functools import partial
 
 import torch
 
@@ -15,25 +17,29 @@ BLOCK = {
 }
 
 
-def wan(sizes: Sizes) -> Built:
+def wan(name: str, sizes: Sizes) -> Built:
     """4 frames of half the side."""
-    from diffusers import WanTransformer3DModel
+    import diffusers
 
     options = {"num_layers": sizes.depth, "text_dim": TEXT_DIM, "ffn_dim": 4 * sizes.width}
-    return WanTransformer3DModel(**options, **sizes.heads), {
+    return getattr(diffusers, name)(**options, **sizes.heads), {
         "hidden_states": sizes.image(16, patch_size=1, frames=4),
         "encoder_hidden_states": sizes.text,
         "timestep": torch.randint(1000, (sizes.batch,)),
     }
 
 
+def _family(name: str, processor: str, block: dict) -> Family:
+    adapter = Adapter(
+        block_lists=(BlockList("blocks", **block),),
+        accepts=(*INPUTS, "encoder_hidden_states_image", "attention_kwargs"),
+        check=checked_by((processor,), "attention_kwargs"),
+    )
+    return Family(adapter, partial(wan, name))
+
+
 FAMILIES = {
-    "WanTransformer3DModel": Family(
-        Adapter(
-            block_lists=(BlockList("blocks", **BLOCK),),
-            accepts=(*INPUTS, "encoder_hidden_states_image", "attention_kwargs"),
-            check=checked_by(("WanAttnProcessor",), "attention_kwargs", ("scale",)),
-        ),
-        wan,
-    ),
+    "WanTransformer3DModel": _family("WanTransformer3DModel", "WanAttnProcessor", BLOCK),
+    "ChronoEditTransformer3DModel": _family("ChronoEditTransformer3DModel", "WanAttnProcessor", BLOCK),
+    "SkyReelsV2Transformer3DModel": _family("SkyReelsV2Transformer3DModel", "SkyReelsV2AttnProcessor", BLOCK),
 }

@@ -1,0 +1,59 @@
+"""Qwen-Image: joint blocks; the positions of image and text are two tables of complex numbers."""
+
+from typing import Any
+
+import torch
+
+from routing.adapter import Adapter, BlockList, Kept
+from routing.families.parts import (
+    INPUTS,
+    TEXT_DIM,
+    Built,
+    Family,
+    Sizes,
+    TablePerSample,
+    axes_of,
+    checked_by,
+    text_mask,
+)
+
+
+def _image_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[Any, torch.Tensor]:
+    image, text = tables  # (T, d / 2), (P, d / 2)
+    return TablePerSample(kept.gather(image.unsqueeze(0))), text
+
+
+def qwen_image(sizes: Sizes) -> Built:
+    """All blocks are joint."""
+    from diffusers import QwenImageTransformer2DModel
+
+    options = {"num_layers": sizes.depth, "axes_dims_rope": axes_of(sizes.head_dim)}
+    return QwenImageTransformer2DModel(**options, **sizes.heads, joint_attention_dim=TEXT_DIM), {
+        "hidden_states": sizes.tokens(64),
+        "encoder_hidden_states": sizes.text,
+        "encoder_hidden_states_mask": text_mask(sizes),
+        "timestep": torch.rand(sizes.batch),
+        "img_shapes": [[(1, sizes.side, sizes.side)]] * sizes.batch,
+    }
+
+
+FAMILIES = {
+    "QwenImageTransformer2DModel": Family(
+        Adapter(
+            block_lists=(
+                BlockList(
+                    "transformer_blocks",
+                    output=1,
+                    by_token={"image_rotary_emb": _image_rotary},
+                    shared=(
+                        *("encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
+                        "joint_attention_kwargs",
+                    ),
+                ),
+            ),
+            accepts=(*INPUTS, "encoder_hidden_states_mask", "img_shapes"),
+            check=checked_by(("QwenDoubleStreamAttnProcessor2_0",)),
+        ),
+        qwen_image,
+    ),
+}
