@@ -10,30 +10,44 @@ import torch.nn as nn
 
 from routing.adapter import Adapter, plain_forward
 from routing.families import (
+    allegro,
     auraflow,
     chroma,
+    cogvideox,
     cogview,
+    cosmos,
     dit,
+    easyanimate,
     flux,
     flux2,
     flux_like,
+    hunyuan_dit,
+    hunyuan_image,
     hunyuan_video,
-    krea2,
+    kandinsky,
+    krea,
+    latte,
     ltx,
+    lumina,
     mochi,
+    omnigen,
     pixart,
     prx,
     qwen_image,
+    sana,
+    sana_video,
     sd3,
     stable_audio,
     wan,
+    z_image,
 )
 from routing.families.parts import Built, Family, Sizes
 
 # fmt: off
 LINES = (
-    auraflow, chroma, cogview, dit, flux, flux2, flux_like, hunyuan_video, krea2, ltx, mochi, pixart,
-    prx, qwen_image, sd3, stable_audio, wan,
+    allegro, auraflow, chroma, cogvideox, cogview, cosmos, dit, easyanimate, flux, flux2, flux_like,
+    hunyuan_dit, hunyuan_image, hunyuan_video, kandinsky, krea, latte, ltx, lumina, mochi, omnigen,
+    pixart, prx, qwen_image, sana, sana_video, sd3, stable_audio, wan, z_image,
 )
 # fmt: on
 FAMILIES: dict[str, Family] = {}

@@ -14,7 +14,6 @@ from routing.families.parts import (
     double_and_single,
     joint_rotary,
     num_text_tokens,
-    text_mask,
 )
 
 GATHERED = {
@@ -36,7 +35,7 @@ def chroma(sizes: Sizes) -> Built:
         "timestep": torch.rand(sizes.batch),
         "img_ids": sizes.positions,
         "txt_ids": torch.zeros(sizes.num_text, 3),
-        "attention_mask": torch.cat([text_mask(sizes), image], dim=1),
+        "attention_mask": torch.cat([sizes.text_mask, image], dim=1),
     }
 
 

@@ -1,77 +1,92 @@
-"""CogVideoX, CogView 3 Plus and 4: joint blocks; positions are added before, or rotary ones of the image."""
+"""CogView 3 Plus, CogView 4 and GLM-Image: joint blocks; positions are added before, or rotary since 4."""
 
 import torch
 
 from routing.adapter import Adapter, BlockList
 from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by, rotary
 
-SHARED = ("encoder_hidden_states", "temb")
+# The mask (N, P) is of the text alone.
+BLOCK = {
+    "output": 0,
+    "by_token": {"image_rotary_emb": rotary},
+    "shared": ("encoder_hidden_states", "temb", "attention_mask", "attention_kwargs"),
+}
+RESOLUTION = ("target_size", "crop_coords")
+ATTENTION = ("attention_mask", "attention_kwargs")
+CONDITION_DIM = 8
 
 
-def cogvideox(sizes: Sizes) -> Built:
-    """One frame, positions are added before."""
-    from diffusers import CogVideoXTransformer3DModel
-
-    options = {"num_layers": sizes.depth, "text_embed_dim": TEXT_DIM, "time_embed_dim": 32}
-    options |= {"sample_width": 2 * sizes.side, "sample_height": 2 * sizes.side, "sample_frames": 1}
-    return CogVideoXTransformer3DModel(**options, **sizes.heads, max_text_seq_length=sizes.num_text), {
-        "hidden_states": sizes.image(16)[:, None],
-        "encoder_hidden_states": sizes.text,
-        "timestep": torch.randint(1000, (sizes.batch,)),
-    }
+def _options(sizes: Sizes) -> dict[str, int]:
+    dims = {"text_embed_dim": TEXT_DIM, "time_embed_dim": sizes.width, "condition_dim": CONDITION_DIM}
+    return {"num_layers": sizes.depth, **dims, **sizes.heads}
 
 
-def cogview(name: str, sizes: Sizes) -> Built:
-    """All blocks are joint."""
-    import diffusers
-
-    options = {
-        "num_layers": sizes.depth,
-        "text_embed_dim": TEXT_DIM,
-        "time_embed_dim": 32,
-        "condition_dim": 16,
-    }
-    options |= {"sample_size": 2 * sizes.side, "pos_embed_max_size": 2 * sizes.side}
-    size = torch.full((sizes.batch, 2), 2.0 * sizes.side)
-    return getattr(diffusers, name)(**options, **sizes.heads), {
+def _inputs(sizes: Sizes) -> dict[str, torch.Tensor]:
+    return {
         "hidden_states": sizes.image(16),
         "encoder_hidden_states": sizes.text,
-        "timestep": 1000 * torch.rand(sizes.batch),
-        **{"original_size": size, "target_size": size, "crop_coords": torch.zeros_like(size)},
+        "timestep": torch.randint(1000, (sizes.batch,)),
+        "target_size": torch.full((sizes.batch, 2), 16.0 * sizes.side),
+        "crop_coords": torch.zeros(sizes.batch, 2),
     }
 
 
-OF_SIZES = (*INPUTS, "original_size", "target_size", "crop_coords")
+def cogview3(sizes: Sizes) -> Built:
+    """Text without padding: the model takes no mask."""
+    from diffusers import CogView3PlusTransformer2DModel
+
+    inputs = _inputs(sizes)
+    model = CogView3PlusTransformer2DModel(**_options(sizes), pos_embed_max_size=sizes.side)
+    return model, {**inputs, "original_size": inputs["target_size"]}
+
+
+def cogview4(sizes: Sizes) -> Built:
+    """Text with padding."""
+    from diffusers import CogView4Transformer2DModel
+
+    inputs = _inputs(sizes)
+    inputs |= {"original_size": inputs["target_size"], "attention_mask": sizes.text_mask}
+    return CogView4Transformer2DModel(**_options(sizes)), inputs
+
+
+def glm(sizes: Sizes) -> Built:
+    """Text with padding, and a token of the prior for each of the image."""
+    from diffusers import GlmImageTransformer2DModel
+
+    num_codes = 32
+    prior = torch.randint(num_codes, (sizes.batch, sizes.side**2))
+    model = GlmImageTransformer2DModel(**_options(sizes), prior_vq_quantizer_codebook_size=num_codes)
+    return model, {
+        **_inputs(sizes),
+        "prior_token_id": prior,
+        "prior_token_drop": torch.zeros_like(prior, dtype=torch.bool),
+        "attention_mask": sizes.text_mask,
+    }
+
+
 FAMILIES = {
-    "CogVideoXTransformer3DModel": Family(
-        Adapter(
-            block_lists=(BlockList("transformer_blocks", output=0, shared=SHARED),),
-            accepts=INPUTS,
-            check=checked_by(("CogVideoXAttnProcessor2_0",)),
-        ),
-        cogvideox,
-    ),
     "CogView3PlusTransformer2DModel": Family(
         Adapter(
             block_lists=(BlockList("transformer_blocks", output=0, shared=("encoder_hidden_states", "emb")),),
-            accepts=OF_SIZES,
+            accepts=(*INPUTS, "original_size", *RESOLUTION),
             check=checked_by(("CogVideoXAttnProcessor2_0",)),
         ),
-        lambda sizes: cogview("CogView3PlusTransformer2DModel", sizes),
+        cogview3,
     ),
     "CogView4Transformer2DModel": Family(
         Adapter(
-            block_lists=(
-                BlockList(
-                    "transformer_blocks",
-                    output=0,
-                    by_token={"image_rotary_emb": rotary},
-                    shared=SHARED,
-                ),
-            ),
-            accepts=OF_SIZES,
-            check=checked_by(("CogView4AttnProcessor",)),
+            block_lists=(BlockList("transformer_blocks", **BLOCK),),
+            accepts=(*INPUTS, "original_size", *RESOLUTION, *ATTENTION),
+            check=checked_by(("CogView4AttnProcessor",), "attention_kwargs", ("scale",)),
         ),
-        lambda sizes: cogview("CogView4Transformer2DModel", sizes),
+        cogview4,
+    ),
+    "GlmImageTransformer2DModel": Family(
+        Adapter(
+            block_lists=(BlockList("transformer_blocks", **BLOCK),),
+            accepts=(*INPUTS, "prior_token_id", "prior_token_drop", *RESOLUTION, "attention_mask"),
+            check=checked_by(("GlmImageAttnProcessor",)),
+        ),
+        glm,
     ),
 }

@@ -1,4 +1,4 @@
-"""HunyuanVideo: double and single blocks, which take image and text apart; masks have the image first."""
+"""HunyuanVideo: double blocks, then single ones (1.5 has none); in attention the text comes last."""
 
 import torch
 
@@ -12,46 +12,89 @@ from routing.families.parts import (
     Sizes,
     axes_of,
     checked_by,
-    double_and_single,
+    mask_before_text,
     rotary,
-    text_mask,
 )
 
+# Blocks take what others do with the first frame as `args`, and leave it alone.
 SHARED = ("encoder_hidden_states", "temb", "args")
-PROCESSORS = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")  # the second refines the text
+PROCESSORS = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")
 
 
 def hunyuan_video(sizes: Sizes) -> Built:
-    """A third of double blocks, one frame."""
+    """A third of double blocks; 4 frames of half the side."""
     from diffusers import HunyuanVideoTransformer3DModel
 
-    options = {**double_and_single(sizes), "num_refiner_layers": 1, "text_embed_dim": TEXT_DIM}
-    options |= {"pooled_projection_dim": POOLED_DIM, "rope_axes_dim": axes_of(sizes.head_dim)}
-    return HunyuanVideoTransformer3DModel(**options, **sizes.heads), {
-        "hidden_states": sizes.image(16, frames=1),
+    options = {"num_layers": sizes.depth // 3, "num_single_layers": sizes.depth - sizes.depth // 3}
+    options |= {"rope_axes_dim": axes_of(sizes.head_dim), "pooled_projection_dim": POOLED_DIM}
+    return HunyuanVideoTransformer3DModel(**options, **sizes.heads, text_embed_dim=TEXT_DIM), {
+        "hidden_states": sizes.image(16, patch_size=1, frames=4),
         "encoder_hidden_states": sizes.text,
-        "encoder_attention_mask": text_mask(sizes),
-        "timestep": 1000 * torch.rand(sizes.batch),
+        "encoder_attention_mask": sizes.text_mask,
         "pooled_projections": torch.randn(sizes.batch, POOLED_DIM),
-        "guidance": torch.full((sizes.batch,), 6.0),
+        "timestep": torch.randint(1000, (sizes.batch,)),
+        "guidance": torch.full((sizes.batch,), 6000.0),
     }
 
 
-def _block(positions: str) -> dict:
-    mask = lambda mask, kept: kept.gather_leading(mask, -1)  # noqa: E731  (N, 1, 1, T + P)
-    return {"output": 0, "by_token": {positions: rotary, "attention_mask": mask}, "shared": SHARED}
+def hunyuan_video_15(sizes: Sizes) -> Built:
+    """4 frames of half the side, with a second text and a reference image."""
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    options = {"num_layers": sizes.depth, "text_embed_dim": TEXT_DIM, "text_embed_2_dim": TEXT_DIM}
+    options |= {"rope_axes_dim": axes_of(sizes.head_dim), "image_embed_dim": POOLED_DIM}
+    latents = torch.randn(sizes.batch, 65, 4, sizes.side // 2, sizes.side // 2)
+    return HunyuanVideo15Transformer3DModel(**options, **sizes.heads), {
+        "hidden_states": latents,
+        "encoder_hidden_states": sizes.text,
+        "encoder_attention_mask": sizes.text_mask,
+        "encoder_hidden_states_2": sizes.text,
+        "encoder_attention_mask_2": sizes.text_mask,
+        "image_embeds": torch.randn(sizes.batch, 3, POOLED_DIM),
+        "timestep": 1000 * torch.rand(sizes.batch),
+    }
 
 
 FAMILIES = {
     "HunyuanVideoTransformer3DModel": Family(
         Adapter(
             block_lists=(
-                BlockList("transformer_blocks", **_block("freqs_cis")),
-                BlockList("single_transformer_blocks", **_block("image_rotary_emb")),
+                BlockList(
+                    "transformer_blocks",
+                    output=0,
+                    by_token={"freqs_cis": rotary, "attention_mask": mask_before_text},
+                    shared=SHARED,
+                ),
+                BlockList(
+                    "single_transformer_blocks",
+                    output=0,
+                    by_token={"image_rotary_emb": rotary, "attention_mask": mask_before_text},
+                    shared=SHARED,
+                ),
             ),
-            accepts=(*INPUTS, "encoder_attention_mask", "pooled_projections", "guidance"),
-            check=checked_by(PROCESSORS),
+            accepts=(*INPUTS, "encoder_attention_mask", "pooled_projections", "guidance", "attention_kwargs"),
+            check=checked_by(PROCESSORS, "attention_kwargs", ("scale",)),
         ),
         hunyuan_video,
+    ),
+    "HunyuanVideo15Transformer3DModel": Family(
+        Adapter(
+            block_lists=(
+                BlockList(
+                    "transformer_blocks",
+                    output=0,
+                    by_token={"freqs_cis": rotary},
+                    shared=("encoder_hidden_states", "temb", "attention_mask"),  # a mask of the text alone
+                ),
+            ),
+            accepts=(
+                *(*INPUTS, "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"),
+                *("image_embeds", "attention_kwargs"),
+            ),
+            check=checked_by(
+                ("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0"), "attention_kwargs", ("scale",)
+            ),
+        ),
+        hunyuan_video_15,
     ),
 }

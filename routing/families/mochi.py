@@ -3,7 +3,7 @@
 import torch
 
 from routing.adapter import Adapter, BlockList
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by, text_mask
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by
 
 
 def mochi(sizes: Sizes) -> Built:
@@ -15,7 +15,7 @@ def mochi(sizes: Sizes) -> Built:
     return MochiTransformer3DModel(**options, **sizes.heads), {
         "hidden_states": sizes.image(12, frames=1),
         "encoder_hidden_states": sizes.text,
-        "encoder_attention_mask": text_mask(sizes),
+        "encoder_attention_mask": sizes.text_mask,
         "timestep": 1000 * torch.rand(sizes.batch),
     }
 

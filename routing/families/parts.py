@@ -42,6 +42,12 @@ class Sizes(NamedTuple):
         """States of the text (N, P, TEXT_DIM)."""
         return torch.randn(self.batch, self.num_text, TEXT_DIM)
 
+    @property
+    def text_mask(self) -> torch.Tensor:
+        """Which tokens of the text are no padding (N, P): one less in each sample."""
+        lengths = self.num_text - torch.arange(self.batch) % self.num_text
+        return torch.arange(self.num_text) < lengths.unsqueeze(1)
+
     def image(self, channels: int, patch_size: int = 2, frames: int = 0) -> torch.Tensor:
         """Return latents (N, C, H, W), or (N, C, frames, H, W)."""
         shape = (frames,) if frames else ()
@@ -107,6 +113,16 @@ def joint_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple
     return tuple(TablePerSample(kept.gather_joint(table.unsqueeze(0))) for table in tables)
 
 
+def gather_each(tables: tuple[torch.Tensor, ...], kept: Kept) -> tuple[torch.Tensor, ...]:
+    """Gather tables (N or 1, T + S, ...)."""
+    return tuple(kept.gather(table) for table in tables)
+
+
+def mask_before_text(mask: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Gather the keys of the image in a mask (N, 1, 1, T + P) of the image and a text behind it."""
+    return kept.gather_leading(mask, -1)
+
+
 def joint_mask(attention_kwargs: dict[str, Any], kept: Kept) -> dict[str, Any]:
     mask = attention_kwargs.get("attention_mask")
     if mask is None:
@@ -137,17 +153,10 @@ def checked_by(
             raise ValueError(f"the cache {refused}: model.disable_cache()")
         if getattr(model, "_parallel_config", None) is not None:
             raise ValueError(f"context or tensor parallelism {refused}")
-        if (kind := getattr(model.config, "attention_type", "default")) != "default":
+        if (kind := getattr(model.config, "attention_type", "default")) not in ("default", "regular"):
             raise ValueError(f"attention_type={kind} {refused}")
 
     return check
-
-
-def text_mask(sizes: Sizes) -> torch.Tensor:
-    """Return which tokens of the text (N, P) are no padding: all, but of the first sample the first two."""
-    mask = torch.ones(sizes.batch, sizes.num_text, dtype=torch.bool)
-    mask[0, 2:] = False
-    return mask
 
 
 def num_text_tokens(model: nn.Module, arguments: Arguments) -> int:

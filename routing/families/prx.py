@@ -3,7 +3,7 @@
 import torch
 
 from routing.adapter import Adapter, BlockList
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by, text_mask
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by
 
 
 def prx(sizes: Sizes) -> Built:
@@ -15,7 +15,7 @@ def prx(sizes: Sizes) -> Built:
     return PRXTransformer2DModel(**options, depth=sizes.depth, axes_dim=axes), {
         "hidden_states": sizes.image(16),
         "encoder_hidden_states": sizes.text,
-        "attention_mask": text_mask(sizes),
+        "attention_mask": sizes.text_mask,
         "timestep": torch.rand(sizes.batch),
     }
 

@@ -14,7 +14,6 @@ from routing.families.parts import (
     TablePerSample,
     axes_of,
     checked_by,
-    text_mask,
 )
 
 
@@ -31,7 +30,7 @@ def qwen_image(sizes: Sizes) -> Built:
     return QwenImageTransformer2DModel(**options, **sizes.heads, joint_attention_dim=TEXT_DIM), {
         "hidden_states": sizes.tokens(64),
         "encoder_hidden_states": sizes.text,
-        "encoder_hidden_states_mask": text_mask(sizes),
+        "encoder_hidden_states_mask": sizes.text_mask,
         "timestep": torch.rand(sizes.batch),
         "img_shapes": [[(1, sizes.side, sizes.side)]] * sizes.batch,
     }

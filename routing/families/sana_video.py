@@ -1,0 +1,9 @@
+"""SANA-Video and SANA-WM: convolutions over the grid in each block."""
+
+from routing.families.parts import Family
+
+FAMILIES = {
+    "SanaVideoTransformer3DModel": Family(
+        refused="its blocks convolve over the grid of tokens and its frames"
+    ),
+}
