@@ -213,6 +213,8 @@ class _List:
 def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> tuple[list[_List], str | None]:
     """Return the lists of blocks that carry the image, and what tells the length of the prefix."""
     name = type(model).__name__
+    if not isinstance(arguments.get(image), torch.Tensor):
+        raise ValueError(f"image={image} must be a tensor among the arguments")
     if arguments[image].shape[0] < 2:
         raise ValueError(f"{image} has one sample: give two, which differ")
     calls = _calls(model, arguments)

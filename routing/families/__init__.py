@@ -11,6 +11,7 @@ import torch.nn as nn
 from routing.adapter import Adapter, plain_forward
 from routing.families import (
     allegro,
+    anyflow,
     auraflow,
     chroma,
     cogvideox,
@@ -21,6 +22,7 @@ from routing.families import (
     flux,
     flux2,
     flux_like,
+    helios,
     hunyuan_dit,
     hunyuan_image,
     hunyuan_video,
@@ -29,7 +31,10 @@ from routing.families import (
     latte,
     ltx,
     lumina,
+    minimax_h3,
     mochi,
+    motif_video,
+    nucleus,
     omnigen,
     pixart,
     prx,
@@ -45,9 +50,10 @@ from routing.families.parts import Built, Family, Sizes
 
 # fmt: off
 LINES = (
-    allegro, auraflow, chroma, cogvideox, cogview, cosmos, dit, easyanimate, flux, flux2, flux_like,
-    hunyuan_dit, hunyuan_image, hunyuan_video, kandinsky, krea, latte, ltx, lumina, mochi, omnigen,
-    pixart, prx, qwen_image, sana, sana_video, sd3, stable_audio, wan, z_image,
+    allegro, anyflow, auraflow, chroma, cogvideox, cogview, cosmos, dit, easyanimate, flux, flux2,
+    flux_like, helios, hunyuan_dit, hunyuan_image, hunyuan_video, kandinsky, krea, latte, ltx, lumina,
+    minimax_h3, mochi, motif_video, nucleus, omnigen, pixart, prx, qwen_image, sana, sana_video, sd3,
+    stable_audio, wan, z_image,
 )
 # fmt: on
 FAMILIES: dict[str, Family] = {}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from routing.adapter import Adapter, BlockList, Kept
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, gather_each
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by, gather_each
 
 
 def _rotary(tables_and_coordinates: tuple[Any, Any], kept: Kept) -> tuple[Any, Any]:
@@ -50,6 +50,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", **BLOCK),),
             accepts=(*INPUTS, "encoder_attention_mask", "image_rotary_emb"),
+            check=checked_by(("AllegroAttnProcessor2_0",)),
         ),
         allegro,
     ),

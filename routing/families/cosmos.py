@@ -3,7 +3,7 @@
 import torch
 
 from routing.adapter import Adapter, BlockList, Kept
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, rotary
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by, rotary
 
 
 def _timesteps(temb: torch.Tensor, kept: Kept) -> torch.Tensor:
@@ -45,6 +45,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", **BLOCK),),
             accepts=(*INPUTS, "attention_mask", "condition_mask", "padding_mask", "fps"),
+            check=checked_by(("CosmosAttnProcessor2_0",)),
         ),
         cosmos,
     ),

@@ -3,7 +3,7 @@
 import torch
 
 from routing.adapter import Adapter, BlockList
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, rotary
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by, rotary
 
 BLOCK = {
     "output": 0,
@@ -27,7 +27,11 @@ def easyanimate(sizes: Sizes) -> Built:
 
 FAMILIES = {
     "EasyAnimateTransformer3DModel": Family(
-        Adapter(block_lists=(BlockList("transformer_blocks", **BLOCK),), accepts=INPUTS),
+        Adapter(
+            block_lists=(BlockList("transformer_blocks", **BLOCK),),
+            accepts=INPUTS,
+            check=checked_by(("EasyAnimateAttnProcessor2_0",)),
+        ),
         easyanimate,
     ),
 }

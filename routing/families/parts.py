@@ -44,8 +44,9 @@ class Sizes(NamedTuple):
 
     @property
     def text_mask(self) -> torch.Tensor:
-        """Which tokens of the text are no padding (N, P): one less in each sample."""
-        lengths = self.num_text - torch.arange(self.batch) % self.num_text
+        """Which tokens of the text are no padding (N, P): half of them, one less in each sample."""
+        half = self.num_text // 2
+        lengths = half - torch.arange(self.batch) % half
         return torch.arange(self.num_text) < lengths.unsqueeze(1)
 
     def image(self, channels: int, patch_size: int = 2, frames: int = 0) -> torch.Tensor:
