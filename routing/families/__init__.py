@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from routing.adapter import Adapter, plain_forward
 from routing.families import (
+    ace_step,
     allegro,
     anyflow,
     auraflow,
@@ -26,23 +27,30 @@ from routing.families import (
     hunyuan_dit,
     hunyuan_image,
     hunyuan_video,
+    joyimage,
     kandinsky,
     krea,
     latte,
+    longcat_audio,
     ltx,
     lumina,
     minimax_h3,
+    minimax_music3,
     mochi,
     motif_video,
     nucleus,
     omnigen,
     pixart,
+    proteina,
     prx,
     qwen_image,
     sana,
     sana_video,
     sd3,
     stable_audio,
+    stable_audio3,
+    t5_film,
+    unet,
     wan,
     z_image,
 )
@@ -50,10 +58,11 @@ from routing.families.parts import Built, Family, Sizes
 
 # fmt: off
 LINES = (
-    allegro, anyflow, auraflow, chroma, cogvideox, cogview, cosmos, dit, easyanimate, flux, flux2,
-    flux_like, helios, hunyuan_dit, hunyuan_image, hunyuan_video, kandinsky, krea, latte, ltx, lumina,
-    minimax_h3, mochi, motif_video, nucleus, omnigen, pixart, prx, qwen_image, sana, sana_video, sd3,
-    stable_audio, wan, z_image,
+    ace_step, allegro, anyflow, auraflow, chroma, cogvideox, cogview, cosmos, dit, easyanimate, flux,
+    flux2, flux_like, helios, hunyuan_dit, hunyuan_image, hunyuan_video, joyimage, kandinsky, krea,
+    latte, longcat_audio, ltx, lumina, minimax_h3, minimax_music3, mochi, motif_video, nucleus, omnigen,
+    pixart, proteina, prx, qwen_image, sana, sana_video, sd3, stable_audio, stable_audio3, t5_film,
+    unet, wan, z_image,
 )
 # fmt: on
 FAMILIES: dict[str, Family] = {}

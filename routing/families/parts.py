@@ -81,6 +81,11 @@ class Family:
     refused: str = ""
 
 
+ALL = slice(None)
+HEADS_THIRD = ((None, ALL, None, ALL), (None, ALL, None), (ALL, None, ALL))  # for (N, L, heads, d)
+HEADS_SECOND = ((None, None, ALL, ALL),)  # for (N, heads, L, d)
+
+
 class TablePerSample:
     """A rotary table (N, L, d) in place of one (L, d); diffusers adds dimensions before it multiplies."""
 
@@ -96,11 +101,16 @@ class TablePerSample:
         """Return (N, L, 1, d), for (L, 1, d)."""
         return self.table.unsqueeze(dim + 1)
 
+    def view(self, *shape: int) -> torch.Tensor:
+        """Return (N, L, 1, d), where (1, L, 1, d) was asked for."""
+        if shape != (1, self.shape[0], 1, self.shape[1]):
+            raise ValueError(f"a rotary table that is viewed as {shape} does not go together with routing")
+        return self.table.unsqueeze(2)
+
     def __getitem__(self, key: tuple) -> torch.Tensor:
-        every = slice(None)
-        if key == (None, every, None, every):  # (1, L, 1, d) was asked for
+        if key in HEADS_THIRD:
             return self.table.unsqueeze(2)
-        if key == (None, None, every, every):  # (1, 1, L, d)
+        if key in HEADS_SECOND:
             return self.table.unsqueeze(1)
         raise ValueError(f"a rotary table that is indexed by {key} does not go together with routing")
 

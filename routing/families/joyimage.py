@@ -1,0 +1,102 @@
+"""JoyImage: joint blocks, rotary positions of the image; with references that come after it (Plus)."""
+
+import torch
+import torch.nn as nn
+
+from routing.adapter import Adapter, Arguments, BlockList, Kept
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, axes_of, checked_by, joint_rotary
+
+SHARED = ("encoder_hidden_states", "temb")
+_check = checked_by(("JoyImageAttnProcessor",), "", ())
+
+
+def _check_items(model: nn.Module, arguments: Arguments) -> None:
+    """Refuse images that are given in a row (N, items, C, frames, H, W)."""
+    _check(model, arguments)
+    if arguments["hidden_states"].ndim != 5:
+        raise ValueError("hidden_states: reference items of JoyImage do not go together with routing")
+
+
+def _rotary(tables: tuple, kept: Kept) -> tuple:
+    image, text = tables
+    return joint_rotary(image, kept), text
+
+
+def _tables_per_sample(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[torch.Tensor, ...]:
+    return tuple(kept.gather(table) for table in tables)  # (N, T + S, d)
+
+
+def _mask(mask: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Gather the image's part of (N, 1, 1, T + S + P): the text comes last."""
+    image, text = mask[..., : kept.num_tokens], mask[..., kept.num_tokens :]
+    return torch.cat([kept.gather(image, -1), text], dim=-1)
+
+
+def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
+    """Count references and padding, which come after the image: the first shape of each sample."""
+    lengths = {frames * height * width for (frames, height, width), *_ in arguments["shape_list"]}
+    if len(lengths) != 1:
+        raise ValueError(f"shape_list: images of one batch must have as many tokens, found {sorted(lengths)}")
+    return arguments["hidden_states"].shape[1] - lengths.pop()
+
+
+def _options(sizes: Sizes) -> dict:
+    options = {"hidden_size": sizes.width, "num_attention_heads": sizes.num_heads, "text_dim": TEXT_DIM}
+    return {**options, "num_layers": sizes.depth, "rope_dim_list": list(axes_of(sizes.head_dim))}
+
+
+def joyimage_edit(sizes: Sizes) -> Built:
+    """One frame."""
+    from diffusers import JoyImageEditTransformer3DModel
+
+    return JoyImageEditTransformer3DModel(**_options(sizes)), {
+        "hidden_states": sizes.image(16, frames=1),
+        "encoder_hidden_states": sizes.text,
+        "timestep": 1000 * torch.rand(sizes.batch),
+    }
+
+
+def joyimage_edit_plus(sizes: Sizes) -> Built:
+    """A reference of one row, two for the last sample; the others are padded."""
+    from diffusers import JoyImageEditPlusTransformer3DModel
+
+    image, row = (1, sizes.side, sizes.side), (1, 1, sizes.side)
+    mask = torch.ones(sizes.batch, sizes.num_text)
+    mask[0, -2:] = 0
+    return JoyImageEditPlusTransformer3DModel(**_options(sizes)), {
+        "hidden_states": torch.randn(sizes.batch, sizes.side * (sizes.side + 2), 16, 1, 2, 2),
+        "encoder_hidden_states": sizes.text,
+        "encoder_hidden_states_mask": mask,
+        "timestep": 1000 * torch.rand(sizes.batch),
+        "shape_list": [*[[image, row]] * (sizes.batch - 1), [image, row, row]],
+    }
+
+
+FAMILIES = {
+    "JoyImageEditTransformer3DModel": Family(
+        Adapter(
+            block_lists=(
+                BlockList("double_blocks", output=0, by_token={"image_rotary_emb": _rotary}, shared=SHARED),
+            ),
+            accepts=INPUTS,
+            check=_check_items,
+        ),
+        joyimage_edit,
+    ),
+    "JoyImageEditPlusTransformer3DModel": Family(
+        Adapter(
+            block_lists=(
+                BlockList(
+                    "double_blocks",
+                    output=0,
+                    by_token={"image_rotary_emb": _tables_per_sample, "attention_mask": _mask},
+                    shared=SHARED,
+                ),
+            ),
+            accepts=(*INPUTS, "encoder_hidden_states_mask", "shape_list"),
+            num_suffix_tokens=_num_reference_tokens,
+            check=checked_by(("JoyImageEditPlusAttnProcessor",), "", ()),
+        ),
+        joyimage_edit_plus,
+    ),
+}
