@@ -1,6 +1,7 @@
 """Adapters of all families against networks that hide what bypasses, and wrong ones that must be seen."""
 
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
@@ -8,11 +9,19 @@ from routing import Route, attach
 from routing.families import FAMILIES, Sizes, __main__, routable
 from routing.families.__main__ import MAX_ERROR, built
 from routing.proof import prove
+from tests.programs import ROOT
 
+FAST = ("FluxTransformer2DModel", "SD3Transformer2DModel", "AuraFlowTransformer2DModel")
+FAST += ("WanTransformer3DModel", "HunyuanVideoTransformer3DModel", "QwenImageTransformer2DModel")
 WINDOWS = [Route(0.5, 1, -2), Route(0.75, 0, -1), Route(0.25, 2, 2)]
 
 
-@pytest.mark.parametrize("name", routable())
+def by_speed(names):
+    """Return parameters of which a few are of the fast tests."""
+    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", by_speed(routable()))
 def test_routes_are_those_of_a_network_that_hides_what_bypasses(name):
     model, arguments = built(FAMILIES[name], Sizes())
     before = [*model.parameters()]
@@ -70,3 +79,11 @@ def test_a_class_that_cannot_be_routed_says_why(monkeypatch):
     with pytest.raises(ValueError, match=r"^SD3Transformer2DModel cannot be routed: it does not want to$"):
         attach(model, WINDOWS[:1])
     assert __main__.tried("SD3Transformer2DModel") == ("refused", "it does not want to")
+
+
+@pytest.mark.slow
+def test_the_page_has_the_table_of_the_installed_version():
+    text, is_right = __main__.table([*__main__.classes()])
+    assert is_right
+    page = (ROOT / "routing/families/README.md").read_text()
+    assert f"diffusers {version('diffusers')}" in page and page.endswith(text + "\n")
