@@ -7,7 +7,7 @@ was.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -24,7 +24,6 @@ from routing.routes import Route
 
 FOUR = " " * 4
 MAX_ERROR = 0.01  # of what routes change: rounding in bf16 stays below
-SCOPE = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample}
 
 
 class Proposal(NamedTuple):
@@ -47,11 +46,17 @@ def propose_adapter(model: nn.Module, arguments: Mapping[str, Any], image: str =
         ValueError: what was seen, where that is not enough for an adapter.
     """
     lists, prefix = _watch(model, arguments, image)
+    accepts = (*arguments, "return_dict")
     variants = [spec.variants() for spec in lists]
     failed = []
     for chosen in product(*variants):
-        source = _source(lists, chosen, prefix, arguments)
-        adapter = eval(source, dict(SCOPE))  # it is what is reviewed, and so what is proved
+        block_lists = [each.spec(ways) for each, ways in zip(lists, chosen, strict=True)]
+        has_prefix = any(each.joint for each in lists) or any(
+            "gather_joint" in way.text("") for ways in chosen for way in ways.values()
+        )
+        counted = {"num_prefix_tokens": prefix.call} if has_prefix else {}
+        adapter = Adapter(block_lists, accepts, **counted)
+        source = _source(lists, chosen, prefix if has_prefix else None, accepts)
         try:
             proof = prove(model, adapter, arguments, Route(0.5, 1, -2))
         except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
@@ -61,6 +66,34 @@ def propose_adapter(model: nn.Module, arguments: Mapping[str, Any], image: str =
             return Proposal(source, adapter, proof)
         failed.append(f"the routes differ by {max(proof):.1g} of what they change")
     raise ValueError(f"no adapter for {type(model).__name__} was right:\n{source}\n{failed[-1]}")
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a value is gathered by token, or a number of tokens found: as Python of a name, and as a call."""
+
+    text: Callable[[str], str]
+    call: Callable[..., Any]
+
+
+def _by(method: str, way: _Way, *dim: int) -> _Way:
+    """Return a way that gathers what another one gives by a method of `Kept`."""
+    rest = "".join(f", {d}" for d in dim)
+    return _Way(
+        lambda name: f"kept.{method}({way.text(name)}{rest})",
+        lambda x, kept: getattr(kept, method)(way.call(x, kept), *dim),
+    )
+
+
+def _per_sample(way: _Way) -> _Way:
+    return _Way(
+        lambda name: f"TablePerSample({way.text(name)})",
+        lambda x, kept: TablePerSample(way.call(x, kept)),
+    )
+
+
+AS_IT_IS = _Way(lambda name: name, lambda x, kept: x)
+FOR_ALL = _Way(lambda name: f"{name}.unsqueeze(0)", lambda x, kept: x.unsqueeze(0))
 
 
 @dataclass
@@ -151,66 +184,99 @@ class _List:
     def _is_sequence(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[0] == self.num_samples
 
-    def source(self, gathered: Mapping[str, str]) -> str:
+    def spec(self, ways: Mapping[str, _Way]) -> BlockList:
+        """Return the list for an adapter."""
+        by_token = {name: way.call for name, way in ways.items()}
+        return BlockList(self.name, self.tokens, self.joint, self.output, by_token, self.shared(ways))
+
+    def shared(self, ways: Mapping[str, _Way]) -> tuple[str, ...]:
+        """Return the arguments that are not gathered."""
+        return tuple(name for name in self.given if name not in ways)
+
+    def source(self, ways: Mapping[str, _Way]) -> str:
         """Return the list as it stands in an adapter."""
         parts = [f'"{self.name}"']
         parts += [f'tokens="{self.tokens}"'] if self.tokens != "hidden_states" else []
         parts += ["joint=True"] if self.joint else []
         parts += [f"output={self.output}"] if self.output is not None else []
-        if gathered:
-            ways = "".join(f'{FOUR * 4}"{k}": lambda value, kept: {way},\n' for k, way in gathered.items())
-            parts.append(f"by_token={{\n{ways}{FOUR * 3}}}")
-        if shared := [name for name in self.given if name not in gathered]:
+        if ways:
+            texts = {name: f"lambda value, kept: {way.text('value')}" for name, way in ways.items()}
+            lines = "".join(f'{FOUR * 4}"{name}": {text},\n' for name, text in texts.items())
+            parts.append(f"by_token={{\n{lines}{FOUR * 3}}}")
+        if shared := self.shared(ways):
             parts.append(f"shared={_names(shared)}")
         lines = "".join(f"{FOUR * 3}{part},\n" for part in parts)
         return f"{FOUR * 2}BlockList(\n{lines}{FOUR * 2}),\n"
 
-    def variants(self) -> list[dict[str, str]]:
-        """Return ways to gather the arguments that are indexed by token: {argument: expression}."""
-        ways = {name: self._expressions("value", value) for name, value in self.given.items()}
+    def variants(self) -> list[dict[str, _Way]]:
+        """Return ways to gather the arguments that are indexed by token, by name."""
+        ways = {name: self._ways(value) for name, value in self.given.items()}
         ways = {name: found for name, found in ways.items() if found}
         return [dict(zip(ways, chosen, strict=True)) for chosen in product(*ways.values())]
 
-    def _expressions(self, name: str, value: Any) -> list[str]:
+    def _ways(self, value: Any) -> list[_Way]:
         """Return how a value may be gathered by token; nothing where it is not indexed by it."""
         if isinstance(value, torch.Tensor):
-            return self._of_tensor(name, value)
+            return self._of_tensor(value)
         if isinstance(value, tuple | list):
-            parts = [self._expressions("x", part) for part in value]
-            if parts and all(part == parts[0] for part in parts):
-                kind = "list" if isinstance(value, list) else "tuple"
-                return [f"{kind}({way} for x in {name})" for way in parts[0]]
-            places = [f"{name}[{i}]" for i in range(len(value))]
-            parts = [self._expressions(at, part) or [at] for at, part in zip(places, value, strict=True)]
-            found = [f"({', '.join(each)},)" for each in product(*parts)]
-            return found if any("kept." in way for way in found) else []
+            return self._of_sequence(value)
         if isinstance(value, dict):
-            ways = {key: self._expressions(f"{name}[{key!r}]", part) for key, part in value.items()}
+            ways = {key: self._ways(part) for key, part in value.items()}
             ways = {key: found for key, found in ways.items() if found}
             chosen = product(*ways.values()) if ways else ()
-            return [f"{{**{name}, {_entries(ways, each)}}}" for each in chosen]
+            return [_of_entries(dict(zip(ways, each, strict=True))) for each in chosen]
         return []
 
-    def _of_tensor(self, name: str, x: torch.Tensor) -> list[str]:
-        ways = {
-            self.joint_length: ("kept.gather_joint", "kept.gather_leading"),
-            self.length: ("kept.gather",),
-        }
-        dims = {dim: ways[size] for dim, size in enumerate(x.shape) if size in ways}
+    def _of_sequence(self, value: Sequence[Any]) -> list[_Way]:
+        parts = [self._ways(part) for part in value]
+        texts = [[way.text("x") for way in part] for part in parts]
+        kind = list if isinstance(value, list) else tuple
+        if parts and all(text == texts[0] for text in texts):
+            return [_of_all(kind, way) for way in parts[0]]
+        found = product(*(part or [AS_IT_IS] for part in parts))
+        return [_of_places(ways) for ways in found if any(way is not AS_IT_IS for way in ways)]
+
+    def _of_tensor(self, x: torch.Tensor) -> list[_Way]:
+        methods = {self.joint_length: ("gather_joint", "gather_leading"), self.length: ("gather",)}
+        dims = {dim: methods[size] for dim, size in enumerate(x.shape) if size in methods}
         if not dims:
             return []
         if x.shape[0] in (1, self.num_samples):
-            found = [name]
-            for dim, gathers in dims.items():
-                found = [f"{gather}({way}, {dim})" for way in found for gather in gathers]
+            found = [AS_IT_IS]
+            for dim, of_dim in dims.items():
+                found = [_by(method, way, dim) for way in found for method in of_dim]
             return found
         if set(dims) == {0}:  # a table for all samples
-            found = [f"{gather}({name}.unsqueeze(0))" for gather in dims[0]]
-            return [*found, *(f"TablePerSample({way})" for way in found)]
+            found = [_by(method, FOR_ALL) for method in dims[0]]
+            return [*found, *map(_per_sample, found)]
         return []
 
 
-def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> tuple[list[_List], str | None]:
+def _of_all(kind: type, way: _Way) -> _Way:
+    return _Way(
+        lambda name: f"{kind.__name__}({way.text('x')} for x in {name})",
+        lambda value, kept: kind(way.call(x, kept) for x in value),
+    )
+
+
+def _of_places(ways: Sequence[_Way]) -> _Way:
+    return _Way(
+        lambda name: "(" + " ".join(f"{way.text(f'{name}[{i}]')}," for i, way in enumerate(ways)) + ")",
+        lambda value, kept: tuple(way.call(x, kept) for way, x in zip(ways, value, strict=True)),
+    )
+
+
+def _of_entries(ways: Mapping[str, _Way]) -> _Way:
+    def text(name: str) -> str:
+        entries = (f"{key!r}: {way.text(f'{name}[{key!r}]')}" for key, way in ways.items())
+        return f"{{**{name}, {', '.join(entries)}}}"
+
+    return _Way(
+        text, lambda value, kept: {**value, **{key: way.call(value[key], kept) for key, way in ways.items()}}
+    )
+
+
+def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> tuple[list[_List], _Way | None]:
     """Return the lists of blocks that carry the image, and what tells the length of the prefix."""
     name = type(model).__name__
     if not isinstance(arguments.get(image), torch.Tensor):
@@ -234,25 +300,38 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> tuple[
     return lists, _prefix(lists, _explained(model, arguments, image))
 
 
-def _explained(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, str]:
+def _explained(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, _Way]:
     """Return numbers of tokens that may come before those of the image, and what tells them: texts, learned
     tokens, and both.
     """
     texts = {
-        value.shape[1]: f'arguments["{key}"].shape[1]'
+        value.shape[1]: _Way(
+            lambda _, key=key: f'arguments["{key}"].shape[1]',
+            lambda model, arguments, key=key: arguments[key].shape[1],
+        )
         for key, value in arguments.items()
         if key != image and isinstance(value, torch.Tensor) and value.ndim >= 3
     }
     learned = {
-        value.shape[1]: f"model.{name}.shape[1]"
+        value.shape[1]: _Way(
+            lambda _, name=name: f"model.{name}.shape[1]",
+            lambda model, arguments, name=name: getattr(model, name).shape[1],
+        )
         for name, value in model.named_parameters(recurse=False)
         if value.ndim == 3 and value.shape[0] == 1
     }
-    both = {a + b: f"{learned[a]} + {texts[b]}" for a in learned for b in texts}
+    both = {
+        a + b: _Way(
+            lambda _, a=first, b=second: f"{a.text('')} + {b.text('')}",
+            lambda model, arguments, a=first, b=second: a.call(model, arguments) + b.call(model, arguments),
+        )
+        for a, first in learned.items()
+        for b, second in texts.items()
+    }
     return both | learned | texts
 
 
-def _prefix(lists: Sequence[_List], explained: Mapping[int, str]) -> str | None:
+def _prefix(lists: Sequence[_List], explained: Mapping[int, _Way]) -> _Way | None:
     """Give the lists the length with a prefix; return what tells its length, None where there is none."""
     found = {each.first for each in lists if each.joint} or {0}
     if len(found) > 1:
@@ -265,7 +344,7 @@ def _prefix(lists: Sequence[_List], explained: Mapping[int, str]) -> str | None:
         raise ValueError(f"{P} tokens come before those of the image, which no argument explains")
     for each in lists:
         each.joint_length = P + each.length
-    return f"lambda model, arguments: {explained[P]}" if P else None
+    return explained[P] if P else None
 
 
 def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Call]]:
@@ -307,24 +386,15 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
 
 
 def _source(
-    lists: Sequence[_List],
-    chosen: Sequence[Mapping[str, str]],
-    num_prefix_tokens: str | None,
-    arguments: Mapping[str, Any],
+    lists: Sequence[_List], chosen: Sequence[Mapping[str, _Way]], prefix: _Way | None, accepts: Sequence[str]
 ) -> str:
     """Return an adapter as Python."""
-    block_lists = "".join(each.source(gathered) for each, gathered in zip(lists, chosen, strict=True))
-    parts = [f"block_lists=(\n{block_lists}{FOUR})", f"accepts={_names([*arguments, 'return_dict'])}"]
-    ways = [way for gathered in chosen for way in gathered.values()]
-    if any(each.joint for each in lists) or any("gather_joint" in way for way in ways):
-        parts.append(f"num_prefix_tokens={num_prefix_tokens}")
+    block_lists = "".join(each.source(ways) for each, ways in zip(lists, chosen, strict=True))
+    parts = [f"block_lists=(\n{block_lists}{FOUR})", f"accepts={_names(accepts)}"]
+    parts += [f"num_prefix_tokens=lambda model, arguments: {prefix.text('')}"] if prefix else []
     lines = "".join(f"{FOUR}{part},\n" for part in parts)
     return f"Adapter(\n{lines})\n"
 
 
 def _names(names: Sequence[str]) -> str:
     return "(" + " ".join(f'"{name}",' for name in names) + ")"
-
-
-def _entries(names: Sequence[str], ways: Sequence[str]) -> str:
-    return ", ".join(f"{name!r}: {way}" for name, way in zip(names, ways, strict=True))

@@ -85,6 +85,7 @@ KEYS = {
         ("output_dir=''", "must not be empty"),
         ("wait=maybe", SWITCH),
         ("recipe=[1]", "Cannot convert 'list' to string: '[1]'"),
+        ("sweep_metric=[1]", "Cannot convert 'list' to string: '[1]'"),
         ("seed=-1", NOT_NEGATIVE),
         ("data._target_=data.nothing", "must be data.digits or data.glyphs or data.mixture or data.open_latents or "),
         ("data.path=[1]", A_TEXT),

@@ -6,9 +6,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from routing import Route, attach
+from routing import Adapter, BlockList, Route, attach, prove
 from routing.families import FAMILIES, Sizes, routable
 from routing.families.__main__ import MAX_ERROR, built
+from routing.families.parts import TablePerSample
 from routing.propose import propose_adapter
 from tests.routing.test_proof import by_speed
 
@@ -44,6 +45,8 @@ def test_a_proposal_is_what_was_written_by_hand(name):
     model, arguments = built(FAMILIES[name], SIZES)
     proposal, by_hand = propose_adapter(model, arguments), FAMILIES[name].adapter
     assert proposal.proof.dense == 0 and proposal.proof.routed < MAX_ERROR
+    scope = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample}
+    assert prove(model, eval(proposal.source, scope), arguments, Route(0.5, 1, -2)) == proposal.proof
     assert not hasattr(model, "_attached") and model.training
     for found, written in zip(proposal.adapter.block_lists, by_hand.block_lists, strict=True):
         for key in ("name", "tokens", "joint", "output"):
