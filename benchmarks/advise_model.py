@@ -66,7 +66,7 @@ def advise_model(
     loss: Callable[[Any], torch.Tensor] = square,
     repeats: int = 11,
 ) -> Advice:
-    """Measure routes of a model, which may have some, and keeps them.
+    """Measure routes of a model, which keeps those that it has; its gradients are cleared.
 
     Args:
         arguments: of its forward, by name: a batch as in training.

@@ -86,7 +86,7 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
         arguments: of its forward, by name. The rows of a batch must differ.
 
     Raises:
-        ValueError: routes do not compute what they should, change nothing, or the attention cannot be seen.
+        ValueError: the model refuses to be routed, routes change nothing, or the attention cannot be seen.
     """
     state = {module: module.training for module in model.modules()}
     model.eval()

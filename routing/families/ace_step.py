@@ -22,7 +22,7 @@ BLOCK = {
     },
     "shared": ("temb", "encoder_hidden_states"),
 }
-_check = checked_by(("AceStepAttnProcessor2_0",), "attention_kwargs", ("scale",))
+_check = checked_by(("AceStepAttnProcessor2_0",), "attention_kwargs")
 
 
 def _check_backend(model: nn.Module, arguments: Arguments) -> None:

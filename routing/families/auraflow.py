@@ -37,7 +37,7 @@ FAMILIES = {
             ),
             accepts=(*INPUTS, "attention_kwargs"),
             num_prefix_tokens=_num_prefix_tokens,
-            check=checked_by(PROCESSORS, "attention_kwargs", ("scale",)),
+            check=checked_by(PROCESSORS, "attention_kwargs"),
         ),
         auraflow,
     ),

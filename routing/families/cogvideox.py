@@ -59,7 +59,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", **BLOCK, shared=(*SHARED, "attention_kwargs")),),
             accepts=(*INPUTS, "image_rotary_emb", "attention_kwargs"),
-            check=checked_by(PROCESSORS, "attention_kwargs", ("scale",)),
+            check=checked_by(PROCESSORS, "attention_kwargs"),
         ),
         cogvideox,
     ),
@@ -67,7 +67,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", **BLOCK, shared=SHARED),),
             accepts=(*INPUTS, "image_rotary_emb", "attention_kwargs", "id_cond", "id_vit_hidden"),
-            check=checked_by(PROCESSORS, "attention_kwargs", ("scale",)),
+            check=checked_by(PROCESSORS, "attention_kwargs"),
         ),
         consisid,
     ),

@@ -77,7 +77,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", **BLOCK),),
             accepts=(*INPUTS, "original_size", *RESOLUTION, *ATTENTION),
-            check=checked_by(("CogView4AttnProcessor",), "attention_kwargs", ("scale",)),
+            check=checked_by(("CogView4AttnProcessor",), "attention_kwargs"),
         ),
         cogview4,
     ),

@@ -25,7 +25,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", shared=ARGUMENTS),),
             accepts=("hidden_states", *ARGUMENTS, "return_dict"),
-            check=checked_by(("AttnProcessor", "AttnProcessor2_0"), "", ()),
+            check=checked_by(("AttnProcessor", "AttnProcessor2_0")),
         ),
         dit,
     ),

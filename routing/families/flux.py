@@ -13,6 +13,7 @@ from routing.families.parts import (
     Sizes,
     axes_of,
     checked_by,
+    double_and_single,
     joint_mask,
     joint_rotary,
 )
@@ -41,7 +42,7 @@ def flux(sizes: Sizes) -> Built:
     """A third of double blocks."""
     from diffusers import FluxTransformer2DModel
 
-    options = {"num_layers": sizes.depth // 3, "num_single_layers": sizes.depth - sizes.depth // 3}
+    options = double_and_single(sizes)
     options |= {"axes_dims_rope": axes_of(sizes.head_dim), "pooled_projection_dim": POOLED_DIM}
     return FluxTransformer2DModel(**options, **sizes.heads, joint_attention_dim=TEXT_DIM), {
         "hidden_states": sizes.tokens(64),

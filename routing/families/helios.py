@@ -61,7 +61,7 @@ FAMILIES = {
                 *(f"{kind}latents_history_{name}" for name in HISTORY for kind in ("", "indices_")),
             ),
             num_prefix_tokens=_num_history_tokens,
-            check=checked_by(("HeliosAttnProcessor",), "attention_kwargs", ("scale",)),
+            check=checked_by(("HeliosAttnProcessor",), "attention_kwargs"),
         ),
         helios,
     ),

@@ -10,6 +10,7 @@ from routing.families.parts import (
     Family,
     Sizes,
     checked_by,
+    double_and_single,
     mask_before_text,
     rotary,
 )
@@ -26,7 +27,7 @@ def hunyuan_image(sizes: Sizes) -> Built:
     """A third of double blocks; text with padding."""
     from diffusers import HunyuanImageTransformer2DModel
 
-    options = {"num_layers": sizes.depth // 3, "num_single_layers": sizes.depth - sizes.depth // 3}
+    options = double_and_single(sizes)
     options |= {"rope_axes_dim": (sizes.head_dim // 2,) * 2, "text_embed_dim": TEXT_DIM}
     return HunyuanImageTransformer2DModel(**options, **sizes.heads), {
         "hidden_states": sizes.image(64, patch_size=1),
@@ -44,7 +45,7 @@ FAMILIES = {
                 BlockList("single_transformer_blocks", **BLOCK),
             ),
             accepts=(*INPUTS, "encoder_attention_mask", "attention_kwargs"),
-            check=checked_by(PROCESSORS, "attention_kwargs", ("scale",)),
+            check=checked_by(PROCESSORS, "attention_kwargs"),
         ),
         hunyuan_image,
     ),

@@ -12,6 +12,7 @@ from routing.families.parts import (
     Sizes,
     axes_of,
     checked_by,
+    double_and_single,
     mask_before_text,
     rotary,
 )
@@ -25,7 +26,7 @@ def hunyuan_video(sizes: Sizes) -> Built:
     """A third of double blocks; 4 frames of half the side."""
     from diffusers import HunyuanVideoTransformer3DModel
 
-    options = {"num_layers": sizes.depth // 3, "num_single_layers": sizes.depth - sizes.depth // 3}
+    options = double_and_single(sizes)
     options |= {"rope_axes_dim": axes_of(sizes.head_dim), "pooled_projection_dim": POOLED_DIM}
     return HunyuanVideoTransformer3DModel(**options, **sizes.heads, text_embed_dim=TEXT_DIM), {
         "hidden_states": sizes.image(16, patch_size=1, frames=4),
@@ -73,7 +74,7 @@ FAMILIES = {
                 ),
             ),
             accepts=(*INPUTS, "encoder_attention_mask", "pooled_projections", "guidance", "attention_kwargs"),
-            check=checked_by(PROCESSORS, "attention_kwargs", ("scale",)),
+            check=checked_by(PROCESSORS, "attention_kwargs"),
         ),
         hunyuan_video,
     ),
@@ -91,9 +92,7 @@ FAMILIES = {
                 *(*INPUTS, "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"),
                 *("image_embeds", "attention_kwargs"),
             ),
-            check=checked_by(
-                ("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0"), "attention_kwargs", ("scale",)
-            ),
+            check=checked_by(("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0"), "attention_kwargs"),
         ),
         hunyuan_video_15,
     ),

@@ -4,10 +4,21 @@ import torch
 import torch.nn as nn
 
 from routing.adapter import Adapter, Arguments, BlockList, Kept
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, axes_of, checked_by, joint_rotary
+from routing.families.parts import (
+    INPUTS,
+    TEXT_DIM,
+    Built,
+    Family,
+    Sizes,
+    axes_of,
+    checked_by,
+    gather_each,
+    mask_before_text,
+    rotary,
+)
 
 SHARED = ("encoder_hidden_states", "temb")
-_check = checked_by(("JoyImageAttnProcessor",), "", ())
+_check = checked_by(("JoyImageAttnProcessor",))
 
 
 def _check_items(model: nn.Module, arguments: Arguments) -> None:
@@ -19,17 +30,7 @@ def _check_items(model: nn.Module, arguments: Arguments) -> None:
 
 def _rotary(tables: tuple, kept: Kept) -> tuple:
     image, text = tables
-    return joint_rotary(image, kept), text
-
-
-def _tables_per_sample(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[torch.Tensor, ...]:
-    return tuple(kept.gather(table) for table in tables)  # (N, T + S, d)
-
-
-def _mask(mask: torch.Tensor, kept: Kept) -> torch.Tensor:
-    """Gather the image's part of (N, 1, 1, T + S + P): the text comes last."""
-    image, text = mask[..., : kept.num_tokens], mask[..., kept.num_tokens :]
-    return torch.cat([kept.gather(image, -1), text], dim=-1)
+    return rotary(image, kept), text
 
 
 def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
@@ -89,13 +90,13 @@ FAMILIES = {
                 BlockList(
                     "double_blocks",
                     output=0,
-                    by_token={"image_rotary_emb": _tables_per_sample, "attention_mask": _mask},
+                    by_token={"image_rotary_emb": gather_each, "attention_mask": mask_before_text},
                     shared=SHARED,
                 ),
             ),
             accepts=(*INPUTS, "encoder_hidden_states_mask", "shape_list"),
             num_suffix_tokens=_num_reference_tokens,
-            check=checked_by(("JoyImageEditPlusAttnProcessor",), "", ()),
+            check=checked_by(("JoyImageEditPlusAttnProcessor",)),
         ),
         joyimage_edit_plus,
     ),

@@ -49,7 +49,7 @@ FAMILIES = {
             block_lists=(BlockList("transformer_blocks", **BLOCK),),
             accepts=(*INPUTS, "position_ids", "encoder_attention_mask", "attention_kwargs"),
             num_prefix_tokens=lambda model, arguments: arguments["encoder_hidden_states"].shape[1],
-            check=checked_by(("Krea2AttnProcessor",), "attention_kwargs", ("scale",)),
+            check=checked_by(("Krea2AttnProcessor",), "attention_kwargs"),
         ),
         krea2,
     ),

@@ -44,7 +44,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("blocks", **BLOCK),),
             accepts=(*INPUTS, "encoder_attention_mask", "attention_mask", "latent_cond"),
-            check=checked_by(PROCESSORS, "", ()),
+            check=checked_by(PROCESSORS),
         ),
         longcat_audio,
     ),

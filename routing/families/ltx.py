@@ -99,7 +99,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", **BLOCK),),
             accepts=(*INPUTS, "encoder_attention_mask", *GRID, "attention_kwargs"),
-            check=checked_by(("LTXVideoAttnProcessor",), "attention_kwargs", ("scale",)),
+            check=checked_by(("LTXVideoAttnProcessor",), "attention_kwargs"),
         ),
         ltx,
     ),
@@ -111,7 +111,7 @@ FAMILIES = {
                 *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask"),
                 *("audio_timestep", "audio_num_frames", "isolate_modalities"),
             ),
-            check=checked_by(("LTX2AudioVideoAttnProcessor",), "attention_kwargs", ("scale",)),
+            check=checked_by(("LTX2AudioVideoAttnProcessor",), "attention_kwargs"),
         ),
         ltx_2,
     ),
@@ -120,9 +120,7 @@ FAMILIES = {
             block_lists=(BlockList("transformer_blocks", **REFINER_BLOCK),),
             accepts=(*INPUTS, "encoder_attention_mask", "video_rotary_emb", "attention_kwargs"),
             check=checked_by(
-                ("SanaWMLTX2RefinerAttnProcessor", "SanaWMLTX2AudioVideoAttnProcessor"),
-                "attention_kwargs",
-                ("scale",),
+                ("SanaWMLTX2RefinerAttnProcessor", "SanaWMLTX2AudioVideoAttnProcessor"), "attention_kwargs"
             ),
         ),
         sana_wm_refiner,

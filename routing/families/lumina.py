@@ -78,7 +78,7 @@ FAMILIES = {
             block_lists=(BlockList("layers", **BLOCK_2),),
             accepts=(*INPUTS, "encoder_attention_mask", "attention_kwargs"),
             num_prefix_tokens=_num_prefix_tokens,
-            check=checked_by(("Lumina2AttnProcessor2_0",), "attention_kwargs", ("scale",)),
+            check=checked_by(("Lumina2AttnProcessor2_0",), "attention_kwargs"),
         ),
         lumina2,
     ),

@@ -24,7 +24,7 @@ FAMILIES = {
             block_lists=(BlockList("transformer_blocks", joint=True, by_token={"rotary_emb": joint_rotary}),),
             accepts=INPUTS,
             num_prefix_tokens=lambda model, arguments: 1,
-            check=checked_by(("MiniMaxMusic3AttnProcessor",), "", ()),
+            check=checked_by(("MiniMaxMusic3AttnProcessor",)),
         ),
         minimax_music3,
     ),

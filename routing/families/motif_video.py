@@ -13,6 +13,7 @@ from routing.families.parts import (
     Sizes,
     axes_of,
     checked_by,
+    double_and_single,
     mask_before_text,
     rotary,
 )
@@ -26,7 +27,7 @@ PROCESSORS = ("MotifVideoAttnProcessor2_0", "MotifVideoCrossAttnProcessor2_0")
 
 
 def _check(model: nn.Module, arguments: Arguments) -> None:
-    checked_by(PROCESSORS, "attention_kwargs", ("scale",))(model, arguments)
+    checked_by(PROCESSORS, "attention_kwargs")(model, arguments)
     if model.num_decoder_layers:  # they start from the tokens before all blocks
         raise ValueError(
             "num_decoder_layers of MotifVideoTransformer3DModel does not go together with routing"
@@ -37,7 +38,7 @@ def motif_video(sizes: Sizes) -> Built:
     """A third of double blocks; 4 frames of half the side, and a reference image."""
     from diffusers import MotifVideoTransformer3DModel
 
-    options = {"num_layers": sizes.depth // 3, "num_single_layers": sizes.depth - sizes.depth // 3}
+    options = double_and_single(sizes)
     options |= {"rope_axes_dim": axes_of(sizes.head_dim), "text_embed_dim": TEXT_DIM}
     options |= {"image_embed_dim": POOLED_DIM}
     options |= {"enable_text_cross_attention_dual": True, "enable_text_cross_attention_single": True}

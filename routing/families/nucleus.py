@@ -6,36 +6,27 @@ import torch
 import torch.nn as nn
 
 from routing.adapter import Adapter, BlockList, Kept
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, axes_of, checked_by
-
-
-class _TablePerSample:
-    """A rotary table (N, K, d) in place of one (T, d), of which diffusers makes (T, 1, d)."""
-
-    def __init__(self, table: torch.Tensor):
-        self.table = table
-
-    def unsqueeze(self, dim: int) -> torch.Tensor:
-        if dim != 1:
-            raise ValueError(f"a rotary table that gets dimension {dim} does not go together with routing")
-        return self.table.unsqueeze(2)  # (N, K, 1, d)
-
-
-def _rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[Any, torch.Tensor]:
-    image, text = tables  # (T, d), (P, d)
-    return _TablePerSample(kept.gather(image.unsqueeze(0))), text
+from routing.families.parts import (
+    INPUTS,
+    TEXT_DIM,
+    Built,
+    Family,
+    Sizes,
+    axes_of,
+    checked_by,
+    rotary_beside_text,
+)
 
 
 def _mask(attention_kwargs: dict[str, Any], kept: Kept) -> dict[str, Any]:
     mask = attention_kwargs.get("attention_mask")  # (N, T + P)
     if mask is None:
         return attention_kwargs
-    T = kept.num_tokens
-    return {**attention_kwargs, "attention_mask": torch.cat([kept.gather(mask[:, :T]), mask[:, T:]], dim=1)}
+    return {**attention_kwargs, "attention_mask": kept.gather_leading(mask)}
 
 
 BLOCK = {
-    "by_token": {"image_rotary_emb": _rotary, "attention_kwargs": _mask},
+    "by_token": {"image_rotary_emb": rotary_beside_text, "attention_kwargs": _mask},
     "shared": ("encoder_hidden_states", "temb"),
 }
 NUM_EXPERTS = 8  # each takes all tokens: as many for a token as in the published model, which has 128
@@ -67,7 +58,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", **BLOCK),),
             accepts=(*INPUTS, "encoder_hidden_states_mask", "img_shapes", "attention_kwargs"),
-            check=checked_by(("NucleusMoEAttnProcessor2_0",), "attention_kwargs", ("scale",)),
+            check=checked_by(("NucleusMoEAttnProcessor2_0",), "attention_kwargs"),
         ),
         nucleus,
     ),

@@ -98,8 +98,10 @@ class TablePerSample:
         return self.table.shape[1:]
 
     def unsqueeze(self, dim: int) -> torch.Tensor:
-        """Return (N, L, 1, d), for (L, 1, d)."""
-        return self.table.unsqueeze(dim + 1)
+        """Return (N, L, 1, d), where (L, 1, d) was asked for."""
+        if dim != 1:
+            raise ValueError(f"a rotary table that gets dimension {dim} does not go together with routing")
+        return self.table.unsqueeze(2)
 
     def view(self, *shape: int) -> torch.Tensor:
         """Return (N, L, 1, d), where (1, L, 1, d) was asked for."""
@@ -118,6 +120,12 @@ class TablePerSample:
 def rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[TablePerSample, ...]:
     """Gather cosines and sines (T + S, d) that all samples share, of the image alone."""
     return tuple(TablePerSample(kept.gather(table.unsqueeze(0))) for table in tables)
+
+
+def rotary_beside_text(tables: tuple[torch.Tensor, Any], kept: Kept) -> tuple[TablePerSample, Any]:
+    """Gather the table (T + S, d) of the image; that of the text stays."""
+    image, text = tables
+    return TablePerSample(kept.gather(image.unsqueeze(0))), text
 
 
 def joint_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[TablePerSample, ...]:

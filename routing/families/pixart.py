@@ -34,7 +34,7 @@ FAMILIES = {
                 *(*INPUTS, "added_cond_kwargs", "cross_attention_kwargs"),
                 *("attention_mask", "encoder_attention_mask"),
             ),
-            check=checked_by(PROCESSORS, "cross_attention_kwargs", ("scale",)),
+            check=checked_by(PROCESSORS, "cross_attention_kwargs"),
         ),
         pixart,
     ),

@@ -1,25 +1,18 @@
 """Qwen-Image: joint blocks; the positions of image and text are two tables of complex numbers."""
 
-from typing import Any
-
 import torch
 
-from routing.adapter import Adapter, BlockList, Kept
+from routing.adapter import Adapter, BlockList
 from routing.families.parts import (
     INPUTS,
     TEXT_DIM,
     Built,
     Family,
     Sizes,
-    TablePerSample,
     axes_of,
     checked_by,
+    rotary_beside_text,
 )
-
-
-def _image_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[Any, torch.Tensor]:
-    image, text = tables  # (T, d / 2), (P, d / 2)
-    return TablePerSample(kept.gather(image.unsqueeze(0))), text
 
 
 def qwen_image(sizes: Sizes) -> Built:
@@ -43,7 +36,7 @@ FAMILIES = {
                 BlockList(
                     "transformer_blocks",
                     output=1,
-                    by_token={"image_rotary_emb": _image_rotary},
+                    by_token={"image_rotary_emb": rotary_beside_text},
                     shared=(
                         *("encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
                         "joint_attention_kwargs",

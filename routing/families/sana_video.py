@@ -3,6 +3,7 @@
 from routing.families.parts import Family
 
 FAMILIES = {
+    "SanaWMTransformer3DModel": Family(refused="its blocks convolve over the grid of tokens and its frames"),
     "SanaVideoTransformer3DModel": Family(
         refused="its blocks convolve over the grid of tokens and its frames"
     ),

@@ -32,7 +32,7 @@ FAMILIES = {
                 "block_controlnet_hidden_states",
             ),
             residuals=("block_controlnet_hidden_states",),
-            check=checked_by(PROCESSORS, "joint_attention_kwargs", ("scale",)),
+            check=checked_by(PROCESSORS, "joint_attention_kwargs"),
         ),
         sd3,
     ),

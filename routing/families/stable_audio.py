@@ -59,7 +59,7 @@ FAMILIES = {
                 "encoder_attention_mask",
             ),
             num_prefix_tokens=lambda model, arguments: arguments["global_hidden_states"].shape[1],
-            check=checked_by(("StableAudioAttnProcessor2_0",), "", ()),
+            check=checked_by(("StableAudioAttnProcessor2_0",)),
         ),
         stable_audio,
     ),

@@ -63,7 +63,7 @@ FAMILIES = {
             ),
             accepts=(*INPUTS, "encoder_attention_mask", "global_hidden_states", "local_add_cond"),
             num_prefix_tokens=lambda model, arguments: model.config.num_memory_tokens,
-            check=checked_by(PROCESSORS, "", ()),
+            check=checked_by(PROCESSORS),
         ),
         stable_audio3,
     ),

@@ -42,7 +42,7 @@ FAMILIES = {
                 ),
             ),
             accepts=("encodings_and_masks", "decoder_input_tokens", "decoder_noise_time"),
-            check=checked_by(("AttnProcessor", "AttnProcessor2_0"), "", ()),
+            check=checked_by(("AttnProcessor", "AttnProcessor2_0")),
         ),
         t5_film,
     ),

@@ -9,7 +9,7 @@ from routing.families.parts import TEXT_DIM, Built, Family, Sizes, checked_by
 BLOCK = {"shared": ("encoder_hidden_states", "encoder_attention_mask")}
 ACCEPTS = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask", "return_dict")
 PROCESSORS = ("AttnProcessor", "AttnProcessor2_0")
-_check = checked_by(PROCESSORS, "", ())
+_check = checked_by(PROCESSORS)
 
 
 def _check_continuous(model: nn.Module, arguments: Arguments) -> None:
@@ -62,7 +62,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("transformer_blocks", **BLOCK),),
             accepts=ACCEPTS,
-            check=checked_by((*PROCESSORS, "DreamLiteAttnProcessor2_0"), "", ()),
+            check=checked_by((*PROCESSORS, "DreamLiteAttnProcessor2_0")),
         ),
         dreamlite,
     ),

@@ -78,7 +78,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("blocks", **BLOCK),),
             accepts=(*ACCEPTS, "encoder_hidden_states_image"),
-            check=checked_by(("WanAttnProcessor",), "attention_kwargs", ("scale",)),
+            check=checked_by(("WanAttnProcessor",), "attention_kwargs"),
         ),
         wan,
     ),
@@ -86,7 +86,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("blocks", **BLOCK),),
             accepts=ACCEPTS,
-            check=checked_by(("WanAttnProcessor",), "attention_kwargs", ("scale",)),
+            check=checked_by(("WanAttnProcessor",), "attention_kwargs"),
         ),
         chronoedit,
     ),
@@ -94,7 +94,7 @@ FAMILIES = {
         Adapter(
             block_lists=(BlockList("blocks", **SKYREELS_BLOCK),),
             accepts=(*ACCEPTS, "enable_diffusion_forcing"),
-            check=checked_by(("SkyReelsV2AttnProcessor",), "attention_kwargs", ("scale",)),
+            check=checked_by(("SkyReelsV2AttnProcessor",), "attention_kwargs"),
         ),
         skyreels,
     ),

@@ -56,7 +56,7 @@ FAMILIES = {
             block_lists=(BlockList("layers", **BLOCK),),
             accepts=("x", "t", "cap_feats", "return_dict", "joint_attention_kwargs"),
             num_suffix_tokens=_num_suffix_tokens,
-            check=checked_by(("ZSingleStreamAttnProcessor",), "joint_attention_kwargs", ("scale",)),
+            check=checked_by(("ZSingleStreamAttnProcessor",), "joint_attention_kwargs"),
         ),
         z_image,
     ),
