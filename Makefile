@@ -38,7 +38,7 @@ slow: setup ## the tests that take longer
 
 finetune: setup ## what fine-tuning with adapters needs beside, and its tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-finetune.txt
-	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py tests/benchmarks/test_finetuning.py $(PYTEST_ARGS)
 
 sweeps: setup ## what launchers and the sweeper of sweeps need beside, and their tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-sweeps.txt

@@ -1,11 +1,18 @@
 """Processes that build something and run it on request, so that they can take turns."""
 
 import multiprocessing
-from collections.abc import Callable, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+from runtime.provenance import PROJECT
 
 # Forks of a process that has the libraries and has not touched a device.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -27,6 +34,41 @@ def _called(function: Callable[..., None], *arguments: Any) -> None:
     # A process inherits the method that started it; workers of its own, for data, have the default one.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     function(*arguments)
+
+
+def on_own_cores(jobs: int, calls: Mapping[str, Callable[[], Any]]) -> Iterator[tuple[str, Future]]:
+    """Call functions, some at a time, each on its share of the cores; yield names as they end.
+
+    Ctrl-C ends the programs that run, and starts no other.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [set(cores[i::jobs]) or set(cores) for i in range(jobs)]
+    # What a thread starts runs on its cores: programs that share cores wait for each other.
+    with ThreadPoolExecutor(jobs, initializer=lambda: os.sched_setaffinity(0, shares.pop())) as pool:
+        started = {pool.submit(call): name for name, call in calls.items()}
+        try:
+            for i, ended in enumerate(as_completed(started), start=1):
+                yield started[ended], ended
+                print(f"{i} of {len(started)}: {started[ended]}", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def start_program(program: str, log: Path, *overrides: str) -> None:
+    """Run a program of the project on the CPU; its output goes to the end of a file.
+
+    Args:
+        program: a file, or `-m` and a module.
+
+    Raises:
+        OSError: it ended with an error.
+    """
+    command = [sys.executable, *program.split(), *overrides]
+    with log.open("ab") as file:
+        on_cpu = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+        ended = subprocess.run(command, cwd=PROJECT, env=on_cpu, stdout=file, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        raise OSError(f"{program} ended with status {ended.returncode}")
 
 
 class Worker:

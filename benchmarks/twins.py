@@ -14,28 +14,27 @@ training on each core: seconds are steps times the time of a step that is measur
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 
-from benchmarks.processes import Worker
+from benchmarks.processes import Worker, on_own_cores, start_program
 from benchmarks.results import Record, Rows, markdown, spread
 from benchmarks.runs import QUIET, compose_config
 from benchmarks.train_step import ours
 from builders.network import build_net
 from models import cost_of
-from runtime.provenance import PROJECT, environment
+from runtime.provenance import environment
 from training.arms import Run
 from training.run_folder import RunFolder
 
@@ -208,18 +207,9 @@ class Work:
     def _do(self, units: Sequence[tuple[str, int, float]]) -> None:
         todo = {self.setting(*unit): unit for unit in units}
         todo = {setting: unit for setting, unit in todo.items() if setting not in self.record.done()}
-        cores = sorted(os.sched_getaffinity(0))
-        shares = [set(cores[i :: self.asked.jobs]) or set(cores) for i in range(self.asked.jobs)]
-        # What a thread starts runs on its cores: programs that share cores wait for each other.
-        pin = {"initializer": lambda: os.sched_setaffinity(0, shares.pop())}
-        with ThreadPoolExecutor(self.asked.jobs, **pin) as pool:
-            started = {pool.submit(self._train, setting, *unit): setting for setting, unit in todo.items()}
-            try:
-                for i, ended in enumerate(as_completed(started), start=1):
-                    self._add(started[ended], ended)
-                    print(f"{i} of {len(started)}: {started[ended]}", flush=True)
-            finally:  # Ctrl-C ends the trainings that run, and starts no other
-                pool.shutdown(cancel_futures=True)
+        calls = {setting: partial(self._train, setting, *unit) for setting, unit in todo.items()}
+        for setting, ended in on_own_cores(self.asked.jobs, calls):
+            self._add(setting, ended)
 
     def _add(self, setting: str, ended: Future[Rows]) -> None:
         try:
@@ -254,7 +244,14 @@ class Work:
         steps = round(self.factors[arm] * (self.steps // 2 if search else self.steps))
         every = steps // (1 if search else 2 if scored else 4)
         keys = (f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null")
-        _start("train.py", run, *own, *keys, f"train.eval_every={every}", f"train.save_every={every}")
+        start_program(
+            "train.py",
+            Path(f"{run}.log"),
+            *own,
+            *keys,
+            f"train.eval_every={every}",
+            f"train.save_every={every}",
+        )
         same = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
         rows = [{**same, **row} for row in evaluations_of(run)]
         if scored:
@@ -268,7 +265,7 @@ class Work:
         if not out.exists():
             drawn = (*guidance.split(), *(each.partition(".")[2] for each in sampled(self.asked.tiny)))
             judged = (f"suite={data}", f"reference={run.parent / data}", f"out={out}")
-            _start("fid.py", run, f"run={run}", *judged, *drawn)
+            start_program("fid.py", Path(f"{run}.log"), f"run={run}", *judged, *drawn)
         return {"guidance": guidance, **json.loads(out.read_text())["values"]}
 
 
@@ -327,16 +324,6 @@ def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> R
             for name, worker in workers.items():
                 seconds[name].append(worker.ask("step"))
     return [{"arm": name, **spread(found)} for name, found in seconds.items()]
-
-
-def _start(program: str, run: Path, *overrides: str) -> None:
-    """Run a program of the project; its output goes to a file beside the run."""
-    command = [sys.executable, program, *overrides]
-    with Path(f"{run}.log").open("ab") as log:
-        on_cpu = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-        ended = subprocess.run(command, cwd=PROJECT, env=on_cpu, stdout=log, stderr=subprocess.STDOUT)
-    if ended.returncode:
-        raise OSError(f"{program} ended with status {ended.returncode}")
 
 
 if __name__ == "__main__":

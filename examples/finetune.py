@@ -70,6 +70,7 @@ class FinetuneConfig:
     tread_config: str | None = None  # a JSON file of SimpleTuner, in place of routes
     mask_area: float = 0.0  # a mask keeps a token if it covers more than this fraction of its patch
     router: str = "random"  # or norm
+    off_last_steps: int = 0  # steps without routes at the end
     train: str = "lora"  # or lokr, full
     rank: int = 16
     quantize: str | None = None  # int8, int4 or nf4: of the base weights
@@ -175,7 +176,8 @@ def main(cfg: DictConfig) -> None:
 def check_request(request: dict[str, Any]) -> None:
     """Raise ValueError for a value that is wrong whatever the files are."""
     routes, file, quantize = request["routes"], request["tread_config"], request["quantize"]
-    check_not_negative("seed", request["seed"])
+    for key in ("seed", "off_last_steps"):
+        check_not_negative(key, request[key])
     for key in POSITIVE:
         check_positive(key, request[key])
     check_choice("train", request["train"], ("lora", "lokr", "full"))
@@ -214,6 +216,8 @@ def check_output(request: dict[str, Any], num_processes: int) -> dict[str, Any]:
         ValueError: `output_dir` is of a run with other settings, or of something else.
     """
     settings = {key: value for key, value in request.items() if key not in MAY_CHANGE}
+    if request["off_last_steps"]:  # which the end of the run decides
+        settings["total_steps"] = request["total_steps"]
     settings |= {key: str(Path(request[key])) for key in ("transformer", "inputs")}
     settings["num_processes"] = num_processes
     folder = Path(request["output_dir"])
@@ -464,6 +468,8 @@ class Finetuning:
         """Return how a step routes, at the ratio at which the masks of all ranks' `rows` fit."""
         if not self.routes:
             return {}
+        if self.step >= self.request["total_steps"] - self.request["off_last_steps"]:
+            return {"routing": Routing(0)}
         if "masks" not in self.arrays:
             return {"generator": generator}
         tokens, own_tokens = (

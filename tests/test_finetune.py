@@ -425,3 +425,22 @@ def test_other_settings_of_a_run_are_refused(tmp_path):
     with pytest.raises(SystemExit, match="has a run with other settings: rank: 4 -> 8"):
         run(tmp_path, "rank=8", "total_steps=8")
     assert metrics(tmp_path) == before
+
+
+def test_the_last_steps_may_go_without_routes(tmp_path):
+    write_inputs(tmp_path, "sd3")
+    options = (ROUTES, "off_last_steps=2", "train=full")
+    run(tmp_path, *options)
+    for output, routes in (("routed", ROUTES), ("dense", "routes=[]")):
+        run(tmp_path, routes, "train=full", output=output)
+    found, routed, dense = (
+        {line["step"]: line["loss"] for line in metrics(tmp_path, output) if "loss" in line}
+        for output in ("run", "routed", "dense")
+    )
+    assert [found[step] == routed[step] for step in (1, 2, 3)] == [True, True, False]
+    assert found[1] != dense[1]
+    run(tmp_path, *options, "total_steps=2", output="only_dense")
+    run(tmp_path, "train=full", "total_steps=2", output="dense_2")
+    assert metrics(tmp_path, "only_dense") == metrics(tmp_path, "dense_2")
+    with pytest.raises(SystemExit, match="has a run with other settings: total_steps: 4 -> 8"):
+        run(tmp_path, *options, "total_steps=8")

@@ -340,6 +340,7 @@ KEYS = {
         (f"{FINETUNE} mask_area=1", "must be in [0, 1)"),
         (f"{FINETUNE} train=loha", "must be one of lora, lokr, full"),
         (f"{FINETUNE} rank=0", POSITIVE),
+        (f"{FINETUNE} off_last_steps=-1", "must not be negative"),
         (f"{FINETUNE} quantize=int2", "must be one of int8, int4, nf4"),
         (f"{FINETUNE} gradient_checkpointing=maybe", SWITCH),
         (f"{FINETUNE} mixed_precision=fp16", "must be one of no, bf16"),

@@ -1,0 +1,301 @@
+"""Does routing pay in a fine-tune? All weights or LoRA, with and without routes, in the same time.
+
+    python -m benchmarks.finetuning OUT           the same command goes on
+    python -m benchmarks.finetuning OUT --tiny    a rehearsal, at sizes that take seconds
+
+A small Stable Diffusion 3 of diffusers is trained on digits, without routes, and fine-tuned by
+`examples.finetune` on the same digits lying on their side. The learning rate is the one, of three, at which a
+dense fine-tune of half the steps ends lowest on a seed of its own: routes are added to a recipe that works.
+First the steps are timed (let nothing run beside that); then each arm has the seconds of the dense one. Its
+end is scored by the dense loss of held-out digits, and by samples that are set upright for `fid.py`.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from benchmarks.processes import on_own_cores, start_program
+from benchmarks.results import Record, Rows, markdown
+from data import digits
+from examples import finetune
+from runtime.provenance import environment
+from training.speed import interleaved_seconds
+
+LRS = {"full": (1e-4, 3e-4, 1e-3), "lora": (1e-3, 3e-3, 1e-2)}
+SEARCH_SEED, SEEDS = 100, (0, 1, 2)
+DENSE_END = 0.2  # of the time
+RANK, NUM_HELD_OUT = 8, 256
+REPEATS = 15
+NUM_SAMPLES, NUM_STEPS = 500, 25
+LOSS = "val_loss_dense"
+SCORES = ("fd_pixel", "label_accuracy", "precision", "recall")
+
+
+class Sizes(NamedTuple):
+    """Of the network, and of the trainings."""
+
+    width: int = 96
+    pretraining_steps: int = 1500
+    steps: int = 2000  # of a dense fine-tune
+    batch_size: int = 16
+
+
+class Arm(NamedTuple):
+    """A ratio on blocks 2 to -2 of 8; whether the last part of the time is dense."""
+
+    ratio: float = 0.0
+    ends_dense: bool = False
+
+    @property
+    def routes(self) -> str:
+        """As a key of `examples.finetune`."""
+        route = f"{{selection_ratio:{self.ratio},start_layer_idx:2,end_layer_idx:-2}}"
+        return f"routes=[{route if self.ratio else ''}]"
+
+
+ARMS = {
+    "dense": Arm(),
+    "ratio 0.25": Arm(0.25),
+    "ratio 0.5": Arm(0.5),
+    "ratio 0.25, dense end": Arm(0.25, ends_dense=True),
+    "ratio 0.5, dense end": Arm(0.5, ends_dense=True),
+}
+COLUMNS = {
+    **dict.fromkeys(("kind", "arm", "seed", "lr", "step"), "{}"),
+    "sec": "{:.0f}",
+    **dict.fromkeys((LOSS, *SCORES), "{:.4f}"),
+    "failed": "{}",
+}
+
+
+def main() -> None:
+    """Train, time, fine-tune and score what is not in the record, and print it."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.finetuning", None, __doc__, formatter_class=raw)
+    parser.add_argument("out", type=Path, help="folder of the runs and the record")
+    parser.add_argument("--jobs", type=int, default=2, help="at a time, each on its share of the cores")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
+    asked = parser.parse_args()
+    sizes = Sizes(32, 4, 4, 4) if asked.tiny else Sizes()
+    about = environment(torch.device("cpu")) | {"tiny": asked.tiny}
+    asked.out.mkdir(parents=True, exist_ok=True)
+    record = Record("finetuning_twins", asked.out, about, fixed=("tiny",))
+    work = Work(asked.out.resolve(), sizes, record, asked.jobs, about["commit"])
+    work.prepare()
+    for kind in LRS:
+        work.do([(kind, "dense", SEARCH_SEED, lr) for lr in LRS[kind]])
+        lr = work.chosen_lr(kind)
+        work.do([(kind, arm, seed, lr) for seed in SEEDS for arm in ARMS])
+    print(markdown([row for row in record.rows if row.get("fd_pixel")], COLUMNS))
+    sys.exit(record.done() != record.started())
+
+
+class Work:
+    """The fine-tunes, in a folder."""
+
+    def __init__(self, out: Path, sizes: Sizes, record: Record, jobs: int, commit: str):
+        self.out, self.sizes, self.record, self.jobs, self.commit = out, sizes, record, jobs, commit
+
+    def prepare(self) -> None:
+        """Write inputs, train the network that is fine-tuned, and time the arms, where that is not done."""
+        write_inputs(self.out)
+        if not (self.out / "pretrained/model").exists():
+            write_network(self.out / "untrained", self.sizes.width)
+            steps = f"total_steps={self.sizes.pretraining_steps}"
+            trained = ("train=full", "lr=1e-3", "batch_size=32", steps, f"eval_every={self.sizes.steps}")
+            self._finetune("untrained", "upright", "pretrained", *trained)
+        if "times" not in self.record.done():
+            self.record.add("times", [{**row, "commit": self.commit} for row in self._time()])
+
+    def do(self, units: Sequence[tuple[str, str, int, float]]) -> None:
+        """Fine-tune and score (kind, arm, seed, learning rate) that are not in the record."""
+        named = {
+            f"{kind}: {arm}, lr {lr:g}, seed {seed}": (kind, arm, seed, lr) for kind, arm, seed, lr in units
+        }
+        calls = {
+            name: partial(self._train, name, *unit)
+            for name, unit in named.items()
+            if name not in self.record.done()
+        }
+        for name, ended in on_own_cores(self.jobs, calls):
+            try:
+                rows = ended.result()
+            except (OSError, ValueError) as error:  # the same command tries again
+                rows = [{"failed": str(error)}]
+            self.record.add(name, rows)
+
+    def chosen_lr(self, kind: str) -> float:
+        """Return the learning rate whose search ended lowest."""
+        found = {
+            float(row["lr"]): float(row[LOSS])
+            for row in self.record.rows
+            if row.get("part") == "search" and row["kind"] == kind
+        }
+        if len(found) < len(LRS[kind]):
+            raise SystemExit(f"a search of the learning rate failed: see {self.record.file}")
+        return min(found, key=found.get)
+
+    def _finetune(self, transformer: str, inputs: str, run: str, *keys: str) -> None:
+        paths = (
+            f"transformer={self.out / transformer}",
+            f"inputs={self.out / inputs}",
+            f"output_dir={self.out / run}",
+        )
+        start_program("-m examples.finetune", self.out / f"{run}.log", *paths, *keys)
+
+    def _time(self) -> Rows:
+        """Time a step of each arm, in turn, on one core."""
+        torch.set_num_threads(1)
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        runs = {}
+        for kind in LRS:
+            for arm, (ratio, _) in ARMS.items():
+                if arm == f"ratio {ratio}" or not ratio:
+                    runs[kind, ratio] = self._built(kind, ARMS[arm])
+        steps = {name: run.train_step for name, run in runs.items()}
+        seconds = interleaved_seconds(steps, torch.device("cpu"), REPEATS)
+        return [
+            {"kind": kind, "ratio": ratio, "ms": 1000 * median(of)} for (kind, ratio), of in seconds.items()
+        ]
+
+    def _built(self, kind: str, arm: Arm) -> finetune.Finetuning:
+        route = {"selection_ratio": arm.ratio, "start_layer_idx": 2, "end_layer_idx": -2}
+        paths = {"transformer": str(self.out / "pretrained/model"), "inputs": str(self.out / "rotated")}
+        same = {"train": kind, "rank": RANK, "batch_size": self.sizes.batch_size}
+        request = asdict(finetune.FinetuneConfig(**paths, **same, routes=[route] if arm.ratio else []))
+        family, arrays = finetune.open_inputs(request)
+        network, routes = finetune.load_model(request)
+        return finetune.Finetuning(request, family, arrays, network, routes, Accelerator(cpu=True))
+
+    def _seconds(self, kind: str, ratio: float) -> float:
+        rows = [row for row in self.record.rows if row["setting"] == "times" and row["kind"] == kind]
+        (ms,) = (float(row["ms"]) for row in rows if float(row["ratio"]) == ratio)
+        return ms / 1000
+
+    def steps_of(self, kind: str, arm: str, search: bool) -> tuple[int, int]:
+        """Return how many steps an arm has with its routes, and how many without them after that."""
+        dense = self.sizes.steps // 2 if search else self.sizes.steps
+        last = round(DENSE_END * dense) if ARMS[arm].ends_dense else 0
+        faster = self._seconds(kind, 0.0) / self._seconds(kind, ARMS[arm].ratio)
+        return round((dense - last) * faster), last
+
+    def _train(self, name: str, kind: str, arm: str, seed: int, lr: float) -> Rows:
+        """Return a row for each evaluation; the last one has the scores of samples."""
+        search, run = seed == SEARCH_SEED, name.replace(":", "").replace(",", "").replace(" ", "_")
+        routed, last = self.steps_of(kind, arm, search)
+        dense, own = self._seconds(kind, 0.0), self._seconds(kind, ARMS[arm].ratio)
+        keys = [
+            f"train={kind}",
+            f"rank={RANK}",
+            f"lr={lr}",
+            f"seed={seed}",
+            f"batch_size={self.sizes.batch_size}",
+        ]
+        keys += [
+            f"num_held_out={NUM_HELD_OUT}",
+            ARMS[arm].routes,
+            f"total_steps={routed + last}",
+            f"off_last_steps={last}",
+        ]
+        every = max(1, self.sizes.steps // 10)
+        self._finetune(
+            "pretrained/model", "rotated", run, *keys, f"eval_every={every}", f"save_every={every}"
+        )
+        lines = [json.loads(line) for line in (self.out / run / "metrics.jsonl").read_text().splitlines()]
+        part = "search" if search else "training"
+        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part, "commit": self.commit}
+        rows = [
+            {
+                **same,
+                "step": line["step"],
+                "sec": min(line["step"], routed) * own + max(0, line["step"] - routed) * dense,
+                LOSS: line[LOSS],
+            }
+            for line in lines
+            if LOSS in line
+        ]
+        if search:
+            return rows[-1:]
+        return [*rows[:-1], rows[-1] | self._scores(kind, run)]
+
+    def _scores(self, kind: str, run: str) -> dict[str, float]:
+        samples, scores = self.out / run / "samples.npz", self.out / run / "scores.json"
+        images, labels = drawn(
+            self.out / run / "model", self.out / "pretrained/model" if kind == "lora" else None
+        )
+        np.savez(samples, arr_0=images, arr_1=labels)
+        keys = (f"samples={samples}", f"reference={self.out / 'digits'}", f"out={scores}", "overwrite=true")
+        start_program("fid.py", self.out / f"{run}.log", "suite=digits", *keys)
+        values = json.loads(scores.read_text())["values"]
+        return {key: values[key] for key in SCORES}
+
+
+def write_inputs(out: Path) -> None:
+    """Write the digits, upright and lying on their side, in the form that `examples.finetune` takes."""
+    digits(str(out / "digits"), 8, 1, 10)  # the reference of scores
+    source = load_digits()
+    latents = (source.images[:, None] / 8 - 1).astype(np.float32)  # (1797, 1, 8, 8) in [-1, 1]
+    one_hot = np.eye(10, dtype=np.float32)[source.target]
+    order = np.random.default_rng(0).permutation(len(latents))  # the first rows are held out
+    for name, x in {"upright": latents, "rotated": np.rot90(latents, axes=(2, 3))}.items():
+        (out / name).mkdir(exist_ok=True)
+        for key, array in {"latents": x, "text": one_hot[:, None], "pooled": one_hot}.items():
+            np.save(out / name / f"{key}.npy", np.ascontiguousarray(array[order]))
+
+
+def write_network(folder: Path, width: int) -> None:
+    """Write a Stable Diffusion 3 with random weights, whose tokens are pixels and whose text is a class."""
+    from diffusers import SD3Transformer2DModel
+
+    torch.manual_seed(0)
+    heads = {"num_layers": 8, "num_attention_heads": 4, "attention_head_dim": width // 4}
+    inputs = {"in_channels": 1, "out_channels": 1, "joint_attention_dim": 10, "pooled_projection_dim": 10}
+    sizes = {"patch_size": 1, "sample_size": 8, "pos_embed_max_size": 8, "caption_projection_dim": width}
+    SD3Transformer2DModel(**heads, **inputs, **sizes).save_pretrained(folder)
+
+
+@torch.no_grad()
+def drawn(model: Path, base: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """Draw upright digits (N, 8, 8, 1) and their classes.
+
+    Args:
+        base: of the adapters in `model`; None: it has all weights.
+    """
+    from diffusers import AutoModel
+
+    network = AutoModel.from_pretrained(str(base or model))
+    if base:
+        from peft import PeftModel
+
+        network = PeftModel.from_pretrained(network, model)
+    labels = np.arange(NUM_SAMPLES) % 10
+    one_hot = torch.eye(10)[labels]
+    batch = {"text": one_hot[:, None], "pooled": one_hot}
+    x = torch.randn(NUM_SAMPLES, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    for i in range(NUM_STEPS):
+        # x_(t - dt) = x_t - dt v(x_t, t)
+        t = torch.full((NUM_SAMPLES,), 1 - i / NUM_STEPS)
+        x = x - finetune.sd3(network.eval(), x, t, batch, {}) / NUM_STEPS
+    images = ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return _upright(images), labels
+
+
+def _upright(images: Tensor) -> np.ndarray:
+    return torch.rot90(images, k=-1, dims=(2, 3)).permute(0, 2, 3, 1).contiguous().numpy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The benchmark of fine-tunes: what an arm is given, and a rehearsal from training to record."""
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from benchmarks import finetuning
+from benchmarks.results import Record
+
+TIMES = [
+    {"kind": kind, "ratio": ratio, "ms": ms}
+    for kind in finetuning.LRS
+    for ratio, ms in ((0.0, 100.0), (0.25, 80.0), (0.5, 50.0))
+]
+ENVIRONMENT = {"device": "cpu", "processor": "x", "versions": {"torch": "0"}, "tiny": True}
+
+
+@pytest.fixture
+def work(tmp_path):
+    record = Record("finetuning_twins", tmp_path, ENVIRONMENT, fixed=("tiny",))
+    record.add("times", TIMES)
+    return finetuning.Work(tmp_path, finetuning.Sizes(32, 4, 10, 4), record, 1, "abc")
+
+
+@pytest.mark.parametrize(
+    ("arm", "steps"),
+    [("dense", (10, 0)), ("ratio 0.5", (20, 0)), ("ratio 0.25", (12, 0)), ("ratio 0.5, dense end", (16, 2))],
+)
+def test_every_arm_has_the_seconds_of_the_dense_one(work, arm, steps):
+    assert work.steps_of("full", arm, search=False) == steps
+    assert work.steps_of("full", "dense", search=True) == (5, 0)
+
+
+def test_the_learning_rate_of_the_lowest_loss_is_chosen(work):
+    for kind, lr, loss in (("full", 0.1, 2.0), ("full", 0.2, 1.0), ("lora", 0.3, 0.5)):
+        row = {"part": "search", "kind": kind, "lr": lr, finetuning.LOSS: loss}
+        work.record.add(f"{kind} {lr}", [row])
+    work.record.add("other", [{"part": "training", "kind": "full", "lr": 9, finetuning.LOSS: 0.0}])
+    with pytest.raises(SystemExit, match=r"a search of the learning rate failed"):
+        work.chosen_lr("full")
+    work.record.add("third", [{"part": "search", "kind": "full", "lr": 0.4, finetuning.LOSS: 1.5}])
+    assert work.chosen_lr("full") == 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("peft"), reason="`make finetune` installs it, and runs this")
+def test_an_arm_of_each_kind_is_trained_and_scored(tmp_path):
+    record = Record("finetuning_twins", tmp_path, ENVIRONMENT, fixed=("tiny",))
+    work = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, 2, 4), record, 1, "abc")
+    work.prepare()
+    images = np.load(tmp_path / "rotated/latents.npy")
+    assert np.array_equal(np.rot90(images, k=-1, axes=(2, 3)), np.load(tmp_path / "upright/latents.npy"))
+    assert len([row for row in record.rows if float(row["ms"]) > 0]) == 6
+    work.do([("full", "ratio 0.5", 0, 1e-3), ("lora", "dense", 0, 1e-3)])
+    assert not [row for row in record.rows if row.get("failed")]
+    ends = [row for row in record.rows if row.get("fd_pixel")]
+    assert [row["kind"] for row in ends] == ["full", "lora"]
+    assert len({row[finetuning.LOSS] for row in ends}) == 2
