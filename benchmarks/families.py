@@ -1,12 +1,16 @@
-"""Step time of diffusers' transformers, routed against dense, beside what the FLOPs promise. The stage
-`families` of `python -m benchmarks.gpu`.
+"""Step time of diffusers' transformers, routed against dense, beside what the FLOPs promise.
 
-The models are of their real classes, at their published widths, with random weights: 12 blocks, 77 tokens of
-text; one route, blocks 2 to depth-4, ratio 0.5. A step is a forward and a backward pass to all weights, in
-bf16 where the device is fast at it. FLOPs are those of matrix products, attention included, as in
-models/cost.py; torch counts them while one step of each kind runs.
+    python -m benchmarks.families OUT    every class that can be routed, at one width; it resumes
+
+The stage `families` of `python -m benchmarks.gpu` takes five of them, at their published widths. The models
+are of their real classes, with random weights: 12 blocks, 77 tokens of text; one route, blocks 2 to depth-4,
+ratio 0.5. A step is a forward and a backward pass to all weights, in bf16 where the device is fast at it.
+FLOPs are those of matrix products, attention included, as in models/cost.py; torch counts them while one step
+of each kind runs.
 """
 
+import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from math import isqrt
@@ -17,16 +21,19 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
-from benchmarks.results import Rows
+from benchmarks.results import Record, Rows, markdown
 from routing import Route, Routing, attach
-from routing.families import FAMILIES, Sizes
-from runtime.machine import has_fast_bf16
+from routing.families import FAMILIES, Sizes, routable
+from runtime.machine import has_fast_bf16, start_process
+from runtime.provenance import environment
 from training.speed import interleaved_seconds, speedup
 
 DEPTH, NUM_TEXT = 12, 77
 RATIO, ROUTE = 0.5, Route(0.5, 2, -4)
 NUM_TOKENS, BATCH_TOKENS, REPEATS = (1024, 4096), 16384, 5  # of an image, of all samples
+OF_ALL = Sizes(512, 8, DEPTH, 32, 2, NUM_TEXT)  # what two cores do in minutes
 COLUMNS = {
     "setting": "{}",
     "parameters": "{:.3g}",
@@ -47,6 +54,26 @@ WIDTHS = {
     "AuraFlowTransformer2DModel": (3072, 12),
     "WanTransformer3DModel": (1536, 12),
 }
+
+
+def main() -> None:
+    """Time every class that is not in the record, and print it."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.families", None, __doc__, formatter_class=raw)
+    parser.add_argument("out", type=Path, help="folder of the record")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
+    asked = parser.parse_args()
+    device = start_process().device
+    asked.out.mkdir(parents=True, exist_ok=True)
+    record = Record("families", asked.out, environment(device) | {"tiny": asked.tiny})
+    sizes, repeats = (Sizes(depth=DEPTH), 1) if asked.tiny else (OF_ALL, REPEATS)
+    for name in tqdm([name for name in routable() if name not in record.done()], unit="class"):
+        try:
+            record.add(name, measure(name, sizes, repeats, device))
+        except (RuntimeError, ValueError, TypeError) as error:  # the same command tries again
+            record.add(name, [{"failed": f"{type(error).__name__}: {error}"}])
+    print(markdown(record.rows, COLUMNS))
+    sys.exit(record.done() != record.started())
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
@@ -94,3 +121,7 @@ def _step(model: nn.Module, inputs: dict[str, Any], device: torch.device, ratio:
         output = model(**inputs, routing=Routing(ratio), return_dict=False)[0]
     output.float().square().mean().backward()
     model.zero_grad(set_to_none=True)
+
+
+if __name__ == "__main__":
+    main()
