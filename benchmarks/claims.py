@@ -21,6 +21,7 @@ from benchmarks.effects import (
     EXCESS,
     OPEN,
     Finding,
+    Finetuned,
     Growth,
     Measured,
     Pair,
@@ -85,6 +86,11 @@ def series(study: str, large: str, small: str) -> Growth:
     """Return whether routing gains more with the larger value of a key than with the smaller one."""
     pairs = [Pair(study, f"routed, {value}", f"dense, {value}", EXCESS) for value in (large, small)]
     return Growth(*pairs)
+
+
+def finetuned(arm: str) -> list[Finetuned]:
+    """Return what fine-tuning all weights, and LoRA, end with, in loss and distance."""
+    return [Finetuned(kind, arm, key) for kind in ("full", "lora") for key in ("val_loss_dense", "fd_pixel")]
 
 
 TWINS_400K = "twins at 400K steps on ImageNet, three seeds: B/2 about 240 A100-hours, XL/2 about 1,160"
@@ -254,8 +260,15 @@ CLAIMS = (
                 lambda x: x <= 1,
                 "x",
                 "2 ratios x 2 kinds x 3 seeds",
-            )
+            ),
+            *finetuned("ratio 0.25"),
         ],
+        "a fine-tune of FLUX",
+    ),
+    Claim(
+        "In fine-tuning, routes with a dense end pay off in equal time",
+        "asked in public (musubi-tuner #485)",
+        [*finetuned("ratio 0.25, dense end"), *finetuned("ratio 0.5, dense end")],
         "a fine-tune of FLUX",
     ),
     Claim(

@@ -230,6 +230,34 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class Finetuned:
+    """What an arm of `benchmarks.finetuning` ends with against the dense one, in equal time, seed by seed."""
+
+    kind: str
+    arm: str
+    key: str
+
+    def __call__(self, records: Records) -> Finding:
+        files = sorted(records.folder.glob("finetuning_twins_*.csv"))
+        rows = [
+            row
+            for f in files
+            for row in read_results(f)
+            if row.get("kind") == self.kind and row.get("fd_pixel")
+        ]
+        own, dense = (
+            {row["seed"]: float(row[self.key]) for row in rows if row["arm"] == arm}
+            for arm in (self.arm, "dense")
+        )
+        name = f"fine-tuned digits, {self.kind}, {self.arm}, {self.key} in equal time"
+        if not own.keys() & dense.keys():
+            return Finding(ABSENT, name)
+        effect = effect_of([math.log(own[seed] / dense[seed]) for seed in sorted(own.keys() & dense.keys())])
+        commits = tuple(dict.fromkeys(row["commit"][:7] for row in rows))
+        return Finding(outcome_of(effect, True), f"{name}: {shown(effect, True)}", str(effect.n), commits)
+
+
+@dataclass(frozen=True)
 class Measured:
     """What a record of another program holds, each value of which must fulfil the claim.
 

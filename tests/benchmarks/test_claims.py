@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import claims, effects
-from benchmarks.effects import CONFIRMED, OPEN, REFUTED, Growth, Measured, Pair, Records, effect_of
+from benchmarks.effects import CONFIRMED, OPEN, REFUTED, Finetuned, Growth, Measured, Pair, Records, effect_of
 from benchmarks.results import Record, write_results
 from benchmarks.twins import CFG, SPARSE
 from runtime.provenance import environment
@@ -133,6 +133,23 @@ def test_a_measured_claim_holds_for_every_row(folder):
         assert finding[:3] == (outcome, "steps: 1.20 to 1.40x", "2")
 
 
+def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder):
+    about = environment(torch.device("cpu")) | {"tiny": False}
+    record = Record("finetuning_twins", folder, about)
+    for kind, gain in (("full", 1.2), ("lora", 0.9)):
+        for seed, wobble in enumerate((0.99, 1.0, 1.01)):
+            for arm, loss in (("dense", 0.5), ("ratio 0.5", 0.5 * gain * wobble)):
+                ends = {"kind": kind, "arm": arm, "seed": seed, "commit": "0123456789"}
+                rows = [{**ends, "val_loss_dense": 9}, {**ends, "val_loss_dense": loss, "fd_pixel": 1}]
+                record.add(f"{kind} {arm} {seed}", rows)
+    full, lora = (
+        Finetuned(kind, "ratio 0.5", "val_loss_dense")(Records(folder)) for kind in ("full", "lora")
+    )
+    assert (full.outcome, lora.outcome, full.n, full.commits) == (REFUTED, CONFIRMED, "3", ("0123456",))
+    assert "+20.0 %" in full.text and "-10.0 %" in lora.text
+    assert Finetuned("full", "ratio 0.25", "fd_pixel")(Records(folder)).outcome == effects.ABSENT
+
+
 def test_the_page_has_every_claim_and_arm_and_the_figure(folder):
     records = Records(folder)
     text = claims.page(records)
@@ -158,7 +175,12 @@ def test_a_rehearsal_is_not_taken_for_a_result(folder):
 def test_every_claim_names_studies_and_arms_that_there_are():
     for claim in claims.CLAIMS:
         for test in claim.tests:
-            pairs = {Pair: lambda t: [t], Growth: lambda t: [t.larger, t.smaller], Measured: lambda t: []}
+            pairs = {
+                Pair: lambda t: [t],
+                Growth: lambda t: [t.larger, t.smaller],
+                Measured: lambda t: [],
+                Finetuned: lambda t: [],
+            }
             for each in pairs[type(test)](test):
                 assert {each.arm, each.other} <= set(claims.STUDIES[each.study].arms), claim.says
 
