@@ -7,23 +7,27 @@ was.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_leaves
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from routing.adapter import Adapter, BlockList
+from routing.adapter import Adapter, Arguments, BlockList
 from routing.families.parts import TablePerSample
 from routing.proof import Proof, prove
 from routing.routes import Route
 
 FOUR = " " * 4
 MAX_ERROR = 0.01  # of what routes change: rounding in bf16 stays below
+ROUTES = (Route(0.5, 0, -1), Route(0.75, 0, -1))  # what is right by chance for one is not for both
+WRONG = (ValueError, RuntimeError, TypeError, AttributeError, IndexError)  # of an adapter that is not right
 
 
 class Proposal(NamedTuple):
@@ -34,43 +38,58 @@ class Proposal(NamedTuple):
     proof: Proof
 
 
-def propose_adapter(model: nn.Module, arguments: Mapping[str, Any], image: str = "hidden_states") -> Proposal:
+Count = Callable[[nn.Module, Arguments], int]
+
+
+def propose_adapter(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    image: str = "hidden_states",
+    *,
+    num_prefix_tokens: Count | None = None,
+    num_suffix_tokens: Count | None = None,
+) -> Proposal:
     """Return an adapter for a model that is not known, to be reviewed and passed to `attach`.
 
     Args:
         arguments: of the model's forward, by name, at least two samples, which differ. Only these will be
             accepted together with routing. Let no length be that of another: tokens, text, channels.
-        image: which of them becomes the tokens that may bypass.
+        image: which of them becomes the tokens that may bypass: a tensor, or a list of one for each sample.
+        num_prefix_tokens, num_suffix_tokens: those of the adapter, where no shape tells their number, or a
+            suffix (references, padding) is in `image` itself. The source calls them.
 
     Raises:
         ValueError: what was seen, where that is not enough for an adapter.
     """
-    lists, prefix = _watch(model, arguments, image)
-    accepts = (*arguments, "return_dict")
-    variants = [spec.variants() for spec in lists]
-    failed = []
-    for chosen in product(*variants):
-        block_lists = [each.spec(ways) for each, ways in zip(lists, chosen, strict=True)]
-        has_prefix = any(each.joint for each in lists) or any(
-            "gather_joint" in way.text("") for ways in chosen for way in ways.values()
-        )
-        counted = {"num_prefix_tokens": prefix.call} if has_prefix else {}
-        adapter = Adapter(block_lists, accepts, **counted)
-        source = _source(lists, chosen, prefix if has_prefix else None, accepts)
+    lists = _watch(model, arguments, image)
+    longest = max(lists, key=lambda each: len(each.calls))
+    prefixes = suffixes = _lengths(model, arguments, image)
+    if num_prefix_tokens:
+        given = _Count("num_prefix_tokens(model, arguments)", num_prefix_tokens)
+        prefixes = {**prefixes, given.call(model, arguments): given}
+    if num_suffix_tokens:
+        suffixes = {longest.num_suffix: _Count("num_suffix_tokens(model, arguments)", num_suffix_tokens)}
+    failed: list[tuple[float, str]] = []
+    for adapter, source in _drafts(lists, longest, prefixes, suffixes, (*arguments, "return_dict")):
         try:
-            proof = prove(model, adapter, arguments, Route(0.5, 1, -2))
-        except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
-            failed.append(f"{type(error).__name__}: {error}")
+            proofs = [prove(model, adapter, arguments, route) for route in ROUTES]
+        except WRONG as error:
+            failed.append((torch.inf, f"{source}\n{type(error).__name__}: {error}"))
             continue
+        proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
         if proof.dense == 0 and proof.routed < MAX_ERROR:
             return Proposal(source, adapter, proof)
-        failed.append(f"the routes differ by {max(proof):.1g} of what they change")
-    raise ValueError(f"no adapter for {type(model).__name__} was right:\n{source}\n{failed[-1]}")
+        failed.append((max(proof), f"{source}\nthe routes differ by {max(proof):.1g} of what they change"))
+    _, closest = min(reversed(failed), key=lambda attempt: attempt[0])
+    raise ValueError(
+        f"no adapter for {type(model).__name__} was right; correct by hand what is wrong in the closest, and "
+        f"try it with routing.prove:\n{closest}"
+    )
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How a value is gathered by token, or a number of tokens found: as Python of a name, and as a call."""
+    """How a value is gathered by token: as Python of its name, and as a call."""
 
     text: Callable[[str], str]
     call: Callable[..., Any]
@@ -94,14 +113,44 @@ def _per_sample(way: _Way) -> _Way:
 
 AS_IT_IS = _Way(lambda name: name, lambda x, kept: x)
 FOR_ALL = _Way(lambda name: f"{name}.unsqueeze(0)", lambda x, kept: x.unsqueeze(0))
+NUM_KEPT = _Way(lambda name: "kept.ids.shape[1]", lambda x, kept: kept.ids.shape[1])
 
 
-@dataclass
-class _Call:
-    """A block that was called: its arguments by name, and its output."""
+class _Count(NamedTuple):
+    """What tells a number of tokens: as Python, and as a call."""
+
+    text: str
+    call: Count
+
+
+ONE = _Count("1", lambda model, arguments: 1)
+
+
+def _size(name: str) -> _Count:
+    return _Count(f'arguments["{name}"].shape[1]', lambda model, arguments: arguments[name].shape[1])
+
+
+def _longest_of(name: str) -> _Count:
+    text = f'max(map(len, arguments["{name}"]))'
+    return _Count(text, lambda model, arguments: max(map(len, arguments[name])))
+
+
+def _learned(name: str) -> _Count:
+    return _Count(f"model.{name}.shape[-2]", lambda model, arguments: getattr(model, name).shape[-2])
+
+
+def _sum(a: _Count, b: _Count) -> _Count:
+    return _Count(
+        f"{a.text} + {b.text}", lambda model, arguments: a.call(model, arguments) + b.call(model, arguments)
+    )
+
+
+class _Call(NamedTuple):
+    """A block that was called: its arguments by name, its output, and how many were called before."""
 
     arguments: dict[str, Any]
     output: Any
+    place: int
 
 
 @dataclass
@@ -111,7 +160,8 @@ class _List:
     Args:
         tokens: the argument with the image; empty where none was found.
         first: where the image begins in it.
-        length, joint_length: T, and P + T.
+        num_tokens, num_suffix: T, and S.
+        num_prefix: P, of whatever is indexed by token, which `tokens` may not have.
         output: at which place of a tuple a block returns its tokens.
     """
 
@@ -119,11 +169,16 @@ class _List:
     calls: list[_Call]
     num_samples: int
     tokens: str = ""
-    joint: bool = False
     first: int = 0
-    length: int = 0
-    joint_length: int = 0
+    num_tokens: int = 0
+    num_suffix: int = 0
+    num_prefix: int = 0
     output: int | None = None
+
+    @property
+    def length(self) -> int:
+        """T + S."""
+        return self.num_tokens + self.num_suffix
 
     @property
     def given(self) -> dict[str, Any]:
@@ -131,43 +186,41 @@ class _List:
         pairs = [pair for call in self.calls for pair in call.arguments.items()]
         return {name: value for name, value in pairs if value is not None and name != self.tokens}
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors that blocks were given beside the tokens."""
-        return [x for x in tree_leaves(self.given) if isinstance(x, torch.Tensor)]
+    def sizes(self) -> set[int]:
+        """Return all sizes of tensors that blocks were given beside the tokens."""
+        return {size for x in tree_leaves(self.given) if isinstance(x, torch.Tensor) for size in x.shape}
 
-    def find(self, changed: Mapping[str, Any]) -> None:
-        """Find the tokens in a first list: those that another image changes."""
-        for name, x in self.calls[0].arguments.items():
-            if not self._is_sequence(x) or torch.equal(x, changed[name]):
-                continue
-            where = (x != changed[name]).any(dim=2).any(dim=0).nonzero().flatten()  # (T,)
-            first, last = int(where[0]), int(where[-1])
-            if last + 1 < x.shape[1]:
-                raise ValueError(
-                    f"the image has places {first} to {last} of {x.shape[1]} in {name} of {self.name}: what "
-                    "comes after it must be counted by num_suffix_tokens, by hand"
-                )
-            self.tokens, self.joint, self.first, self.length = name, first > 0, first, last + 1 - first
-            return
+    def find(self, changed: Mapping[str, Any], before: "_List | None") -> None:
+        """Find the tokens in what another image changes: all of it in the first list, in a later one what the
+        list before returned, or as many.
+        """
+        sequences = {
+            name: x
+            for name, x in self.calls[0].arguments.items()
+            if isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[0] == self.num_samples
+            if not torch.equal(x, changed[name])
+        }
+        if before is None:
+            places = iter([(name, *_changed(x, changed[name])) for name, x in sequences.items()])
+        else:
+            places = before.places(sequences)
+        if place := next(places, None):
+            self.tokens, self.first, self.num_tokens = place
+            self.num_suffix = sequences[self.tokens].shape[1] - self.first - self.num_tokens
+            self._find_output()
 
-    def find_again(self, before: "_List") -> None:
-        """Find the tokens in a later list: as many as before, alone or after others."""
-        for name, x in self.calls[0].arguments.items():
-            if self._is_sequence(x) and x.shape[1] == before.length:
-                self.tokens, self.length = name, before.length
-                return
-        tokens = before.result()
-        for name, x in self.calls[0].arguments.items():
-            if self._is_sequence(x) and x.shape[1] > before.length and x.shape[2] == tokens.shape[2]:
-                if not torch.equal(x[:, -before.length :], tokens[:, before.first :]):
-                    raise ValueError(f"the image is not at the end of {name} of {self.name}")
-                self.tokens, self.joint, self.length = name, True, before.length
-                self.first = x.shape[1] - before.length
-                return
+    def places(self, sequences: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, int]]:
+        """Yield where the image may be in what comes after this list: the name, the first token, and T."""
+        T, tokens = self.num_tokens, self.result()
+        for name, x in sequences.items():
+            for first in range(x.shape[1] - T + 1):
+                if torch.equal(x[:, first : first + T], tokens):
+                    yield name, first, T
+        yield from ((name, 0, T) for name, x in sequences.items() if x.shape[1] == self.length)
 
-    def find_output(self) -> None:
+    def _find_output(self) -> None:
         """Find which output of a block is the tokens of the next one."""
-        output, following = self.calls[0].output, self.calls[1].arguments[self.tokens]
+        output, following = self.calls[0].output, self.calls[:2][-1].arguments[self.tokens]
         if isinstance(output, torch.Tensor):
             return
         same = [i for i, x in enumerate(output) if isinstance(x, torch.Tensor) and x.shape == following.shape]
@@ -177,17 +230,15 @@ class _List:
         (self.output,) = equal or same
 
     def result(self) -> torch.Tensor:
-        """Return the tokens after the last block."""
+        """Return the image (N, T, D) after the last block."""
         output = self.calls[-1].output
-        return output if self.output is None else output[self.output]
-
-    def _is_sequence(self, x: Any) -> bool:
-        return isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[0] == self.num_samples
+        x = output if self.output is None else output[self.output]
+        return x[:, self.first : self.first + self.num_tokens]
 
     def spec(self, ways: Mapping[str, _Way]) -> BlockList:
         """Return the list for an adapter."""
         by_token = {name: way.call for name, way in ways.items()}
-        return BlockList(self.name, self.tokens, self.joint, self.output, by_token, self.shared(ways))
+        return BlockList(self.name, self.tokens, self.first > 0, self.output, by_token, self.shared(ways))
 
     def shared(self, ways: Mapping[str, _Way]) -> tuple[str, ...]:
         """Return the arguments that are not gathered."""
@@ -197,7 +248,7 @@ class _List:
         """Return the list as it stands in an adapter."""
         parts = [f'"{self.name}"']
         parts += [f'tokens="{self.tokens}"'] if self.tokens != "hidden_states" else []
-        parts += ["joint=True"] if self.joint else []
+        parts += ["joint=True"] if self.first else []
         parts += [f"output={self.output}"] if self.output is not None else []
         if ways:
             texts = {name: f"lambda value, kept: {way.text('value')}" for name, way in ways.items()}
@@ -225,7 +276,7 @@ class _List:
             ways = {key: found for key, found in ways.items() if found}
             chosen = product(*ways.values()) if ways else ()
             return [_of_entries(dict(zip(ways, each, strict=True))) for each in chosen]
-        return []
+        return [NUM_KEPT] if type(value) is int and value == self.length else []
 
     def _of_sequence(self, value: Sequence[Any]) -> list[_Way]:
         parts = [self._ways(part) for part in value]
@@ -237,19 +288,33 @@ class _List:
         return [_of_places(ways) for ways in found if any(way is not AS_IT_IS for way in ways)]
 
     def _of_tensor(self, x: torch.Tensor) -> list[_Way]:
-        methods = {self.joint_length: ("gather_joint", "gather_leading"), self.length: ("gather",)}
+        joint_length = self.num_prefix + self.length
+        joint = ("gather_joint",) if self.first else ("gather_joint", "gather_leading")
+        if x.shape[-1] == joint_length:  # a mask: if it hides too little to tell, one that needs no prefix
+            joint = joint[::-1]
+        methods = {joint_length: joint, self.length: ("gather",)}
         dims = {dim: methods[size] for dim, size in enumerate(x.shape) if size in methods}
-        if not dims:
-            return []
-        if x.shape[0] in (1, self.num_samples):
-            found = [AS_IT_IS]
-            for dim, of_dim in dims.items():
-                found = [_by(method, way, dim) for way in found for method in of_dim]
-            return found
-        if set(dims) == {0}:  # a table for all samples
-            found = [_by(method, FOR_ALL) for method in dims[0]]
-            return [*found, *map(_per_sample, found)]
-        return []
+        if dims and x.shape[0] in (1, self.num_samples):
+            first = min(dims)  # alone, where a table happens to have as many channels as there are tokens
+            each = [dims, {first: dims[first]}] if len(dims) > 1 else [dims]
+            return [way for of_dims in each for way in _of_dims(of_dims)]
+        found = [_by(method, FOR_ALL) for method in dims.get(0, ())]  # a table for all samples
+        return [*found, *map(_per_sample, found)]
+
+
+def _changed(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
+    """Return the first token that differs, and how many there are up to the last one."""
+    where = (x != other).any(dim=2).any(dim=0).nonzero().flatten()
+    return int(where[0]), int(where[-1] - where[0]) + 1
+
+
+def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[_Way]:
+    """Yield ways to gather along dimensions, each by one of its methods."""
+    for chosen in product(*methods.values()):
+        way = AS_IT_IS
+        for dim, method in zip(methods, chosen, strict=True):
+            way = _by(method, way, dim)
+        yield way
 
 
 def _of_all(kind: type, way: _Way) -> _Way:
@@ -276,85 +341,118 @@ def _of_entries(ways: Mapping[str, _Way]) -> _Way:
     )
 
 
-def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> tuple[list[_List], _Way | None]:
-    """Return the lists of blocks that carry the image, and what tells the length of the prefix."""
-    name = type(model).__name__
-    if not isinstance(arguments.get(image), torch.Tensor):
-        raise ValueError(f"image={image} must be a tensor among the arguments")
-    if arguments[image].shape[0] < 2:
+def _drafts(
+    lists: Sequence[_List],
+    longest: _List,
+    prefixes: Mapping[int, _Count],
+    suffixes: Mapping[int, _Count],
+    accepts: Sequence[str],
+) -> Iterator[tuple[Adapter, str]]:
+    """Yield adapters, with their source, of the lists with as many tokens around the image as the longest
+    has; then without the first of them, which may prepare the image for what comes.
+    """
+    joint = next((each for each in (longest, *lists) if each.first), longest)
+    P, S = joint.first, longest.num_suffix
+    for number, known, side, where in ((P, prefixes, "prefix", joint), (S, suffixes, "suffix", longest)):
+        if number and number not in known:
+            raise ValueError(
+                f"{where.tokens} of {where.name} has {number} {side} tokens beside those of the image, which "
+                f"no argument explains: pass num_{side}_tokens, which returns how many"
+            )
+    suffix = {"num_suffix_tokens": suffixes[S]} if S in suffixes else {}
+    alike = [each for each in lists if each.first in (0, P) and each.num_suffix == S]
+    for some in (alike[start:] for start in range(alike.index(longest) + 1)):
+        sizes = set.union(*(each.sizes() for each in some))
+        # Tables and masks may have a prefix that the tokens do not have.
+        for number in [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]:
+            for each in some:
+                each.num_prefix = number
+            for ways in product(*(each.variants() for each in some)):
+                texts = " ".join(way.text("") for of_list in ways for way in of_list.values())
+                has_prefix = any(each.first for each in some) or "gather_joint" in texts
+                prefix = {"num_prefix_tokens": prefixes[number]} if has_prefix else {}
+                yield _draft(list(zip(some, ways, strict=True)), prefix | suffix, accepts)
+
+
+def _draft(
+    lists: Sequence[tuple[_List, Mapping[str, _Way]]], counts: Mapping[str, _Count], accepts: Sequence[str]
+) -> tuple[Adapter, str]:
+    """Return an adapter, and its source, of lists with ways to gather their arguments."""
+    specs = [each.spec(ways) for each, ways in lists]
+    adapter = Adapter(specs, accepts, **{name: count.call for name, count in counts.items()})
+    sources = "".join(each.source(ways) for each, ways in lists)
+    parts = [f"block_lists=(\n{sources}{FOUR})", f"accepts={_names(accepts)}"]
+    parts += [f"{name}=lambda model, arguments: {count.text}" for name, count in counts.items()]
+    lines = "".join(f"{FOUR}{part},\n" for part in parts)
+    return adapter, f"Adapter(\n{lines})\n"
+
+
+def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_List]:
+    """Return the lists of blocks that carry the image, one after another."""
+    if not all(isinstance(x, torch.Tensor) for x in tree_leaves(arguments.get(image))):
+        raise ValueError(f"image={image} must be a tensor among the arguments, or a list of tensors")
+    if len(arguments[image]) < 2:
         raise ValueError(f"{image} has one sample: give two, which differ")
     calls = _calls(model, arguments)
-    changed = _calls(model, {**arguments, image: torch.randn_like(arguments[image])})
+    changed = _calls(model, {**arguments, image: tree_map(torch.randn_like, arguments[image])})
     lists: list[_List] = []
-    for key, of_list in calls.items():
-        found = _List(key, of_list, arguments[image].shape[0])
-        if lists:
-            found.find_again(lists[-1])
-        else:
-            found.find(changed[key][0].arguments)
-        if found.tokens:
-            found.find_output()
-            lists.append(found)
+    for name, of_list in calls.items():
+        before = lists[-1] if lists else None
+        if before and of_list[0].place < before.calls[-1].place:
+            continue  # it runs between the blocks of that one
+        found = _List(name, of_list, len(arguments[image]))
+        found.find(changed[name][0].arguments, before)
+        lists += [found] if found.tokens else []
     if not lists:
-        raise ValueError(f"{name} has no list of blocks, run one after another, with tokens of {image}")
-    return lists, _prefix(lists, _explained(model, arguments, image))
+        raise ValueError(
+            f"{type(model).__name__} has no list of blocks, run one after another, whose attention (that of "
+            f"torch itself) sees tokens of {image}"
+        )
+    return lists
 
 
-def _explained(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, _Way]:
-    """Return numbers of tokens that may come before those of the image, and what tells them: texts, learned
-    tokens, and both.
+def _lengths(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, _Count]:
+    """Return numbers of tokens that may be beside those of the image, and what tells each: a text, as states,
+    words or a list of states; learned tokens; what becomes a single token; and two of these.
     """
-    texts = {
-        value.shape[1]: _Way(
-            lambda _, key=key: f'arguments["{key}"].shape[1]',
-            lambda model, arguments, key=key: arguments[key].shape[1],
+    num_samples, integers = len(arguments[image]), (torch.int32, torch.int64)
+    others = {name: value for name, value in arguments.items() if name != image}
+    tensors = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}
+    found = [_size(name) for name, x in tensors.items() if x.ndim >= 3]
+    found += [_size(name) for name, x in tensors.items() if x.ndim == 2 and x.dtype in integers]
+    for name, value in others.items():
+        parts = value if isinstance(value, list) and len(value) == num_samples else [None]
+        found += (
+            [_longest_of(name)] if all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in parts) else []
         )
-        for key, value in arguments.items()
-        if key != image and isinstance(value, torch.Tensor) and value.ndim >= 3
-    }
-    learned = {
-        value.shape[1]: _Way(
-            lambda _, name=name: f"model.{name}.shape[1]",
-            lambda model, arguments, name=name: getattr(model, name).shape[1],
-        )
-        for name, value in model.named_parameters(recurse=False)
-        if value.ndim == 3 and value.shape[0] == 1
-    }
-    both = {
-        a + b: _Way(
-            lambda _, a=first, b=second: f"{a.text('')} + {b.text('')}",
-            lambda model, arguments, a=first, b=second: a.call(model, arguments) + b.call(model, arguments),
-        )
-        for a, first in learned.items()
-        for b, second in texts.items()
-    }
-    return both | learned | texts
+    for name, x in model.named_parameters(recurse=False):
+        found += [_learned(name)] if x.ndim == 2 or (x.ndim == 3 and len(x) == 1) else []
+    found += [ONE] if any(x.ndim in (1, 2) and len(x) == num_samples for x in tensors.values()) else []
+    lengths: dict[int, _Count] = {}
+    for count in (*found, *(_sum(*pair) for pair in combinations(found, 2))):
+        lengths.setdefault(count.call(model, arguments), count)
+    return lengths
 
 
-def _prefix(lists: Sequence[_List], explained: Mapping[int, _Way]) -> _Way | None:
-    """Give the lists the length with a prefix; return what tells its length, None where there is none."""
-    found = {each.first for each in lists if each.joint} or {0}
-    if len(found) > 1:
-        raise ValueError(f"the tokens of the image begin at different places: {sorted(found)}")
-    (P,) = found
-    sizes = {size for each in lists for x in each.tensors() for size in x.shape}
-    if not P:  # tables and masks may have a prefix that the tokens do not have
-        P = next((length for length in explained if lists[0].length + length in sizes), 0)
-    if P and P not in explained:
-        raise ValueError(f"{P} tokens come before those of the image, which no argument explains")
-    for each in lists:
-        each.joint_length = P + each.length
-    return explained[P] if P else None
+class _Attention(TorchFunctionMode):
+    """Counts how often torch attends."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.count += func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
 
 
 def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Call]]:
-    """Run a model; return the calls of the blocks of each list whose blocks ran once, one after another."""
-    lists = {
-        name: blocks
-        for name, blocks in model.named_modules()
-        if isinstance(blocks, nn.ModuleList | nn.Sequential) and len(blocks) > 1
-    }
+    """Run a model; return the calls of each list of blocks that attend, and ran once, one after another."""
+    kinds = nn.ModuleList | nn.Sequential
+    lists = {name: blocks for name, blocks in model.named_modules() if isinstance(blocks, kinds)}
     seen: list[tuple[str, int, _Call]] = []
+    attention, started, attending = _Attention(), [], set()
+
+    def start(block: nn.Module, args: tuple) -> None:
+        started.append(attention.count)
 
     def watching(name: str, i: int, signature: inspect.Signature) -> Any:
         def watch(block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -363,16 +461,18 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
             for parameter in signature.parameters.values():
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     values |= values.pop(parameter.name, {})
-            seen.append((name, i, _Call(values, output)))
+            seen.append((name, i, _Call(values, output, len(seen))))
+            attending.update([name] if attention.count > started.pop() else [])
 
         return watch
 
     training = [(module, module.training) for module in model.modules()]
     model.eval()
-    with ExitStack() as hooks, torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad(), attention:
         for name, blocks in lists.items():
             for i, block in enumerate(blocks):
                 watch = watching(name, i, inspect.signature(type(block).forward))
+                hooks.enter_context(block.register_forward_pre_hook(start))
                 hooks.enter_context(block.register_forward_hook(watch, with_kwargs=True))
         model(**arguments)
     for module, was in training:
@@ -381,19 +481,9 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
     for name, _, call in seen:
         found.setdefault(name, []).append(call)
     order = {name: [i for of, i, _ in seen if of == name] for name in found}
-    whole = [name for name in found if order[name] == list(range(len(lists[name])))]
-    return {name: found[name] for name in whole if not any(name.startswith(f"{of}.") for of in whole)}
-
-
-def _source(
-    lists: Sequence[_List], chosen: Sequence[Mapping[str, _Way]], prefix: _Way | None, accepts: Sequence[str]
-) -> str:
-    """Return an adapter as Python."""
-    block_lists = "".join(each.source(ways) for each, ways in zip(lists, chosen, strict=True))
-    parts = [f"block_lists=(\n{block_lists}{FOUR})", f"accepts={_names(accepts)}"]
-    parts += [f"num_prefix_tokens=lambda model, arguments: {prefix.text('')}"] if prefix else []
-    lines = "".join(f"{FOUR}{part},\n" for part in parts)
-    return f"Adapter(\n{lines})\n"
+    whole = [name for name in attending if order[name] == list(range(len(lists[name])))]
+    inner = {name for name in whole for of in whole if name.startswith(f"{of}.")}
+    return {name: calls for name, calls in found.items() if name in whole and name not in inner}
 
 
 def _names(names: Sequence[str]) -> str:
