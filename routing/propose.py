@@ -466,17 +466,16 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
 
         return watch
 
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
     with ExitStack() as hooks, torch.no_grad(), attention:
+        for module in model.modules():
+            hooks.callback(setattr, module, "training", module.training)
+        model.eval()
         for name, blocks in lists.items():
             for i, block in enumerate(blocks):
                 watch = watching(name, i, inspect.signature(type(block).forward))
                 hooks.enter_context(block.register_forward_pre_hook(start))
                 hooks.enter_context(block.register_forward_hook(watch, with_kwargs=True))
         model(**arguments)
-    for module, was in training:
-        module.training = was
     found: dict[str, list[_Call]] = {}
     for name, _, call in seen:
         found.setdefault(name, []).append(call)

@@ -182,3 +182,28 @@ def test_what_is_around_the_image_is_counted_by_arguments():
     assert 'num_suffix_tokens=lambda model, arguments: max(map(len, arguments["texts"])),\n' in source
     gathered = '"num_last": lambda value, kept: kept.ids.shape[1]'
     assert source.index('"first"') < source.index('"blocks"') and source.count(gathered) == 2
+
+
+class Alternating(Stack):
+    """Runs another list between its blocks."""
+
+    def __init__(self):
+        super().__init__(Attending)
+        self.others = nn.ModuleList(Attending() for _ in self.blocks)
+
+    def forward(self, hidden_states):
+        for block, other in zip(self.blocks, self.others, strict=True):
+            hidden_states = other(block(hidden_states))
+        return hidden_states
+
+
+def test_what_runs_between_the_blocks_is_not_their_list():
+    proposal = propose_adapter(Alternating(), {"hidden_states": torch.randn(2, 36, 8)})
+    assert [spec.name for spec in proposal.adapter.block_lists] == ["blocks"]
+
+
+def test_a_model_that_cannot_run_stays_as_it_was():
+    model = Stack(Attending)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        propose_adapter(model, {"hidden_states": torch.randn(2, 36, 9)})
+    assert all(module.training and not module._forward_hooks for module in model.modules())
