@@ -14,6 +14,7 @@ from routing.families import (
     allegro,
     anyflow,
     auraflow,
+    bria_fibo,
     chroma,
     cogvideox,
     cogview,
@@ -27,6 +28,7 @@ from routing.families import (
     hunyuan_dit,
     hunyuan_image,
     hunyuan_video,
+    ideogram,
     joyimage,
     kandinsky,
     krea,
@@ -58,11 +60,11 @@ from routing.families.parts import Built, Family, Sizes
 
 # fmt: off
 LINES = (
-    ace_step, allegro, anyflow, auraflow, chroma, cogvideox, cogview, cosmos, dit, easyanimate, flux,
-    flux2, flux_like, helios, hunyuan_dit, hunyuan_image, hunyuan_video, joyimage, kandinsky, krea,
-    latte, longcat_audio, ltx, lumina, minimax_h3, minimax_music3, mochi, motif_video, nucleus, omnigen,
-    pixart, proteina, prx, qwen_image, sana, sana_video, sd3, stable_audio, stable_audio3, t5_film,
-    unet, wan, z_image,
+    ace_step, allegro, anyflow, auraflow, bria_fibo, chroma, cogvideox, cogview, cosmos, dit,
+    easyanimate, flux, flux2, flux_like, helios, hunyuan_dit, hunyuan_image, hunyuan_video,
+    ideogram, joyimage, kandinsky, krea, latte, longcat_audio, ltx, lumina, minimax_h3,
+    minimax_music3, mochi, motif_video, nucleus, omnigen, pixart, proteina, prx, qwen_image, sana,
+    sana_video, sd3, stable_audio, stable_audio3, t5_film, unet, wan, z_image,
 )
 # fmt: on
 FAMILIES: dict[str, Family] = {}
