@@ -78,6 +78,8 @@ class BlockList:
         output: at which place of a tuple a block returns the tokens; None where it returns a tensor.
         by_token: gathers each argument that is indexed by token: `lambda mask, kept: kept.gather(mask)`.
         shared: arguments that do not depend on the token.
+        sequence_first: blocks take and return the tokens as (T + S, N, D).
+        num_suffix_tokens: returns S of this list; None where it is that of the adapter.
     """
 
     name: str
@@ -86,6 +88,21 @@ class BlockList:
     output: int | None = None
     by_token: Mapping[str, Callable[[Any, Kept], Any]] = field(default_factory=dict)
     shared: Sequence[str] = ()
+    sequence_first: bool = False
+    num_suffix_tokens: Callable[[nn.Module, Arguments], int] | None = None
+
+    def batch_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what a block takes or returns with samples first, and the other way round."""
+        return x.transpose(0, 1) if self.sequence_first else x
+
+    def tokens_of(self, output: Any) -> torch.Tensor:
+        """Return the tokens in what a block returns, samples first."""
+        return self.batch_first(output if self.output is None else output[self.output])
+
+    def with_tokens(self, output: Any, x: torch.Tensor) -> Any:
+        """Return what a block returns with other tokens, given samples first."""
+        x = self.batch_first(x)
+        return x if self.output is None else (*output[: self.output], x, *output[self.output + 1 :])
 
     def gather(self, arguments: Arguments, kept: Kept, block: str) -> dict[str, Any]:
         """Return the arguments of a block, those that are indexed by token for the kept ones.
@@ -129,6 +146,8 @@ class Adapter:
             tokens after each block (ControlNet). That of a window's last block reaches the kept tokens alone,
             like those before.
         check: raises ValueError for what cannot be routed.
+        whole_between_blocks: the model cuts the sequence between blocks at places that it counted before:
+            tokens that bypass are put back after each block of a window.
     """
 
     block_lists: Sequence[BlockList]
@@ -137,3 +156,10 @@ class Adapter:
     num_suffix_tokens: Callable[[nn.Module, Arguments], int] = _zero
     residuals: Sequence[str] = ()
     check: Callable[[nn.Module, Arguments], None] = _no_check
+    whole_between_blocks: bool = False
+
+    def num_suffix_tokens_of(self, model: nn.Module, arguments: Arguments) -> dict[str, int]:
+        """Return S of each list of blocks, by its name."""
+        S = self.num_suffix_tokens(model, arguments)
+        own = {spec.name: spec.num_suffix_tokens for spec in self.block_lists}
+        return {name: S if count is None else count(model, arguments) for name, count in own.items()}

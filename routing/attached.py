@@ -12,14 +12,15 @@ Shapes: as in routing/adapter.py.
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from routing.adapter import Adapter, Arguments, BlockList, Kept, named, plain_forward
 from routing.families import adapter_of
@@ -230,8 +231,9 @@ class _Attached:
         if routing.force_keep is None:
             return forward()
         arguments = self.signature.bind(*forward.args, **forward.keywords).arguments
-        P = self.adapter.num_prefix_tokens(model, arguments) if self.layers[0].spec.joint else 0
-        num_others = P + self.adapter.num_suffix_tokens(model, arguments)
+        first = self.layers[0].spec
+        P = self.adapter.num_prefix_tokens(model, arguments) if first.joint else 0
+        num_others = P + self.adapter.num_suffix_tokens_of(model, arguments)[first.name]
         with self._handing_out(model, _DensePass(self.layers[0], routing.force_keep, num_others)):
             return forward()
 
@@ -244,12 +246,13 @@ class _Attached:
         generator: torch.Generator | None,
     ) -> "_RoutedPass":
         P = self.adapter.num_prefix_tokens(model, arguments)
-        S = self.adapter.num_suffix_tokens(model, arguments)
+        S = self.adapter.num_suffix_tokens_of(model, arguments)
         windows = []
         for idx, (route, ratio) in enumerate(zip(self.routes, ratios, strict=True)):
             if ratio > 0:
                 draw = partial(routing.ids_keep, idx, ratio, router=self.router)
-                windows.append(_Window(route, draw, _draw_seed(generator), P, S))
+                whole = self.adapter.whole_between_blocks
+                windows.append(_Window(route, draw, _draw_seed(generator), P, S, whole))
         return _RoutedPass(self.layers, windows)
 
     @contextmanager
@@ -298,43 +301,60 @@ def _draw_seed(generator: torch.Generator | None) -> int:
 
 @dataclass
 class _Window:
-    """A route in one forward pass; `kept` and `original` are set when the window starts."""
+    """A route in one forward pass; `ids_keep`, `num_tokens` and `original` are set when the window starts."""
 
     route: Route
     draw: Callable[..., torch.Tensor]  # draw(x, generator=) -> ids_keep
     seed: int
     num_prefix_tokens: int
-    num_suffix_tokens: int
-    kept: Kept | None = None
-    original: torch.Tensor | None = None
+    num_suffix_tokens: Mapping[str, int]  # by the name of a list of blocks
+    whole: bool  # between two blocks the model has all tokens
+    ids_keep: torch.Tensor | None = None  # (N, K)
+    num_tokens: int = 0
+    original: torch.Tensor | None = None  # (N, T + S, D)
     is_done: bool = False
+    _kept: dict[int, Kept] = field(default_factory=dict)  # by S
 
-    def start(self, x: torch.Tensor, joint: bool) -> torch.Tensor:
-        """Return the kept tokens, drawn once: a checkpointed block that is run again takes the same."""
-        if self.kept is None:
-            self.original = x[:, self.num_prefix_tokens :] if joint else x  # (N, T + S, D)
-            self.kept = self._draw()
-        return self.kept.gather_joint(x) if joint else self.kept.gather(x)
+    def start(self, x: torch.Tensor, spec: BlockList) -> None:
+        """Draw the kept tokens, once: a checkpointed block that is run again takes the same."""
+        if self.ids_keep is not None:
+            return
+        original = x[:, self.num_prefix_tokens :] if spec.joint else x  # (N, T + S, D)
+        self.num_tokens = original.shape[1] - self.num_suffix_tokens[spec.name]
+        generator = torch.Generator(x.device).manual_seed(self.seed)
+        self.ids_keep = self.draw(original[:, : self.num_tokens], generator=generator)
+        self.original = None if self.whole else original
 
-    def _draw(self) -> Kept:
-        num_samples, num_tokens = self.original.shape[0], self.original.shape[1] - self.num_suffix_tokens
-        generator = torch.Generator(self.original.device).manual_seed(self.seed)
-        ids_keep = self.draw(self.original[:, :num_tokens], generator=generator)  # (N, K)
-        suffix = num_tokens + torch.arange(self.num_suffix_tokens, device=ids_keep.device)
-        ids = torch.cat([ids_keep, suffix.expand(num_samples, -1)], dim=1)  # (N, K + S)
-        return Kept(ids, self.original.shape[1], self.num_prefix_tokens)
+    def kept(self, spec: BlockList) -> Kept:
+        """Return the kept tokens among those of a list of blocks."""
+        S = self.num_suffix_tokens[spec.name]
+        if S not in self._kept:
+            suffix = self.num_tokens + torch.arange(S, device=self.ids_keep.device)
+            ids = torch.cat([self.ids_keep, suffix.expand(len(self.ids_keep), -1)], dim=1)  # (N, K + S)
+            self._kept[S] = Kept(ids, self.num_tokens + S, self.num_prefix_tokens)
+        return self._kept[S]
 
-    def end(self, output: Any, spec: BlockList) -> Any:
-        """Return the output of the last block with the bypassing tokens back in place."""
-        self.is_done = True
-        x = output if spec.output is None else output[spec.output]
+    def take(self, x: torch.Tensor, spec: BlockList) -> torch.Tensor:
+        """Return the kept tokens."""
+        return self.kept(spec).gather_joint(x) if spec.joint else self.kept(spec).gather(x)
+
+    def put_back(self, output: Any, spec: BlockList, before: torch.Tensor) -> Any:
+        """Return the output of a block with the bypassing tokens back in place.
+
+        Args:
+            before: what the block was given.
+        """
+        x, kept = spec.tokens_of(output), self.kept(spec)
         P = self.num_prefix_tokens if spec.joint else 0
+        original = before[:, P:] if self.whole else self.original
         # In the type that a block would return: autocast may have left the tokens narrower before it.
-        original = self.original.to(torch.promote_types(self.original.dtype, x.dtype))
-        tokens = end_route(x[:, P:], self.kept.ids, original)  # (N, T + S, D)
+        original = original.to(torch.promote_types(original.dtype, x.dtype))
+        if (missing := kept.num_tokens - original.shape[1]) != 0:  # the window began in a list of another S
+            original = F.pad(original, (0, 0, 0, missing))
+        tokens = end_route(x[:, P:], kept.ids, original)  # (N, T + S, D)
         if P:
             tokens = torch.cat([x[:, :P].to(tokens.dtype), tokens], dim=1)  # (N, P + T + S, D)
-        return tokens if spec.output is None else (*output[: spec.output], tokens, *output[spec.output + 1 :])
+        return spec.with_tokens(output, tokens)
 
 
 class _RoutedPass:
@@ -366,11 +386,12 @@ class _RoutedPass:
         window = self._window()
         if window is None:
             return x
-        routed = window.kept.gather(x)  # (N, K + S, D)
-        if self.idx < window.route.end_layer_idx:
+        kept = window.kept(self.layers[self.idx].spec)
+        routed = kept.gather(x)  # (N, K + S, D)
+        if self.idx < window.route.end_layer_idx and not window.whole:
             return routed
         # The tokens are complete again; those that bypassed the window rejoin unchanged.
-        return end_route(routed, window.kept.ids, routed.new_zeros(routed.shape[0], *x.shape[1:]))
+        return end_route(routed, kept.ids, routed.new_zeros(routed.shape[0], *x.shape[1:]))
 
     def check_done(self, name: str) -> None:
         """Raise ValueError if a window has not ended."""
@@ -405,7 +426,7 @@ class _Checked:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         layer = self._pass.layer
-        x = layer.signature.bind(*args, **kwargs).arguments[layer.spec.tokens]
+        x = layer.spec.batch_first(layer.signature.bind(*args, **kwargs).arguments[layer.spec.tokens])
         check_force_keep(self._pass.force_keep, x.shape[0], x.shape[1] - self._pass.num_others)
         return self._block(*args, **kwargs)
 
@@ -451,18 +472,23 @@ class _StandIn:
                 raise ValueError(
                     f"{key} of {name} does not go together with routing: the adapter does not name it"
                 )
-        if self._idx == window.route.start_layer_idx:
-            values[spec.tokens] = window.start(values[spec.tokens], spec.joint)
-        elif window.kept is None:
-            first = window.route.start_layer_idx
+        x = spec.batch_first(values[spec.tokens])
+        first, last = window.route.start_layer_idx, window.route.end_layer_idx
+        if self._idx == first:
+            window.start(x, spec)
+        elif window.ids_keep is None:
             raise ValueError(
                 f"layer {self._idx}, a {name}, runs before layer {first}, where its route starts"
             )
-        values = spec.gather(values, window.kept, name)
+        if self._idx == first or window.whole:
+            values[spec.tokens] = spec.batch_first(window.take(x, spec))
+        values = spec.gather(values, window.kept(spec), name)
         # Positional and by name as in the model: hooks of the block may look at either.
         positional = self._positional(values, len(args))
         output = self._block(*positional, **{key: values[key] for key in kwargs})
-        return window.end(output, spec) if self._idx == window.route.end_layer_idx else output
+        if self._idx == last:
+            window.is_done = True
+        return window.put_back(output, spec, x) if self._idx == last or window.whole else output
 
     def _positional(self, values: dict[str, Any], count: int) -> list[Any]:
         found = []

@@ -8,6 +8,7 @@ those of the model itself.
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -31,32 +32,37 @@ class Proof(NamedTuple):
 
 
 class _HiddenKeys(TorchFunctionMode):
-    """Attention that does not see some tokens, while `is_on`.
+    """Attention that does not see the tokens that are `hidden`, (N, T + S) bool, or sees all: None.
 
     Args:
-        hidden: (N, T + S) bool.
-        others_first: what attention has besides comes first in it, whatever the order elsewhere.
+        num_first: how much of what attention has besides comes first in it, whatever the order elsewhere;
+            None: all.
         queries_alone: of the tokens alone, while others are among the keys.
     """
 
-    def __init__(self, hidden: torch.Tensor, others_first: bool, queries_alone: bool):
+    def __init__(self, num_first: int | None, queries_alone: bool):
         super().__init__()
-        self.hidden, self.others_first, self.queries_alone = hidden, others_first, queries_alone
-        self.is_on, self.was_seen, self.sample = False, False, -1
+        self.num_first, self.queries_alone = num_first, queries_alone
+        self.hidden: torch.Tensor | None = None
+        self.was_seen, self.sample = False, -1
+
+    def hide(self, hidden: torch.Tensor, block: nn.Module, args: tuple) -> None:
+        """Hide other tokens, from a block on."""
+        self.hidden = hidden
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_on and func is F.scaled_dot_product_attention:
+        if self.hidden is not None and func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             num_queries, num_keys = given["query"].shape[-2], given["key"].shape[-2]
             num_others = num_keys - self.hidden.shape[1]
             alone = self.queries_alone and num_queries == self.hidden.shape[1]
             of_tokens = num_queries == num_keys or alone
-            if of_tokens and num_others >= 0 and not given.get("is_causal"):
+            num_first = num_others if self.num_first is None else self.num_first
+            if of_tokens and num_others >= num_first and num_others >= 0 and not given.get("is_causal"):
                 self.was_seen = True
-                others = (num_others, 0) if self.others_first else (0, num_others)
-                hidden = F.pad(self._of(given["query"]), others)
+                hidden = F.pad(self._of(given["query"]), (num_first, num_others - num_first))
                 return func(**{**given, "attn_mask": _hide(given.get("attn_mask"), hidden, given["query"])})
         return func(*args, **kwargs)
 
@@ -102,16 +108,16 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     layers = [(spec, block) for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
     (route,) = resolve_routes([route], len(layers), key="route")
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
-    P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens(model, arguments)
+    P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments)
 
     start = State(*window[0], P)
     with start.reading():
         plain = _output(model, arguments)
-    N, T = start.value.shape[0], start.value.shape[1] - S
+    N, T = start.value.shape[0], start.value.shape[1] - S[start.spec.name]
     noise = torch.rand(N, T, generator=torch.Generator().manual_seed(0)).to(start.value.device)
     num_kept = num_tokens_kept(T, route.selection_ratio)
     hidden = noise.argsort(dim=1).argsort(dim=1) >= num_kept  # (N, T)
-    hidden = torch.cat([hidden, hidden.new_zeros(N, S)], dim=1)  # (N, T + S)
+    hidden_in = {name: F.pad(hidden, (0, num_suffix)) for name, num_suffix in S.items()}  # (N, T + S)
 
     attach(model, [route], adapter=adapter)
     try:
@@ -122,8 +128,9 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     effect = _apart(routed, plain)
     if not effect > 0:
         raise ValueError("routes change nothing: the output does not depend on the blocks of the window")
-    ways = product((True, False), repeat=2)  # how attention has others beside the tokens: one must be right
-    found = [_hiding(model, arguments, window, hidden, P, _HiddenKeys(hidden, *way)) for way in ways]
+    # How attention has others beside the tokens: one must be right.
+    ways = product((None, P if start.spec.joint else 0), (True, False))
+    found = [_hiding(model, arguments, window, hidden_in, P, _HiddenKeys(*way)) for way in ways]
     found = [output for output in found if output is not None]
     if not found:
         raise ValueError("no attention to the tokens was seen: that of a block must be torch's own")
@@ -146,7 +153,7 @@ class State:
 
         def before(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             arguments = self.signature.bind(block, *args, **kwargs).arguments
-            self.value = arguments[self.spec.tokens][:, self.first :]
+            self.value = self.spec.batch_first(arguments[self.spec.tokens])[:, self.first :]
 
         def after(block: nn.Module, args: tuple, output: Any) -> None:
             self.output = self.of(output)
@@ -157,40 +164,40 @@ class State:
 
     def of(self, output: Any) -> torch.Tensor:
         """Return the tokens in what the block returns."""
-        x = output if self.spec.output is None else output[self.spec.output]
-        return x[:, self.first :]
+        return self.spec.tokens_of(output)[:, self.first :]
 
     def replaced(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
         """Return the output of the block with other tokens where (N, T + S) says so."""
-        x = output if self.spec.output is None else output[self.spec.output]
+        x = self.spec.tokens_of(output)
+        by = F.pad(by, (0, 0, 0, where.shape[1] - by.shape[1]))  # of a list with another S
         tokens = torch.where(where.unsqueeze(-1), by, x[:, self.first :])
-        tokens = torch.cat([x[:, : self.first], tokens], dim=1)
-        if self.spec.output is None:
-            return tokens
-        return (*output[: self.spec.output], tokens, *output[self.spec.output + 1 :])
+        return self.spec.with_tokens(output, torch.cat([x[:, : self.first], tokens], dim=1))
 
 
 def _hiding(
     model: nn.Module,
     arguments: Mapping[str, Any],
     window: Sequence[tuple[BlockList, nn.Module]],
-    hidden: torch.Tensor,
+    hidden_in: Mapping[str, torch.Tensor],
     num_prefix_tokens: int,
     keys: _HiddenKeys,
 ) -> torch.Tensor | None:
     """Return the output of a model that hides tokens in a window, which rejoin as they were; None where no
     attention to them was seen.
+
+    Args:
+        hidden_in: (N, T + S) bool of each list of blocks, by its name.
     """
     start, end = (State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
 
-    def begin(*_: Any) -> None:
-        keys.is_on = True
-
     def rejoin(block: nn.Module, args: tuple, output: Any) -> Any:
-        keys.is_on = False
-        return end.replaced(output, hidden, start.value)
+        keys.hidden = None
+        return end.replaced(output, hidden_in[end.spec.name], start.value)
 
-    hooks = (start.block.register_forward_pre_hook(begin), end.block.register_forward_hook(rejoin))
+    hooks = [
+        block.register_forward_pre_hook(partial(keys.hide, hidden_in[spec.name])) for spec, block in window
+    ]
+    hooks.append(end.block.register_forward_hook(rejoin))
     try:
         with start.reading(), keys:
             output = _output(model, arguments)

@@ -1,12 +1,14 @@
 """Routes in models of other people, through adapters of a few lines."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from routing import Adapter, BlockList, Route, Routing, attach, detach
 from tests.routing.families import drawn, seeded
@@ -160,6 +162,116 @@ class Masked(Decoder):
         for layer in self.layers:
             x = layer(self.embed(input_ids), attention_mask=self.mask, position_embeddings=(tables, tables))
         return x
+
+
+class SequenceFirst(DecoderLayer):
+    """Takes samples in the second dimension."""
+
+    def forward(self, x, position_embeddings):
+        return super().forward(x.transpose(0, 1), None, position_embeddings).transpose(0, 1)
+
+
+def tables(positions):
+    angles = positions[None, :, None] / 10 ** torch.linspace(0, 2, 16)  # (1, T, d)
+    return angles.cos(), angles.sin()
+
+
+class Packed(nn.Module):
+    """Layers of the image alone, then of the image with text behind it, of which a part is for one layer.
+
+    Args:
+        cuts: that part is for one layer, and cut off at a place that is counted once.
+    """
+
+    def __init__(self, cuts):
+        super().__init__()
+        self.cuts, self.checkpointing = cuts, False
+        self.image_layers = nn.ModuleList(DecoderLayer(32, 2) for _ in range(3))
+        self.layers = nn.ModuleList(SequenceFirst(32, 2) for _ in range(3))
+
+    def run(self, layer, x, *others):
+        return checkpoint(layer, x, *others, use_reentrant=False) if self.checkpointing else layer(x, *others)
+
+    def forward(self, image, text, further):  # (N, T, D), (N, Q, D), (3, N, R, D)
+        positions = torch.arange(image.shape[1] + text.shape[1] + further.shape[2])
+        x = image
+        for layer in self.image_layers:
+            x = self.run(layer, x, None, tables(positions[: image.shape[1]]))
+        x = torch.cat([x, text, further[0]], dim=1).transpose(0, 1)
+        num_tokens, num_cut = image.shape[1], image.shape[1] + text.shape[1]
+        for layer, own in zip(self.layers, further, strict=True):
+            if self.cuts:
+                x = torch.cat([x[:num_cut], own.transpose(0, 1)])
+            x = self.run(layer, x, tables(positions))
+        return x[:num_tokens].transpose(0, 1)
+
+
+POSITIONS = {"position_embeddings": lambda tables, kept: tuple(kept.gather(table) for table in tables)}
+
+
+def packed_adapter(cuts):
+    def num_text_tokens(model, arguments):
+        return arguments["text"].shape[1] + arguments["further"].shape[2]
+
+    last = {"tokens": "x", "sequence_first": True, "num_suffix_tokens": num_text_tokens}
+    lists = [BlockList("image_layers", by_token=POSITIONS), BlockList("layers", by_token=POSITIONS, **last)]
+    return Adapter(lists, accepts=["image", "text", "further"], whole_between_blocks=cuts)
+
+
+def packed_oracle(model, image, text, further, windows):
+    """The layers one after another on the tokens of one sample; windows: {first layer: (last layer, ids)}."""
+    T, (last, ids), whole = image.shape[1], (-1, torch.arange(image.shape[1])), None
+    behind, others = torch.arange(T, T + text.shape[1] + further.shape[2]), torch.cat([text, further[0]], 1)
+    for i, layer in enumerate([*model.image_layers, *model.layers]):
+        if i in windows:
+            (last, ids), whole = windows[i], image
+            image = image[:, ids]
+        if i < 3:
+            image = layer(image, None, tables(ids))
+        else:
+            if model.cuts:
+                others = torch.cat([others[:, : text.shape[1]], further[i - 3]], dim=1)
+            both = layer(torch.cat([image, others], 1).transpose(0, 1), tables(torch.cat([ids, behind])))
+            image, others = both.transpose(0, 1).split([len(ids), len(behind)], dim=1)
+        if i == last:
+            whole = whole.clone()
+            whole[:, ids], ids = image, torch.arange(T)
+            image = whole
+    return image
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+@pytest.mark.parametrize("routes", [[Route(0.5, 1, 3), Route(0.25, 4, 4)], [Route(0.5, 3, 5)]])
+def test_text_joins_in_a_later_list_with_samples_second(cuts, routes):
+    torch.manual_seed(0)
+    model, image = Packed(cuts).train(), torch.randn(3, 16, 32)
+    text, further = torch.randn(3, 4, 32), torch.randn(3, 3, 2, 32)
+    plain, arguments = copy.deepcopy(model), (image, text, further)
+    routes = attach(model, routes, adapter=packed_adapter(cuts))
+    assert torch.equal(model(*arguments, routing=Routing(0)), plain(*arguments))
+    ids = drawn(routes)
+    output = model(*arguments, generator=seeded())
+    for n in range(3):
+        at = slice(n, n + 1)
+        windows = {r.start_layer_idx: (r.end_layer_idx, x[n]) for r, x in zip(routes, ids, strict=True)}
+        expected = packed_oracle(plain, image[at], text[at], further[:, at], windows)
+        torch.testing.assert_close(output[at], expected, rtol=1e-4, atol=1e-5)
+    output.square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model.checkpointing = True
+    model(*arguments, generator=seeded()).square().mean().backward()
+    pairs = zip(gradients, (parameter.grad for parameter in model.parameters()), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_mask_is_compared_with_tokens_of_samples_second():
+    adapter = replace(packed_adapter(False), block_lists=packed_adapter(False).block_lists[1:])
+    attach(model := Packed(False).train(), [Route(0.5, 0, 1)], adapter=adapter)
+    arguments = (torch.randn(3, 16, 32), torch.randn(3, 4, 32), torch.randn(3, 3, 2, 32))
+    model(*arguments, routing=Routing(0, force_keep=torch.ones(3, 16, dtype=torch.bool)))
+    with pytest.raises(ValueError, match=r"force_keep=torch.bool \(3, 22\) must be torch.bool \(3, 16\)"):
+        model(*arguments, routing=Routing(0, force_keep=torch.ones(3, 22, dtype=torch.bool)))
 
 
 class Twice(Decoder):
