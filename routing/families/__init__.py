@@ -21,10 +21,13 @@ from routing.families import (
     cosmos,
     dit,
     easyanimate,
+    ernie,
     flux,
     flux2,
+    flux3,
     flux_like,
     helios,
+    hidream,
     hunyuan_dit,
     hunyuan_image,
     hunyuan_video,
@@ -61,10 +64,10 @@ from routing.families.parts import Built, Family, Sizes
 # fmt: off
 LINES = (
     ace_step, allegro, anyflow, auraflow, bria_fibo, chroma, cogvideox, cogview, cosmos, dit,
-    easyanimate, flux, flux2, flux_like, helios, hunyuan_dit, hunyuan_image, hunyuan_video,
-    ideogram, joyimage, kandinsky, krea, latte, longcat_audio, ltx, lumina, minimax_h3,
-    minimax_music3, mochi, motif_video, nucleus, omnigen, pixart, proteina, prx, qwen_image, sana,
-    sana_video, sd3, stable_audio, stable_audio3, t5_film, unet, wan, z_image,
+    easyanimate, ernie, flux, flux2, flux3, flux_like, helios, hidream, hunyuan_dit, hunyuan_image,
+    hunyuan_video, ideogram, joyimage, kandinsky, krea, latte, longcat_audio, ltx, lumina,
+    minimax_h3, minimax_music3, mochi, motif_video, nucleus, omnigen, pixart, proteina, prx,
+    qwen_image, sana, sana_video, sd3, stable_audio, stable_audio3, t5_film, unet, wan, z_image,
 )
 # fmt: on
 FAMILIES: dict[str, Family] = {}

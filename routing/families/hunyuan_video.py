@@ -1,8 +1,14 @@
-"""HunyuanVideo: double blocks, then single ones (1.5 has none); in attention the text comes last."""
+"""HunyuanVideo: double blocks, then single ones (1.5 has none); in attention the text comes last.
+
+FramePack's tokens of earlier frames come before those that are generated.
+"""
+
+import math
 
 import torch
+import torch.nn as nn
 
-from routing.adapter import Adapter, BlockList
+from routing.adapter import Adapter, Arguments, BlockList, Kept
 from routing.families.parts import (
     INPUTS,
     POOLED_DIM,
@@ -13,6 +19,7 @@ from routing.families.parts import (
     axes_of,
     checked_by,
     double_and_single,
+    joint_rotary,
     mask_before_text,
     rotary,
 )
@@ -20,6 +27,24 @@ from routing.families.parts import (
 # Blocks take what others do with the first frame as `args`, and leave it alone.
 SHARED = ("encoder_hidden_states", "temb", "args")
 PROCESSORS = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")
+# Of FramePack's earlier frames, and how many latents one of their tokens covers along each axis.
+HISTORY = {"clean": (1, 2, 2), "history_2x": (2, 4, 4), "history_4x": (4, 8, 8)}
+
+
+def _mask_between(mask: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Gather the keys of a mask (N, 1, 1, P + T + Q) of earlier frames, the video, and a text behind it."""
+    P = kept.num_prefix_tokens
+    video, text = mask[..., : P + kept.num_tokens], mask[..., P + kept.num_tokens :]
+    return torch.cat([kept.gather_joint(video, -1), text.expand(len(kept.ids), -1, -1, -1)], dim=-1)
+
+
+def _num_history_tokens(model: nn.Module, arguments: Arguments) -> int:
+    given = {name: arguments.get(f"latents_{name}") for name in HISTORY}  # (N, C, frames, height, width)
+    return sum(
+        math.prod(-(-size // stride) for size, stride in zip(x.shape[2:], HISTORY[name], strict=True))
+        for name, x in given.items()
+        if x is not None
+    )
 
 
 def hunyuan_video(sizes: Sizes) -> Built:
@@ -54,6 +79,30 @@ def hunyuan_video_15(sizes: Sizes) -> Built:
         "image_embeds": torch.randn(sizes.batch, 3, POOLED_DIM),
         "timestep": 1000 * torch.rand(sizes.batch),
     }
+
+
+def framepack(sizes: Sizes) -> Built:
+    """4 frames of half the side, after 1, 2 and 4 frames at three resolutions."""
+    from diffusers import HunyuanVideoFramepackTransformer3DModel
+
+    options = double_and_single(sizes)
+    options |= {"rope_axes_dim": axes_of(sizes.head_dim), "pooled_projection_dim": POOLED_DIM}
+    options |= {"has_image_proj": True, "image_proj_dim": POOLED_DIM, "has_clean_x_embedder": True}
+    arguments = {
+        "hidden_states": sizes.image(16, patch_size=1, frames=4),
+        "encoder_hidden_states": sizes.text,
+        "encoder_attention_mask": sizes.text_mask,
+        "pooled_projections": torch.randn(sizes.batch, POOLED_DIM),
+        "image_embeds": torch.randn(sizes.batch, 3, POOLED_DIM),
+        "timestep": torch.randint(1000, (sizes.batch,)),
+        "guidance": torch.full((sizes.batch,), 6000.0),
+        "indices_latents": torch.arange(7, 11),
+    }
+    for name, first, frames in (("history_4x", 0, 4), ("history_2x", 4, 2), ("clean", 6, 1)):
+        arguments[f"latents_{name}"] = sizes.image(16, patch_size=1, frames=frames)
+        arguments[f"indices_latents_{name}"] = torch.arange(first, first + frames)
+    model = HunyuanVideoFramepackTransformer3DModel(**options, **sizes.heads, text_embed_dim=TEXT_DIM)
+    return model, arguments
 
 
 FAMILIES = {
@@ -95,5 +144,33 @@ FAMILIES = {
             check=checked_by(("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0"), "attention_kwargs"),
         ),
         hunyuan_video_15,
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": Family(
+        Adapter(
+            block_lists=(
+                BlockList(
+                    "transformer_blocks",
+                    output=0,
+                    joint=True,
+                    by_token={"freqs_cis": joint_rotary, "attention_mask": _mask_between},
+                    shared=SHARED,
+                ),
+                BlockList(
+                    "single_transformer_blocks",
+                    output=0,
+                    joint=True,
+                    by_token={"image_rotary_emb": joint_rotary, "attention_mask": _mask_between},
+                    shared=SHARED,
+                ),
+            ),
+            accepts=(
+                *(*INPUTS, "encoder_attention_mask", "pooled_projections", "guidance", "attention_kwargs"),
+                *("image_embeds", "indices_latents"),
+                *(f"{kind}latents_{name}" for name in HISTORY for kind in ("", "indices_")),
+            ),
+            num_prefix_tokens=_num_history_tokens,
+            check=checked_by(PROCESSORS, "attention_kwargs"),
+        ),
+        framepack,
     ),
 }
