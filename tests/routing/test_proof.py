@@ -1,11 +1,13 @@
 """Adapters of all families against networks that hide what bypasses, and wrong ones that must be seen."""
 
+import inspect
 from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
+import torch
 
-from routing import Route, attach
+from routing import Route, attach, detach, random_router
 from routing.families import FAMILIES, Sizes, __main__, routable
 from routing.families.__main__ import MAX_ERROR, built
 from routing.proof import prove
@@ -30,6 +32,91 @@ def test_routes_are_those_of_a_network_that_hides_what_bypasses(name):
         assert proof.dense == 0 and proof.routed < MAX_ERROR
     assert type(model).forward is type(built(FAMILIES[name], Sizes())[0]).forward and model.training
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+def of_family(name):
+    model, arguments = built(FAMILIES[name], Sizes())
+    return model, FAMILIES[name].adapter, arguments
+
+
+def num_routed(model, adapter, arguments):
+    """Return T, of which a proof knows no more than the adapter does."""
+    found = []
+
+    def router(x, num_kept, /, *, force_keep=None, noise=None, generator=None):
+        found.append(x.shape[1])
+        return random_router(x, num_kept, force_keep=force_keep, noise=noise, generator=generator)
+
+    attach(model, WINDOWS[:1], adapter=adapter, router=router)
+    model(**arguments)
+    detach(model)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", by_speed(routable()))
+def test_all_tokens_of_the_image_are_routed_and_no_others(name):
+    assert num_routed(*of_family(name)) == Sizes().side ** 2
+
+
+def texts_of_other_lengths(model, arguments):
+    model.register_to_config(min_num_gist_tokens=1, gist_min_text_len=0, gist_max_text_len=2)
+    return arguments
+
+
+def without_reference(model, arguments):
+    return {name: value for name, value in arguments.items() if not name.startswith("image_cond")}
+
+
+def not_square(model, arguments):
+    return {**arguments, "hidden_states": arguments["hidden_states"][..., :4]}
+
+
+def text_of_first_sample(model, arguments):
+    return {name: x if name.startswith("indices") else x[:1] for name, x in arguments.items()}
+
+
+def a_timestep_for_each_token(model, arguments):
+    return {**arguments, "timestep": torch.rand(arguments["indicator"].shape, dtype=torch.float64)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changed", "num_tokens"),
+    [
+        ("BriaFibo2Transformer2DModel", texts_of_other_lengths, 16),
+        ("Flux3Transformer2DModel", without_reference, 16),
+        ("HiDreamImageTransformer2DModel", not_square, 8),
+        ("HunyuanVideoFramepackTransformer3DModel", text_of_first_sample, 16),
+        ("Ideogram4Transformer2DModel", a_timestep_for_each_token, 16),
+    ],
+)
+def test_other_inputs_of_a_family_are_routed_as_well(name, changed, num_tokens):
+    model, adapter, arguments = of_family(name)
+    arguments = changed(model, arguments)
+    assert num_routed(model, adapter, arguments) == num_tokens
+    for window in WINDOWS:
+        proof = prove(model, adapter, arguments, window)
+        assert proof.dense == 0 and proof.routed < MAX_ERROR
+
+
+class OtherProcessor:
+    """Attends in a way that no adapter knows."""
+
+
+@pytest.mark.parametrize("name", by_speed(routable()))
+def test_a_class_refuses_what_its_adapter_does_not_know(name):
+    model, arguments = built(FAMILIES[name], Sizes())
+    accepts, own = FAMILIES[name].adapter.accepts, [*inspect.signature(type(model).forward).parameters][1:]
+    wrong = {key: {key: object()} for key in own if key not in accepts}
+    further = [key for key in own if key.endswith("attention_kwargs") and key in accepts]
+    wrong |= {rf"{key}\.other": {key: {"other": 1}} for key in further}
+    attach(model, WINDOWS[:1])
+    for message, argument in wrong.items():
+        with pytest.raises(ValueError, match=f"^{message} of {name} does not go together with routing"):
+            model(**{**arguments, **argument})
+    next(module for module in model.modules() if hasattr(module, "processor")).processor = OtherProcessor()
+    with pytest.raises(ValueError, match=f"^OtherProcessor of {name} does not go together with routing"):
+        model(**arguments)
 
 
 def without(adapter, key, gather):
