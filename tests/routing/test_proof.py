@@ -119,6 +119,66 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
         model(**arguments)
 
 
+def with_backend(model, arguments):
+    model.layers[0].self_attn.processor._attention_backend = "flash"
+
+
+def references_alone(model, arguments):
+    arguments["img_ids"] = arguments["img_ids"] + torch.tensor([1.0, 0, 0])
+
+
+def image_first(model, arguments):
+    arguments["indicator"] = arguments["indicator"].flip(1)
+
+
+def in_a_row(model, arguments):
+    arguments["hidden_states"] = arguments["hidden_states"].unsqueeze(1)
+
+
+def of_two_sizes(model, arguments):
+    arguments["shape_list"] = [[(1, 4, 4)], [(1, 3, 4)]]
+
+
+def texts_of_two_lengths(model, arguments):
+    arguments["encoder_attention_mask"] = torch.arange(5) < torch.tensor([[4], [3]])
+
+
+def with_decoder(model, arguments):
+    model.num_decoder_layers = 1
+
+
+def of_codes(model, arguments):
+    model.is_input_continuous = False
+
+
+def images_of_two_sizes(model, arguments):
+    arguments["x"] = [arguments["x"][0], arguments["x"][1][..., :4]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("AceStepTransformer1DModel", with_backend, "the attention backend flash of AceStep"),
+        ("FluxTransformer2DModel", references_alone, "img_ids: there must be tokens of the image itself"),
+        ("Ideogram4Transformer2DModel", image_first, "indicator: the tokens of the image must come last"),
+        ("JoyImageEditTransformer3DModel", in_a_row, "hidden_states: reference items of JoyImage"),
+        ("JoyImageEditPlusTransformer3DModel", of_two_sizes, r"shape_list: .* found \[12, 16\]"),
+        ("Lumina2Transformer2DModel", texts_of_two_lengths, r"texts of \[4, 3\] tokens"),
+        ("MotifVideoTransformer3DModel", with_decoder, "num_decoder_layers of MotifVideo"),
+        ("Transformer2DModel", of_codes, "for continuous inputs alone"),
+        ("ZImageTransformer2DModel", images_of_two_sizes, "x: routing takes one image a sample"),
+    ],
+)
+def test_what_a_family_cannot_route_it_refuses_by_itself(name, change, message):
+    model, _, arguments = of_family(name)
+    attach(model, WINDOWS[:1])
+    model(**arguments)
+    change(model, arguments)
+    with pytest.raises(ValueError, match=message):
+        model(**arguments)
+
+
 def without(adapter, key, gather):
     """Return an adapter that gathers an argument in another way."""
     lists = [replace(spec, by_token={**spec.by_token, key: gather}) for spec in adapter.block_lists]
