@@ -1,7 +1,8 @@
 """Transformers of diffusers whose tokens may be routed, by the names of their classes: a file for each line.
 
-Written against the signatures of diffusers, which is imported only where a model is built. Layers are counted
-through all lists of a model: FLUX's and AuraFlow's double blocks first, then the single ones.
+Written against the signatures of diffusers, which is imported only where a model is built or its text is
+counted. Layers are counted through all lists of a model: FLUX's and AuraFlow's double blocks first, then the
+single ones.
 
 `python -m routing.families` says what is known of each class of the installed version, and tries it.
 """

@@ -22,6 +22,7 @@ from routing.families.parts import (
     num_text_tokens,
 )
 
+GIST = ("min_num_gist_tokens", "max_num_gist_tokens", "gist_step", "gist_min_text_len", "gist_max_text_len")
 BY_TOKEN = {"image_rotary_emb": joint_rotary, "joint_attention_kwargs": joint_mask}
 BLOCK_2 = {
     "tokens": "x",
@@ -32,11 +33,8 @@ BLOCK_2 = {
         "noise_mask": lambda mask, kept: kept.gather_joint(mask),  # (N, P + T + S)
     },
     "shared": (
-        "adaln_input",
-        "adaln_noisy",
-        "adaln_clean",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
+        *("adaln_input", "adaln_noisy", "adaln_clean"),
+        *("encoder_hidden_states", "encoder_attention_mask"),
     ),
 }
 
@@ -45,15 +43,10 @@ def _gist_counts(model: nn.Module, arguments: Arguments) -> list[int]:
     """Return how many tokens sum up the text of each sample."""
     from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 
-    text, mask, config = (
-        arguments["encoder_hidden_states"],
-        arguments.get("encoder_attention_mask"),
-        model.config,
-    )
+    text, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
     # SYNC: the model does the same
     lengths = [text.shape[2]] * text.shape[0] if mask is None else mask.sum(dim=1).tolist()
-    limits = (config.min_num_gist_tokens, config.max_num_gist_tokens, config.gist_step)
-    return compute_gist_count(lengths, *limits, config.gist_min_text_len, config.gist_max_text_len)
+    return compute_gist_count(lengths, *(model.config[key] for key in GIST))
 
 
 def _num_prefix_tokens(model: nn.Module, arguments: Arguments) -> int:
@@ -121,7 +114,8 @@ FAMILIES = {
                 BlockList("single_transformer_blocks", joint=True, by_token=BY_TOKEN, shared=("temb",)),
             ),
             accepts=(
-                *(*INPUTS, "text_encoder_layers", "img_ids", "txt_ids", "guidance", "joint_attention_kwargs"),
+                *(*INPUTS, "text_encoder_layers", "img_ids", "txt_ids", "guidance"),
+                "joint_attention_kwargs",
             ),
             num_prefix_tokens=num_text_tokens,
             check=checked_by(
