@@ -24,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from benchmarks.processes import on_own_cores, start_program
@@ -245,6 +244,8 @@ class Work:
 
 def write_inputs(out: Path) -> None:
     """Write the digits, upright and lying on their side, in the form that `examples.finetune` takes."""
+    from sklearn.datasets import load_digits
+
     digits(str(out / "digits"), 8, 1, 10)  # the reference of scores
     source = load_digits()
     latents = (source.images[:, None] / 8 - 1).astype(np.float32)  # (1797, 1, 8, 8) in [-1, 1]
