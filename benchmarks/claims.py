@@ -211,7 +211,7 @@ CLAIMS = (
     ),
     Claim("It gains at 1,024 tokens", "Photoroom, PRX", (), "B/2 twins at 512x512"),
     Claim(
-        "Guidance needs dense steps at the end",
+        "Guidance gains from dense steps at the end",
         "[TREAD], [SG]",
         twins("dense end", "routed", DISTANCES, guidance=BEST),
         "XL/2 160 epochs and its finetune",

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
@@ -118,8 +119,8 @@ def measure(name: str, sizes: Sizes, repeats: int, device: torch.device) -> Rows
 
 def _step(model: nn.Module, inputs: dict[str, Any], device: torch.device, ratio: float) -> None:
     with torch.autocast(device.type, torch.bfloat16, enabled=has_fast_bf16(device)):
-        output = model(**inputs, routing=Routing(ratio), return_dict=False)[0]
-    output.float().square().mean().backward()
+        outputs = tree_leaves(model(**inputs, routing=Routing(ratio)))  # Z-Image has one for each sample
+    sum(x.float().square().mean() for x in outputs if isinstance(x, torch.Tensor)).backward()
     model.zero_grad(set_to_none=True)
 
 

@@ -114,7 +114,14 @@ class Work:
         if not (self.out / "pretrained/model").exists():
             write_network(self.out / "untrained", self.sizes.width)
             steps = f"total_steps={self.sizes.pretraining_steps}"
-            trained = ("train=full", "lr=1e-3", "batch_size=32", steps, f"eval_every={self.sizes.steps}")
+            trained = (
+                "train=full",
+                "lr=1e-3",
+                "batch_size=32",
+                f"num_held_out={NUM_HELD_OUT}",
+                steps,
+                f"eval_every={self.sizes.steps}",
+            )
             self._finetune("untrained", "upright", "pretrained", *trained)
         if "times" not in self.record.done():
             self.record.add("times", [{**row, "commit": self.commit} for row in self._time()])

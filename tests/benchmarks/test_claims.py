@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from benchmarks import claims, effects
+from benchmarks import claims, effects, finetuning
 from benchmarks.effects import CONFIRMED, OPEN, REFUTED, Finetuned, Growth, Measured, Pair, Records, effect_of
 from benchmarks.results import Record, write_results
 from benchmarks.twins import CFG, SPARSE
@@ -175,6 +175,9 @@ def test_a_rehearsal_is_not_taken_for_a_result(folder):
 def test_every_claim_names_studies_and_arms_that_there_are():
     for claim in claims.CLAIMS:
         for test in claim.tests:
+            if isinstance(test, Finetuned):
+                assert test.kind in finetuning.LRS and test.arm in finetuning.ARMS, claim.says
+                assert test.key in (finetuning.LOSS, *finetuning.SCORES), claim.says
             pairs = {
                 Pair: lambda t: [t],
                 Growth: lambda t: [t.larger, t.smaller],
@@ -199,7 +202,7 @@ DIRECTIONS = {
     "A window must not start at block 0": "routed below early start",
     "A window must end before the last blocks": "routed below late end",
     "Removal is what helps: tokens that stay as context are worse": "no removal above routed",
-    "Guidance needs dense steps at the end": "dense end below routed",
+    "Guidance gains from dense steps at the end": "dense end below routed",
     "Guided, routed training is ahead too": "routed below dense",
     "Keeping tokens by their norm is better than at random": "importance below routed",
     "SPRINT's sparse middle is better than TREAD's window per step": "sprint below routed",

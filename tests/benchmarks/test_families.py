@@ -15,3 +15,9 @@ def test_a_routed_step_saves_the_flops_of_its_window(name):
     # three quarters.
     assert 1 < row["predicted_speedup"] < 12 / (12 - 7 * 0.75)
     assert row["dense_sec"] / row["routed_sec"] == pytest.approx(row["speedup"])
+
+
+@pytest.mark.parametrize("name", ["T5FilmDecoder", "ZImageTransformer2DModel"])
+def test_classes_that_return_something_else_are_timed(name):
+    (row,) = families.measure(name, Sizes(depth=8), repeats=1, device=torch.device("cpu"))
+    assert row["predicted_speedup"] > 1
