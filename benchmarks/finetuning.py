@@ -88,6 +88,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="at a time, each on its share of the cores")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
     asked = parser.parse_args()
+    torch.set_num_threads(1)  # as what runs on a core has
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     sizes = Sizes(32, 4, 4, 4) if asked.tiny else Sizes()
     about = environment(torch.device("cpu")) | {"tiny": asked.tiny}
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -164,8 +166,6 @@ class Work:
 
     def _time(self) -> Rows:
         """Time a step of each arm, in turn, on one core."""
-        torch.set_num_threads(1)
-        os.environ["ACCELERATE_USE_CPU"] = "true"
         runs = {}
         for kind in LRS:
             for arm, (ratio, _) in ARMS.items():

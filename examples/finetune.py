@@ -182,6 +182,11 @@ def check_request(request: dict[str, Any]) -> None:
         check_positive(key, request[key])
     check_choice("train", request["train"], ("lora", "lokr", "full"))
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
+    last, total = request["off_last_steps"], request["total_steps"]
+    if last and not (routes or file):
+        raise ValueError(f"off_last_steps={last} needs routes: without any, all steps are dense")
+    if last > total:
+        raise ValueError(f"off_last_steps={last} must be at most total_steps={total}")
     if not 0 <= request["mask_area"] < 1:
         raise ValueError(f"mask_area={request['mask_area']} must be in [0, 1)")
     if file and routes:

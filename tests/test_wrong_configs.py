@@ -465,6 +465,8 @@ RULES = [
       for kind in ("lokr", "full")),
     ("finetune", f"{FINETUNE} quantize=nf4", "quantize=nf4 needs mixed_precision=bf16"),
     ("finetune", f"{FINETUNE} tread_config=file {ONE_ROUTE}", "tread_config=file and routes=[{'selection_ratio': 0.5, "),
+    ("finetune", f"{FINETUNE} off_last_steps=1", "off_last_steps=1 needs routes: without any, all steps are dense"),
+    ("finetune", f"{FINETUNE} {ONE_ROUTE} off_last_steps=1001", "off_last_steps=1001 must be at most total_steps=1000"),
     ("finetune", f"{FINETUNE} routes=fast", "routes=fast must be one of advanced, balanced, basic, high_res, lora, masked, "),
     ("finetune", f"{FINETUNE} routes=[{{selection_rate:0.5}}]",
      "routes.0.selection_rate=0.5 is not known: did you mean selection_ratio?"),
