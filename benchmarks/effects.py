@@ -68,6 +68,11 @@ class Records:
             if len(set(evaluations)) < len(evaluations):
                 twice = next(each for each in evaluations if evaluations.count(each) > 1)
                 raise ValueError(f"{folder}: the records of {name} have twice {', '.join(twice)}")
+        files = sorted(folder.glob("finetuning_twins_*.csv"))
+        if len(files) > 1:
+            raise ValueError(f"{folder}: fine-tunes of two machines, {files[0].name} and {files[1].name}")
+        self.rehearsal |= any(read_environment(file)["tiny"] == "True" for file in files)
+        self.finetuned = [row for file in files for row in read_results(file) if row.get("fd_pixel")]
         for file in sorted(folder.glob("twins_steps_*.csv")):
             self.step_ms |= {(row["setting"], row["arm"]): float(row["ms"]) for row in read_results(file)}
 
@@ -238,18 +243,13 @@ class Finetuned:
     key: str
 
     def __call__(self, records: Records) -> Finding:
-        files = sorted(records.folder.glob("finetuning_twins_*.csv"))
-        rows = [
-            row
-            for f in files
-            for row in read_results(f)
-            if row.get("kind") == self.kind and row.get("fd_pixel")
-        ]
+        of_kind = [row for row in records.finetuned if row["kind"] == self.kind]
+        rows = [row for row in of_kind if row["arm"] in (self.arm, "dense")]
         own, dense = (
             {row["seed"]: float(row[self.key]) for row in rows if row["arm"] == arm}
             for arm in (self.arm, "dense")
         )
-        name = f"fine-tuned digits, {self.kind}, {self.arm}, {self.key} in equal time"
+        name = f"fine-tuned digits, {self.kind}, {self.arm}, {self.key} in equal time, at the rate of dense"
         if not own.keys() & dense.keys():
             return Finding(ABSENT, name)
         effect = effect_of([math.log(own[seed] / dense[seed]) for seed in sorted(own.keys() & dense.keys())])

@@ -66,7 +66,7 @@ def main() -> None:
     asked = parser.parse_args()
     device = start_process().device
     asked.out.mkdir(parents=True, exist_ok=True)
-    record = Record("families", asked.out, environment(device) | {"tiny": asked.tiny})
+    record = Record("families_all", asked.out, environment(device) | {"tiny": asked.tiny})
     sizes, repeats = (Sizes(depth=DEPTH), 1) if asked.tiny else (OF_ALL, REPEATS)
     for name in tqdm([name for name in routable() if name not in record.done()], unit="class"):
         try:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from benchmarks.processes import on_own_cores, start_program
-from benchmarks.results import Record, Rows, markdown
+from benchmarks.results import Record, Rows, markdown, spread
 from data import digits
 from examples import finetune
 from runtime.provenance import environment
@@ -133,11 +132,8 @@ class Work:
         named = {
             f"{kind}: {arm}, lr {lr:g}, seed {seed}": (kind, arm, seed, lr) for kind, arm, seed, lr in units
         }
-        calls = {
-            name: partial(self._train, name, *unit)
-            for name, unit in named.items()
-            if name not in self.record.done()
-        }
+        todo = named.keys() - self.record.done()
+        calls = {name: partial(self._train, name, *unit) for name, unit in named.items() if name in todo}
         for name, ended in on_own_cores(self.jobs, calls):
             try:
                 rows = ended.result()
@@ -166,22 +162,17 @@ class Work:
 
     def _time(self) -> Rows:
         """Time a step of each arm, in turn, on one core."""
-        runs = {}
-        for kind in LRS:
-            for arm, (ratio, _) in ARMS.items():
-                if arm == f"ratio {ratio}" or not ratio:
-                    runs[kind, ratio] = self._built(kind, ARMS[arm])
+        ratios = {arm.ratio for arm in ARMS.values()}
+        runs = {(kind, ratio): self._built(kind, ratio) for kind in LRS for ratio in sorted(ratios)}
         steps = {name: run.train_step for name, run in runs.items()}
         seconds = interleaved_seconds(steps, torch.device("cpu"), REPEATS)
-        return [
-            {"kind": kind, "ratio": ratio, "ms": 1000 * median(of)} for (kind, ratio), of in seconds.items()
-        ]
+        return [{"kind": kind, "ratio": ratio, **spread(of)} for (kind, ratio), of in seconds.items()]
 
-    def _built(self, kind: str, arm: Arm) -> finetune.Finetuning:
-        route = {"selection_ratio": arm.ratio, "start_layer_idx": 2, "end_layer_idx": -2}
+    def _built(self, kind: str, ratio: float) -> finetune.Finetuning:
+        route = {"selection_ratio": ratio, "start_layer_idx": 2, "end_layer_idx": -2}
         paths = {"transformer": str(self.out / "pretrained/model"), "inputs": str(self.out / "rotated")}
         same = {"train": kind, "rank": RANK, "batch_size": self.sizes.batch_size}
-        request = asdict(finetune.FinetuneConfig(**paths, **same, routes=[route] if arm.ratio else []))
+        request = asdict(finetune.FinetuneConfig(**paths, **same, routes=[route] if ratio else []))
         family, arrays = finetune.open_inputs(request)
         network, routes = finetune.load_model(request)
         return finetune.Finetuning(request, family, arrays, network, routes, Accelerator(cpu=True))
@@ -298,10 +289,11 @@ def drawn(model: Path, base: Path | None) -> tuple[np.ndarray, np.ndarray]:
         t = torch.full((NUM_SAMPLES,), 1 - i / NUM_STEPS)
         x = x - finetune.sd3(network.eval(), x, t, batch, {}) / NUM_STEPS
     images = ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-    return _upright(images), labels
+    return upright(images), labels
 
 
-def _upright(images: Tensor) -> np.ndarray:
+def upright(images: Tensor) -> np.ndarray:
+    """Turn images (N, C, H, W) back; return (N, H, W, C)."""
     return torch.rot90(images, k=-1, dims=(2, 3)).permute(0, 2, 3, 1).contiguous().numpy()
 
 

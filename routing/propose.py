@@ -77,7 +77,7 @@ def propose_adapter(
             failed.append((torch.inf, f"{source}\n{type(error).__name__}: {error}"))
             continue
         proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
-        if proof.dense == 0 and proof.routed < MAX_ERROR:
+        if all(proof.dense == 0 and proof.routed < MAX_ERROR for proof in proofs):  # no NaN is
             return Proposal(source, adapter, proof)
         failed.append((max(proof), f"{source}\nthe routes differ by {max(proof):.1g} of what they change"))
     _, closest = min(reversed(failed), key=lambda attempt: attempt[0])

@@ -148,6 +148,11 @@ def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder):
     assert (full.outcome, lora.outcome, full.n, full.commits) == (REFUTED, CONFIRMED, "3", ("0123456",))
     assert "+20.0 %" in full.text and "-10.0 %" in lora.text
     assert Finetuned("full", "ratio 0.25", "fd_pixel")(Records(folder)).outcome == effects.ABSENT
+    Record("finetuning_twins", folder, about | {"tiny": True, "processor": "another"}).add(
+        "x", [{"kind": "full"}]
+    )
+    with pytest.raises(ValueError, match="fine-tunes of two machines"):
+        Records(folder)
 
 
 def test_the_page_has_every_claim_and_arm_and_the_figure(folder):
