@@ -106,6 +106,10 @@ def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
     assert right == [row | {"failed": ""} for row in rows]
     log = Path(wrong[0]["failed"].rpartition("(")[2].rstrip(")")).read_text()
     assert "must divide model.hidden_size" in log
+    # What another machine has recorded is not trained again.
+    file.rename(tmp_path / "twins_digits_another_torch-2.15.0.csv")
+    start(*asked, "--arms", "routed")
+    assert not file.exists()
 
 
 @pytest.mark.slow
