@@ -250,6 +250,8 @@ class Finetuned:
             for arm in (self.arm, "dense")
         )
         name = f"fine-tuned digits, {self.kind}, {self.arm}, {self.key} in equal time, at the rate of dense"
+        if any(row["lr_is_edge"] == "True" for row in rows):
+            name += ", an end of those tried"
         if not own.keys() & dense.keys():
             return Finding(ABSENT, name)
         effect = effect_of([math.log(own[seed] / dense[seed]) for seed in sorted(own.keys() & dense.keys())])

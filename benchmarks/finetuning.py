@@ -12,6 +12,7 @@ end is scored by the dense loss of held-out digits, and by samples that are set 
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ RANK, NUM_HELD_OUT = 8, 256
 REPEATS = 15
 NUM_SAMPLES, NUM_STEPS = 500, 25
 LOSS = "val_loss_dense"
+DIVERGED = "is not finite"  # in the error of examples.finetune
 SCORES = ("fd_pixel", "label_accuracy", "precision", "recall")
 
 
@@ -148,7 +150,7 @@ class Work:
             for row in self.record.rows
             if row.get("part") == "search" and row["kind"] == kind
         }
-        if len(found) < len(LRS[kind]):
+        if len(found) < len(LRS[kind]) or min(found.values()) == math.inf:
             raise SystemExit(f"a search of the learning rate failed: see {self.record.file}")
         return min(found, key=found.get)
 
@@ -208,18 +210,24 @@ class Work:
             f"off_last_steps={last}",
         ]
         every = max(1, self.sizes.steps // 10)
-        self._finetune(
-            "pretrained/model", "rotated", run, *keys, f"eval_every={every}", f"save_every={every}"
-        )
-        lines = [json.loads(line) for line in (self.out / run / "metrics.jsonl").read_text().splitlines()]
+        keys += [f"eval_every={every}", f"save_every={every}"]
+        edge = lr in (LRS[kind][0], LRS[kind][-1])
         part = "search" if search else "training"
-        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part, "commit": self.commit}
+        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "lr_is_edge": edge, "part": part}
+        same["commit"] = self.commit
+        try:
+            self._finetune("pretrained/model", "rotated", run, *keys)
+        except OSError:
+            if search and DIVERGED in (self.out / f"{run}.log").read_text():
+                return [{**same, LOSS: math.inf}]
+            raise
+        lines = [json.loads(line) for line in (self.out / run / "metrics.jsonl").read_text().splitlines()]
         rows = [
             {
                 **same,
                 "step": line["step"],
                 "sec": min(line["step"], routed) * own + max(0, line["step"] - routed) * dense,
-                LOSS: line[LOSS],
+                LOSS: math.inf if line[LOSS] is None else line[LOSS],
             }
             for line in lines
             if LOSS in line

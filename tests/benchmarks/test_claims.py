@@ -140,6 +140,7 @@ def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder):
         for seed, wobble in enumerate((0.99, 1.0, 1.01)):
             for arm, loss in (("dense", 0.5), ("ratio 0.5", 0.5 * gain * wobble)):
                 ends = {"kind": kind, "arm": arm, "seed": seed, "commit": "0123456789"}
+                ends["lr_is_edge"] = kind == "lora"
                 rows = [{**ends, "val_loss_dense": 9}, {**ends, "val_loss_dense": loss, "fd_pixel": 1}]
                 record.add(f"{kind} {arm} {seed}", rows)
     full, lora = (
@@ -147,6 +148,7 @@ def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder):
     )
     assert (full.outcome, lora.outcome, full.n, full.commits) == (REFUTED, CONFIRMED, "3", ("0123456",))
     assert "+20.0 %" in full.text and "-10.0 %" in lora.text
+    assert ("an end of those tried" in full.text, "an end of those tried" in lora.text) == (False, True)
     assert Finetuned("full", "ratio 0.25", "fd_pixel")(Records(folder)).outcome == effects.ABSENT
     Record("finetuning_twins", folder, about | {"tiny": True, "processor": "another"}).add(
         "x", [{"kind": "full"}]

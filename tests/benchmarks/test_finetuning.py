@@ -40,8 +40,13 @@ def test_the_learning_rate_of_the_lowest_loss_is_chosen(work):
     work.record.add("other", [{"part": "training", "kind": "full", "lr": 9, finetuning.LOSS: 0.0}])
     with pytest.raises(SystemExit, match=r"a search of the learning rate failed"):
         work.chosen_lr("full")
-    work.record.add("third", [{"part": "search", "kind": "full", "lr": 0.4, finetuning.LOSS: 1.5}])
-    assert work.chosen_lr("full") == 0.2
+    for diverged in (0.4, 0.2, 0.1):
+        row = {"part": "search", "kind": "full", "lr": diverged, finetuning.LOSS: float("inf")}
+        work.record.add(f"full {diverged}", [row])
+        if diverged > 0.1:
+            assert work.chosen_lr("full") == {0.4: 0.2, 0.2: 0.1}[diverged]
+    with pytest.raises(SystemExit, match=r"a search of the learning rate failed"):
+        work.chosen_lr("full")
 
 
 def test_digits_that_lie_are_set_upright(tmp_path):
@@ -55,7 +60,7 @@ def test_digits_that_lie_are_set_upright(tmp_path):
 @pytest.mark.skipif(not find_spec("peft"), reason="`make finetune` installs it, and runs this")
 def test_an_arm_of_each_kind_is_trained_and_scored(tmp_path):
     record = Record("finetuning_twins", tmp_path, ENVIRONMENT, fixed=("tiny",))
-    work = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, 2, 4), record, 1, "abc")
+    work = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, 4, 4), record, 1, "abc")
     work.prepare()
     assert len([row for row in record.rows if float(row["ms"]) > 0]) == 6
     work.do([("full", "ratio 0.5", 0, 1e-3), ("lora", "dense", 0, 1e-3)])
@@ -63,4 +68,6 @@ def test_an_arm_of_each_kind_is_trained_and_scored(tmp_path):
     ends = [row for row in record.rows if row.get("fd_pixel")]
     assert [row["kind"] for row in ends] == ["full", "lora"]
     base, run = tmp_path / "pretrained/model", tmp_path / "lora_dense_lr_0.001_seed_0"
+    work.do([("full", "dense", finetuning.SEARCH_SEED, 1e30)])
+    assert (record.rows[-1]["part"], record.rows[-1][finetuning.LOSS]) == ("search", float("inf"))
     assert (finetuning.drawn(base, None)[0] != finetuning.drawn(run / "model", base)[0]).any()
