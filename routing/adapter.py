@@ -54,9 +54,18 @@ class Kept:
         """The same for tokens with others behind them, Q of text: (N or 1, ..., T + S + Q, ...) -> (N, ...,
         K + S + Q, ...).
         """
-        others = torch.arange(self.num_tokens, x.shape[dim], device=self.ids.device)
-        ids = torch.cat([self.ids, others.expand(self.ids.shape[0], -1)], dim=1)
-        return self._gather(x, ids, dim, x.shape[dim])
+        return self._gather_before_others(x, dim, 0)
+
+    def gather_between(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The same for a prefix, its tokens, and others behind them: (N or 1, ..., P + T + S + Q, ...) -> (N,
+        ..., P + K + S + Q, ...).
+        """
+        return self._gather_before_others(x, dim, self.num_prefix_tokens)
+
+    def _gather_before_others(self, x: torch.Tensor, dim: int, num_first: int) -> torch.Tensor:
+        others = torch.arange(num_first + self.num_tokens, x.shape[dim], device=self.ids.device)
+        ids = [with_prefix(self.ids, num_first), others.expand(self.ids.shape[0], -1)]
+        return self._gather(x, torch.cat(ids, dim=1), dim, x.shape[dim])
 
     def _gather(self, x: torch.Tensor, ids: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         if x.shape[dim] != length or x.shape[0] not in (1, ids.shape[0]):

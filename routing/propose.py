@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -66,11 +66,16 @@ def propose_adapter(
     prefixes = suffixes = _lengths(model, arguments, image)
     if num_prefix_tokens:
         given = _Count("num_prefix_tokens(model, arguments)", num_prefix_tokens)
-        prefixes = {**prefixes, given.call(model, arguments): given}
+        P = given.call(model, arguments)
+        prefixes = {**prefixes, P: given}
+        for each in lists:
+            if 0 < each.first < P:  # what comes first in the image itself
+                each.first, each.num_tokens = P, each.num_tokens - (P - each.first)
     if num_suffix_tokens:
         suffixes = {longest.num_suffix: _Count("num_suffix_tokens(model, arguments)", num_suffix_tokens)}
     failed: list[tuple[float, str]] = []
-    for adapter, source in _drafts(lists, longest, prefixes, suffixes, (*arguments, "return_dict")):
+    given = (lists, longest, prefixes, suffixes, (*arguments, "return_dict"))
+    for adapter, source in chain(_drafts(*given, whole=False), _drafts(*given, whole=True)):
         try:
             proofs = [prove(model, adapter, arguments, route) for route in ROUTES]
         except WRONG as error:
@@ -113,6 +118,14 @@ def _per_sample(way: _Way) -> _Way:
 
 AS_IT_IS = _Way(lambda name: name, lambda x, kept: x)
 FOR_ALL = _Way(lambda name: f"{name}.unsqueeze(0)", lambda x, kept: x.unsqueeze(0))
+SAMPLES_SECOND = _Way(
+    lambda name: f"kept.gather({name}.transpose(0, 1)).transpose(0, 1)",
+    lambda x, kept: kept.gather(x.transpose(0, 1)).transpose(0, 1),
+)
+LEADING = _Way(  # what is the same for all tokens of the image
+    lambda name: f"{name}[: kept.num_prefix_tokens + kept.ids.shape[1]]",
+    lambda x, kept: x[: kept.num_prefix_tokens + kept.ids.shape[1]],
+)
 NUM_KEPT = _Way(lambda name: "kept.ids.shape[1]", lambda x, kept: kept.ids.shape[1])
 
 
@@ -162,7 +175,9 @@ class _List:
         first: where the image begins in it.
         num_tokens, num_suffix: T, and S.
         num_prefix: P, of whatever is indexed by token, which `tokens` may not have.
+        behind: how many others may come behind the tokens, in whatever is indexed by token.
         output: at which place of a tuple a block returns its tokens.
+        sequence_first: samples are in the second dimension of what is indexed by token.
     """
 
     name: str
@@ -173,7 +188,9 @@ class _List:
     num_tokens: int = 0
     num_suffix: int = 0
     num_prefix: int = 0
+    behind: Sequence[int] = ()
     output: int | None = None
+    sequence_first: bool = False
 
     @property
     def length(self) -> int:
@@ -194,20 +211,27 @@ class _List:
         """Find the tokens in what another image changes: all of it in the first list, in a later one what the
         list before returned, or as many.
         """
-        sequences = {
-            name: x
-            for name, x in self.calls[0].arguments.items()
-            if isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[0] == self.num_samples
-            if not torch.equal(x, changed[name])
-        }
-        if before is None:
-            places = iter([(name, *_changed(x, changed[name])) for name, x in sequences.items()])
-        else:
-            places = before.places(sequences)
-        if place := next(places, None):
-            self.tokens, self.first, self.num_tokens = place
-            self.num_suffix = sequences[self.tokens].shape[1] - self.first - self.num_tokens
-            self._find_output()
+        for self.sequence_first in (False, True):
+            pairs = {name: (x, changed[name]) for name, x in self.calls[0].arguments.items()}
+            pairs = {
+                name: tuple(map(self.batch_first, pair))
+                for name, pair in pairs.items()
+                if isinstance(pair[0], torch.Tensor) and pair[0].ndim == 3 and not torch.equal(*pair)
+            }
+            pairs = {name: pair for name, pair in pairs.items() if len(pair[0]) == self.num_samples}
+            if before is None:
+                places = iter([(name, *_changed(*pair)) for name, pair in pairs.items()])
+            else:
+                places = before.places({name: x for name, (x, _) in pairs.items()})
+            if place := next(places, None):
+                self.tokens, self.first, self.num_tokens = place
+                self.num_suffix = pairs[self.tokens][0].shape[1] - self.first - self.num_tokens
+                self._find_output()
+                return
+
+    def batch_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is indexed by token with samples first, and the other way round."""
+        return x.transpose(0, 1) if self.sequence_first else x
 
     def places(self, sequences: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, int]]:
         """Yield where the image may be in what comes after this list: the name, the first token, and T."""
@@ -233,18 +257,31 @@ class _List:
         """Return the image (N, T, D) after the last block."""
         output = self.calls[-1].output
         x = output if self.output is None else output[self.output]
-        return x[:, self.first : self.first + self.num_tokens]
+        return self.batch_first(x)[:, self.first : self.first + self.num_tokens]
 
-    def spec(self, ways: Mapping[str, _Way]) -> BlockList:
-        """Return the list for an adapter."""
+    def spec(self, ways: Mapping[str, _Way], suffix: _Count | None) -> BlockList:
+        """Return the list for an adapter.
+
+        Args:
+            suffix: its own.
+        """
         by_token = {name: way.call for name, way in ways.items()}
-        return BlockList(self.name, self.tokens, self.first > 0, self.output, by_token, self.shared(ways))
+        return BlockList(
+            self.name,
+            self.tokens,
+            self.first > 0,
+            self.output,
+            by_token,
+            self.shared(ways),
+            self.sequence_first,
+            suffix and suffix.call,
+        )
 
     def shared(self, ways: Mapping[str, _Way]) -> tuple[str, ...]:
         """Return the arguments that are not gathered."""
         return tuple(name for name in self.given if name not in ways)
 
-    def source(self, ways: Mapping[str, _Way]) -> str:
+    def source(self, ways: Mapping[str, _Way], suffix: _Count | None) -> str:
         """Return the list as it stands in an adapter."""
         parts = [f'"{self.name}"']
         parts += [f'tokens="{self.tokens}"'] if self.tokens != "hidden_states" else []
@@ -256,6 +293,8 @@ class _List:
             parts.append(f"by_token={{\n{lines}{FOUR * 3}}}")
         if shared := self.shared(ways):
             parts.append(f"shared={_names(shared)}")
+        parts += ["sequence_first=True"] if self.sequence_first else []
+        parts += [f"num_suffix_tokens=lambda model, arguments: {suffix.text}"] if suffix else []
         lines = "".join(f"{FOUR * 3}{part},\n" for part in parts)
         return f"{FOUR * 2}BlockList(\n{lines}{FOUR * 2}),\n"
 
@@ -288,18 +327,23 @@ class _List:
         return [_of_places(ways) for ways in found if any(way is not AS_IT_IS for way in ways)]
 
     def _of_tensor(self, x: torch.Tensor) -> list[_Way]:
+        if self.sequence_first and x.shape[:2] == (self.length, self.num_samples):
+            return [SAMPLES_SECOND]
         joint_length = self.num_prefix + self.length
         joint = ("gather_joint",) if self.first else ("gather_joint", "gather_leading")
         if x.shape[-1] == joint_length:  # a mask: if it hides too little to tell, one that needs no prefix
             joint = joint[::-1]
-        methods = {joint_length: joint, self.length: ("gather",)}
+        with_others = {joint_length + number: ("gather_between",) for number in self.behind if self.first}
+        with_others |= {self.num_tokens + number: ("gather_leading",) for number in self.behind}
+        methods = {**with_others, joint_length: joint, self.length: ("gather",)}
         dims = {dim: methods[size] for dim, size in enumerate(x.shape) if size in methods}
         if dims and x.shape[0] in (1, self.num_samples):
             first = min(dims)  # alone, where a table happens to have as many channels as there are tokens
             each = [dims, {first: dims[first]}] if len(dims) > 1 else [dims]
             return [way for of_dims in each for way in _of_dims(of_dims)]
         found = [_by(method, FOR_ALL) for method in dims.get(0, ())]  # a table for all samples
-        return [*found, *map(_per_sample, found)]
+        found = [*found, *map(_per_sample, found)]
+        return [*found, LEADING] if found and x.ndim == 1 else found
 
 
 def _changed(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
@@ -347,6 +391,7 @@ def _drafts(
     prefixes: Mapping[int, _Count],
     suffixes: Mapping[int, _Count],
     accepts: Sequence[str],
+    whole: bool,
 ) -> Iterator[tuple[Adapter, str]]:
     """Yield adapters, with their source, of the lists with as many tokens around the image as the longest
     has; then without the first of them, which may prepare the image for what comes.
@@ -359,30 +404,38 @@ def _drafts(
                 f"{where.tokens} of {where.name} has {number} {side} tokens beside those of the image, which "
                 f"no argument explains: pass num_{side}_tokens, which returns how many"
             )
-    suffix = {"num_suffix_tokens": suffixes[S]} if S in suffixes else {}
-    alike = [each for each in lists if each.first in (0, P) and each.num_suffix == S]
+    alike = [each for each in lists if each.first in (0, P) and each.num_suffix in (0, *suffixes)]
     for some in (alike[start:] for start in range(alike.index(longest) + 1)):
         sizes = set.union(*(each.sizes() for each in some))
         # Tables and masks may have a prefix that the tokens do not have.
         for number in [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]:
             for each in some:
-                each.num_prefix = number
+                each.num_prefix, each.behind = number, [*prefixes, S]
             for ways in product(*(each.variants() for each in some)):
                 texts = " ".join(way.text("") for of_list in ways for way in of_list.values())
                 has_prefix = any(each.first for each in some) or "gather_joint" in texts
                 prefix = {"num_prefix_tokens": prefixes[number]} if has_prefix else {}
-                yield _draft(list(zip(some, ways, strict=True)), prefix | suffix, accepts)
+                yield _draft(list(zip(some, ways, strict=True)), prefix, suffixes, accepts, whole)
 
 
 def _draft(
-    lists: Sequence[tuple[_List, Mapping[str, _Way]]], counts: Mapping[str, _Count], accepts: Sequence[str]
+    lists: Sequence[tuple[_List, Mapping[str, _Way]]],
+    counts: Mapping[str, _Count],
+    suffixes: Mapping[int, _Count],
+    accepts: Sequence[str],
+    whole: bool,
 ) -> tuple[Adapter, str]:
     """Return an adapter, and its source, of lists with ways to gather their arguments."""
-    specs = [each.spec(ways) for each, ways in lists]
-    adapter = Adapter(specs, accepts, **{name: count.call for name, count in counts.items()})
-    sources = "".join(each.source(ways) for each, ways in lists)
+    own = [suffixes.get(each.num_suffix) for each, _ in lists]
+    if len({each.num_suffix for each, _ in lists}) == 1 and own[0]:
+        counts, own = {**counts, "num_suffix_tokens": own[0]}, [None for _ in lists]
+    specs = [each.spec(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True)]
+    given = {name: count.call for name, count in counts.items()}
+    adapter = Adapter(specs, accepts, **given, whole_between_blocks=whole)
+    sources = "".join(each.source(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True))
     parts = [f"block_lists=(\n{sources}{FOUR})", f"accepts={_names(accepts)}"]
     parts += [f"{name}=lambda model, arguments: {count.text}" for name, count in counts.items()]
+    parts += ["whole_between_blocks=True"] if whole else []
     lines = "".join(f"{FOUR}{part},\n" for part in parts)
     return adapter, f"Adapter(\n{lines})\n"
 

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn as nn
 
-from routing.adapter import Adapter, Arguments, BlockList, Kept
+from routing.adapter import Adapter, Arguments, BlockList
 from routing.families.parts import (
     INPUTS,
     POOLED_DIM,
@@ -29,13 +29,6 @@ SHARED = ("encoder_hidden_states", "temb", "args")
 PROCESSORS = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")
 # Of FramePack's earlier frames, and how many latents one of their tokens covers along each axis.
 HISTORY = {"clean": (1, 2, 2), "history_2x": (2, 4, 4), "history_4x": (4, 8, 8)}
-
-
-def _mask_between(mask: torch.Tensor, kept: Kept) -> torch.Tensor:
-    """Gather the keys of a mask (N, 1, 1, P + T + Q) of earlier frames, the video, and a text behind it."""
-    P = kept.num_prefix_tokens
-    video, text = mask[..., : P + kept.num_tokens], mask[..., P + kept.num_tokens :]
-    return torch.cat([kept.gather_joint(video, -1), text.expand(len(kept.ids), -1, -1, -1)], dim=-1)
 
 
 def _num_history_tokens(model: nn.Module, arguments: Arguments) -> int:
@@ -152,14 +145,20 @@ FAMILIES = {
                     "transformer_blocks",
                     output=0,
                     joint=True,
-                    by_token={"freqs_cis": joint_rotary, "attention_mask": _mask_between},
+                    by_token={
+                        "freqs_cis": joint_rotary,
+                        "attention_mask": lambda mask, kept: kept.gather_between(mask, -1),
+                    },
                     shared=SHARED,
                 ),
                 BlockList(
                     "single_transformer_blocks",
                     output=0,
                     joint=True,
-                    by_token={"image_rotary_emb": joint_rotary, "attention_mask": _mask_between},
+                    by_token={
+                        "image_rotary_emb": joint_rotary,
+                        "attention_mask": lambda mask, kept: kept.gather_between(mask, -1),
+                    },
                     shared=SHARED,
                 ),
             ),

@@ -97,6 +97,10 @@ class TablePerSample:
         """That of a table for all samples."""
         return self.table.shape[1:]
 
+    def float(self) -> "TablePerSample":
+        """Return the table in single precision."""
+        return TablePerSample(self.table.float())
+
     def unsqueeze(self, dim: int) -> torch.Tensor:
         """Return (N, L, 1, d), where (L, 1, d) was asked for."""
         if dim != 1:
@@ -109,7 +113,9 @@ class TablePerSample:
             raise ValueError(f"a rotary table that is viewed as {shape} does not go together with routing")
         return self.table.unsqueeze(2)
 
-    def __getitem__(self, key: tuple) -> torch.Tensor:
+    def __getitem__(self, key: tuple | slice) -> "torch.Tensor | TablePerSample":
+        if key == slice(-self.shape[0], None):  # the last tokens, where that is all of them
+            return self
         if key in HEADS_THIRD:
             return self.table.unsqueeze(2)
         if key in HEADS_SECOND:

@@ -2,34 +2,11 @@
 
 import torch
 
-from routing.adapter import Adapter, BlockList, Kept
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by
+from routing.adapter import Adapter, BlockList
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, TablePerSample, checked_by
 
 NUM_MEMORY_TOKENS = 3
 PROCESSORS = ("StableAudio3SelfAttnProcessor", "StableAudio3CrossAttnProcessor")
-
-
-class _Angles:
-    """Angles (N, L, d) in place of (L, d), of which the model takes the last ones and adds the heads."""
-
-    def __init__(self, table: torch.Tensor):
-        self.table, self.shape = table, table.shape[1:]
-
-    def __getitem__(self, key: slice) -> "_Angles":
-        if key != slice(-self.shape[0], None):
-            raise ValueError(f"angles that are indexed by {key} do not go together with routing")
-        return self
-
-    def float(self) -> "_Angles":
-        return _Angles(self.table.float())
-
-    def unsqueeze(self, dim: int) -> torch.Tensor:
-        """Return (N, L, 1, d), where (L, 1, d) was asked for."""
-        return self.table.unsqueeze(dim + 1)
-
-
-def _angles(table: torch.Tensor, kept: Kept) -> _Angles:
-    return _Angles(kept.gather_joint(table.unsqueeze(0)))
 
 
 def stable_audio3(sizes: Sizes) -> Built:
@@ -57,7 +34,12 @@ FAMILIES = {
                 BlockList(
                     "transformer_blocks",
                     joint=True,
-                    by_token={"rope": _angles, "local_seq": lambda states, kept: kept.gather(states)},
+                    by_token={
+                        "rope": lambda table, kept: TablePerSample(
+                            kept.gather_joint(table.unsqueeze(0))
+                        ),  # (P + T, d)
+                        "local_seq": lambda states, kept: kept.gather(states),
+                    },
                     shared=("context", "global_modulation", "num_memory_tokens"),
                 ),
             ),

@@ -17,31 +17,26 @@ from tests.routing.test_proof import by_speed
 SIZES = Sizes(width=96, num_heads=2, depth=12, side=6, batch=2, num_text=7)
 
 
-# Whose tokens no shape counts: strides of earlier frames, texts without padding, padding to a multiple, and
-# references within the image's own argument. They are proposed with the counts that were written by hand.
+# Whose tokens no shape counts: strides of earlier frames, texts without padding or cut off later, padding
+# to a multiple, references within the image's argument. Proposed with the counts that were written by hand.
 COUNTED = (
     "BriaFibo2Transformer2DModel",
     "HeliosTransformer3DModel",
+    "HiDreamImageTransformer2DModel",
+    "HunyuanVideoFramepackTransformer3DModel",
     "Ideogram4Transformer2DModel",
     "JoyImageEditPlusTransformer3DModel",
     "Lumina2Transformer2DModel",
+    "QwenImage21Transformer2DModel",
     "ZImageTransformer2DModel",
 )
 IMAGES = {"T5FilmDecoder": "decoder_input_tokens", "ZImageTransformer2DModel": "x"}  # others: hidden_states
 
-# For which no adapter is found with counts either: what routing needs of them is rarer than what is tried.
-NOT_FOUND = {
-    "ErnieImageTransformer2DModel": "has no list of blocks, run one after another",  # samples come second
-    "HiDreamImageTransformer2DModel": "has 13 suffix tokens .* pass num_suffix_tokens",  # in one of two lists
-    "HunyuanVideoFramepackTransformer3DModel": "has 14 prefix tokens .* pass num_prefix_tokens",
-    "QwenImage21Transformer2DModel": "IndexError: tuple index out of range",
-    "StableAudio3DiTModel": r'"rope": .*\n(.*\n)*.*a rotary table that is indexed by slice',  # the last ones
-}
-PARTLY = ("Flux3Transformer2DModel",)  # of two lists, the one in which the image is alone is not found
-
 # What is seen of those for which no adapter is found without counts.
-SEEN = NOT_FOUND | {
+SEEN = {
     "HeliosTransformer3DModel": "hidden_states of blocks has 14 prefix tokens .* pass num_prefix_tokens",
+    "HiDreamImageTransformer2DModel": "has 13 suffix tokens .* pass num_suffix_tokens",
+    "HunyuanVideoFramepackTransformer3DModel": "has 14 prefix tokens .* pass num_prefix_tokens",
     "Lumina2Transformer2DModel": "hidden_states of layers has 6 prefix tokens .* pass num_prefix_tokens",
     "Ideogram4Transformer2DModel": "hidden_states of layers has 7 prefix tokens .* pass num_prefix_tokens",
     "ZImageTransformer2DModel": "x of layers has 92 suffix tokens .* pass num_suffix_tokens",
@@ -55,11 +50,12 @@ def test_what_was_seen_is_told_of_a_class_whose_adapter_is_not_found(name):
         propose_adapter(*built(FAMILIES[name], SIZES), IMAGES.get(name, "hidden_states"))
 
 
-@pytest.mark.parametrize("name", by_speed(name for name in routable() if name not in {*NOT_FOUND, *PARTLY}))
+@pytest.mark.parametrize("name", by_speed(routable()))
 def test_a_proposal_is_what_was_written_by_hand(name):
     model, arguments = built(FAMILIES[name], SIZES)
     by_hand = FAMILIES[name].adapter
-    counts = {key: getattr(by_hand, key) for key in ("num_prefix_tokens", "num_suffix_tokens")}
+    num_suffix_tokens = by_hand.block_lists[-1].num_suffix_tokens or by_hand.num_suffix_tokens
+    counts = {"num_prefix_tokens": by_hand.num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
     given = counts if name in COUNTED else {}
     proposal = propose_adapter(model, arguments, IMAGES.get(name, "hidden_states"), **given)
     assert proposal.proof.dense == 0 and proposal.proof.routed < MAX_ERROR
@@ -68,12 +64,15 @@ def test_a_proposal_is_what_was_written_by_hand(name):
     assert proof.dense == 0 and proof.routed < MAX_ERROR
     assert not hasattr(model, "_attached") and model.training
     for found, written in zip(proposal.adapter.block_lists, by_hand.block_lists, strict=True):
-        for key in ("name", "tokens", "joint", "output"):
+        for key in ("name", "tokens", "joint", "output", "sequence_first"):
             assert getattr(found, key) == getattr(written, key)
         assert found.by_token.keys() <= written.by_token.keys()  # others were not given here
         assert set(found.shared) <= {*written.shared, *written.by_token}
-    for key, count in counts.items():
-        assert getattr(proposal.adapter, key)(model, arguments) == count(model, arguments)
+    found, written = (
+        (each.num_prefix_tokens(model, arguments), each.num_suffix_tokens_of(model, arguments))
+        for each in (proposal.adapter, by_hand)
+    )
+    assert found == written and proposal.adapter.whole_between_blocks == by_hand.whole_between_blocks
 
 
 def test_the_source_is_the_adapter_and_routes_the_model():
