@@ -23,6 +23,8 @@ from routing.attached import attach, detach
 from routing.routes import Route, Routing, resolve_routes
 from routing.tokens import num_tokens_kept
 
+SAME = 1e-9  # of what routes change: then no other way to hide keys is tried
+
 
 class Proof(NamedTuple):
     """Largest differences, over the largest change that routes make."""
@@ -38,17 +40,22 @@ class _HiddenKeys(TorchFunctionMode):
         num_first: how much of what attention has besides comes first in it, whatever the order elsewhere;
             None: all.
         queries_alone: of the tokens alone, while others are among the keys.
+        between: in what attends between the blocks of a window, too.
     """
 
-    def __init__(self, num_first: int | None, queries_alone: bool):
+    def __init__(self, num_first: int | None, queries_alone: bool, between: bool):
         super().__init__()
-        self.num_first, self.queries_alone = num_first, queries_alone
+        self.num_first, self.queries_alone, self.between = num_first, queries_alone, between
         self.hidden: torch.Tensor | None = None
         self.was_seen, self.sample = False, -1
 
     def hide(self, hidden: torch.Tensor, block: nn.Module, args: tuple) -> None:
         """Hide other tokens, from a block on."""
         self.hidden = hidden
+
+    def after(self, block: nn.Module, args: tuple, output: Any) -> None:
+        """Hide nothing behind a block, if others than its tokens attend there."""
+        self.hidden = self.hidden if self.between else None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,12 +136,16 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     if not effect > 0:
         raise ValueError("routes change nothing: the output does not depend on the blocks of the window")
     # How attention has others beside the tokens: one must be right.
-    ways = product((None, P if start.spec.joint else 0), (True, False))
-    found = [_hiding(model, arguments, window, hidden_in, P, _HiddenKeys(*way)) for way in ways]
-    found = [output for output in found if output is not None]
-    if not found:
+    ways = product((None, P if start.spec.joint else 0), (True, False), (True, False))
+    apart: list[float] = []
+    for way in ways:
+        output = _hiding(model, arguments, window, hidden_in, P, _HiddenKeys(*way))
+        apart += [] if output is None else [_apart(output, routed) / effect]
+        if apart and apart[-1] < SAME:
+            break
+    if not apart:
         raise ValueError("no attention to the tokens was seen: that of a block must be torch's own")
-    return Proof(_apart(dense, plain) / effect, min(_apart(output, routed) for output in found) / effect)
+    return Proof(_apart(dense, plain) / effect, min(apart))
 
 
 class State:
@@ -197,6 +208,7 @@ def _hiding(
     hooks = [
         block.register_forward_pre_hook(partial(keys.hide, hidden_in[spec.name])) for spec, block in window
     ]
+    hooks += [block.register_forward_hook(keys.after) for _, block in window]
     hooks.append(end.block.register_forward_hook(rejoin))
     try:
         with start.reading(), keys:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from routing import Route, attach, detach, random_router
+from routing import Adapter, BlockList, Route, attach, detach, random_router
 from routing.families import FAMILIES, Sizes, __main__, routable
 from routing.families.__main__ import MAX_ERROR, built
 from routing.proof import prove
@@ -177,6 +177,35 @@ def test_what_a_family_cannot_route_it_refuses_by_itself(name, change, message):
     change(model, arguments)
     with pytest.raises(ValueError, match=message):
         model(**arguments)
+
+
+@pytest.mark.slow
+def test_a_reference_as_large_as_the_image_attends_to_all_of_itself_between_the_blocks():
+    model, arguments = built(FAMILIES["Flux3Transformer2DModel"], Sizes())
+    positions = Sizes().positions.to(arguments["img_ids"])
+    arguments["image_cond_hidden_states"] = torch.randn_like(arguments["hidden_states"])
+    arguments["image_cond_ids"] = torch.nn.functional.pad(positions, (0, 1)) + 10
+    proof = prove(model, FAMILIES["Flux3Transformer2DModel"].adapter, arguments, WINDOWS[0])
+    assert proof.dense == 0 and proof.routed < MAX_ERROR
+
+
+class Plain(torch.nn.Module):
+    """Two blocks without torch's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(input=x)
+        return x
+
+
+def test_attention_that_cannot_be_seen_proves_nothing():
+    adapter = Adapter((BlockList("blocks", tokens="input"),), ("x",))
+    with pytest.raises(ValueError, match="no attention to the tokens was seen"):
+        prove(Plain(), adapter, {"x": torch.randn(2, 16, 8)}, Route(0.5, 0, -1))
 
 
 def without(adapter, key, gather):
