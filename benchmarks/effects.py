@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks import finetuning
 from benchmarks.results import RESULTS, read_environment, read_results
 from benchmarks.twins import CFG, LOSS, STUDIES, UNGUIDED
 from training.arms import mean_and_half
@@ -250,7 +251,8 @@ class Finetuned:
             for arm in (self.arm, "dense")
         )
         name = f"fine-tuned digits, {self.kind}, {self.arm}, {self.key} in equal time, at the rate of dense"
-        if any(row["lr_is_edge"] == "True" for row in rows):
+        rates = finetuning.LRS[self.kind]
+        if any(float(row["lr"]) in (rates[0], rates[-1]) for row in rows):
             name += ", an end of those tried"
         if not own.keys() & dense.keys():
             return Finding(ABSENT, name)

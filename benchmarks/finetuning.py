@@ -211,10 +211,8 @@ class Work:
         ]
         every = max(1, self.sizes.steps // 10)
         keys += [f"eval_every={every}", f"save_every={every}"]
-        edge = lr in (LRS[kind][0], LRS[kind][-1])
         part = "search" if search else "training"
-        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "lr_is_edge": edge, "part": part}
-        same["commit"] = self.commit
+        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part, "commit": self.commit}
         try:
             self._finetune("pretrained/model", "rotated", run, *keys)
         except OSError:

@@ -8,9 +8,9 @@
 
 Of each arm a short training at each of three learning rates chooses the one with the lowest held-out dense
 loss, on a seed of its own; then the seeds are trained by train.py, and samples scored by it and fid.py. OUT
-gets a record of each study, written after every training, and the runs; what the record of another machine
-has there is not trained again. Everything runs on the CPU, a training on each core: seconds are steps times
-the time of a step that is measured with nothing beside it.
+gets a record of each study, written after every training, and the runs; what the record of another machine,
+or torch, has there is not trained again. Everything runs on the CPU, a training on each core: seconds are
+steps times the time of a step that is measured with nothing beside it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.processes import Worker, on_own_cores, start_program
-from benchmarks.results import Record, Rows, markdown, read_results, spread
+from benchmarks.results import Record, Rows, markdown, read_environment, read_results, spread
 from benchmarks.runs import QUIET, compose_config
 from benchmarks.train_step import ours
 from builders.network import build_net
@@ -203,17 +203,21 @@ class Work:
         chosen = {arm: chosen_lr([*self._of_others(), *self.record.rows], arm) for arm in self.arms}
         seeds = [(arm, seed, chosen[arm]) for seed in self.asked.seeds for arm in self.arms]
         self._do([unit for unit in seeds if unit[2]])
-        return all(chosen.values()) and self.record.done() == self.record.started()
+        return all(chosen.values()) and self.record.started() <= self._done()
+
+    def _done(self) -> set[str]:
+        """Return the settings that a record has."""
+        return self.record.done() | {row["setting"] for row in self._of_others()}
 
     def _of_others(self) -> Rows:
-        """Return the rows of other machines' records."""
-        files = sorted(self.asked.out.glob(f"twins_{self.name}_*.csv"))
-        return [row for file in files if file != self.record.file for row in read_results(file)]
+        """Return what has not failed on other machines, or with another torch."""
+        files = {*self.asked.out.glob(f"twins_{self.name}_*.csv")} - {self.record.file}
+        same = [file for file in sorted(files) if read_environment(file)["tiny"] == str(self.asked.tiny)]
+        return [row for file in same for row in read_results(file) if not row.get("failed")]
 
     def _do(self, units: Sequence[tuple[str, int, float]]) -> None:
         todo = {self.setting(*unit): unit for unit in units}
-        done = self.record.done() | {row["setting"] for row in self._of_others() if not row.get("failed")}
-        todo = {setting: unit for setting, unit in todo.items() if setting not in done}
+        todo = {setting: unit for setting, unit in todo.items() if setting not in self._done()}
         calls = {setting: partial(self._train, setting, *unit) for setting, unit in todo.items()}
         for setting, ended in on_own_cores(self.asked.jobs, calls):
             self._add(setting, ended)

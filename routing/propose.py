@@ -53,10 +53,11 @@ def propose_adapter(
 
     Args:
         arguments: of the model's forward, by name, at least two samples, which differ. Only these will be
-            accepted together with routing. Let no length be that of another: tokens, text, channels.
+            accepted together with routing. Let no length or sum of two be that of another: tokens, text,
+            channels.
         image: which of them becomes the tokens that may bypass: a tensor, or a list of one for each sample.
-        num_prefix_tokens, num_suffix_tokens: those of the adapter, where no shape tells their number, or a
-            suffix (references, padding) is in `image` itself. The source calls them.
+        num_prefix_tokens, num_suffix_tokens: those of the adapter, where no shape tells their number, or
+            references or padding are in `image` itself. The source calls them.
 
     Raises:
         ValueError: what was seen, where that is not enough for an adapter.
@@ -64,28 +65,32 @@ def propose_adapter(
     lists = _watch(model, arguments, image)
     longest = max(lists, key=lambda each: len(each.calls))
     prefixes = suffixes = _lengths(model, arguments, image)
+    P = num_prefix_tokens(model, arguments) if num_prefix_tokens else 0
     if num_prefix_tokens:
-        given = _Count("num_prefix_tokens(model, arguments)", num_prefix_tokens)
-        P = given.call(model, arguments)
-        prefixes = {**prefixes, P: given}
+        prefixes = {**prefixes, P: _Count("num_prefix_tokens(model, arguments)", num_prefix_tokens)}
+        first = longest.first
         for each in lists:
-            if 0 < each.first < P:  # what comes first in the image itself
-                each.first, each.num_tokens = P, each.num_tokens - (P - each.first)
+            if each.first == first and 0 < first < P:  # others come first in the image itself
+                each.first, each.num_tokens = P, each.num_tokens - (P - first)
     if num_suffix_tokens:
         suffixes = {longest.num_suffix: _Count("num_suffix_tokens(model, arguments)", num_suffix_tokens)}
-    failed: list[tuple[float, str]] = []
-    given = (lists, longest, prefixes, suffixes, (*arguments, "return_dict"))
-    for adapter, source in chain(_drafts(*given, whole=False), _drafts(*given, whole=True)):
+    failed: list[tuple[float, bool, str]] = []
+    known = (lists, longest, prefixes, suffixes, (*arguments, "return_dict"))
+    for adapter, source in chain(_drafts(*known, whole=False), _drafts(*known, whole=True)):
+        whole = adapter.whole_between_blocks
         try:
+            if P and adapter.num_prefix_tokens(model, arguments) != P:
+                raise ValueError(f"nothing was seen of the {P} tokens that num_prefix_tokens returns")
             proofs = [prove(model, adapter, arguments, route) for route in ROUTES]
         except WRONG as error:
-            failed.append((torch.inf, f"{source}\n{type(error).__name__}: {error}"))
+            failed.append((torch.inf, whole, f"{source}\n{type(error).__name__}: {error}"))
             continue
         proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
         if all(proof.dense == 0 and proof.routed < MAX_ERROR for proof in proofs):  # no NaN is
             return Proposal(source, adapter, proof)
-        failed.append((max(proof), f"{source}\nthe routes differ by {max(proof):.1g} of what they change"))
-    _, closest = min(reversed(failed), key=lambda attempt: attempt[0])
+        apart = max(proof)
+        failed.append((apart, whole, f"{source}\nthe routes differ by {apart:.1g} of what they change"))
+    *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
     raise ValueError(
         f"no adapter for {type(model).__name__} was right; correct by hand what is wrong in the closest, and "
         f"try it with routing.prove:\n{closest}"
@@ -263,7 +268,7 @@ class _List:
         """Return the list for an adapter.
 
         Args:
-            suffix: its own.
+            suffix: counts S of this list; None: that of the adapter.
         """
         by_token = {name: way.call for name, way in ways.items()}
         return BlockList(
@@ -333,8 +338,8 @@ class _List:
         joint = ("gather_joint",) if self.first else ("gather_joint", "gather_leading")
         if x.shape[-1] == joint_length:  # a mask: if it hides too little to tell, one that needs no prefix
             joint = joint[::-1]
-        with_others = {joint_length + number: ("gather_between",) for number in self.behind if self.first}
-        with_others |= {self.num_tokens + number: ("gather_leading",) for number in self.behind}
+        start, method = (joint_length, "gather_between") if self.first else (self.length, "gather_leading")
+        with_others = {start + number: (method,) for number in self.behind}
         methods = {**with_others, joint_length: joint, self.length: ("gather",)}
         dims = {dim: methods[size] for dim, size in enumerate(x.shape) if size in methods}
         if dims and x.shape[0] in (1, self.num_samples):
@@ -393,8 +398,9 @@ def _drafts(
     accepts: Sequence[str],
     whole: bool,
 ) -> Iterator[tuple[Adapter, str]]:
-    """Yield adapters, with their source, of the lists with as many tokens around the image as the longest
-    has; then without the first of them, which may prepare the image for what comes.
+    """Yield adapters, with their source, of the lists with as many tokens before the image as the longest
+    has, or none, and none or a known number behind it; then without the first of them, which may prepare
+    the image for what comes.
     """
     joint = next((each for each in (longest, *lists) if each.first), longest)
     P, S = joint.first, longest.num_suffix
@@ -408,12 +414,15 @@ def _drafts(
     for some in (alike[start:] for start in range(alike.index(longest) + 1)):
         sizes = set.union(*(each.sizes() for each in some))
         # Tables and masks may have a prefix that the tokens do not have.
-        for number in [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]:
+        numbers = [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]
+        for number, behind in product(numbers, ((), (*prefixes, S))):
             for each in some:
-                each.num_prefix, each.behind = number, [*prefixes, S]
+                each.num_prefix, each.behind = number, behind
             for ways in product(*(each.variants() for each in some)):
                 texts = " ".join(way.text("") for of_list in ways for way in of_list.values())
-                has_prefix = any(each.first for each in some) or "gather_joint" in texts
+                has_prefix = (
+                    any(each.first for each in some) or "gather_joint" in texts or LEADING.text("") in texts
+                )
                 prefix = {"num_prefix_tokens": prefixes[number]} if has_prefix else {}
                 yield _draft(list(zip(some, ways, strict=True)), prefix, suffixes, accepts, whole)
 

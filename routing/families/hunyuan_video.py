@@ -21,6 +21,7 @@ from routing.families.parts import (
     double_and_single,
     joint_rotary,
     mask_before_text,
+    mask_between_text,
     rotary,
 )
 
@@ -147,7 +148,7 @@ FAMILIES = {
                     joint=True,
                     by_token={
                         "freqs_cis": joint_rotary,
-                        "attention_mask": lambda mask, kept: kept.gather_between(mask, -1),
+                        "attention_mask": mask_between_text,
                     },
                     shared=SHARED,
                 ),
@@ -157,7 +158,7 @@ FAMILIES = {
                     joint=True,
                     by_token={
                         "image_rotary_emb": joint_rotary,
-                        "attention_mask": lambda mask, kept: kept.gather_between(mask, -1),
+                        "attention_mask": mask_between_text,
                     },
                     shared=SHARED,
                 ),

@@ -134,8 +134,13 @@ def rotary_beside_text(tables: tuple[torch.Tensor, Any], kept: Kept) -> tuple[Ta
     return TablePerSample(kept.gather(image.unsqueeze(0))), text
 
 
+def joint_table(table: torch.Tensor, kept: Kept) -> TablePerSample:
+    """Gather a table (P + T + S, d) that all samples share."""
+    return TablePerSample(kept.gather_joint(table.unsqueeze(0)))
+
+
 def joint_rotary(tables: tuple[torch.Tensor, torch.Tensor], kept: Kept) -> tuple[TablePerSample, ...]:
-    return tuple(TablePerSample(kept.gather_joint(table.unsqueeze(0))) for table in tables)
+    return tuple(joint_table(table, kept) for table in tables)
 
 
 def gather_each(tables: tuple[torch.Tensor, ...], kept: Kept) -> tuple[torch.Tensor, ...]:
@@ -146,6 +151,11 @@ def gather_each(tables: tuple[torch.Tensor, ...], kept: Kept) -> tuple[torch.Ten
 def mask_before_text(mask: torch.Tensor, kept: Kept) -> torch.Tensor:
     """Gather the keys of the image in a mask (N, 1, 1, T + P) of the image and a text behind it."""
     return kept.gather_leading(mask, -1)
+
+
+def mask_between_text(mask: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Gather the keys of the image in a mask (N, 1, 1, P + T + Q) with a text behind it."""
+    return kept.gather_between(mask, -1)
 
 
 def joint_mask(attention_kwargs: dict[str, Any], kept: Kept) -> dict[str, Any]:

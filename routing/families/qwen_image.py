@@ -15,16 +15,16 @@ from routing.families.parts import (
     Built,
     Family,
     Sizes,
-    TablePerSample,
     axes_of,
     checked_by,
+    joint_table,
     rotary_beside_text,
 )
 
 BLOCK_21 = {
     "joint": True,
     "by_token": {
-        "rotary_emb": lambda table, kept: TablePerSample(kept.gather_joint(table.unsqueeze(0))),  # (P + T, d)
+        "rotary_emb": joint_table,
         "key_valid": lambda mask, kept: kept.gather_joint(mask),  # (N, P + T)
         # (P + T,), of all samples: which tokens are those of the image.
         "target_token_mask": lambda mask, kept: mask[: kept.num_prefix_tokens + kept.ids.shape[1]],

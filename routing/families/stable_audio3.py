@@ -3,7 +3,7 @@
 import torch
 
 from routing.adapter import Adapter, BlockList
-from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, TablePerSample, checked_by
+from routing.families.parts import INPUTS, TEXT_DIM, Built, Family, Sizes, checked_by, joint_table
 
 NUM_MEMORY_TOKENS = 3
 PROCESSORS = ("StableAudio3SelfAttnProcessor", "StableAudio3CrossAttnProcessor")
@@ -35,9 +35,7 @@ FAMILIES = {
                     "transformer_blocks",
                     joint=True,
                     by_token={
-                        "rope": lambda table, kept: TablePerSample(
-                            kept.gather_joint(table.unsqueeze(0))
-                        ),  # (P + T, d)
+                        "rope": joint_table,
                         "local_seq": lambda states, kept: kept.gather(states),
                     },
                     shared=("context", "global_modulation", "num_memory_tokens"),

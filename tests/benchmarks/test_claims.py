@@ -140,7 +140,7 @@ def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder):
         for seed, wobble in enumerate((0.99, 1.0, 1.01)):
             for arm, loss in (("dense", 0.5), ("ratio 0.5", 0.5 * gain * wobble)):
                 ends = {"kind": kind, "arm": arm, "seed": seed, "commit": "0123456789"}
-                ends["lr_is_edge"] = kind == "lora"
+                ends["lr"] = {"full": "0.0003", "lora": "0.01"}[kind]
                 rows = [{**ends, "val_loss_dense": 9}, {**ends, "val_loss_dense": loss, "fd_pixel": 1}]
                 record.add(f"{kind} {arm} {seed}", rows)
     full, lora = (

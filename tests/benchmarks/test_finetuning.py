@@ -40,11 +40,11 @@ def test_the_learning_rate_of_the_lowest_loss_is_chosen(work):
     work.record.add("other", [{"part": "training", "kind": "full", "lr": 9, finetuning.LOSS: 0.0}])
     with pytest.raises(SystemExit, match=r"a search of the learning rate failed"):
         work.chosen_lr("full")
-    for diverged in (0.4, 0.2, 0.1):
+    for diverged, chosen in ((0.4, 0.2), (0.2, 0.1), (0.1, None)):
         row = {"part": "search", "kind": "full", "lr": diverged, finetuning.LOSS: float("inf")}
         work.record.add(f"full {diverged}", [row])
-        if diverged > 0.1:
-            assert work.chosen_lr("full") == {0.4: 0.2, 0.2: 0.1}[diverged]
+        if chosen:
+            assert work.chosen_lr("full") == chosen
     with pytest.raises(SystemExit, match=r"a search of the learning rate failed"):
         work.chosen_lr("full")
 
@@ -68,6 +68,8 @@ def test_an_arm_of_each_kind_is_trained_and_scored(tmp_path):
     ends = [row for row in record.rows if row.get("fd_pixel")]
     assert [row["kind"] for row in ends] == ["full", "lora"]
     base, run = tmp_path / "pretrained/model", tmp_path / "lora_dense_lr_0.001_seed_0"
-    work.do([("full", "dense", finetuning.SEARCH_SEED, 1e30)])
-    assert (record.rows[-1]["part"], record.rows[-1][finetuning.LOSS]) == ("search", float("inf"))
+    for steps in (4, 2):  # the second step, and the evaluation after the first
+        diverging = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, steps, 4), record, 1, "abc")
+        diverging.do([("full", "dense", finetuning.SEARCH_SEED, 1e30 * steps)])
+        assert (record.rows[-1]["part"], record.rows[-1][finetuning.LOSS]) == ("search", float("inf"))
     assert (finetuning.drawn(base, None)[0] != finetuning.drawn(run / "model", base)[0]).any()

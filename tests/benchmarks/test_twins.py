@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import twins
 from benchmarks.effects import Records
-from benchmarks.results import read_results
+from benchmarks.results import Record, read_results
 from builders.network import build_net
 from models import cost_of
 from tests.programs import start
@@ -110,6 +110,20 @@ def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
     file.rename(tmp_path / "twins_digits_another_torch-2.15.0.csv")
     start(*asked, "--arms", "routed")
     assert not file.exists()
+
+
+def test_the_rehearsal_of_another_machine_counts_for_none_but_a_rehearsal(tmp_path):
+    asked = twins.parse([str(tmp_path), "mixture", "--arms", "dense"])
+    about = {"device": "cpu", "processor": "x", "versions": {"torch": "0"}, "commit": "x"}
+    about |= {"uncommitted_changes": False, "tiny": False}
+    own = Record("twins_mixture", tmp_path, about, fixed=("tiny",))
+    for processor, tiny in (("rehearsed", True), ("another", False)):
+        record = Record("twins_mixture", tmp_path, about | {"processor": processor, "tiny": tiny})
+        record.add(processor, [{"arm": "dense"}])
+        record.add(f"{processor}, failed", [{"failed": "it"}])
+    own.add("another, failed", [{"arm": "dense"}])
+    work = twins.Work("mixture", twins.STUDIES["mixture"], {}, asked, own, about)
+    assert work._done() == {"another", "another, failed"}
 
 
 @pytest.mark.slow

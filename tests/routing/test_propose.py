@@ -161,6 +161,19 @@ def test_what_was_seen_is_told_where_there_is_no_adapter(model, samples, saw):
         propose_adapter(model(), {"hidden_states": torch.randn(samples, 48, 8)})
 
 
+def test_a_count_of_tokens_that_were_not_seen_is_refused():
+    with pytest.raises(ValueError, match="nothing was seen of the 4 tokens that num_prefix_tokens returns"):
+        arguments = {"hidden_states": torch.randn(2, 40, 8)}
+        propose_adapter(Stack(Attending), arguments, num_prefix_tokens=lambda model, arguments: 4)
+
+
+@pytest.mark.slow
+def test_a_text_as_long_as_the_channels_that_the_image_lacks_is_not_gathered():
+    model, arguments = built(FAMILIES["WanTransformer3DModel"], SIZES._replace(num_text=60))  # 36 + 60 = 96
+    source = propose_adapter(model, arguments).source
+    assert 'shared=("encoder_hidden_states", "temb",)' in source
+
+
 def test_a_count_that_no_shape_tells_is_taken_from_the_caller():
     arguments = {"hidden_states": torch.randn(2, 48, 8)}
     proposal = propose_adapter(Padded(Attending), arguments, num_suffix_tokens=lambda model, arguments: 5)
