@@ -82,10 +82,16 @@ SAMPLED = ("digits", "glyphs")
 SCORES = (EXCESS, LOSS, "train_loss", *DISTANCES.values(), "label_accuracy", "precision", "recall")
 
 
-def series(study: str, large: str, small: str) -> Growth:
-    """Return whether routing gains more with the larger value of a key than with the smaller one."""
-    pairs = [Pair(study, f"routed, {value}", f"dense, {value}", EXCESS) for value in (large, small)]
-    return Growth(*pairs)
+def series(study: str, large: str, small: str) -> list[Growth]:
+    """Return whether routing gains more with the larger value of a key than with the smaller one, after the
+    same steps and at equal FLOPs.
+    """
+    return [
+        Growth(
+            *(Pair(study, f"routed, {value}", f"dense, {value}", EXCESS, at=at) for value in (large, small))
+        )
+        for at in ("steps", "gflop")
+    ]
 
 
 def finetuned(arm: str) -> list[Finetuned]:
@@ -194,19 +200,19 @@ CLAIMS = (
     Claim(
         "The gain grows with depth",
         "[TREAD]'s tables",
-        [series("depth", "depth=16", "depth=6")],
+        series("depth", "depth=16", "depth=6"),
         "S, B, L, XL twins at 400K steps",
     ),
     Claim(
         "The gain grows with width",
         "[TREAD]'s tables",
-        [series("width", "hidden_size=192", "hidden_size=64")],
+        series("width", "hidden_size=192", "hidden_size=64"),
         "S, B, L, XL twins at 400K steps",
     ),
     Claim(
         "The gain grows with the number of tokens",
         "Photoroom, PRX",
-        [series("tokens", "patch_size=1", "patch_size=4")],
+        series("tokens", "patch_size=1", "patch_size=4"),
         "twins at 256 and 1,024 tokens",
     ),
     Claim("It gains at 1,024 tokens", "Photoroom, PRX", (), "B/2 twins at 512x512"),

@@ -228,6 +228,7 @@ class Growth:
     def __call__(self, records: Records) -> Finding:
         a, b = self.larger.changes(records), self.smaller.changes(records)
         name = f"{self.larger.study}, {self.larger.key}, {self.larger.arm} over {self.smaller.arm}"
+        name += "" if self.larger.at == "steps" else f" at equal {self.larger.at}"
         if not a.keys() & b.keys():
             return Finding(ABSENT, name)
         effect = effect_of([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
