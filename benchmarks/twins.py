@@ -217,7 +217,8 @@ class Work:
 
     def _do(self, units: Sequence[tuple[str, int, float]]) -> None:
         todo = {self.setting(*unit): unit for unit in units}
-        todo = {setting: unit for setting, unit in todo.items() if setting not in self._done()}
+        done = self._done()
+        todo = {setting: unit for setting, unit in todo.items() if setting not in done}
         calls = {setting: partial(self._train, setting, *unit) for setting, unit in todo.items()}
         for setting, ended in on_own_cores(self.asked.jobs, calls):
             self._add(setting, ended)

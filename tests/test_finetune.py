@@ -235,8 +235,14 @@ def loop(velocity=zero, routes=(), *, arrays, **request):
     network = nn.Linear(1, 1, bias=False)
     network.config = None
     default = {"lr": 1e-3, "seed": 0, "batch_size": 4, "shift": 1.0, "mask_area": 0.0, "num_held_out": 1}
-    default |= {"total_steps": 10, "off_last_steps": 0}
-    default |= {"output_dir": ".", "total_steps": 5, "log_every": 5, "save_every": 5, "eval_every": 5}
+    default |= {
+        "off_last_steps": 0,
+        "output_dir": ".",
+        "total_steps": 5,
+        "log_every": 5,
+        "save_every": 5,
+        "eval_every": 5,
+    }
     family = finetune.Family(velocity)
     return finetune.Finetuning(default | request, family, arrays, network, routes, Accelerator())
 
