@@ -8,7 +8,7 @@ claim is confirmed or refuted by a task where the interval lies on one side of 0
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from benchmarks.effects import (
     DISTANCES,
     EXCESS,
     OPEN,
+    RATIOS,
     Finding,
     Finetuned,
     Growth,
@@ -27,6 +28,7 @@ from benchmarks.effects import (
     Pair,
     Records,
     effect_of,
+    shown,
 )
 from benchmarks.results import RESULTS, markdown
 from benchmarks.twins import LOSS, LRS, SPARSE, STUDIES, UNGUIDED
@@ -302,10 +304,12 @@ def judged(tests: Sequence[Callable[[Records], Finding]], records: Records) -> t
 
 
 def scoreboard(records: Records) -> str:
-    """Return the table of claims."""
+    """Return the table of claims; of another folder than the project's, those that its records decide."""
     rows = []
     for claim in CLAIMS:
         outcome, findings = judged(claim.tests, records)
+        if not findings and records.folder != RESULTS:
+            continue
         rows.append(
             {
                 "claim": claim.says,
@@ -318,7 +322,14 @@ def scoreboard(records: Records) -> str:
                 "what decides it where it was said": claim.elsewhere,
             }
         )
-    return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True).replace("--:", "---")  # texts
+    columns = dict.fromkeys((key for row in rows for key in row), "{}")
+    return markdown(rows, columns, everything=True).replace("--:", "---")  # texts
+
+
+def base_of(arm: str, arms: Collection[str]) -> str:
+    """Return the arm that another one is compared with: the dense one with the same change, or without."""
+    same = ", ".join(["dense", *arm.split(", ")[1:]])
+    return same if same in arms and same != arm else "dense"
 
 
 def arms_table(records: Records, study: str) -> str:
@@ -344,6 +355,10 @@ def arms_table(records: Records, study: str) -> str:
                     effect = effect_of(values)
                     half = f" ± {effect.high - effect.value:.1g}" if effect.n > 1 else ""
                     row |= {"n": effect.n, key + mark: f"{effect.value:.4g}{half}"}
+        key, base = DISTANCES.get(study, EXCESS), base_of(arm, found)
+        changes = Pair(study, arm, base, key).changes(records) if base != arm else {}
+        if changes:
+            row[f"{key} over dense"] = shown(effect_of([*changes.values()]), key in RATIOS)
         rows.append(row)
     return markdown(rows, dict.fromkeys((key for row in rows for key in row), "{}"))
 
@@ -351,13 +366,14 @@ def arms_table(records: Records, study: str) -> str:
 def page(records: Records) -> str:
     """Return CLAIMS.md."""
     studies = [f"## {name}\n\n{arms_table(records, name)}" for name in STUDIES if records.rows[name]]
-    parts = [HEAD, REHEARSAL if records.rehearsal else "", FIGURE if records.rows["mixture"] else ""]
+    head = HEAD.format("`benchmarks/results/`" if records.folder == RESULTS else "this folder")
+    parts = [head, REHEARSAL if records.rehearsal else "", FIGURE if records.rows["mixture"] else ""]
     return "\n\n".join(filter(None, [*parts, scoreboard(records), ARMS_HEAD, *studies])) + "\n"
 
 
 HEAD = """# Claims
 
-Written by `python -m benchmarks.claims` from the records in `benchmarks/results/`; do not edit. An effect is
+Written by `python -m benchmarks.claims` from the records in {}; do not edit. An effect is
 the change from the second arm to the first, paired by seed: negative where a loss or a distance is lower,
 with the 95 % interval of its mean (Student's t); where a row gives a range instead, it is from least to most.
 A task confirms or refutes a claim if the interval lies on one side of 0, else it leaves it open. A claim is
@@ -375,7 +391,8 @@ ARMS_HEAD = f"""# Arms
 Final scores, mean and half of the 95 % interval over the seeds. Each arm has the learning rate, of
 {", ".join(f"{lr:g}" for lr in LRS)}, at which half of the steps on a seed of its own had the lowest held-out
 dense loss; "!" marks the largest, beyond which one seed in a few did not recover from its start (`make
-twins`, [how](benchmarks/README.md#the-twin-study)). "Best guidance" is the better of the scales 1.25 and
+twins`; how: `benchmarks/README.md`, "The twin study"). "Over dense" is the change from the dense arm, or
+from that with the same change, seed by seed. "Best guidance" is the better of the scales 1.25 and
 1.75 of classifier-free guidance."""
 
 
@@ -425,6 +442,7 @@ def main() -> None:
     if records.rows["mixture"]:
         draw(records, out / "assets" / "twins.png")
     print(scoreboard(records))
+    print(f"written: {out / 'CLAIMS.md'}")
 
 
 if __name__ == "__main__":

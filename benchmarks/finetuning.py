@@ -86,7 +86,9 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.finetuning", None, __doc__, formatter_class=raw)
     parser.add_argument("out", type=Path, help="folder of the runs and the record")
-    parser.add_argument("--jobs", type=int, default=2, help="at a time, each on its share of the cores")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="at a time, each on its share of the cores; default: 2"
+    )
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as what runs on a core has

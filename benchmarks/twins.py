@@ -140,8 +140,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="those of them that a study has; none: all")
     parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all arms")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=2, help="at a time, each on its share of the cores")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="at a time, each on its share of the cores; default: 2"
+    )
     parser.add_argument("--time", action="store_true", help="time the steps of the arms instead")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
     asked = parser.parse_intermixed_args(arguments)
@@ -220,6 +222,10 @@ class Work:
         done = self._done()
         todo = {setting: unit for setting, unit in todo.items() if setting not in done}
         calls = {setting: partial(self._train, setting, *unit) for setting, unit in todo.items()}
+        recorded = len(units) - len(todo)
+        print(
+            f"{self.name}: {len(todo)} trainings ({recorded} recorded); logs in {self.asked.out}", flush=True
+        )
         for setting, ended in on_own_cores(self.asked.jobs, calls):
             self._add(setting, ended)
 

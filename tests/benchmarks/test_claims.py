@@ -160,10 +160,19 @@ def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder):
 def test_the_page_has_every_claim_and_arm_and_the_figure(folder):
     records = Records(folder)
     text = claims.page(records)
-    assert all(f"| {claim.says} |" in text for claim in claims.CLAIMS)
-    assert re.search(r"\| routed \| 0.001 \| 200 \| 0 \| 3 \| 0.1 ± 0.002 \|", text)
+    assert all(f"| {claim.says} |" in claims.page(Records()) for claim in claims.CLAIMS)
+    assert "records in this folder" in text and "| It converges faster per step |" in text
+    assert effects.ABSENT not in text and "| Precision rises, unguided |" not in text, (
+        "what it has no record of"
+    )
+    assert re.search(r"\| routed \| .* \| 3 \| 0.1 ± 0.002 \| .* \| -50.0 % \[-50.0, -50.0\] \|", text)
     claims.draw(records, folder / "twins.png")
     assert (folder / "twins.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_arm_is_compared_with_the_dense_one_of_its_own_change():
+    arms = ("dense", "routed", "dense, a=1", "routed, a=1", "routed, a=2", "routed, equal FLOPs")
+    assert [claims.base_of(arm, arms) for arm in arms] == ["dense"] * 3 + ["dense, a=1", "dense", "dense"]
 
 
 def test_the_records_of_the_project_are_read():
