@@ -19,6 +19,7 @@ from routing.families.parts import (
     gather_mask,
     joint_mask,
     joint_rotary,
+    num_reference_tokens,
     num_text_tokens,
 )
 
@@ -118,6 +119,7 @@ FAMILIES = {
                 "joint_attention_kwargs",
             ),
             num_prefix_tokens=num_text_tokens,
+            num_suffix_tokens=num_reference_tokens(0),
             check=checked_by(
                 ("BriaFiboAttnProcessor", "BriaAttnProcessor"),
                 "joint_attention_kwargs",

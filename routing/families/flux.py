@@ -1,9 +1,8 @@
 """FLUX and Kontext: double blocks, then single ones, all with rotary positions."""
 
 import torch
-import torch.nn as nn
 
-from routing.adapter import Adapter, Arguments, BlockList
+from routing.adapter import Adapter, BlockList
 from routing.families.parts import (
     INPUTS,
     POOLED_DIM,
@@ -16,6 +15,7 @@ from routing.families.parts import (
     double_and_single,
     joint_mask,
     joint_rotary,
+    num_reference_tokens,
 )
 
 BLOCK = {
@@ -24,18 +24,6 @@ BLOCK = {
     "shared": ("encoder_hidden_states", "temb"),
 }
 RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
-
-
-def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
-    """Count Kontext's reference tokens, which come last: the first coordinate of their positions is not 0."""
-    img_ids = arguments["img_ids"]
-    is_reference = (img_ids[0] if img_ids.ndim == 3 else img_ids)[:, 0] != 0  # (T + S,)
-    num_reference_tokens = int(is_reference.sum())  # SYNC: shapes depend on it
-    if num_reference_tokens == len(is_reference):
-        raise ValueError("img_ids: there must be tokens of the image itself (first coordinate 0)")
-    if num_reference_tokens and not is_reference[-num_reference_tokens:].all():
-        raise ValueError("img_ids: the tokens of reference images (first coordinate not 0) must come last")
-    return num_reference_tokens
 
 
 def flux(sizes: Sizes) -> Built:
@@ -66,7 +54,7 @@ FAMILIES = {
                 *(*RESIDUALS, "controlnet_blocks_repeat"),
             ),
             num_prefix_tokens=lambda model, arguments: arguments["encoder_hidden_states"].shape[1],
-            num_suffix_tokens=_num_reference_tokens,
+            num_suffix_tokens=num_reference_tokens(0),
             residuals=RESIDUALS,
             check=checked_by(("FluxAttnProcessor",), "joint_attention_kwargs", ("scale", "attention_mask")),
         ),

@@ -13,6 +13,7 @@ from routing.families.parts import (
     checked_by,
     double_and_single,
     joint_rotary,
+    num_reference_tokens,
     num_text_tokens,
 )
 
@@ -58,6 +59,7 @@ FAMILIES = {
             ),
             accepts=(*INPUTS, "img_ids", "txt_ids", "guidance"),
             num_prefix_tokens=num_text_tokens,
+            num_suffix_tokens=num_reference_tokens(0),
             check=checked_by(PROCESSORS),
         ),
         flux2,

@@ -1,6 +1,7 @@
 """Models built like FLUX: Bria, LongCat-Image, Ovis-Image."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -16,17 +17,20 @@ from routing.families.parts import (
     checked_by,
     double_and_single,
     joint_rotary,
+    num_reference_tokens,
     num_text_tokens,
 )
 
 BLOCK = {"output": 1, "by_token": {"image_rotary_emb": joint_rotary}}
+IMAGE_PLANE = 1  # of LongCat-Image: text is in plane 0, references are in plane 2
 
 
-def like_flux(name: str, timestep: float) -> Callable[[Sizes], Built]:
+def like_flux(name: str, timestep: float, plane: float = 0) -> Callable[[Sizes], Built]:
     """Return what builds a model of a class; a third of its blocks are double.
 
     Args:
         timestep: the largest.
+        plane: the first coordinate of the image.
     """
 
     def build(sizes: Sizes) -> Built:
@@ -38,7 +42,7 @@ def like_flux(name: str, timestep: float) -> Callable[[Sizes], Built]:
             "hidden_states": sizes.tokens(64),
             "encoder_hidden_states": sizes.text,
             "timestep": timestep * torch.rand(sizes.batch),
-            "img_ids": sizes.positions,
+            "img_ids": sizes.positions + torch.tensor([plane, 0.0, 0.0]),
             "txt_ids": torch.zeros(sizes.num_text, 3),
         }
 
@@ -65,7 +69,10 @@ FAMILIES = {
         like_flux("BriaTransformer2DModel", 1000.0),
     ),
     "LongCatImageTransformer2DModel": Family(
-        adapter("LongCatImageAttnProcessor", "", ""), like_flux("LongCatImageTransformer2DModel", 1.0)
+        replace(
+            adapter("LongCatImageAttnProcessor", "", ""), num_suffix_tokens=num_reference_tokens(IMAGE_PLANE)
+        ),
+        like_flux("LongCatImageTransformer2DModel", 1.0, IMAGE_PLANE),
     ),
     "OvisImageTransformer2DModel": Family(
         adapter("OvisImageAttnProcessor", "joint_attention_kwargs", "joint_attention_kwargs"),

@@ -199,6 +199,28 @@ def num_text_tokens(model: nn.Module, arguments: Arguments) -> int:
     return arguments["encoder_hidden_states"].shape[1]
 
 
+def num_reference_tokens(plane: float) -> Callable[[nn.Module, Arguments], int]:
+    """Return what counts S where reference images come last in `img_ids`.
+
+    Args:
+        plane: the first coordinate of the image itself; references have others.
+    """
+
+    def count(model: nn.Module, arguments: Arguments) -> int:
+        img_ids = arguments["img_ids"]
+        is_reference = (img_ids[0] if img_ids.ndim == 3 else img_ids)[:, 0] != plane  # (T + S,)
+        num_tokens = int(is_reference.sum())  # SYNC: shapes depend on it
+        if num_tokens == len(is_reference):
+            raise ValueError(f"img_ids: there must be tokens of the image itself (first coordinate {plane})")
+        if num_tokens and not is_reference[-num_tokens:].all():
+            raise ValueError(
+                f"img_ids: the tokens of reference images (first coordinate not {plane}) must come last"
+            )
+        return num_tokens
+
+    return count
+
+
 def double_and_single(sizes: Sizes) -> dict[str, int]:
     """Return numbers of double and single blocks, a third and two thirds of the depth."""
     return {"num_layers": sizes.depth // 3, "num_single_layers": sizes.depth - sizes.depth // 3}

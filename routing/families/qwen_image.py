@@ -33,6 +33,13 @@ BLOCK_21 = {
 }
 
 
+def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens of what comes after the image: references, of layers the last alone."""
+    shapes = arguments["img_shapes"][0]  # as in the model, those of all samples
+    others = shapes[1:] if isinstance(shapes, list) else []
+    return sum(map(math.prod, others[-1:] if model.config.use_layer3d_rope else others))
+
+
 def _num_condition_tokens(model: nn.Module, arguments: Arguments) -> int:
     """Count the tokens of text and reference images, which come before those of the image."""
     num_text_tokens = int((~arguments["img_mask"][0]).sum())  # SYNC: the model does the same
@@ -79,15 +86,22 @@ FAMILIES = {
                 BlockList(
                     "transformer_blocks",
                     output=1,
-                    by_token={"image_rotary_emb": rotary_beside_text},
+                    by_token={
+                        "image_rotary_emb": rotary_beside_text,
+                        "modulate_index": lambda index, kept: kept.gather(index),  # (N, T + S)
+                    },
                     shared=(
                         *("encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
                         "joint_attention_kwargs",
                     ),
                 ),
             ),
-            accepts=(*INPUTS, "encoder_hidden_states_mask", "img_shapes"),
-            check=checked_by(("QwenDoubleStreamAttnProcessor2_0",)),
+            accepts=(
+                *(*INPUTS, "encoder_hidden_states_mask", "img_shapes", "additional_t_cond"),
+                "attention_kwargs",
+            ),
+            num_suffix_tokens=_num_reference_tokens,
+            check=checked_by(("QwenDoubleStreamAttnProcessor2_0",), "attention_kwargs"),
         ),
         qwen_image,
     ),

@@ -79,10 +79,60 @@ def a_timestep_for_each_token(model, arguments):
     return {**arguments, "timestep": torch.rand(arguments["indicator"].shape, dtype=torch.float64)}
 
 
+def with_references(model, arguments):
+    """Two reference images of three tokens, which pipelines put into planes of their own."""
+    of_image, N = arguments["img_ids"], arguments["hidden_states"].shape[0]
+    ids = [
+        of_image,
+        *(
+            of_image[:3] + plane * of_image.new_tensor([1, *[0] * (of_image.shape[1] - 1)])
+            for plane in (1, 2)
+        ),
+    ]
+    tokens = [arguments["hidden_states"], torch.randn(N, 6, arguments["hidden_states"].shape[2]).double()]
+    further = arguments.get("joint_attention_kwargs", {})
+    further = {key: torch.nn.functional.pad(mask, (0, 6), value=True) for key, mask in further.items()}
+    given = {"joint_attention_kwargs": further} if further else {}
+    return {**arguments, "hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids), **given}
+
+
+def with_images(model, arguments):
+    """Two reference images of 2 x 3 tokens."""
+    references = torch.randn(len(arguments["hidden_states"]), 12, 64).double()
+    shapes = [[(1, 4, 4), (1, 2, 3), (1, 2, 3)]] * len(references)
+    return {
+        **arguments,
+        "hidden_states": torch.cat([arguments["hidden_states"], references], dim=1),
+        "img_shapes": shapes,
+        "attention_kwargs": {},
+    }
+
+
+def with_images_that_have_no_noise(model, arguments):
+    for module in (model, *model.transformer_blocks):
+        module.zero_cond_t = True
+    return with_images(model, arguments)
+
+
+def with_layers(model, arguments):
+    """Two layers and the image that they are of, the last one."""
+    from diffusers.models.transformers.transformer_qwenimage import QwenEmbedLayer3DRope
+
+    model.register_to_config(use_layer3d_rope=True)
+    model.pos_embed = QwenEmbedLayer3DRope(10000, list(model.config.axes_dims_rope), scale_rope=True)
+    return with_images(model, arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changed", "num_tokens"),
     [
+        ("BriaFiboTransformer2DModel", with_references, 16),
+        ("Flux2Transformer2DModel", with_references, 16),
+        ("LongCatImageTransformer2DModel", with_references, 16),
+        ("QwenImageTransformer2DModel", with_images, 16),
+        ("QwenImageTransformer2DModel", with_images_that_have_no_noise, 16),
+        ("QwenImageTransformer2DModel", with_layers, 16 + 6),
         ("BriaFibo2Transformer2DModel", texts_of_other_lengths, 16),
         ("Flux3Transformer2DModel", without_reference, 16),
         ("HiDreamImageTransformer2DModel", not_square, 8),
