@@ -320,12 +320,13 @@ def recommend(candidates: Sequence[Candidate], depth: int, words: Words) -> tupl
     low, high = best.measured_quartiles
     if low >= MIN_SPEEDUP:
         return best, f"Recommended: {words.take(best.routes)}"
-    between = (
-        f"a step is {low:.2f}x to {high:.2f}x as fast with routes ({best.predicted_speedup:.2f}x by FLOPs)"
-    )
+    (route, *_) = best.routes
+    window = f"blocks {route.start_layer_idx} to {route.end_layer_idx} at a ratio of {route.selection_ratio}"
+    speedups = f"{low:.2f}x to {high:.2f}x as fast ({best.predicted_speedup:.2f}x by FLOPs)"
+    between = f"a step with {window} is {speedups}"
     if high < MIN_SPEEDUP:
-        return None, f"No route is worth it here, {between}: {words.dense}."
-    return None, f"No advice, {between}: measure while nothing else runs, or with repeats=50."
+        return None, f"No route is worth it here ({between}): {words.dense}."
+    return None, f"No advice ({between}): measure while nothing else runs, or with repeats=50."
 
 
 def hardly_trained(candidates: Sequence[Candidate]) -> bool:

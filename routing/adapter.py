@@ -167,6 +167,10 @@ class Adapter:
     check: Callable[[nn.Module, Arguments], None] = _no_check
     whole_between_blocks: bool = False
 
+    def __post_init__(self) -> None:
+        if self.num_prefix_tokens is _zero and any(spec.joint for spec in self.block_lists):
+            raise ValueError("joint=True needs num_prefix_tokens: the prefix would be routed with the image")
+
     def num_suffix_tokens_of(self, model: nn.Module, arguments: Arguments) -> dict[str, int]:
         """Return S of each list of blocks, by its name."""
         S = self.num_suffix_tokens(model, arguments)

@@ -76,6 +76,8 @@ def attach(
     signature = inspect.signature(plain_forward(type(model)))
     for own in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
+    if isinstance(routes, Route) or not all(isinstance(route, Route) for route in routes):
+        raise ValueError(f"routes={routes} must be a list of routing.Route")
     if not routes:
         raise ValueError("routes must not be empty: the model would stay dense")
     layers = tuple(layer for spec in adapter.block_lists for layer in _layers(model, spec))

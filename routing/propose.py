@@ -25,9 +25,9 @@ from routing.proof import Proof, prove
 from routing.routes import Route
 
 FOUR = " " * 4
-MAX_ERROR = 0.01  # of what routes change: rounding in bf16 stays below
 ROUTES = (Route(0.5, 0, -1), Route(0.75, 0, -1))  # what is right by chance for one is not for both
-WRONG = (ValueError, RuntimeError, TypeError, AttributeError, IndexError)  # of an adapter that is not right
+# Raised by an adapter that is not right, or by blocks that do not fit what it gathers.
+WRONG = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, AssertionError)
 
 
 class Proposal(NamedTuple):
@@ -86,8 +86,8 @@ def propose_adapter(
             failed.append((torch.inf, whole, f"{source}\n{type(error).__name__}: {error}"))
             continue
         proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
-        if all(proof.dense == 0 and proof.routed < MAX_ERROR for proof in proofs):  # no NaN is
-            return Proposal(source, adapter, proof)
+        if all(proof.passes for proof in proofs):  # no NaN is
+            return Proposal(_module(source), adapter, proof)
         apart = max(proof)
         failed.append((apart, whole, f"{source}\nthe routes differ by {apart:.1g} of what they change"))
     *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
@@ -95,6 +95,14 @@ def propose_adapter(
         f"no adapter for {type(model).__name__} was right; correct by hand what is wrong in the closest, and "
         f"try it with routing.prove:\n{closest}"
     )
+
+
+def _module(source: str) -> str:
+    """Return the source of a file that has an adapter."""
+    imports = "from routing import Adapter, BlockList\n"
+    if "TablePerSample" in source:
+        imports += "from routing.families.parts import TablePerSample\n"
+    return f"{imports}\nadapter = {source}"
 
 
 @dataclass(frozen=True)
@@ -467,8 +475,8 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_
         lists += [found] if found.tokens else []
     if not lists:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks, run one after another, whose attention (that of "
-            f"torch itself) sees tokens of {image}"
+            f"{type(model).__name__} has no list of blocks, run one after another, whose attention "
+            f"(F.scaled_dot_product_attention, or torch's own layers) sees the tokens of image={image!r}"
         )
     return lists
 
@@ -502,7 +510,7 @@ class _Attention(TorchFunctionMode):
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        self.count += func is F.scaled_dot_product_attention
+        self.count += func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
         return func(*args, **(kwargs or {}))
 
 

@@ -61,7 +61,7 @@ def test_repeats_that_do_not_agree_give_no_advice():
     best, advice = recommend([candidate(2, 8, measured=1.1, spread=0.5)], 12, WORDS)
     assert best is None
     assert advice.startswith(
-        "No advice, a step is 0.60x to 1.60x as fast with routes (1.30x by FLOPs): measure"
+        "No advice (a step with blocks 2 to 8 at a ratio of 0.5 is 0.60x to 1.60x as fast (1.30x by FLOPs)): "
     )
 
 

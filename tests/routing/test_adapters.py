@@ -60,6 +60,11 @@ def test_a_model_that_does_not_run_its_list_of_blocks_is_refused():
         model(torch.randn(1, 3, 32, 32))
 
 
+def test_an_adapter_that_would_route_the_prefix_is_refused():
+    with pytest.raises(ValueError, match="joint=True needs num_prefix_tokens"):
+        Adapter(VIT.block_lists, ["x"])
+
+
 def test_an_argument_that_no_adapter_names_is_refused():
     model = vit()
     attach(model, [WINDOW], adapter=VIT)

@@ -530,6 +530,9 @@ def test_a_forward_that_would_lose_the_routes_is_refused():
     model = FAMILIES["sd3"].build()
     with pytest.raises(ValueError, match="routes must not be empty"):
         attach(model, [])
+    for wrong in (WINDOW, [(0.5, 2, -2)]):
+        with pytest.raises(ValueError, match=r"routes=.* must be a list of routing\.Route"):
+            attach(model, wrong)
     add_hook_to_module(model, ModelHook())
     with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
         attach(model, [WINDOW])

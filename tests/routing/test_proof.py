@@ -10,7 +10,7 @@ import torch
 from routing import Adapter, BlockList, Route, attach, detach, random_router
 from routing.families import FAMILIES, Sizes, __main__, routable
 from routing.families.__main__ import MAX_ERROR, built
-from routing.proof import prove
+from routing.proof import Proof, prove
 from tests.programs import ROOT
 
 FAST = ("FluxTransformer2DModel", "SD3Transformer2DModel", "AuraFlowTransformer2DModel")
@@ -256,6 +256,23 @@ def test_attention_that_cannot_be_seen_proves_nothing():
     adapter = Adapter((BlockList("blocks", tokens="input"),), ("x",))
     with pytest.raises(ValueError, match="no attention to the tokens was seen"):
         prove(Plain(), adapter, {"x": torch.randn(2, 16, 8)}, Route(0.5, 0, -1))
+
+
+def test_a_proof_says_whether_it_passes():
+    model, adapter, arguments = of_family("AuraFlowTransformer2DModel")
+    assert prove(model, adapter, arguments, WINDOWS[0]).passes
+    assert [Proof(*found).passes for found in ((1e-9, 0), (0, 0.011), (0, float("nan")))] == [False] * 3
+
+
+def test_what_does_not_fit_is_said_as_attach_says_it():
+    model, adapter, arguments = of_family("AuraFlowTransformer2DModel")
+    (spec, *_) = adapter.block_lists
+    for wrong, message in (
+        (replace(spec, tokens="x"), "takes no argument x"),
+        (replace(spec, name="y"), "at y"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prove(model, replace(adapter, block_lists=[wrong]), arguments, Route(0.5, 0, -1))
 
 
 def without(adapter, key, gather):

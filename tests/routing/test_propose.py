@@ -6,10 +6,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from routing import Adapter, BlockList, Route, attach, prove
+from routing import Route, attach, prove
 from routing.families import FAMILIES, Sizes, routable
 from routing.families.__main__ import MAX_ERROR, built
-from routing.families.parts import TablePerSample
 from routing.propose import propose_adapter
 from tests.routing.test_proof import by_speed
 
@@ -59,8 +58,9 @@ def test_a_proposal_is_what_was_written_by_hand(name):
     given = counts if name in COUNTED else {}
     proposal = propose_adapter(model, arguments, IMAGES.get(name, "hidden_states"), **given)
     assert proposal.proof.dense == 0 and proposal.proof.routed < MAX_ERROR
-    scope = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample, **given}
-    proof = prove(model, eval(proposal.source, scope), arguments, Route(0.5, 1, -2))
+    file = dict(given)
+    exec(proposal.source, file)
+    proof = prove(model, file["adapter"], arguments, Route(0.5, 1, -2))
     assert proof.dense == 0 and proof.routed < MAX_ERROR
     assert not hasattr(model, "_attached") and model.training
     for found, written in zip(proposal.adapter.block_lists, by_hand.block_lists, strict=True):
@@ -144,6 +144,33 @@ class Named(nn.Linear):
 
     def forward(self, hidden_states):
         return super().forward(hidden_states)
+
+
+class Encoder(nn.Module):
+    """Torch's own encoder, which may hide the last token of the first sample."""
+
+    def __init__(self, batch_first=True):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.batch_first = batch_first
+
+    def forward(self, tokens, padding=None):
+        x = tokens if self.batch_first else tokens.transpose(0, 1)
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_layers_of_torch_itself_are_found_and_proved(batch_first, masked):
+    arguments = {"tokens": torch.randn(2, 9, 16).double()}
+    if masked:
+        arguments["padding"] = torch.arange(9) == torch.tensor([[8], [9]])
+    model = Encoder(batch_first).double()
+    proposal = propose_adapter(model, arguments, image="tokens")
+    assert proposal.proof.dense == 0 and proposal.proof.routed < MAX_ERROR
+    (spec,) = proposal.adapter.block_lists
+    assert (spec.name, spec.tokens, spec.sequence_first) == ("encoder.layers", "src", not batch_first)
 
 
 @pytest.mark.parametrize(
