@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch.utils.checkpoint import checkpoint
 
 from routing import Route, attach
@@ -42,7 +43,8 @@ class Checkpointed(nn.Module):
 
 
 def prepared(family, model):
-    """As in the scripts of diffusers: all weights, bf16."""
+    """As in the scripts of diffusers: all weights."""
+    AcceleratorState._reset_state()  # it would keep the precision of the test before
     model.enable_gradient_checkpointing()
     return Accelerator(cpu=True).prepare(model), [*model.parameters()]
 
