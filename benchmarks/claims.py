@@ -8,7 +8,7 @@ claim is confirmed or refuted by a task where the interval lies on one side of 0
 """
 
 import argparse
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from benchmarks.effects import (
     shown,
 )
 from benchmarks.results import RESULTS, markdown
-from benchmarks.twins import LOSS, LRS, SPARSE, STUDIES, UNGUIDED
+from benchmarks.twins import ARMS, LOSS, LRS, SPARSE, STUDIES, UNGUIDED
 from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
 
@@ -304,7 +304,7 @@ def judged(tests: Sequence[Callable[[Records], Finding]], records: Records) -> t
 
 
 def scoreboard(records: Records) -> str:
-    """Return the table of claims; of another folder than the project's, those that its records decide."""
+    """Return the table of claims; of another folder than the project's, those that it has records of."""
     rows = []
     for claim in CLAIMS:
         outcome, findings = judged(claim.tests, records)
@@ -322,14 +322,15 @@ def scoreboard(records: Records) -> str:
                 "what decides it where it was said": claim.elsewhere,
             }
         )
-    columns = dict.fromkeys((key for row in rows for key in row), "{}")
-    return markdown(rows, columns, everything=True).replace("--:", "---")  # texts
+    if not rows:
+        return "No claim is about these arms alone."
+    return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True).replace("--:", "---")  # texts
 
 
-def base_of(arm: str, arms: Collection[str]) -> str:
-    """Return the arm that another one is compared with: the dense one with the same change, or without."""
-    same = ", ".join(["dense", *arm.split(", ")[1:]])
-    return same if same in arms and same != arm else "dense"
+def base_of(arm: str) -> str:
+    """Return the dense arm with the same overrides."""
+    own = next(name for name in sorted(ARMS, key=len, reverse=True) if arm.startswith(name))
+    return "dense" + arm.removeprefix(own)
 
 
 def arms_table(records: Records, study: str) -> str:
@@ -355,9 +356,8 @@ def arms_table(records: Records, study: str) -> str:
                     effect = effect_of(values)
                     half = f" ± {effect.high - effect.value:.1g}" if effect.n > 1 else ""
                     row |= {"n": effect.n, key + mark: f"{effect.value:.4g}{half}"}
-        key, base = DISTANCES.get(study, EXCESS), base_of(arm, found)
-        changes = Pair(study, arm, base, key).changes(records) if base != arm else {}
-        if changes:
+        key, base = DISTANCES.get(study, EXCESS), base_of(arm)
+        if base != arm and (changes := Pair(study, arm, base, key).changes(records)):
             row[f"{key} over dense"] = shown(effect_of([*changes.values()]), key in RATIOS)
         rows.append(row)
     return markdown(rows, dict.fromkeys((key for row in rows for key in row), "{}"))
@@ -391,8 +391,8 @@ ARMS_HEAD = f"""# Arms
 Final scores, mean and half of the 95 % interval over the seeds. Each arm has the learning rate, of
 {", ".join(f"{lr:g}" for lr in LRS)}, at which half of the steps on a seed of its own had the lowest held-out
 dense loss; "!" marks the largest, beyond which one seed in a few did not recover from its start (`make
-twins`; how: `benchmarks/README.md`, "The twin study"). "Over dense" is the change from the dense arm, or
-from that with the same change, seed by seed. "Best guidance" is the better of the scales 1.25 and
+twins`; how: `benchmarks/README.md`, "The twin study"). "Over dense" is the difference from the dense arm with
+the same overrides, seed by seed, with its 95 % interval. "Best guidance" is the better of the scales 1.25 and
 1.75 of classifier-free guidance."""
 
 
@@ -436,7 +436,8 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.claims", None, __doc__, formatter_class=raw)
     parser.add_argument("folder", type=Path, nargs="?", help="of records; none: those of the project")
     asked = parser.parse_args()
-    records, out = Records(asked.folder or RESULTS), asked.folder or PROJECT
+    is_ours = asked.folder is None or asked.folder.resolve() == RESULTS.resolve()
+    records, out = (Records(), PROJECT) if is_ours else (Records(asked.folder), asked.folder)
     (out / "assets").mkdir(exist_ok=True)
     write_text(out / "CLAIMS.md", page(records))
     if records.rows["mixture"]:

@@ -201,10 +201,10 @@ class Work:
 
     def done(self) -> bool:
         """Do it; return whether nothing failed."""
-        self._do([(arm, SEARCH_SEED, lr) for arm in self.arms for lr in LRS])
+        self._do("searches", [(arm, SEARCH_SEED, lr) for arm in self.arms for lr in LRS])
         chosen = {arm: chosen_lr([*self._of_others(), *self.record.rows], arm) for arm in self.arms}
         seeds = [(arm, seed, chosen[arm]) for seed in self.asked.seeds for arm in self.arms]
-        self._do([unit for unit in seeds if unit[2]])
+        self._do("trainings", [unit for unit in seeds if unit[2]])
         return all(chosen.values()) and self.record.started() <= self._done()
 
     def _done(self) -> set[str]:
@@ -217,15 +217,13 @@ class Work:
         same = [file for file in sorted(files) if read_environment(file)["tiny"] == str(self.asked.tiny)]
         return [row for file in same for row in read_results(file) if not row.get("failed")]
 
-    def _do(self, units: Sequence[tuple[str, int, float]]) -> None:
+    def _do(self, what: str, units: Sequence[tuple[str, int, float]]) -> None:
         todo = {self.setting(*unit): unit for unit in units}
         done = self._done()
         todo = {setting: unit for setting, unit in todo.items() if setting not in done}
         calls = {setting: partial(self._train, setting, *unit) for setting, unit in todo.items()}
-        recorded = len(units) - len(todo)
-        print(
-            f"{self.name}: {len(todo)} trainings ({recorded} recorded); logs in {self.asked.out}", flush=True
-        )
+        recorded = f"{len(units) - len(todo)} more are recorded"
+        print(f"{self.name}: {len(todo)} {what}, {recorded}; logs are in {self.asked.out}", flush=True)
         for setting, ended in on_own_cores(self.asked.jobs, calls):
             self._add(setting, ended)
 

@@ -12,7 +12,7 @@ Shapes: as in routing/adapter.py.
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -34,7 +34,7 @@ KEYWORDS = ("routing", "generator")  # what an attached model takes besides its 
 
 def attach(
     model: nn.Module,
-    routes: Sequence[Route],
+    routes: Iterable[Route] | Route,
     *,
     adapter: Adapter | None = None,
     router: Router = random_router,
@@ -76,10 +76,11 @@ def attach(
     signature = inspect.signature(plain_forward(type(model)))
     for own in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
-    if isinstance(routes, Route) or not all(isinstance(route, Route) for route in routes):
-        raise ValueError(f"routes={routes} must be a list of routing.Route")
+    routes = (routes,) if isinstance(routes, Route) else tuple(routes or ())
     if not routes:
         raise ValueError("routes must not be empty: the model would stay dense")
+    if wrong := [route for route in routes if not isinstance(route, Route)]:
+        raise ValueError(f"routes must be of routing.Route, found {wrong[0]}")
     layers = tuple(layer for spec in adapter.block_lists for layer in _layers(model, spec))
     routes = resolve_routes(routes, len(layers), key="routes")
 

@@ -36,7 +36,7 @@ class Proof(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """True if an adapter is right, as far as rounding lets one see."""
+        """True if nothing differs at ratio 0, and less than MAX_ERROR with routes."""
         return self.dense == 0 and self.routed < MAX_ERROR
 
 
@@ -68,27 +68,23 @@ class _HiddenKeys(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # (L, N, D)
             given = OF_LAYERS.bind(*args, **kwargs).arguments
-            hidden = self._keys(given, len(given["query"]), len(given["key"]), given["query"].shape[1])
+            query, padding = given["query"], given.get("key_padding_mask")  # of floats, from torch's layers
+            hidden = self._keys(len(query), len(given["key"]), query.shape[1])
             if hidden is not None:
-                padding = given.get("key_padding_mask")
-                if padding is not None:
-                    is_bool = padding.dtype == torch.bool
-                    hidden = padding | hidden if is_bool else padding.masked_fill(hidden, -torch.inf)
-                return func(**{**given, "key_padding_mask": hidden})
+                return func(**{**given, "key_padding_mask": _hide(padding, hidden, query[0])})
         if func is F.scaled_dot_product_attention:  # (N, ..., L, D)
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             query = given["query"]
-            hidden = self._keys(given, query.shape[-2], given["key"].shape[-2], len(query))
+            sizes = query.shape[-2], given["key"].shape[-2], len(query)
+            hidden = None if given.get("is_causal") else self._keys(*sizes)
             if hidden is not None:
                 return func(**{**given, "attn_mask": _hide(given.get("attn_mask"), hidden, query)})
         return func(*args, **kwargs)
 
-    def _keys(
-        self, given: Mapping[str, Any], num_queries: int, num_keys: int, num_samples: int
-    ) -> torch.Tensor | None:
+    def _keys(self, num_queries: int, num_keys: int, num_samples: int) -> torch.Tensor | None:
         """Return which keys (N, L) to hide; None where the tokens are not among them."""
-        if self.hidden is None or given.get("is_causal"):
+        if self.hidden is None:
             return None
         num_others = num_keys - self.hidden.shape[1]
         alone = self.queries_alone and num_queries == self.hidden.shape[1]
@@ -127,11 +123,14 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
         ValueError: the model refuses to be routed, routes change nothing, or the attention cannot be seen.
     """
     state = {module: module.training for module in model.modules()}
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # a kernel that torch's own layers take without hooks
     model.eval()
     try:
         with torch.no_grad():
             return _prove(model, adapter, arguments, route)
     finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
         for module, training in state.items():
             module.training = training
 
@@ -144,9 +143,9 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
     P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments)
 
-    plain, start = _output(model, arguments), State(*window[0], P)
-    with start.reading():  # with hooks torch's own layers take another kernel
-        _output(model, arguments)
+    start = State(*window[0], P)
+    with start.reading():
+        plain = _output(model, arguments)
     N, T = start.value.shape[0], start.value.shape[1] - S[start.spec.name]
     noise = torch.rand(N, T, generator=torch.Generator().manual_seed(0)).to(start.value.device)
     num_kept = num_tokens_kept(T, route.selection_ratio)

@@ -87,7 +87,8 @@ def propose_adapter(
             continue
         proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
         if all(proof.passes for proof in proofs):  # no NaN is
-            return Proposal(_module(source), adapter, proof)
+            counts = {"num_prefix_tokens": num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
+            return Proposal(_file(source, [name for name, count in counts.items() if count]), adapter, proof)
         apart = max(proof)
         failed.append((apart, whole, f"{source}\nthe routes differ by {apart:.1g} of what they change"))
     *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
@@ -97,12 +98,13 @@ def propose_adapter(
     )
 
 
-def _module(source: str) -> str:
-    """Return the source of a file that has an adapter."""
-    imports = "from routing import Adapter, BlockList\n"
+def _file(source: str, counts: Sequence[str]) -> str:
+    """Return a file with an adapter, which calls counts of the caller's."""
+    first = "from routing import Adapter, BlockList\n"
     if "TablePerSample" in source:
-        imports += "from routing.families.parts import TablePerSample\n"
-    return f"{imports}\nadapter = {source}"
+        first += "from routing.families.parts import TablePerSample\n"
+    first += "".join(f"# Put your {name} here, which is called below.\n" for name in counts)
+    return f"{first}\nadapter = {source}"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ BLOCK_21 = {
 
 
 def _num_reference_tokens(model: nn.Module, arguments: Arguments) -> int:
-    """Count the tokens of what comes after the image: references, of layers the last alone."""
+    """Count the tokens of reference images; with layers, of the last entry, which they are taken from."""
     shapes = arguments["img_shapes"][0]  # as in the model, those of all samples
     others = shapes[1:] if isinstance(shapes, list) else []
     return sum(map(math.prod, others[-1:] if model.config.use_layer3d_rope else others))

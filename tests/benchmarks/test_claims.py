@@ -160,19 +160,31 @@ def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder):
 def test_the_page_has_every_claim_and_arm_and_the_figure(folder):
     records = Records(folder)
     text = claims.page(records)
-    assert all(f"| {claim.says} |" in claims.page(Records()) for claim in claims.CLAIMS)
+    whole = claims.page(Records())
+    assert all(f"| {claim.says} |" in whole for claim in claims.CLAIMS)
     assert "records in this folder" in text and "| It converges faster per step |" in text
     assert effects.ABSENT not in text and "| Precision rises, unguided |" not in text, (
         "what it has no record of"
     )
     assert re.search(r"\| routed \| .* \| 3 \| 0.1 ± 0.002 \| .* \| -50.0 % \[-50.0, -50.0\] \|", text)
+    (folder / "empty").mkdir()
+    assert "No claim is about these arms" in claims.page(Records(folder / "empty"))
     claims.draw(records, folder / "twins.png")
     assert (folder / "twins.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_arm_is_compared_with_the_dense_one_of_its_own_change():
-    arms = ("dense", "routed", "dense, a=1", "routed, a=1", "routed, a=2", "routed, equal FLOPs")
-    assert [claims.base_of(arm, arms) for arm in arms] == ["dense"] * 3 + ["dense, a=1", "dense", "dense"]
+    arms = (
+        "dense",
+        "routed",
+        "dense, a=1",
+        "routed, a=1",
+        "ratio 0.25",
+        "routed, equal FLOPs",
+        "routed, equal FLOPs, a=1",
+    )
+    same = ["dense", "dense", "dense, a=1", "dense, a=1", "dense", "dense", "dense, a=1"]
+    assert [*map(claims.base_of, arms)] == same
 
 
 def test_the_records_of_the_project_are_read():

@@ -530,9 +530,12 @@ def test_a_forward_that_would_lose_the_routes_is_refused():
     model = FAMILIES["sd3"].build()
     with pytest.raises(ValueError, match="routes must not be empty"):
         attach(model, [])
-    for wrong in (WINDOW, [(0.5, 2, -2)]):
-        with pytest.raises(ValueError, match=r"routes=.* must be a list of routing\.Route"):
-            attach(model, wrong)
+    with pytest.raises(ValueError, match=r"routes must be of routing\.Route, found \(0\.5, 2, -2\)"):
+        attach(model, [(0.5, 2, -2)])
+    of_one = attach(model, WINDOW)
+    detach(model)
+    assert attach(model, (route for route in [WINDOW])) == of_one
+    detach(model)
     add_hook_to_module(model, ModelHook())
     with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
         attach(model, [WINDOW])

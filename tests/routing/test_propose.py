@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from routing import Route, attach, prove
+from routing import Adapter, BlockList, Route, attach, prove
 from routing.families import FAMILIES, Sizes, routable
 from routing.families.__main__ import MAX_ERROR, built
 from routing.propose import propose_adapter
@@ -58,7 +58,7 @@ def test_a_proposal_is_what_was_written_by_hand(name):
     given = counts if name in COUNTED else {}
     proposal = propose_adapter(model, arguments, IMAGES.get(name, "hidden_states"), **given)
     assert proposal.proof.dense == 0 and proposal.proof.routed < MAX_ERROR
-    file = dict(given)
+    file = dict(given)  # the counts, which a user puts there
     exec(proposal.source, file)
     proof = prove(model, file["adapter"], arguments, Route(0.5, 1, -2))
     assert proof.dense == 0 and proof.routed < MAX_ERROR
@@ -147,30 +147,47 @@ class Named(nn.Linear):
 
 
 class Encoder(nn.Module):
-    """Torch's own encoder, which may hide the last token of the first sample."""
+    """Torch's own encoder."""
 
-    def __init__(self, batch_first=True):
+    def __init__(self, batch_first):
         super().__init__()
         layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=batch_first)
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=batch_first)
         self.batch_first = batch_first
 
-    def forward(self, tokens, padding=None):
+    def forward(self, tokens, padding=None, mask=None):
         x = tokens if self.batch_first else tokens.transpose(0, 1)
-        return self.encoder(x, src_key_padding_mask=padding)
+        return self.encoder(x, mask=mask, src_key_padding_mask=padding)
+
+
+PADDING = torch.arange(9) == torch.tensor([[8], [9]])  # the last token of the first sample
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
-def test_layers_of_torch_itself_are_found_and_proved(batch_first, masked):
-    arguments = {"tokens": torch.randn(2, 9, 16).double()}
-    if masked:
-        arguments["padding"] = torch.arange(9) == torch.tensor([[8], [9]])
+@pytest.mark.parametrize("masks", [{}, {"padding": PADDING}])
+def test_layers_of_torch_itself_are_found_and_proved(batch_first, masks):
+    arguments = {"tokens": torch.randn(2, 9, 16).double(), **masks}
     model = Encoder(batch_first).double()
     proposal = propose_adapter(model, arguments, image="tokens")
     assert proposal.proof.dense == 0 and proposal.proof.routed < MAX_ERROR
     (spec,) = proposal.adapter.block_lists
     assert (spec.name, spec.tokens, spec.sequence_first) == ("encoder.layers", "src", not batch_first)
+
+
+@pytest.mark.parametrize("masks", [{}, {"padding": PADDING}])
+def test_causal_layers_of_torch_itself_are_proved(masks):
+    """Their mask (L, L) becomes one for each sample and head."""
+    causal = nn.Transformer.generate_square_subsequent_mask(9).double()
+    arguments = {"tokens": torch.randn(2, 9, 16).double(), "mask": causal, **masks}
+
+    def each_head(mask, kept):
+        of_each = kept.gather(kept.gather(mask.expand(2, -1, -1), 1), 2)
+        return of_each.repeat_interleave(2, dim=0)  # (N heads, K, K)
+
+    by_token = {"src_mask": each_head, "src_key_padding_mask": lambda mask, kept: kept.gather(mask)}
+    spec = BlockList("encoder.layers", tokens="src", by_token=by_token, shared=("is_causal",))
+    proof = prove(Encoder(True).double(), Adapter((spec,), tuple(arguments)), arguments, Route(0.5, 1, -2))
+    assert proof.dense == 0 and proof.routed < MAX_ERROR
 
 
 @pytest.mark.parametrize(
