@@ -91,6 +91,11 @@ def run_main(main: Callable[[], None]) -> None:
         # One write: lines of processes that share a terminal stay intact. `sys.exit(text)` writes twice.
         sys.stderr.write(f"error: {explanation(error, sys.argv[1:])}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
+    except SystemExit as end:
+        if end.code == TRY_AGAIN:
+            _leave_launch()
+        raise
+    _leave_launch()
     _end_sweep()
 
 
@@ -117,6 +122,16 @@ def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         return None
 
     return job
+
+
+def _leave_launch() -> None:
+    """Leave the other processes: a member of a group that ends may be aborted by torch, its work done.
+
+    Only where all end alike: while others wait for it in the group, leaving could wait for them.
+    """
+    distributed = sys.modules.get("torch.distributed")  # is not loaded for this
+    if distributed and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _end_sweep() -> None:

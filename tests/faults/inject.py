@@ -1,8 +1,10 @@
 """Run train.py with a fault in one of its processes: python inject.py FAULT STEP PROCESS [KEY=VALUE ...]
 
-Each process leaves a hash of its weights in `weights_PROCESS`, so that they can be compared.
+Each process leaves a hash of its weights in `weights_PROCESS`, so that they can be compared, and in
+`member_PROCESS` whether it ended as a member of the group of processes.
 """
 
+import atexit
 import hashlib
 import os
 import runpy
@@ -30,6 +32,8 @@ def step_with_fault(self, micro_batches):
         raise RuntimeError("the cosmic ray")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
     if fault == "gradient":
         self.parameters[0].register_hook(lambda grad: grad * torch.nan if self.step == step else grad)
     return train_step(self, micro_batches)
@@ -41,6 +45,11 @@ def fit_and_leave_a_hash(self):
     weights += b"".join(parameter.numpy().tobytes() for parameter in self.ema.net.parameters())
     Path(f"weights_{here}").write_text(hashlib.sha256(weights).hexdigest())
     return reason
+
+
+@atexit.register
+def leave_whether_a_member():
+    Path(f"member_{here}").write_text(str(torch.distributed.is_initialized()))
 
 
 arguments = sys.argv[4:]
