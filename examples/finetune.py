@@ -243,7 +243,11 @@ def open_inputs(request: dict[str, Any]) -> tuple[Family, dict[str, np.ndarray]]
     import diffusers
 
     folder = Path(request["inputs"])
-    config = json.loads((Path(request["transformer"]) / "config.json").read_text())
+    try:
+        config = json.loads((Path(request["transformer"]) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        given = f"transformer={request['transformer']}"
+        raise ValueError(f"{given} is not a transformer that diffusers has saved: {error}") from error
     kind = config.get("_class_name")
     if kind not in FAMILIES:
         given = f"transformer={request['transformer']} is a {kind}"

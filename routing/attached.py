@@ -203,7 +203,10 @@ class _Attached:
     @torch.compiler.disable(recursive=False, reason=ONE_GRAPH)
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward, with routes where they are on."""
-        routing, generator = kwargs.get("routing") or Routing(), kwargs.get("generator")
+        routing, generator = kwargs.get("routing"), kwargs.get("generator")
+        routing = Routing() if routing is None else routing
+        if not isinstance(routing, Routing):
+            raise ValueError(f"routing={routing!r} must be a routing.Routing, or None")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         if generator is not None and "generator" in self.adapter.accepts:
             kwargs["generator"] = generator

@@ -333,6 +333,7 @@ KEYS = {
     "finetune": [
         ("inputs=flux transformer=pixart", "is a PixArtTransformer2DModel, must be one of FluxTransformer2DModel, "),
         ("transformer=flux inputs=r", "has no latents.npy"),
+        ("inputs=flux transformer=nowhere", "is not a transformer that diffusers has saved: "),
         (f"{FINETUNE} output_dir=r", "is not empty, and not a run to resume"),
         (f"{FINETUNE} routes=5", "must be a list"),
         (f"{FINETUNE} {ONE_ROUTE} router=nearest", "must be one of random, norm"),

@@ -65,6 +65,20 @@ def test_an_adapter_that_would_route_the_prefix_is_refused():
         Adapter(VIT.block_lists, ["x"])
 
 
+@pytest.mark.parametrize("names", [{"accepts": "x"}, {"accepts": ["x"], "residuals": "x"}])
+def test_one_name_that_is_not_in_a_sequence_is_refused(names):
+    with pytest.raises(ValueError, match=r"='x' must be a sequence of names: \('x',\)"):
+        Adapter(VIT.block_lists, num_prefix_tokens=VIT.num_prefix_tokens, **names)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_routing_that_is_a_ratio_is_refused(ratio):
+    model = vit()
+    attach(model, [WINDOW], adapter=VIT)
+    with pytest.raises(ValueError, match=f"routing={ratio} must be a routing.Routing, or None"):
+        model(torch.randn(1, 3, 32, 32), routing=ratio)
+
+
 def test_an_argument_that_no_adapter_names_is_refused():
     model = vit()
     attach(model, [WINDOW], adapter=VIT)
