@@ -35,7 +35,10 @@ def step_with_fault(self, micro_batches):
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGTERM)
     if fault == "gradient":
-        self.parameters[0].register_hook(lambda grad: grad * torch.nan if self.step == step else grad)
+        hook = self.parameters[0].register_hook(lambda grad: grad * torch.nan)
+        results = train_step(self, micro_batches)
+        hook.remove()  # one that stays, and knows the trainer, keeps it and its group of processes to the end
+        return results
     return train_step(self, micro_batches)
 
 
