@@ -169,7 +169,7 @@ class Adapter:
 
     def __post_init__(self) -> None:
         for key, names in (("accepts", self.accepts), ("residuals", self.residuals)):
-            if isinstance(names, str):  # each of its letters would be a name
+            if isinstance(names, str):  # any part of it would pass for a name
                 raise ValueError(f"{key}={names!r} must be a sequence of names: ({names!r},)")
         if self.num_prefix_tokens is _zero and any(spec.joint for spec in self.block_lists):
             raise ValueError("joint=True needs num_prefix_tokens: the prefix would be routed with the image")

@@ -125,7 +125,7 @@ def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
 
 
 def _leave_launch() -> None:
-    """Leave the other processes: a member of a group that ends may be aborted by torch, its work done.
+    """Leave the group of processes, as torch asks: its threads must not outlive the interpreter.
 
     Only where all end alike: while others wait for it in the group, leaving could wait for them.
     """

@@ -55,7 +55,6 @@ def test_ranks_that_disagree_refuse_together(tmp_path, fault):
 
 @pytest.mark.slow
 def test_processes_that_stop_leave_their_group_first(tmp_path):
-    """torch aborts now and then one that ends as a member: its status would not be the documented one."""
     inject(TWO, "stop", 3, 1, folder=tmp_path)
     # The launcher may have ended the second of them before its end.
     assert {file.read_text() for file in tmp_path.glob("member_*")} == {"False"}
