@@ -51,13 +51,13 @@ Tensors = dict[str, list[torch.Tensor]]
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
     """Return what measures each setting; see `benchmarks.gpu`."""
     measures = {
-        "gpu tests": check_runs.gpu_tests,
         "precision": precision,
         "scores": scores,
         "compiled": compiled,
         "skipped step": check_runs.skipped_step,
         "no host synchronisation": check_runs.no_host_synchronisation,
         "kill and resume": check_runs.kill_and_resume,
+        "gpu tests": check_runs.gpu_tests,
     }
     return {name: partial(_alone, measure, device, tiny) for name, measure in measures.items()}
 

@@ -37,7 +37,8 @@ from training.speed import interleaved_seconds, speedup
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
 IMAGES_A_TURN = {"cpu": 1, "cuda": 128}  # small batches are over before a clock is sure of them
 AGREE = {"bf16": 2e-2, "TF32": 3e-3, "fp32": 3e-5}  # one batched forward with two, of the norm
-NUM_TIMED, TURN_SEC = 3, 3.0  # evaluations of a call, two steps of Heun; of a turn
+NUM_TIMED = 3  # evaluations of a call, two steps of Heun
+TURN_SEC = {"cpu": 3.0, "cuda": 1.0}
 LATENTS = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
 XL, BATCHES, WHOLE_BATCH = (*LATENTS, "model/size=xl_2"), (4, 32, 128, 512), 128
 TINY = (*LATENTS, "model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
@@ -77,7 +78,7 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
     """Return what measures whole samples, then each precision, compiled and not, at each batch."""
     size, batches, whole_batch, repeats = (TINY, (2,), 2, 1) if tiny else (XL, BATCHES, WHOLE_BATCH, REPEATS)
     whole = partial(whole_samples, size, whole_batch, device)
-    turn_sec = 0.0 if tiny else TURN_SEC
+    turn_sec = 0.0 if tiny else TURN_SEC[device.type]
     settings: dict[str, Callable[[], Rows]] = {}
     settings["as sample.py"] = partial(as_sampled, size, device, repeats, turn_sec)
     settings[f"bf16, compiled, batch {whole_batch}, whole samples"] = whole
@@ -95,7 +96,7 @@ def main() -> None:
     argparse.ArgumentParser("python -m benchmarks.sampling", None, __doc__, formatter_class=RAW).parse_args()
     found, rows = environment(device), []
     for name, size in SIZES[device.type].items():
-        rows += [{"setting": name, **row} for row in as_sampled(size, device, REPEATS, TURN_SEC)]
+        rows += [{"setting": name, **row} for row in as_sampled(size, device, REPEATS, TURN_SEC[device.type])]
         print(markdown(rows, COLUMNS), flush=True)
     write_results("sampling", rows, found)
 

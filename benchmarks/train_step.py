@@ -201,11 +201,15 @@ def unknown_to_plain(config: dict[str, Any]) -> list[str]:
 
 
 def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:
-    """Compare loss and gradients with those of the plain step, in fp32 and as they will be timed."""
-    for kind, of_kind in overrides.items():
-        for precision in (("train.mixed_precision=no", "train.compile=false"), ()):
-            with Worker(kind, check, folder, (*of_kind, *precision)) as worker:
-                print(f"  {kind}, {worker.ready}", flush=True)
+    """Compare loss and gradients with the plain step's, in fp32 and as they will be timed, all at once."""
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(kind, check, folder, (*of_kind, *precision)))
+            for kind, of_kind in overrides.items()
+            for precision in (("train.mixed_precision=no", "train.compile=false"), ())
+        ]
+        for worker in workers:
+            print(f"  {worker.name}, {worker.ready}", flush=True)
 
 
 def timing(seconds: Sequence[float], row: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
@@ -372,11 +376,11 @@ def _warm_up(step: Callable[[], None], device: torch.device) -> None:
 
 
 def _turn(step: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of a step; on a GPU the mean of ten, after one untimed."""
+    """Return the seconds of a step; on a GPU the mean of 3 to 10, about a second, after one untimed."""
     if device.type != "cuda":
         return seconds_of(step, device)
-    step()
-    seconds = seconds_of(lambda: [step() for _ in range(10)], device) / 10
+    num_steps = min(10, max(3, round(1 / seconds_of(step, device))))
+    seconds = seconds_of(lambda: [step() for _ in range(num_steps)], device) / num_steps
     _hand_back(device)
     return seconds
 

@@ -149,6 +149,8 @@ def test_quantized_base_weights_resume_bitwise(quantize, tmp_path, monkeypatch):
 @pytest.mark.parametrize("quantize", QUANTIZED)
 def test_a_gpu_trains_adapters_on_quantized_base_weights(quantize, tmp_path):
     """In a process of its own: this one is on the CPU."""
+    for package in ("peft", "torchao", "bitsandbytes"):
+        pytest.importorskip(package, reason="requirements-finetune.txt is not installed")
     write_inputs(tmp_path, "sd3")
     options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", "lr=1e-2")
     environment = {key: value for key, value in os.environ.items() if key != "ACCELERATE_USE_CPU"}
