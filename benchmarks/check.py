@@ -235,6 +235,7 @@ def compiled(device: torch.device, tiny: bool) -> Rows:
     kinds, precisions = (("routed",), ("fp32",)) if tiny else (("routed", "dense"), ("fp32", "bf16"))
     rows, graphs = [], torch._dynamo.utils.counters["stats"]
     for kind in kinds:
+        torch._dynamo.reset()  # the routed blocks' graphs would serve the dense ones
         config, net = model(kind, tiny)
         way = partial(loss_and_gradients, config, net.to(device), device, draw_on=device)
         eager = {precision: way(precision) for precision in precisions}

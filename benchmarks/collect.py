@@ -62,10 +62,11 @@ def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
     here = environment(torch.device("cpu"))
     for file in files:
         text = file.read_text()
-        # A copy of the code without its history cannot name its commit.
+        # A copy of the code without its newest history cannot name its commit.
         same_code = f"# source_sha256: {here['source_sha256']}\n" in text
         if same_code and here["commit"] and not here["uncommitted_changes"]:
-            text = text.replace("# commit: None\n", f"# commit: {here['commit']}\n", 1)
+            text = re.sub("# commit: .*", f"# commit: {here['commit']}", text, count=1)
+            text = re.sub("# uncommitted_changes: .*", "# uncommitted_changes: False", text, count=1)
         write_text(results / file.name, text)
         print(f"recorded in {results / file.name}")
     for page in PAGES:

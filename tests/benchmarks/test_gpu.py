@@ -138,14 +138,15 @@ def test_a_record_without_a_commit_gets_that_of_the_same_code(tmp_path, project,
     clean = HERE | {"commit": "0123456789", "uncommitted_changes": False}
     monkeypatch.setattr("benchmarks.collect.environment", lambda device: clean)
     for name, source in (("gpu_score", clean["source_sha256"]), ("gpu_families", "another")):
-        write_results(name, [{"setting": "a"}], clean | {"commit": None, "source_sha256": source}, tmp_path)
+        copied = clean | {"commit": None, "uncommitted_changes": True, "source_sha256": source}
+        write_results(name, [{"setting": "a"}], copied, tmp_path)
     collect(tmp_path, COLUMNS, project, tiny=True)
     files = (project / "benchmarks" / "results").iterdir()
     commits = {file.name[:9]: read_environment(file)["commit"] for file in files}
     assert commits == {"gpu_score": "0123456789", "gpu_famil": "None"}
     text = (project / "RESULTS.md").read_text()
     assert "at commit 0123456 (a rehearsal)" in text
-    assert "at sha256 another of the code (a rehearsal)" in text
+    assert "at sha256 another of the code with uncommitted changes (a rehearsal)" in text
 
 
 def test_a_record_is_shown_on_both_pages(tmp_path, project):
