@@ -240,7 +240,8 @@ CLAIMS = (
         "B/2 at 400K steps with each router",
     ),
     Claim(
-        "SPRINT's sparse middle is better than TREAD's window per step",
+        "SPRINT's sparse middle is better than TREAD's window per step (both in the block of DiT: no rotary "
+        "positions, no QK-norm; and without SPRINT's second stage)",
         "[SPRINT]",
         twins("sprint", "routed", ALL),
         "`experiment=imagenet256_sprint_xl_2_400k` and its twins",
@@ -396,7 +397,7 @@ Final scores, mean and half of the 95 % interval over the seeds. Each arm has th
 dense loss; "!" marks the largest, beyond which one seed in a few did not recover from its start (`make
 twins`; how: `benchmarks/README.md`, "The twin study"). "Over dense" is the difference from the dense arm with
 the same overrides, seed by seed, with its 95 % interval. "Best guidance" is the better of the scales 1.25 and
-1.75 of classifier-free guidance."""
+1.75 of classifier-free guidance. All arms have the block of DiT; "sprint" has no second stage."""
 
 
 def curves(records: Records, study: str, key: str) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Networks in files of weights: of DiT, SiT, REPA, LightningDiT, TREAD, and those that `models.export` wrote.
+"""Networks in files of weights: of DiT, SiT, REPA, LightningDiT, SPRINT, TREAD, and of `models.export`.
 
 A file of public code says its architecture by names and shapes, but not what it predicts: DiT, SiT and TREAD
 look alike. A file of `models.export` carries its configuration.
@@ -20,6 +20,7 @@ from training.weights import is_own_checkpoint, metadata_in, shapes_by_name
 
 NUM_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published widths: shapes do not say them
 ENCODER, SCALE, CHANNELS = "stabilityai/sd-vae-ft-ema", 0.18215, 4
+SIDE = 32  # of the latents of a network without a position table, unless a manifest says another
 CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an exported file
 
 
@@ -31,8 +32,9 @@ def read_weights_file(
     Args:
         objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file of
             `models.export`.
-        latents: a latent folder whose manifest says how the latents of other code are scaled and decoded;
-            None: they are those of sd-vae-ft-ema.
+        latents: a latent folder whose manifest says how the latents of other code are scaled and decoded,
+            and their size where a file does not (SPRINT); None: they are those of sd-vae-ft-ema, of 256x256
+            images where a file does not say it.
 
     Raises:
         ValueError: with the key, the value and the rule.
@@ -54,18 +56,20 @@ def read_weights_file(
     if objective is None:
         raise ValueError(
             f"objective must be given, {file} does not say what it predicts: edm or flow for a file of "
-            "TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA"
+            "TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA and SPRINT"
         )
     check_choice("objective", objective, tuple(OBJECTIVES))
-    sizes = sizes_of(shapes_by_name(file), file)
+    described = None if latents is None else read_manifest(latents)
+    sizes = sizes_of(shapes_by_name(file), file, SIDE if described is None else described.shape[1])
     keys = [f"{key}={value}".lower() for key, value in sizes.items()]
     # A file of TREAD may have been trained with routes, which sparse guidance takes.
     is_lightning = sizes["model.block"] == "lightning"
     model = "tread" if objective in ("edm", "flow") or is_lightning else "dit"
+    model = "sprint" if sizes["model.block"] == "sprint" else model
     config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
-    if latents is not None:
-        return config, {"data": {"manifest": asdict(read_manifest(latents))}}
+    if described is not None:
+        return config, {"data": {"manifest": asdict(described)}}
     if sizes["data.in_channels"] != CHANNELS:
         raise ValueError(
             f"{file} takes latents of {sizes['data.in_channels']} channels, not those of {ENCODER}: "
@@ -91,15 +95,20 @@ def precond_of(file: Path, objective: str | None) -> dict[str, Any]:
     return configuration.composed(["data=synthetic", *OBJECTIVES[objective]])["diffusion"]["precond"]
 
 
-def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:
+def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path, side: int) -> dict[str, Any]:
     """Return the keys of a configuration that shapes of a DiT determine.
+
+    Args:
+        side: of the latents of SPRINT, whose networks have no position table to tell it.
 
     Raises:
         ValueError: they are not those of a DiT of a published width.
     """
+    is_sprint = "rejoins.0.mask_token" in shapes  # by the name that `training.sprint` gives it
     try:
         hidden_size, in_channels, patch_size, _ = shapes["x_embedder.proj.weight"]
-        num_outputs, num_tokens = shapes["final_layer.linear.weight"][0], shapes["pos_embed"][1]
+        num_outputs = shapes["final_layer.linear.weight"][0]
+        side = side if is_sprint else isqrt(shapes["pos_embed"][1]) * patch_size
         depth = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks."))
     except (KeyError, ValueError, IndexError) as error:
         raise ValueError(f"{file} does not have the names and shapes of a DiT ({error})") from error
@@ -112,9 +121,9 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path) -> dict[str, Any]:
         "model.num_heads": NUM_HEADS[hidden_size],
         "model.patch_size": patch_size,
         "model.depth": depth,
-        "model.block": "lightning" if "blocks.0.norm1.weight" in shapes else "dit",
+        "model.block": "sprint" if is_sprint else "lightning" if "blocks.0.norm1.weight" in shapes else "dit",
         "model.learn_sigma": num_outputs == 2 * in_channels * patch_size**2,
         "data.in_channels": in_channels,
-        "data.input_size": isqrt(num_tokens) * patch_size,
+        "data.input_size": side,
         "data.num_classes": labels - 1,  # the last is the null class
     }

@@ -77,7 +77,7 @@ def check_init_from(source: str, objective: str | None) -> None:
     if not own and objective is None:
         raise ValueError(
             f"train.init_from={source} does not say what it predicts: give train.init_from_objective=edm or "
-            "flow for a file of TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA"
+            "flow for a file of TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA and SPRINT"
         )
 
 

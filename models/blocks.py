@@ -77,17 +77,21 @@ class DiTBlock(nn.Module):
         return Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=GELU)
 
 
-class ModernBlock(DiTBlock):
-    """The same block with RMSNorm, QK-norm, rotary positions in two dimensions, and SwiGLU."""
+class SprintBlock(DiTBlock):
+    """The same block with QK-norm, and with rotary positions in place of the position table. [SPRINT]"""
 
     has_position_table = False
     positions = staticmethod(rotary_table)
 
-    def _norm(self, hidden_size: int) -> nn.Module:
-        return nn.RMSNorm(hidden_size, elementwise_affine=False, eps=1e-6)
-
     def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
         return Attention(hidden_size, num_heads, attention, qk_norm=True)
+
+
+class ModernBlock(SprintBlock):
+    """The block of SPRINT with RMSNorm and SwiGLU."""
+
+    def _norm(self, hidden_size: int) -> nn.Module:
+        return nn.RMSNorm(hidden_size, elementwise_affine=False, eps=1e-6)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
         # Two thirds of the width, in eights: with the gate, a third matrix, the parameters stay the same.
@@ -151,6 +155,7 @@ class FinalLayer(nn.Module):
 
 BLOCKS = {
     "dit": DiTBlock,
+    "sprint": SprintBlock,
     "modern": ModernBlock,
     "lightning": LightningBlock,
     "mamba": MambaBlock,

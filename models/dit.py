@@ -62,9 +62,9 @@ class DiT(nn.Module):
         learn_sigma: 2C channels of output, as public DiT and SiT checkpoints have.
         init: `adaln_zero` starts every block as the identity and the output at zero [DiT]; `xavier` is the
             initialisation of the public TREAD code, which overwrites those zeros.
-        block: `dit`; `modern`: RMSNorm, QK-norm, SwiGLU, and rotary positions in place of the position table;
-            `lightning`: that of LightningDiT; `mamba` and `rwkv`: a scan in place of attention, see
-            `models/mixers`.
+        block: `dit`; `sprint`: QK-norm, and rotary positions in place of the position table; `modern`: the
+            same with RMSNorm and SwiGLU; `lightning`: that of LightningDiT; `mamba` and `rwkv`: a scan in
+            place of attention, see `models/mixers`.
         attention: backend of the attention; `auto` chooses by device and precision, see
             `models.layers.Attention`.
         num_prefix_tokens: learned tokens before those of the image; they take part in attention and never

@@ -332,7 +332,7 @@ def test_the_stages_of_sprint_are_one_network():
     for config, ratio in ((first, 0.75), (second, 0)):
         assert config["model"]["routes"][0].pop("selection_ratio") == ratio
     assert first["model"] == second["model"]
-    assert first["model"]["block"] == "modern"
+    assert first["model"]["block"] == "sprint"
     assert first["diffusion"] == second["diffusion"]
     assert (second["optimizer"]["lr"], second["optimizer"]["warmup_steps"]) == (2e-4, 5000)
     assert second["train"].items() >= {"batch_size": 1024, "total_steps": 20_000, "grad_clip": 1.0}.items()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from runtime.arrays import check_stored
 from training.checkpoint import STEP_FOLDER, damage_of, instead_of, latest_checkpoint
+from training.sprint import from_sprint
 
 WRAPPERS = ("module.", "model.", "net.")
 COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
@@ -73,9 +74,12 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 def shapes_by_name(file: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that `load_weights` would take from a file."""
     if file.suffix == ".safetensors":
-        shapes = {_strip(name): shape for name, shape in shapes_in(file).items()}
-        return {name: shape for name, shape in shapes.items() if not name.startswith(IGNORED)}
-    return {name: tuple(tensor.shape) for name, tensor in _named_tensors(_weights_file(file))[0].items()}
+        blank = torch.empty((), device="meta")  # no data: converting layouts changes shapes, too
+        tensors = {name: blank.expand(shape) for name, shape in shapes_in(file).items()}
+        tensors = _own_names(tensors, file)
+    else:
+        tensors = _named_tensors(_weights_file(file))[0]
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def metadata_in(file: Path) -> dict[str, str]:
@@ -90,8 +94,13 @@ def metadata_in(file: Path) -> dict[str, str]:
 def _named_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str | None]:
     """Return the tensors of a file by the names of a network, and the entry that they were in."""
     tensors, entry = _load_tensors(file)
+    return _own_names(tensors, file), entry
+
+
+def _own_names(tensors: dict[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
     named = {_strip(name): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in named.items() if not name.startswith(IGNORED)}, entry
+    named = {name: tensor for name, tensor in named.items() if not name.startswith(IGNORED)}
+    return from_sprint(named, file)
 
 
 def _weights_file(source: Path) -> Path:

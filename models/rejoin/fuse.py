@@ -1,6 +1,7 @@
 """The sparse output of a window, padded with a mask token, is fused with the dense state before it. [SPRINT]
 
-The paper does not say what the fixed mask token is; here it is drawn once, when the network is built.
+As in the public code, the mask token is drawn from N(0, 0.02^2) when the network is built, never trained, and
+saved with the weights.
 """
 
 import torch

@@ -233,7 +233,8 @@ DIRECTIONS = {
     "Guidance gains from dense steps at the end": "dense end below routed",
     "Guided, routed training is ahead too": "routed below dense",
     "Keeping tokens by their norm is better than at random": "importance below routed",
-    "SPRINT's sparse middle is better than TREAD's window per step": "sprint below routed",
+    "SPRINT's sparse middle is better than TREAD's window per step (both in the block of DiT: no rotary "
+    "positions, no QK-norm; and without SPRINT's second stage)": "sprint below routed",
     "Sparse guidance beats classifier-free guidance": "routed below routed",
 }
 

@@ -11,6 +11,7 @@ from tests.networks import PAPER, small_batch, small_dit
 SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
 VARIANTS = [
     {},
+    {"block": "sprint"},
     {"block": "modern"},
     {"block": "lightning"},
     {"block": "mamba", "num_prefix_tokens": 3},

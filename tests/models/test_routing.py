@@ -31,7 +31,7 @@ BLOCKS = ("dit", "modern")
 ATTENTION = [{"block": block, "num_prefix_tokens": P} for block in BLOCKS for P in (0, 3)]
 VARIANTS = ATTENTION[:2] + [
     {"block": block, "num_prefix_tokens": P}
-    for block, P in (("modern", 3), ("lightning", 0), ("mamba", 3), ("rwkv", 3))
+    for block, P in (("sprint", 3), ("modern", 3), ("lightning", 0), ("mamba", 3), ("rwkv", 3))
 ]
 ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router, grid_router)
 FUSED = {"router": grid_router, "rejoin": Fuse}

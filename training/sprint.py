@@ -1,0 +1,65 @@
+"""Weights of SPRINT's public code, by the names and in the layouts of `models.DiT`. [SPRINT]
+
+Shapes: D channels of a token, C channels of the latent, p = PATCH_SIZE.
+"""
+
+import re
+from pathlib import Path
+
+from torch import Tensor
+
+# In every published network; a file says neither, and C * p * p alone.
+NUM_DENSE, PATCH_SIZE = 2, 2  # blocks before the sparse middle, and after it
+STACKS = ("encoder", "middle", "decoder")
+BLOCK = re.compile(r"^(encoder|middle|decoder)_blocks\.(\d+)\.")
+
+
+def _as_convolution(weight: Tensor) -> Tensor:
+    return weight.unflatten(1, (-1, PATCH_SIZE, PATCH_SIZE))  # (D, C * p * p) -> (D, C, p, p)
+
+
+def _channels_last(output: Tensor) -> Tensor:
+    return output.unflatten(0, (-1, PATCH_SIZE**2)).transpose(0, 1).flatten(0, 1)  # (C * p * p, ...)
+
+
+def _dense_first(weight: Tensor) -> Tensor:
+    return weight.roll(weight.shape[1] // 2, dims=1)  # (D, 2 * D)
+
+
+CONVERTED = {
+    "x_embedder.proj.weight": ("x_embedder.proj.weight", _as_convolution),
+    "final_layer.linear.weight": ("final_layer.linear.weight", _channels_last),
+    "final_layer.linear.bias": ("final_layer.linear.bias", _channels_last),
+    "renoise_linear.weight": ("rejoins.0.proj.weight", _dense_first),
+    "renoise_linear.bias": ("rejoins.0.proj.bias", Tensor.clone),
+    "mask_token": ("rejoins.0.mask_token", Tensor.flatten),
+}
+
+
+def from_sprint(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Rename and convert the tensors of a SPRINT file; those of other files are returned as they are.
+
+    Raises:
+        ValueError: other numbers of dense blocks, shapes of another network, or two names for one tensor.
+    """
+    if "renoise_linear.weight" not in tensors:  # the fusion, which no other code has
+        return tensors
+    depths = dict.fromkeys(STACKS, 0)
+    for match in filter(None, map(BLOCK.match, tensors)):
+        depths[match[1]] = max(depths[match[1]], int(match[2]) + 1)
+    if (depths["encoder"], depths["decoder"]) != (NUM_DENSE, NUM_DENSE):
+        rule = f"has {depths['encoder']} encoder_blocks and {depths['decoder']} decoder_blocks"
+        raise ValueError(f"{file} {rule}, must be {NUM_DENSE} each, as in every published network of SPRINT")
+    first = {"encoder": 0, "middle": NUM_DENSE, "decoder": NUM_DENSE + depths["middle"]}
+    own = {}
+    for name, tensor in tensors.items():
+        own_name, convert = CONVERTED.get(name, (name, Tensor.detach))
+        own_name = BLOCK.sub(lambda match: f"blocks.{first[match[1]] + int(match[2])}.", own_name)
+        if own_name in own:
+            raise ValueError(f"{file} has two tensors for {own_name}, {name} among them")
+        try:
+            own[own_name] = convert(tensor)
+        except (IndexError, RuntimeError) as error:
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{file}: {name} is {shape}, not as in SPRINT's networks") from error
+    return own
