@@ -34,6 +34,7 @@ from builders.scoring import (
 )
 from builders.sweep import summarise
 from data import open_images
+from data.images import ORIENTATION
 from evaluation import InceptionDetector, make_reference
 from evaluation.files import fingerprint
 from evaluation.suite import code_of, digest_of
@@ -117,6 +118,7 @@ def write_reference(request: dict[str, Any], launch: Launch) -> None:
         found = make_reference(detector, images, file, suite["batch_size"], launch, kept)
         if launch.is_main:
             origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
+            origin |= {"orientation": None if source.suffix == ".npz" else ORIENTATION}
             record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
             record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
             print(f"reference {file}")

@@ -51,7 +51,7 @@ def build_evaluators(
     if settings["sample_every"] or config["evaluation"]:  # otherwise the encoder need not be there
         source, encoder = _image_source(config, dataset, launch, ema_denoiser, resolved)
     if settings["sample_every"]:
-        num_samples, columns = grid_of(config["data"]["num_classes"])
+        num_samples, columns = grid_of(len(dataset.manifest.trained_classes))
         grid = SampleGrid(source, run.path / "samples", num_samples, columns, write=launch.is_main)
         evaluators.append((settings["sample_every"], grid))
     if settings["eval_every"] and len(dataset.held_out_ids):
@@ -124,5 +124,5 @@ def _image_source(
     decode = image_decoder(dataset.manifest, encoder, official)
     bf16 = resolved["mixed_precision"] == "bf16"
     options = {"batch_size": EVALUATION_BATCH, "launch": launch, "bf16": bf16}
-    options["class_names"] = dataset.manifest.class_names
+    options |= {"class_names": dataset.manifest.class_names, "classes": dataset.manifest.trained_classes}
     return ImageSource(denoiser, sampler, guidance, decode, **options), encoder

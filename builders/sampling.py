@@ -22,7 +22,7 @@ from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
 from builders.public import read_weights_file
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS, PRECISIONS, SWITCH
-from data import encoder_for, image_decoder, manifest_from
+from data import LatentManifest, encoder_for, image_decoder, manifest_from
 from diffusion import Guidance, ImageSource, Precond
 from models import Backbone
 from runtime.errors import check_choice, check_positive
@@ -156,8 +156,10 @@ def _open(
 
 def check_sampling(request: dict[str, Any]) -> None:
     """Check the keys of SamplingConfig and `run` before any device is touched."""
-    config, _ = read_source(request)
+    config, details = read_source(request)
     settings = _settings(request, config)
+    if request["class_label"] in _manifest_of(request, details).untrained_classes:
+        raise ValueError(f"class_label={request['class_label']} has no images in the training data")
     try:
         configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
     except ValueError as error:
@@ -181,8 +183,7 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         run = open_weights_file(request["checkpoint"], **parts, launch=launch)
     else:
         run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
-    where = f"{run.path}/manifest.json" if request["run"] else source_name(request)
-    manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
+    manifest = _manifest_of(request, run.details)
     sizes = ("input_size", "in_channels", "num_classes")
     manifest.check_sizes(str(run.path), **{key: config["data"][key] for key in sizes})
     official = settings["decoding"] == "official"
@@ -200,6 +201,7 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         class_label=settings["class_label"],
         first_seed=settings["first_seed"],
         class_names=manifest.class_names,
+        classes=manifest.trained_classes,
     )
     record = {
         **settings,
@@ -214,6 +216,12 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
     return source, _name(run, config, settings, request["objective"]), record
+
+
+def _manifest_of(request: dict[str, Any], details: dict[str, Any]) -> LatentManifest:
+    """Return the manifest of the latents that a run, or a file of weights, was trained on."""
+    where = f"{request['run']}/manifest.json" if request["run"] else source_name(request)
+    return manifest_from(details["data"]["manifest"], f"{where}: data.manifest")
 
 
 def _network_of(config: dict[str, Any]) -> dict[str, Any]:

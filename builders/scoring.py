@@ -20,7 +20,7 @@ from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.detectors.inception import check_weights_file
 from evaluation.files import fingerprint
 from evaluation.suite import Scores, digest_of
-from runtime.arrays import ZIP_ERRORS, read_member
+from runtime.arrays import ZIP_ERRORS, array_names, read_member
 from runtime.config import build_node, config_folders
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
@@ -219,9 +219,10 @@ class FileSamples:
 
     def labels(self) -> np.ndarray:
         """Return the class of each image (N,)."""
-        labels = read_labels(self.path) if self.path.suffix == ".npz" else None
+        labels, names = read_labels(self.path) if self.path.suffix == ".npz" else (None, "image files")
         if labels is None or labels.shape != (self.count,):
-            raise ValueError(f"{self.name} must be an .npz with a label (arr_1) for each image (arr_0)")
+            rule = "must be an .npz with a label (arr_1) for each image (arr_0)"
+            raise ValueError(f"{self.name} holds {names}, {rule}")
         return labels
 
     def settle(self, suite: Suite) -> PartFolder | None:
@@ -279,14 +280,14 @@ class DrawnSamples:
         return {"num_samples": self.count, "shape": self.shape, "drawn": self._record}
 
 
-def read_labels(file: Path) -> np.ndarray | None:
-    """Read the labels (N,) of an .npz in the layout of [ADM]; None where it has none."""
+def read_labels(file: Path) -> tuple[np.ndarray | None, str]:
+    """Read the labels (N,) of an .npz in the layout of [ADM], None where it has none; name its arrays."""
     try:
         with zipfile.ZipFile(file) as archive:
             labels = read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
+            return labels, array_names(archive)
     except ZIP_ERRORS as error:
         raise ValueError(f"samples={file}: arr_1 cannot be read: {error}") from error
-    return labels
 
 
 def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
@@ -294,9 +295,10 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
     reference = suite.reference
     if reference.labels is None:
         return {}
-    images, classes = reference.images.array, np.arange(num_samples) % (reference.labels.max() + 1)
-    means = [images[reference.labels == label].mean(axis=0).round() for label in range(classes.max() + 1)]
-    rows = {"class means": (np.stack(means).astype(np.uint8)[classes], classes)}
+    images, labels = reference.images.array, np.unique(reference.labels)  # some classes may have no images
+    means = [images[reference.labels == label].mean(axis=0).round() for label in labels]
+    turns = np.arange(num_samples) % len(labels)
+    rows = {"class means": (np.stack(means).astype(np.uint8)[turns], labels[turns])}
     if reference.held_out is not None:
         rows["held-out real"] = reference.held_out
     found = {}

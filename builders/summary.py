@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn as nn
 
 from builders.estimate import COMPILED_AFTER_SEC, LONG_SEC, Estimate
+from data.classes import class_warnings, first_classes
 from data.manifest import LatentManifest
 
 GIB = 2**30
@@ -49,6 +50,8 @@ def summary(
     lines += [f"changed    {change}" for change in details["changes"]]
     if "init_from" in details:
         lines.append(f"start      {_start(details['init_from'])}")
+    if manifest.class_names:
+        lines.append(f"classes    {first_classes(manifest)}")
     lines += _length(train, manifest, resumed_step, takes, resolved["compile"])
     lines.append(
         f"needs      {_gib(takes.weights)} of memory for weights, gradients, optimizer and average, at most "
@@ -68,7 +71,7 @@ def warnings(
     disk: int,
 ) -> list[str]:
     """Return what a user wants to be warned of, where so many bytes of memory and disk are free."""
-    train, found, num_trained = config["train"], [], manifest.num_trained
+    train, found, num_trained = config["train"], class_warnings(manifest), manifest.num_trained
     if train["batch_size"] > num_trained:
         rule = f"a step sees some of the {num_trained} entries more than once"
         found.append(f"train.batch_size={train['batch_size']}: {rule}")

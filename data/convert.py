@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
+from data.classes import class_warnings
 from data.encoders import PUBLISHED
 from data.importers import (
     FORMATS,
@@ -30,7 +31,7 @@ from data.importers import (
     contradiction,
     hflip_contradiction,
 )
-from data.latents import check_labels
+from data.latents import check_labels, open_latents
 from data.manifest import LatentManifest
 from data.writer import NEXT_STEPS, LatentWriter, check_out
 from runtime.config import run_main, user_mistakes
@@ -39,7 +40,7 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 NUM_SAMPLED = 512
 ENTRIES_AT_ONCE = 256
 TELL_THEIR_SCALE = ("lightningdit",)
-ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale")
+ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale", "shift", "std")
 
 
 @dataclass
@@ -55,7 +56,9 @@ class ConvertConfig:
     scaled: bool | None = None
     hflip: bool | None = None
     encoder: str | None = None
-    scale: float | None = None
+    scale: float | None = None  # with shift, the network sees (latent - shift) * scale
+    shift: float | None = None
+    std: float | None = None  # of what the network sees
 
 
 configuration.register("convert", ConvertConfig)
@@ -79,6 +82,8 @@ def main(cfg: DictConfig) -> None:
                 labels = None if source.labels is None else source.labels[start : start + len(stored)]
                 writer.append(stored, labels)
     print(f"{request['out']}: {manifest.count} entries of {manifest.num_classes} classes")
+    for warning in class_warnings(open_latents(request["out"]).manifest):
+        print(f"warning: {warning}")
     print(NEXT_STEPS.format(out=request["out"]))
 
 
@@ -87,14 +92,18 @@ def check_request(request: dict[str, Any]) -> Format:
     check_choice("format", request["format"], list(FORMATS))
     if request["stored_as"] is not None:
         check_choice("stored_as", request["stored_as"], STORED_AS)
-    for key in ("scale", "num_classes"):
+    for key in ("scale", "std", "num_classes"):
         if request[key] is not None:
             check_positive(key, request[key])
     check_not_negative("num_held_out", request["num_held_out"])
+    if (request["scale"] is None) != (request["shift"] is None):  # the other would be that of the format
+        given, missing = ("scale", "shift") if request["shift"] is None else ("shift", "scale")
+        rule = f"needs {missing} as well (shift=0 scale=1 change nothing)"
+        raise ValueError(f"{given}={request[given]} {rule}")
     encoder = PUBLISHED.get(request["encoder"], request["encoder"])
     is_scale_known = request["scale"] is not None or request["format"] in TELL_THEIR_SCALE
     if encoder not in (None, SD_VAE, SD_VAE_MSE) and not is_scale_known:
-        rule = "may have another scale than the assumed one: give scale=NUMBER as well"
+        rule = "may have another scale than the assumed one: give scale=NUMBER shift=NUMBER as well"
         raise ValueError(f"encoder={encoder} {rule}")
     if not Path(request["source"]).exists():
         raise FileNotFoundError(f"source={request['source']} not found")

@@ -23,8 +23,9 @@ from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
+from data.classes import class_warnings, first_classes, without_entries
 from data.encoders import Encoder, load_encoder
-from data.images import IMAGE_ERRORS, open_picture, read_image
+from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
 from data.latents import open_latents
 from data.listing import ImageList, list_images
 from data.manifest import FILES, LatentManifest
@@ -91,6 +92,8 @@ def check_request(request: dict[str, Any]) -> None:
     if request["num_held_out"] is not None:
         check_not_negative("num_held_out", request["num_held_out"])
     check_choice("conditioning_type", request["conditioning_type"], ("mask", "segmentation"))
+    if request["masks"] is None and request["conditioning_type"] != EncodeConfig.conditioning_type:
+        raise ValueError(f"conditioning_type={request['conditioning_type']} needs masks=FOLDER")
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
 
 
@@ -138,6 +141,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         hflip=request["hflip"],
         resolution=resolution,
         class_names=images.class_names,
+        untrained_classes=without_entries(images.labels, images.num_classes),
         num_held_out=min(MAX_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
         conditioning_type=request["conditioning_type"] if masks else None,
     )
@@ -154,6 +158,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         "encoder": encoder.name,
         "encoder_hash": encoder.weights_hash,
         "list_of_images": f"{count} images, {digest[:16]}",
+        "orientation": ORIENTATION,  # of masks, too
     }
     parts = EncodedParts(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
     return Job(request, images, masks, manifest, parts)
@@ -162,7 +167,10 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
 def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
     """Take the lock of `out`, print what the source holds, and return the parts to do."""
     images, out = job.images, job.request["out"]
-    launch.print(f"{len(images.names)} images of {images.num_classes} classes in {job.request['source']}")
+    launch.print(f"{len(images.names)} images in {job.request['source']}")
+    launch.print(f"classes: {first_classes(job.manifest)}")
+    for warning in class_warnings(job.manifest):
+        launch.print(f"warning: {warning}")
     if images.ignored:
         some = ", ".join(images.ignored[:CORRUPT_SHOWN])
         launch.print(f"{len(images.ignored)} files are not images and are ignored: {some}")
@@ -227,13 +235,14 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Read an image (R, R, 3), and its mask at the size of the latents (H, W), both uint8."""
     name, resolution = job.images.names[position], job.request["resolution"]
     with job.images.open(name) as file:
-        image = read_image(file, resolution)
+        picture = open_picture(file)
+    image = to_pixels(picture, resolution)
     if job.masks is None:
         return image, None
     segmentation = job.manifest.conditioning_type == "segmentation"
     try:
-        with job.images.open(name) as file, open_picture(file) as header, job.masks.open(name) as mask_file:
-            mask = read_mask(mask_file, header.size, resolution, segmentation)
+        with job.masks.open(name) as mask_file:
+            mask = read_mask(mask_file, picture.size, resolution, segmentation)
     except ValueError as error:
         raise ValueError(f"its mask: {error}") from error
     return image, pool_mask(mask, job.manifest.input_size, segmentation)
@@ -261,8 +270,10 @@ def finish(job: Job, launch: Launch) -> None:
     job.parts.remove()
     if errors:
         print(f"The images left out, and why, are in {Path(out) / FILES['manifest']} (origin.left_out)")
-    warning = manifest.std_warning(open_latents(out).measure()[2])
-    if warning:
+    dataset = open_latents(out)
+    if dataset.manifest.untrained_classes != job.manifest.untrained_classes:  # corrupt, or held out
+        print("\n".join(f"warning: {warning}" for warning in class_warnings(dataset.manifest)))
+    if warning := manifest.std_warning(dataset.measure()[2]):
         print(warning)
     print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
     if manifest.hflip:

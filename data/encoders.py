@@ -5,7 +5,7 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from data.latents import LatentDataset
-from data.manifest import LatentManifest
+from data.manifest import LatentManifest, Numbers
 from data.writer import LatentWriter
 from runtime.files import read_json
 
@@ -44,8 +44,8 @@ class Encoder(Protocol):
     name: str
     weights_hash: str | None
     kind: str
-    scale: float
-    shift: float
+    scale: Numbers
+    shift: Numbers
     std: float | None
     factor: int
     latent_channels: int | None
@@ -84,7 +84,7 @@ class KLEncoder:
         ValueError: there is no such autoencoder, or it cannot be loaded.
     """
 
-    kind, std = "moments", 1.0  # the scale of these autoencoders is chosen to give unit variance
+    kind = "moments"
 
     def __init__(self, name: str, device: torch.device, bf16: bool = False, official: bool = False):
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
@@ -96,7 +96,7 @@ class KLEncoder:
             for parameter in self.net.parameters():
                 parameter.copy_(parameter.bfloat16())
         config = self.net.config
-        self.scale, self.shift = float(config.scaling_factor), float(config.shift_factor or 0.0)
+        self.scale, self.shift, self.std = _normalisation(config, name)
         self.factor, self.latent_channels = 2 ** (len(config.block_out_channels) - 1), config.latent_channels
 
     @torch.no_grad()
@@ -269,6 +269,30 @@ def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
             f"encoder={asked} is not in the cache and cannot be downloaded ({_first_line(error)}): run "
             f"`hf download {name} --local-dir FOLDER` on a machine with internet, then give encoder=FOLDER"
         ) from error
+
+
+def _normalisation(config: Mapping[str, Any], name: str) -> tuple[Numbers, Numbers, float]:
+    """Return scale and shift of an autoencoder's config.json, and the standard deviation that they promise.
+
+    As in the pipelines of diffusers: (z - shift_factor) * scaling_factor, of unit variance, or
+    (z - latents_mean) / latents_std * scaling_factor.
+    """
+    factor, shift = config["scaling_factor"], config["shift_factor"]
+    means, stds = config["latents_mean"], config["latents_std"]
+    what = f"encoder={name}: its config.json"
+    if (means is None) != (stds is None):
+        raise ValueError(f"{what} has one of latents_mean and latents_std: must have both, or neither")
+    if means is not None and shift:
+        raise ValueError(f"{what} has latents_mean and shift_factor={shift}: must have one of them")
+    if (means is not None or shift) and "scaling_factor" in config.get("_use_default_values", ()):
+        given = "latents_mean" if means is not None else f"shift_factor={shift}"
+        raise ValueError(f"{what} has {given}, but not the scaling_factor that belongs to it")
+    try:  # the manifest checks how many there are
+        if means is None:
+            return float(factor), float(shift or 0.0), 1.0
+        return tuple(factor / std for std in stds), tuple(map(float, means)), abs(float(factor))
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{what} has no numbers to scale by: {error}") from error
 
 
 def _check_depth(config: Any) -> None:

@@ -1,16 +1,19 @@
 """Images in an .npz with arr_0, or in a folder or zip of image files, read in batches."""
 
 import math
+import posixpath
+import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
-from runtime.arrays import ZIP_ERRORS, check_size, member_size, read_header
+from runtime.arrays import ZIP_ERRORS, array_names, check_size, member_size, read_header
 from runtime.files import files_in
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
@@ -23,11 +26,25 @@ MAX_MEMBER_BYTES = 2**30  # of a zip of files, unpacked
 MAX_CHANNELS = 4
 MAX_ASPECT = 50  # resized to the height of its crop, a line of pixels would take gigabytes
 _CHUNK = 2**20
+# Folders that systems and tools put beside one's own.
+HIDDEN = (".", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+ORIENTATION = "turned as the EXIF orientation says, where it can be read"
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 Batches = Iterator[tuple[int, np.ndarray]]
 
 
 class Files:
     """The files of a folder and its subfolders, or of a zip: their names, sorted, without hidden ones.
+
+    In the names of a zip a backslash, as Windows tools write it, separates as a slash does.
 
     Args:
         key: before the path in error messages, as `source=`.
@@ -38,26 +55,42 @@ class Files:
         self.path = path
         try:
             self._archive = None if path.is_dir() else zipfile.ZipFile(path)
-            names = self._archive.namelist() if self._archive else files_in(path)
-            self.names = sorted(name for name in names if not name.endswith("/") and not _is_hidden(name))
+            stored = self._archive.namelist() if self._archive else []
+            names = [*map(_plain, stored)] if self._archive else files_in(path)
+            visible = sorted(name for name in names if not _is_hidden(name))
         except ZIP_ERRORS as error:
             raise ValueError(f"{key}{path} cannot be read as {kinds}: {error}") from error
+        self._stored = dict(zip(names, stored, strict=True)) if self._archive else {}
+        self._folders = [name for name in visible if name.endswith("/")]
+        self.names = [name for name in visible if not name.endswith("/")]
+        twice = [name for name, following in pairwise(self.names) if name == following]
+        if twice:
+            raise ValueError(f"{key}{path} holds {twice[0]} twice")
         self.images = [name for name in self.names if name.lower().endswith(LOSSLESS + LOSSY)]
 
     def open(self, name: str) -> BinaryIO:
         if self._archive is None:
             return (self.path / name).open("rb")
         self.size(name)
-        return self._archive.open(name)
+        return self._archive.open(self._stored[name])
+
+    def folders(self, parent: str) -> set[str]:
+        """Return the names of the folders in a folder ("" or a path that ends with a slash), empty or not."""
+        if self._archive is None:
+            found = {path.name for path in (self.path / parent).iterdir() if path.is_dir()}
+        else:
+            inside = (name.removeprefix(parent) for name in self._folders if name.startswith(parent))
+            found = {name.partition("/")[0] for name in inside if name}
+        return {name for name in found if not _is_hidden(name)}
 
     def size(self, name: str) -> int:
         """Return the bytes of a file; raise a ValueError for a member that declares too many."""
         if self._archive is None:
             return (self.path / name).stat().st_size
-        size = self._archive.getinfo(name).file_size
+        size = self._archive.getinfo(self._stored[name]).file_size
         if size > MAX_MEMBER_BYTES:
             raise ValueError(f"{name} declares {size} bytes, must have at most {MAX_MEMBER_BYTES}")
-        return member_size(self._archive, name)
+        return member_size(self._archive, self._stored[name])
 
 
 class NpzImages:
@@ -69,12 +102,22 @@ class NpzImages:
         self.path = Path(path)
         try:
             with zipfile.ZipFile(self.path) as archive:
+                if "arr_0.npy" not in archive.namelist():
+                    raise ValueError(
+                        f"it holds {array_names(archive)}: np.savez(FILE, images) names it arr_0"
+                    )
                 size = member_size(archive, "arr_0.npy")  # first: it refuses compression unknown to numpy
                 with archive.open("arr_0.npy") as member:
                     shape, fortran_order, dtype = read_header(member)
                     size -= member.tell()
-            if dtype != np.uint8 or len(shape) != 4 or fortran_order or min(shape) < 1:
-                raise ValueError(f"arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): bytes 0 to 255")
+            if dtype != np.uint8 or len(shape) != 4 or min(shape) < 1:
+                reason = "it is empty" if 0 in shape else "bytes 0 to 255"
+                raise ValueError(f"arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): {reason}")
+            if shape[3] > MAX_CHANNELS >= shape[1]:
+                order = "channels first: images.transpose(0, 2, 3, 1) puts them last"
+                raise ValueError(f"arr_0 is {shape}, {order}, (N, H, W, C)")
+            if fortran_order:
+                raise ValueError(f"arr_0 {shape} is in Fortran order: save np.ascontiguousarray(images)")
             if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MAX_CHANNELS:
                 raise ValueError(f"arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels")
             check_size("arr_0", shape, dtype, size)
@@ -159,6 +202,8 @@ def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | 
     """Open images in a folder, an .npz, or a zip."""
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} not found")
+    if Path(path).suffix == ".npy":
+        raise ValueError(f"{path} is a single array: np.savez(FILE, images) writes an .npz of it")
     if Path(path).suffix != ".npz":
         return ImageFiles(path, resolution)
     if resolution:
@@ -167,26 +212,41 @@ def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | 
 
 
 def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
-    """Read an image as bytes (H, W, 3).
+    """Read an image as bytes (H, W, 3); see `to_pixels`."""
+    return to_pixels(open_picture(file), resolution)
+
+
+def to_pixels(image: Image.Image, resolution: int | None = None) -> np.ndarray:
+    """Return the bytes (H, W, 3) of an image.
 
     Args:
         resolution: convert it to RGB, crop and resize it to this size, as [ADM]; None: it must be RGB.
     """
-    with open_picture(file) as image:
-        # PIL reduces 16 bits to 8 silently.
-        if image.mode[0] in "IF" or ";16" in str(image.tile) or (not resolution and image.mode != "RGB"):
-            raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
-        if resolution:
-            if max(image.size) > MAX_ASPECT * min(image.size):
-                rule = f"one side must be at most {MAX_ASPECT} times the other"
-                raise ValueError(f"its size is {image.size}: {rule}")
-            image = centre_crop(image.convert("RGB"), resolution)
-        return np.asarray(image)
+    if image.mode[0] in "IF" or (not resolution and image.mode != "RGB"):
+        raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
+    if resolution:
+        if max(image.size) > MAX_ASPECT * min(image.size):
+            rule = f"one side must be at most {MAX_ASPECT} times the other"
+            raise ValueError(f"its size is {image.size}: {rule}")
+        image = centre_crop(image.convert("RGB"), resolution)
+    return np.asarray(image)
 
 
 def open_picture(file: BinaryIO) -> Image.Image:
-    """Open an image of one of FORMATS; only its header is read."""
-    return Image.open(file, formats=FORMATS)
+    """Read an image of one of FORMATS as viewers show it: turned as its EXIF orientation says.
+
+    DEVIATION: [ADM] and others ignore the orientation, so that a picture lies on its side, but for TIFF,
+    which PIL turns by itself.
+    """
+    image = Image.open(file, formats=FORMATS)
+    if ";16" in str(image.tile) and image.mode[0] not in "IF":  # PIL reduces these to 8 bits silently
+        raise ValueError(f"its mode is {image.mode}, must be {image.mode} with 8 bits")
+    image.load()
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except (SyntaxError, struct.error):  # damaged EXIF, not a damaged image: viewers do not turn it
+        turn = None
+    return image if turn is None else image.transpose(turn)
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
@@ -208,5 +268,11 @@ def _skip(member: BinaryIO, num_bytes: int) -> None:
         num_bytes -= len(chunk)
 
 
+def _plain(name: str) -> str:
+    """Return the name of a member of a zip with slashes alone, without `./` or a slash at its start."""
+    name = name.replace("\\", "/")
+    return posixpath.normpath(name).lstrip("/") + ("/" if name.endswith("/") else "")
+
+
 def _is_hidden(name: str) -> bool:
-    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+    return any(part.startswith(HIDDEN) for part in name.split("/"))

@@ -116,7 +116,8 @@ class Format:
             f"an entry is {entry} (stored_as={self.stored_as})",
             f"scale and shift {applied} applied to it (scaled={str(self.scaled).lower()})",
             f"{each} (hflip={str(self.hflip).lower()})",
-            f"{made_by}; scale={self.scale}, shift={self.shift}",
+            f"{made_by}; the network sees a standard deviation of {self.std:g} (std={self.std:g}) by "
+            f"scale={self.scale}, shift={self.shift}",
         ]
 
 

@@ -8,13 +8,14 @@ Shapes: N samples, C channels, H = W.
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from data.classes import without_entries
 from data.manifest import FILES, LatentManifest, read_manifest
 from runtime.arrays import check_size, read_header
 
@@ -38,11 +39,12 @@ class LatentDataset:
         masks: np.ndarray | None = None,
         encoder: str | None = None,
     ):
-        self.stored, self.labels, self.masks = stored, labels, masks
-        self.manifest, self.encoder = manifest, encoder
+        self.stored, self.labels, self.masks, self.encoder = stored, labels, masks, encoder
         order = np.random.default_rng(HELD_OUT_SEED).permutation(manifest.count)
         self.held_out_ids = np.sort(order[: manifest.num_held_out])
         self.train_ids = np.sort(order[manifest.num_held_out :])
+        trained = None if labels is None else labels[self.train_ids]
+        self.manifest = replace(manifest, untrained_classes=without_entries(trained, manifest.num_classes))
 
     def read(
         self, ids: np.ndarray, flipped: np.ndarray | None = None

@@ -1,5 +1,7 @@
 """Images and their classes: a folder of class folders, a zip of one, or a text file that lists images."""
 
+import codecs
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from data.classes import check_names
 from data.images import Files
 from data.manifest import MAX_CLASSES
 from runtime.arrays import ZIP_ERRORS
@@ -38,10 +41,10 @@ class ImageList:
 def list_images(path: str | Path) -> ImageList:
     """List the images of a folder, a zip, or a text file.
 
-    In a folder or a zip, each top folder is a class, in alphabetical order, as in torchvision's ImageFolder;
-    folders around all of them do not count; images in no folder have no classes. A file dataset.json, as the
-    EDM family of codebases writes it, gives the labels instead. A text file has a path, relative to it, and a
-    class on each line.
+    In a folder or a zip, each top folder is a class, in alphabetical order, as in torchvision's ImageFolder,
+    and must have images; folders around all of them do not count; images in no folder have no classes. A file
+    dataset.json, as the EDM family of codebases writes it, gives the labels instead. A text file has a path,
+    relative to it, and a class on each line.
 
     Raises:
         FileNotFoundError: the path is not there.
@@ -71,6 +74,8 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
         with files.open(LABELS_FILE) as file:
             entries = parse_json(read_bounded(file, MAX_JSON_BYTES + MAX_LABEL_BYTES * len(names)))["labels"]
         known = None if entries is None else dict(entries)
+        if known is not None and len(known) < len(entries):
+            raise ValueError("it names a file twice")
     except (*ZIP_ERRORS, TypeError) as error:
         raise ValueError(
             f"{what} is not of the form {{'labels': [[name, label], ...]}}: {error!r}"
@@ -95,26 +100,39 @@ def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str
         return None, 0, None
     if outside:
         raise ValueError(f"{what}: {outside[0]} is not in a class folder, other images are")
-    classes = _numbered([name.split("/")[depth] for name in names])
-    # Without a class whose images are all of unknown formats every later class would have another number.
+    classes = _numbered([name.split("/")[depth] for name in names], what)
+    # Without a class that has no images every later class would have another number.
     outer = names[0].split("/")[:depth]
-    inside = [file.split("/") for file in files.names if file.count("/") > depth]
-    empty = {parts[depth] for parts in inside if parts[:depth] == outer} - set(classes[2])
-    if empty:
-        raise ValueError(f"{what}: class folder {min(empty)} holds files, but no images of a known format")
+    for level in range(depth + 1):
+        parent = "".join(f"{folder}/" for folder in outer[:level])
+        rests = (file.removeprefix(parent) for file in files.names if file.startswith(parent))
+        filled = {rest.partition("/")[0] for rest in rests if "/" in rest}
+        expected = set(classes[2]) if level == depth else filled
+        empty = (files.folders(parent) | filled) - expected
+        if empty:
+            rule = (
+                "holds no images of a known format: remove it, or the classes after it change their numbers"
+            )
+            raise ValueError(f"{what}: folder {parent}{min(empty)} {rule}")
     return classes
 
 
 def _from_list(path: Path) -> ImageList:
+    data = path.read_bytes()
+    is_utf16 = data.startswith(
+        (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    )  # of the redirections of PowerShell
     try:
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        text = data.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"source={path} is not a list: it is not text in UTF-8 ({error})") from error
-    pairs = [line.rsplit("\t" if "\t" in line else None, 1) for line in lines]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    pairs = [[*map(str.strip, line.rsplit("\t" if "\t" in line else None, 1))] for line in lines]
     for number, pair in enumerate(pairs, 1):
         if len(pair) != 2:
             got = repr(lines[number - 1])
-            raise ValueError(f"source={path}: line {number} must hold a path and a class, got {got}")
+            rule = "must hold a path and a class, with a space or a tab between"
+            raise ValueError(f"source={path}: line {number} {rule}, got {got}")
     if not pairs:
         raise ValueError(f"source={path} lists no images")
     names, classes = zip(*pairs, strict=True)
@@ -122,13 +140,15 @@ def _from_list(path: Path) -> ImageList:
     if missing:
         share = f"{len(missing)} of {len(names)} images are not there"
         raise FileNotFoundError(f"source={path}: {missing[0]} not found ({share})")
-    if all(c.isdecimal() for c in classes):
+    if all(re.fullmatch(r"-?\d+", c) for c in classes):
         numbers = [int(c) for c in classes]
-        if max(numbers) >= MAX_CLASSES:
-            raise ValueError(f"source={path}: class {max(numbers)} must be less than {MAX_CLASSES}")
+        wrong = [number for number in numbers if not 0 <= number < MAX_CLASSES]
+        if wrong:
+            rule = f"must be 0, 1, ..., and less than {MAX_CLASSES}"
+            raise ValueError(f"source={path}: class {wrong[0]} {rule}")
         grouped = np.array(numbers, dtype=np.int64), max(numbers) + 1, None
     else:
-        grouped = _numbered(classes)
+        grouped = _numbered(classes, f"source={path}")
     return ImageList(list(names), lambda name: (path.parent / name).open("rb"), *grouped)
 
 
@@ -141,8 +161,9 @@ def _depth_of_classes(names: list[str]) -> int:
     return depth
 
 
-def _numbered(classes: Sequence[str]) -> tuple[np.ndarray, int, tuple[str, ...]]:
+def _numbered(classes: Sequence[str], what: str) -> tuple[np.ndarray, int, tuple[str, ...]]:
     class_names = tuple(sorted(set(classes)))
+    check_names(class_names, what)
     numbers = {name: number for number, name in enumerate(class_names)}
     return np.array([numbers[name] for name in classes], dtype=np.int64), len(class_names), class_names
 

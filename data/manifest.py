@@ -4,9 +4,11 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
@@ -42,6 +44,7 @@ class LatentManifest:
         hflip: each entry holds the image and, at index 1, its flip, encoded separately.
         resolution: side of the images in pixels.
         class_names: one for each class, in the order of the labels.
+        untrained_classes: those that no entry to train on has, ascending.
         num_held_out: this many entries, always the same, are never trained on.
         conditioning_type: None without masks; `mask`: bytes 0..255 weight the loss of each position from 0 to
             1; `segmentation`: every byte other than 0 weights it 1.
@@ -66,6 +69,7 @@ class LatentManifest:
     hflip: bool = False
     resolution: int | None = None
     class_names: tuple[str, ...] | None = None
+    untrained_classes: tuple[int, ...] = ()
     num_held_out: int = 0
     conditioning_type: str | None = None
     origin: dict[str, Any] | None = None
@@ -105,6 +109,11 @@ class LatentManifest:
         if self.class_names is not None and len(self.class_names) != self.num_classes:
             rule = f"must be num_classes={self.num_classes}"
             raise ValueError(f"class_names has {len(self.class_names)} names, {rule}")
+        untrained, classes = self.untrained_classes, range(self.num_classes)
+        numbers = all(type(label) is int and label in classes for label in untrained)
+        is_part = numbers and all(a < b for a, b in pairwise(untrained))
+        is_part = is_part and (not untrained or len(untrained) < self.num_classes)
+        self._check("untrained_classes", is_part, f"some of {self.num_classes} classes, ascending")
 
     def _check_scale(self) -> None:
         for key, rule in (("scale", "a number other than 0"), ("shift", "a number")):
@@ -135,6 +144,11 @@ class LatentManifest:
     @property
     def in_channels(self) -> int:
         return self.shape[0] // 2 if self.kind == "moments" else self.shape[0]
+
+    @property
+    def trained_classes(self) -> np.ndarray:
+        """Classes that entries to train on have, ascending."""
+        return np.setdiff1d(np.arange(self.num_classes), self.untrained_classes)
 
     @property
     def num_trained(self) -> int:

@@ -35,19 +35,19 @@ class MaskFiles:
 
 
 def read_mask(file: BinaryIO, size: tuple[int, int], resolution: int, segmentation: bool) -> np.ndarray:
-    """Read the mask of an image of this size, and crop it (R, R) uint8 as the image is."""
-    with open_picture(file) as mask:
-        if mask.size != size:
-            raise ValueError(f"it is {mask.size}, the image is {size}: they must agree")
-        if segmentation:  # by the class numbers, not by the colours of a palette
-            classes = np.asarray(mask).reshape(size[1], size[0], -1)
-            classes = classes[..., :-1] if mask.mode in WITH_ALPHA else classes
-            covered = (classes != 0).any(axis=-1).astype(np.uint8) * 255
-            return np.asarray(centre_crop(Image.fromarray(covered), resolution))
-        if mask.mode not in ("L", "1"):
-            rule = "must be grey (L) with 8 bits, or conditioning_type=segmentation"
-            raise ValueError(f"its mode is {mask.mode}, {rule}")
-        return np.asarray(centre_crop(mask.convert("L"), resolution))
+    """Read the mask of an image of this size, both as they are shown, and crop it (R, R) uint8 likewise."""
+    mask = open_picture(file)
+    if mask.size != size:
+        raise ValueError(f"it is {mask.size}, the image is {size}, as they are shown: they must agree")
+    if segmentation:  # by the class numbers, not by the colours of a palette
+        classes = np.asarray(mask).reshape(size[1], size[0], -1)
+        classes = classes[..., :-1] if mask.mode in WITH_ALPHA else classes
+        covered = (classes != 0).any(axis=-1).astype(np.uint8) * 255
+        return np.asarray(centre_crop(Image.fromarray(covered), resolution))
+    if mask.mode not in ("L", "1"):
+        rule = "must be grey (L) with 8 bits, or conditioning_type=segmentation"
+        raise ValueError(f"its mode is {mask.mode}, {rule}")
+    return np.asarray(centre_crop(mask.convert("L"), resolution))
 
 
 def pool_mask(mask: np.ndarray, size: int, segmentation: bool) -> np.ndarray:

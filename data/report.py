@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.classes import class_warnings
 from data.encoders import encoder_for, image_decoder
 from data.latents import MEASURED_ENTRIES, LatentDataset, open_latents
 from runtime.config import run_main, user_mistakes
@@ -43,8 +44,7 @@ def count_classes(dataset: LatentDataset) -> list[str]:
     rows = [f"{counts[i]:12}  {_class_name(dataset, i)}" for i in np.argsort(-counts, kind="stable")]
     if len(rows) > 2 * CLASSES_SHOWN:
         rows[CLASSES_SHOWN:-CLASSES_SHOWN] = ["             ..."]
-    empty = int((counts == 0).sum())
-    warnings = [f"warning: {empty} classes have no entries"] if empty else []
+    warnings = [f"warning: {line}" for line in class_warnings(dataset.manifest)]
     return [f"classes    {len(counts)}, {spread}", *rows, *warnings]
 
 

@@ -96,6 +96,7 @@ class ImageSource:
         class_label: this class alone, in place of `labels`.
         batch_size: images drawn together, a part.
         class_names: for captions; None: their numbers.
+        classes: that `labels` takes, those that were trained; None: all.
         The others are those of `generate`.
     """
 
@@ -113,10 +114,12 @@ class ImageSource:
         first_seed: int = 0,
         bf16: bool = False,
         class_names: Sequence[str] | None = None,
+        classes: Sequence[int] | None = None,
     ):
         self.precond, self.sampler, self.guidance, self.decode = precond.eval(), sampler, guidance, decode
         self.batch_size, self.launch, self.first_seed, self.bf16 = batch_size, launch, first_seed, bf16
         self._labels, self._class_label, self._class_names = labels, class_label, class_names
+        self._classes = torch.as_tensor(range(precond.net.num_classes) if classes is None else classes)
         self._evaluations: Evaluations = Counter()
         self._cost: dict[str, float] | None = None
         self._stream: Any = None  # of what decodes, where there are streams
@@ -142,13 +145,14 @@ class ImageSource:
         """Return the labels of the samples from `start` to `num_samples`; None for an unconditional
         network.
         """
-        num_classes = self.precond.net.num_classes
         if self._class_label is not None:
             return torch.full((num_samples - start,), self._class_label)
         if self._labels == "random":
-            return random_labels(self.seeds(num_samples)[start:], num_classes)
-        labels = balanced_labels(num_samples, num_classes)
-        return None if labels is None else labels[start:]
+            indices = random_labels(self.seeds(num_samples)[start:], len(self._classes))
+        else:
+            indices = balanced_labels(num_samples, len(self._classes))
+            indices = None if indices is None else indices[start:]
+        return None if indices is None else self._classes[indices]
 
     def captions(self, labels: Iterable[int] | None) -> list[str] | None:
         """Return the name of each class of labels (N,); None for an unconditional network."""

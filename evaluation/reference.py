@@ -13,7 +13,7 @@ from evaluation.detectors.inception import InceptionDetector
 from evaluation.features import Images, Need, add_up, look
 from evaluation.files import fingerprint
 from evaluation.statistics import FeatureStatistics
-from runtime.arrays import ZIP_ERRORS, member_size, read_header, read_member
+from runtime.arrays import ZIP_ERRORS, array_names, member_size, read_header, read_member
 from runtime.files import atomic_write
 from runtime.launch import Launch
 from runtime.parts import PartFolder
@@ -92,6 +92,7 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
+            listed = array_names(archive)
             known = [name for name in SHAPES if name in names]
             arrays = {name: _read_numbers(archive, name, SHAPES[name]) for name in known}
             made_by = _read_hash(archive) if "weights" in names else None
@@ -100,7 +101,7 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
         raise ValueError(f"reference={path} cannot be read as an .npz: {reason}") from error
     _check_statistics(arrays, path)
     if "mu" not in arrays and "arr_0" not in names:
-        raise ValueError(f"reference={path} must hold mu and sigma, or images (arr_0)")
+        raise ValueError(f"reference={path} holds {listed}, must hold mu and sigma, or images (arr_0)")
     statistics = {}
     if "mu" in arrays:
         pairs = {name: pair for name, pair in STATISTICS.items() if pair[0] in arrays}

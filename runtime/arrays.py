@@ -11,6 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 MAX_INFLATED = 1032  # bytes that deflate can make of one
+NAMES_SHOWN = 10
 MAX_HEADER_BYTES = 10_000  # of an .npy; numpy has the same limit, but reads longer ones first
 # The 64-bit end of a directory, its locator, the end of a directory.
 ZIP64_END_BYTES = 56 + 20 + 22
@@ -70,6 +71,12 @@ def member_size(archive: zipfile.ZipFile, name: str) -> int:
             f"{name} declares {member.file_size} bytes, more than the {packed} that are there can be"
         )
     return member.file_size
+
+
+def array_names(archive: zipfile.ZipFile) -> str:
+    """Name the arrays of an .npz, for messages."""
+    names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if names[NAMES_SHOWN:] else "") or "no arrays"
 
 
 def read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:

@@ -16,7 +16,16 @@ import fid
 import sample
 import train
 from builders.network import build_net, build_precond
-from data import KLEncoder, centre_crop, encode, open_images, read_manifest
+from builders.scoring import comparisons, reference_of
+from data import (
+    IdentityEncoder,
+    KLEncoder,
+    centre_crop,
+    encode,
+    open_images,
+    open_latents,
+    read_manifest,
+)
 from diffusion import edm_sampler, random_labels
 from evaluation import ArrayImages, open_reference
 from runtime.errors import UserError
@@ -205,6 +214,47 @@ def test_training_draws_grids_and_resumes_bitwise_on_moments_and_flips(folder, t
         files = [latest_checkpoint(tmp_path / run) / name for run in ("whole", "parts")]
         assert files[0].read_bytes() == files[1].read_bytes()
     assert list((tmp_path / "whole" / "samples").glob("*.png"))
+
+
+def test_a_class_without_images_is_said_and_never_drawn(tmp_path, capsys):
+    """From encoding on: of the classes 1, 10, 2 and 3 all images of 10 are corrupt."""
+    for i, name in enumerate(("1", "10", "2", "3") * 3):
+        (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
+        file = tmp_path / "images" / name / f"{i}.png"
+        Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)).save(file)
+        file.write_bytes(b"" if name == "10" else file.read_bytes())
+    options = (f"source={tmp_path / 'images'}", f"out={tmp_path / 'latents'}", "encoder=identity")
+    options += ("resolution=8", "skip_corrupt=true", "num_held_out=0")
+    encode.main(composed(*options, config_name="encode"))
+    printed = capsys.readouterr().out
+    assert "classes: 4: 0 1, 1 10, 2 2, 3 3" in printed
+    moved = "warning: class 0 is 1, class 1 is 10: "
+    empty = "warning: 1 of 4 classes have no images to train on"
+    assert moved in printed and empty in printed
+    tiny_run(tmp_path / "run", *RUN, f"data.path={tmp_path / 'latents'}", "train.sample_every=6")
+    printed = capsys.readouterr().out
+    assert "classes    4: 0 1, 1 10, 2 2, 3 3" in printed and moved in printed and empty in printed
+    for labels in ("random", "balanced"):
+        output = tmp_path / f"{labels}.npz"
+        options = (f"run={tmp_path / 'run'}", "num_samples=30", "num_steps=2", f"output={output}")
+        sample.main(composed(*options, f"labels={labels}", config_name="sample"))
+        assert set(np.load(output)["arr_1"].tolist()) == {0, 2, 3}
+    with pytest.raises(UserError, match="class_label=1 has no images in the training data"):
+        sample.main(composed(*options, "class_label=1", "overwrite=true", config_name="sample"))
+    reference = reference_of(open_latents(tmp_path / "latents"), IdentityEncoder(), "x")
+    compared = comparisons(Recording(reference), 7)
+    assert compared["class means"].tolist() == [0, 2, 3, 0, 2, 3, 0]
+
+
+class Recording:
+    """A suite that scores nothing and gives the labels back."""
+
+    def __init__(self, reference):
+        self.reference = reference
+
+    def score(self, images, labels):
+        assert images.count == len(labels)
+        return labels
 
 
 def test_flips_and_moments_are_really_drawn(folder, tmp_path):

@@ -52,8 +52,9 @@ def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> fl
     factor = _factor(sigma1)  # (F, rank)
     squares = eigvalsh(factor.T @ sigma2 @ factor, check_finite=False) if factor.size else np.zeros(1)
     trace_of_root = np.sqrt(squares.clip(min=0)).sum()
-    # d^2 = |mu1 - mu2|^2 + tr(sigma1 + sigma2 - 2 (sigma1 sigma2)^(1/2))
-    return float(np.square(mu1 - mu2).sum() + np.trace(sigma1) + np.trace(sigma2) - 2 * trace_of_root)
+    # d^2 = |mu1 - mu2|^2 + tr(sigma1 + sigma2 - 2 (sigma1 sigma2)^(1/2)), below 0 by rounding alone
+    distance = np.square(mu1 - mu2).sum() + np.trace(sigma1) + np.trace(sigma2) - 2 * trace_of_root
+    return max(0.0, float(distance))
 
 
 def _factor(sigma: np.ndarray) -> np.ndarray:

@@ -10,9 +10,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, parts
+from data.images import ORIENTATION
 from data.writer import lock_of
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
@@ -322,6 +323,33 @@ def test_masks_are_cropped_and_pooled_like_their_images(
     assert 0 < dataset.masks.astype(bool).mean() < 1
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
+def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
+    """A mask that was painted on the displayed picture lies on its object, in any mix of formats."""
+    shown = np.zeros((48, 32, 3), np.uint8)
+    shown[12:18, 6:12] = 255  # near the top left, inside of the crop
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # the camera was held upright: stored on its left side
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    lossless = {"lossless": True} if suffix == "webp" else {}
+    Image.fromarray(np.rot90(shown).copy()).save(tmp_path / f"images/0.{suffix}", exif=exif, **lossless)
+    mask = Image.fromarray(shown[:, :, 0])
+    for turned in (False, True):
+        stored = Image.fromarray(np.rot90(shown[:, :, 0]).copy()) if turned else mask
+        stored.save(tmp_path / "masks/0.png", exif=exif if turned else None)
+        out = tmp_path / f"out{turned}"
+        dataset = run(tmp_path / "images", out, "identity", f"masks={tmp_path / 'masks'}", "hflip=false")
+        expected = np.asarray(centre_crop(mask, 32))
+        assert np.abs(dataset.masks[0].astype(int) - expected).max() <= 1
+        assert np.abs((dataset.stored[0, 1] + 1) * 127.5 - expected).mean() < 3
+        assert dataset.manifest.origin["orientation"] == ORIENTATION
+    stored.save(tmp_path / "masks/0.png")  # painted on what is stored
+    with pytest.raises(UserError, match="1 images are corrupt"):
+        run(tmp_path / "images", tmp_path / "more", "identity", f"masks={tmp_path / 'masks'}")
+    assert "the image is (32, 48), as they are shown" in (tmp_path / "more.partial/corrupt.txt").read_text()
+
+
 def test_a_mask_of_another_size_is_reported_with_its_image(tmp_path, photos, vae):
     masks = write_masks(tmp_path / "masks", photos)
     Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "china" / "000.png")
@@ -334,6 +362,7 @@ def test_a_mask_of_another_size_is_reported_with_its_image(tmp_path, photos, vae
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["conditioning_type=segmentation"], "conditioning_type=segmentation needs masks=FOLDER"),
         (("resolution=33",), "resolution=33 must be a multiple of 2"),
         (("num_held_out=10",), r"num_held_out=10 must be in \[0, 9\]"),
         (("encoder=nothing",), "encoder=nothing must be one of identity"),

@@ -76,6 +76,49 @@ def test_scale_and_shift_are_those_of_the_autoencoders_own_configuration(tmp_pat
     assert (encoder.scale, encoder.shift) == (0.3611, 0.1159)
 
 
+MEANS, STDS = [0.5, -0.2, 0.0, 0.1], [2.0, 4.0, 1.0, 0.5]
+
+
+def test_means_and_deviations_of_channels_are_those_of_the_configuration(tmp_path):
+    """As the pipelines of diffusers take them: (z - latents_mean) * scaling_factor / latents_std."""
+    changes = {"scaling_factor": 0.5, "latents_mean": MEANS, "latents_std": STDS}
+    encoder = KLEncoder(write_autoencoder(tmp_path / "vae", **changes), CPU)
+    assert (encoder.scale, encoder.shift, encoder.std) == ((0.25, 0.125, 0.5, 1.0), tuple(MEANS), 0.5)
+    about, stored = manifest(encoder, std=encoder.std), encoder.encode(IMAGES)
+    column = (torch.tensor(values)[:, None, None] for values in (MEANS, STDS))
+    seen = (stored[:, :4] - next(column)) * 0.5 / next(column)
+    torch.testing.assert_close(about.to_means(stored), seen)
+    torch.testing.assert_close(about.to_encoder(seen), stored[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latents_mean": MEANS}, "one of latents_mean and latents_std"),
+        ({"latents_std": STDS}, "one of latents_mean and latents_std"),
+        (
+            {"latents_mean": MEANS, "latents_std": STDS, "shift_factor": 0.1},
+            "and shift_factor=0.1",
+        ),
+        ({"shift_factor": 0.1, "scaling_factor": None}, "shift_factor=0.1, but not the scaling_factor"),
+        (
+            {"latents_mean": MEANS, "latents_std": STDS, "scaling_factor": None},
+            "latents_mean, but not",
+        ),
+        ({"latents_mean": MEANS, "latents_std": [0.0] * 4}, "no numbers to scale by"),
+        ({"latents_mean": 0.5, "latents_std": 1.0}, "no numbers to scale by"),
+        ({"latents_mean": [*"abcd"], "latents_std": STDS}, "no numbers to scale by"),
+    ],
+)
+def test_a_configuration_that_scales_by_halves_is_refused(tmp_path, changes, message):
+    folder = write_autoencoder(tmp_path / "vae")
+    config = json.loads((tmp_path / "vae" / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if changes.get(key, 0) is not None}  # None: absent
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match=message):
+        KLEncoder(folder, CPU)
+
+
 @pytest.mark.parametrize("way", ["encode", "decode"])
 def test_work_is_done_in_slices_that_fit(folder, monkeypatch, way):
     encoder = KLEncoder(folder, CPU)

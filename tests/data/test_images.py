@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 
 from data import centre_crop, open_images
+from data.images import open_picture
+from evaluation.reference import open_reference
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (11, 6, 5, 3), dtype=np.uint8)
@@ -81,8 +83,11 @@ def test_an_array_is_never_entirely_in_memory(tmp_path):
     [
         (np.zeros((4, 8, 8, 3), np.float32), "arr_0 is float32 (4, 8, 8, 3), must be uint8"),
         (np.zeros((4, 8, 8), np.uint8), "arr_0 is uint8 (4, 8, 8), must be uint8 (N, H, W, C)"),
-        (np.zeros((0, 8, 8, 3), np.uint8), "arr_0 is uint8 (0, 8, 8, 3)"),
-        (np.asfortranarray(np.zeros((4, 8, 8, 3), np.uint8)), "arr_0 is uint8 (4, 8, 8, 3)"),
+        (np.zeros((0, 8, 8, 3), np.uint8), "arr_0 is uint8 (0, 8, 8, 3), must be .*: it is empty"),
+        (np.asfortranarray(np.zeros((4, 8, 8, 3), np.uint8)), "arr_0 (4, 8, 8, 3) is in Fortran order: save"),
+        (np.zeros((4, 3, 8, 8), np.uint8), "arr_0 is (4, 3, 8, 8), channels first: images.transpose(0, 2"),
+        (np.zeros((4, 1, 8, 8), np.uint8), "channels first"),
+        (np.zeros((4, 8, 8, 9), np.uint8), "an image has at most"),
         (np.array([{"a": 1}], dtype=object), "arr_0 is object (1,)"),
     ],
 )
@@ -90,8 +95,31 @@ def test_arrays_that_are_not_images_are_refused(tmp_path, array, message):
     np.savez(tmp_path / "x.npz", array)
     with pytest.raises(ValueError) as found:
         open_images(tmp_path / "x.npz")
-    assert message in str(found.value)
+    assert all(part in str(found.value) for part in message.split(".*"))
     assert "x.npz" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"images": IMAGES, "labels": np.zeros(11)}, "it holds images, labels: np.savez(FILE, images) names"),
+        (
+            {f"x{i:02}": np.zeros(1) for i in range(12)},
+            "x00, x01, x02, x03, x04, x05, x06, x07, x08, x09, ...",
+        ),
+        ({}, "it holds no arrays"),
+    ],
+)
+def test_arrays_of_other_names_are_listed(tmp_path, arrays, message):
+    np.savez(tmp_path / "x.npz", **arrays)
+    np.save(tmp_path / "x.npy", IMAGES)
+    for file, expected in (("x.npz", message), ("x.npy", "is a single array: np.savez(FILE, images)")):
+        with pytest.raises(ValueError) as found:
+            open_images(tmp_path / file)
+        assert expected in str(found.value)
+    with pytest.raises(ValueError) as found:
+        open_reference(tmp_path / "x.npz", open_images)
+    assert message.removeprefix("it holds ").partition(":")[0] in str(found.value)
 
 
 def test_damaged_arrays_are_refused(tmp_path):
@@ -183,6 +211,51 @@ def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):
     # The middle of the gradient: 40 of 90 columns, from the 25th on.
     expected = np.interp(25 + (np.arange(16) + 0.5) * 2.5 - 0.5, np.arange(90), gradient[0])
     np.testing.assert_allclose(grey.mean(axis=(0, 2)), expected, atol=4)
+
+
+def turned(pixels, orientation):
+    """What a viewer shows, by the table of the EXIF standard: where row 0 and column 0 are."""
+    top, left = [
+        ("t", "l"),
+        ("t", "r"),
+        ("b", "r"),
+        ("b", "l"),
+        ("l", "t"),
+        ("r", "t"),
+        ("r", "b"),
+        ("l", "b"),
+    ][orientation - 1]
+    shown = pixels if top in "tb" else pixels.swapaxes(0, 1)
+    return shown[:: -1 if "b" in (top, left) else 1, :: -1 if "r" in (top, left) else 1]
+
+
+def save_turned(pixels, file, orientation):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    lossless = {"lossless": True} if file.suffix == ".webp" else {}
+    Image.fromarray(pixels).save(file, exif=exif, **lossless)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["png", "tiff", "webp", "jpg"])
+def test_images_are_read_as_viewers_show_them(tmp_path, suffix, orientation):
+    pixels = np.kron(RNG.integers(0, 256, (2, 3, 3), dtype=np.uint8), np.ones((16, 16, 1), np.uint8))
+    save_turned(pixels, tmp_path / f"0.{suffix}", orientation)
+    lossy = suffix in ("webp", "jpg")
+    got = read(open_images(tmp_path, 32 if lossy else None))[0].astype(int)
+    shown = Image.fromarray(np.ascontiguousarray(turned(pixels, orientation)))
+    assert np.abs(got - np.asarray(centre_crop(shown, 32) if lossy else shown)).mean() <= (20 if lossy else 0)
+    with (tmp_path / f"0.{suffix}").open("rb") as file:
+        assert open_picture(file).size == shown.size
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0II"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_damaged_exif_turns_nothing(tmp_path, exif):
+    for name in ("0.png", "1.jpg"):
+        Image.fromarray(IMAGES[0]).save(tmp_path / name, exif=exif)
+        with (tmp_path / name).open("rb") as file:
+            assert open_picture(file).size == (5, 6)
 
 
 def test_a_resolution_has_no_meaning_for_an_array(tmp_path):

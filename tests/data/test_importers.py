@@ -332,6 +332,35 @@ def test_lightningdit(tmp_path, capsys):
     assert "shift=(0.5, -0.2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("scale=0.2",), "scale=0.2 needs shift as well"),
+        (("shift=0.1",), "shift=0.1 needs scale as well"),
+        (("scale=0.2", "shift=0.1"), None),
+        (("scale=0.1", "shift=0.1", "std=0.5"), None),
+        (("encoder=some/other", "scale=0.2"), "scale=0.2 needs shift as well"),
+    ],
+)
+@pytest.mark.parametrize("name", ["lightningdit", "edm2", "tread_wds"])
+def test_scale_and_shift_come_from_one_source(tmp_path, name, given, message):
+    write = {
+        "lightningdit": write_lightningdit,
+        "edm2": lambda path: write_npy_folder(path, mean_std()),
+        "tread_wds": lambda path: write_tread(path, (MEAN - 0.1) * float(given[0][-3:])),
+    }[name]
+    std = ("std=1",) if name == "edm2" and "std=0.5" not in given else ()
+    source = tmp_path / "source"
+    if message:
+        with pytest.raises(UserError, match=message):
+            run(source, tmp_path / "out", name, *given)
+        return
+    found = run(write(source), tmp_path / "out", name, *given, *std).manifest
+    assert (found.scale, found.shift) == (float(given[0][-3:]), 0.1)
+    assert found.std == (0.5 if "std=0.5" in given else 1)
+    assert found.origin["assumed"]["shift"] == 0.1
+
+
 def test_repa_and_edm2_are_distinguished_by_their_numbers(tmp_path):
     with pytest.raises(UserError, match=r"a mean of 1.0\d in channel 0.*another range of pixels"):
         run(write_edm2(tmp_path / "edm2"), tmp_path / "out", "repa")
@@ -344,7 +373,12 @@ def test_repa_and_edm2_are_distinguished_by_their_numbers(tmp_path):
     [
         ("tread_wds", lambda p: write_tread(p, MEAN), (), r"standard deviation of 4\.\d+, not 1:"),
         ("tread_wds", write_tread, ("scaled=false",), r"standard deviation of 0\.15\d?, not 1: scaled=true"),
-        ("tread_wds", write_tread, ("scale=0.5", "scaled=false"), r"standard deviation of 0\.41\d, not 1"),
+        (
+            "tread_wds",
+            write_tread,
+            ("scale=0.5", "shift=0", "scaled=false"),
+            r"standard deviation of 0\.41\d, not 1",
+        ),
         (
             "maskdit_wds",
             write_maskdit_wds,

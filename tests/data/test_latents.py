@@ -55,6 +55,15 @@ def test_what_is_written_is_read(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
+def test_classes_without_entries_to_train_on_are_known():
+    labels = np.full(20, 3)
+    labels[HELD_OUT_OF_20] = 1  # only held out
+    dataset = LatentDataset(np.zeros((20, 4, 8, 8)), labels, replace(MANIFEST, num_held_out=6))
+    assert dataset.manifest.untrained_classes == (0, 1, 2, 4)
+    assert dataset.describe()["manifest"]["untrained_classes"] == (0, 1, 2, 4)
+    assert LatentDataset(dataset.stored, labels, MANIFEST).manifest.untrained_classes == (0, 2, 4)
+
+
 def test_scale_and_shift_are_applied_once_and_undone():
     manifest = replace(MANIFEST, scale=0.5, shift=2.0)
     stored = torch.randn(3, 4, 8, 8)

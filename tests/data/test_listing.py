@@ -5,17 +5,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.classes import class_warnings, first_classes
 from data.images import open_images
 from data.listing import list_images
+from data.manifest import LatentManifest
 from evaluation.files import fingerprint
 
 NAMES = ["b/2.png", "a/1.jpg", "a/deep/er/0.png", "c/0.webp"]
 
 
 def write(folder, names=NAMES):
+    """Write images, and empty folders where a name ends with a slash."""
     for i, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((4, 4, 3), i, np.uint8)).save(folder / name)
+        (folder / name if name[-1] == "/" else (folder / name).parent).mkdir(parents=True, exist_ok=True)
+        if name[-1] != "/":
+            Image.fromarray(np.full((4, 4, 3), i, np.uint8)).save(folder / name)
     return folder
 
 
@@ -58,7 +62,7 @@ def test_folders_around_all_images_do_not_count(tmp_path):
     assert list_images(tmp_path / "same").class_names == ("a", "b")
     (tmp_path / "same" / "a" / "c").mkdir()
     (tmp_path / "same" / "a" / "c" / "0.gif").write_bytes(b"GIF89a")
-    with pytest.raises(ValueError, match="class folder c holds files"):
+    with pytest.raises(ValueError, match="folder a/c holds no images"):
         list_images(tmp_path / "same")
     write(tmp_path / "one", ["only/0.png", "only/1.png"])
     assert list_images(tmp_path / "one").class_names == ("only",)
@@ -135,6 +139,7 @@ def test_dataset_json_gives_the_classes(tmp_path):
         ("{", "dataset.json is not of the form"),
         ("[]", "dataset.json is not of the form"),
         ('{"labels": [["00000/img0.png"]]}', "dataset.json is not of the form"),
+        ('{"labels": [["00000/img0.png", 3], ["00000/img0.png", 1]]}', "it names a file twice"),
         ('{"labels": [["00000/img0.png", 3]]}', r"has no label 0, 1, \.\.\. for 00000/img1.png \(1 of 2"),
         ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", -1]]}', "has no label 0, 1, .* for"),
         ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", "cat"]]}', "has no label 0, 1, .* for"),
@@ -159,7 +164,7 @@ def test_what_cannot_be_listed_is_refused_with_the_reason(tmp_path):
     with pytest.raises(ValueError, match=r"1.png is not in a class folder"):
         list_images(write(tmp_path / "mixed", ["a/0.png", "1.png"]))
     for text, error, message in (
-        ("one-word\n", ValueError, "line 1 must hold a path and a class, got 'one-word'"),
+        ("one-word\n", ValueError, "line 1 must hold a path and a class, .* got 'one-word'"),
         ("\n", ValueError, "lists no images"),
         ("nowhere.png 3\n", FileNotFoundError, r"nowhere.png not found \(1 of 1"),
     ):
@@ -173,7 +178,7 @@ def test_no_class_vanishes_silently(tmp_path):
     (folder / "b").mkdir()
     (folder / "b" / "0.gif").write_bytes(b"GIF89a")
     for path in (folder, tmp_path / "x", pack(tmp_path / "x", tmp_path / "x.zip")):
-        with pytest.raises(ValueError, match="class folder b holds files, but no images of a known format"):
+        with pytest.raises(ValueError, match="b holds no images of a known format"):
             list_images(path)
     write(folder, ["b/1.png"])
     assert list_images(folder).class_names == ("a", "b", "c")
@@ -183,6 +188,118 @@ def test_no_class_vanishes_silently(tmp_path):
         "beside the folder of the classes, not among them"
     )
     assert list_images(tmp_path / "x").class_names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a/0.png", "b/", "c/0.png"], "folder b holds no images"),
+        (["a/0.png", "b/deep/er/", "c/0.png"], "folder b holds no images"),
+        (["x/a/0.png", "x/b/", "x/c/0.png"], "folder x/b holds no images"),
+        (["a/deep/0.png", "a/deeper/0.png", "b/"], "folder b holds no images"),  # of depth 1 without b
+        (["train/a/0.png", "val/a/0.png"], "train, val are splits"),
+        (["x/train2017/0.png", "x/val2017/0.png"], "train2017, val2017 are splits"),
+        (["Training/0.png", "test_set/0.png", "extra/0.png"], "Training, test_set are splits"),
+        (["cafe\u0301/0.png", "caf\u00e9/0.png"], "look the same"),
+        (["cat/0.png", "cat /0.png"], "'cat' and 'cat ' look the same"),
+    ],
+)
+def test_mistakes_that_would_change_classes_are_refused(tmp_path, names, message):
+    folder = write(tmp_path / "images", names)
+    for path in (folder, pack(folder, tmp_path / "images.zip")):
+        with pytest.raises(ValueError, match=message):
+            list_images(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["train/0.png", "plane/0.png", "value/0.png"], ("plane", "train", "value")),  # a railway
+        (["A/0.png", "a/0.png"], ("A", "a")),
+        (["b/0.png", "@eaDir/b/0.jpg", "b/@eaDir/0.jpg", "lost+found/", "$RECYCLE.BIN/"], ("b",)),
+        ([".git/", "a/0.png"], ("a",)),
+    ],
+)
+def test_folders_that_only_look_like_mistakes_or_classes(tmp_path, names, expected):
+    folder = write(tmp_path / "images", names)
+    for path in (folder, pack(folder, tmp_path / "images.zip")):
+        images = list_images(path)
+        assert (images.class_names, len(images.names)) == (expected, len(expected))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a\\0.png", "b\\", "b\\1.png", "c/0.png"], None),  # of older tools of Windows
+        (["./", "./a/", "./a/0.png", "./b/1.png", "./c/0.png"], None),  # of bsdtar
+        (["/a/0.png", "/b/1.png", "/c/0.png"], None),
+        (["a\\0.png", "b\\", "c\\0.png"], "folder b holds no images"),
+        (["a/0.png", "b/1.png", "a/0.png"], "holds a/0.png twice"),
+        (["a/0.png", "b/1.png", "a\\0.png"], "holds a/0.png twice"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_zips_of_any_tool_have_the_same_classes(tmp_path, names, message):
+    image = (write(tmp_path, ["0.png"]) / "0.png").read_bytes()
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for name in names:
+            archive.writestr(name, b"" if name[-1] in "/\\" else image)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            list_images(tmp_path / "x.zip")
+        return
+    images = list_images(tmp_path / "x.zip")
+    assert (images.names, images.class_names) == (["a/0.png", "b/1.png", "c/0.png"], ("a", "b", "c"))
+    assert images.open("b/1.png").read() == image
+
+
+LISTED = "images/a b/0.png\t1\nimages/c/1.png\t10\nimages/d/2.png\t2\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (LISTED.encode("utf-8-sig"), None),
+        (LISTED.encode("utf-16"), None),
+        (LISTED.replace("\n", "\r\n").encode(), None),
+        (LISTED.replace("\n", "\r").encode(), None),
+        (LISTED.replace("\n", " \n").replace("\t", " \t ").encode(), None),
+        (LISTED.replace("10", "-1").encode(), "class -1 must be 0, 1,"),
+        (LISTED.replace("\t", ",").encode(), "a space or a tab between|not found"),
+        (LISTED.replace("\t", "\t\t").encode(), None),
+        (LISTED.replace("1\n", "train\n").replace("2\n", "val\n").encode(), "train, val are splits"),
+    ],
+)
+def test_lists_of_any_tool_have_the_same_classes(tmp_path, data, message):
+    write(tmp_path / "images", ["a b/0.png", "c/1.png", "d/2.png"])
+    (tmp_path / "list.txt").write_bytes(data)
+    if message:
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            list_images(tmp_path / "list.txt")
+    else:
+        images = list_images(tmp_path / "list.txt")
+        assert (images.labels.tolist(), images.class_names) == ([1, 10, 2], None)
+
+
+def manifest(**changes):
+    return LatentManifest(9, (3, 4, 4), "float16", "samples", encoder="identity", **changes)
+
+
+def test_names_and_gaps_of_classes_are_said():
+    names = tuple(sorted(map(str, range(12))))
+    numbered = manifest(num_classes=12, class_names=names)
+    assert first_classes(numbered) == "12: 0 0, 1 1, 2 10, 3 11, 4 2, 5 3, 6 4, 7 5, 8 6, 9 7, ..."
+    (moved,) = class_warnings(numbered)
+    assert moved.startswith("class 2 is 10, class 3 is 11, class 4 is 2,")
+    assert class_warnings(manifest(num_classes=2, class_names=("00", "01"))) == []
+    assert class_warnings(manifest(num_classes=2, class_names=("5", "cat")))[0].startswith("class 0 is 5:")
+    gaps = manifest(num_classes=9, untrained_classes=(0, 2, 3, 4, 8))
+    assert class_warnings(gaps)[0].startswith("5 of 9 classes have no images")
+    assert class_warnings(gaps)[0].endswith(": 0, 2-4, 8")
+    assert gaps.trained_classes.tolist() == [1, 5, 6, 7]
+    for wrong in ((3, 3), (4, 1), (9,), (-1,), (True,), ("1",), tuple(range(9))):
+        with pytest.raises(ValueError, match="untrained_classes"):
+            manifest(num_classes=9, untrained_classes=wrong)
 
 
 def test_labels_in_a_subfolder_are_not_overlooked(tmp_path):
@@ -204,7 +321,7 @@ def test_absurd_classes_and_binary_lists_are_refused(tmp_path):
             list_images(folder)
     for number in (10**30, 1_000_000):
         (tmp_path / "list.txt").write_text(f"edm/0.png {number}\n")
-        with pytest.raises(ValueError, match=f"class {number} must be less than 1000000"):
+        with pytest.raises(ValueError, match=f"class {number} must be .* less than 1000000"):
             list_images(tmp_path / "list.txt")
     (tmp_path / "list.txt").write_bytes(b"edm/\xff.png 3\n")
     with pytest.raises(ValueError, match=r"list.txt is not a list: it is not text in UTF-8"):

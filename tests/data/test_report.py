@@ -48,7 +48,7 @@ def test_numbers_and_picture(tmp_path, vae, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "classes    4, with 0 to 300 entries, median 150" in out
     assert "300  0 cat" in out and "200  1 dog" in out and "100  3 fly" in out
-    assert "warning: 1 classes have no entries" in out
+    assert "warning: 1 of 4 classes have no images to train on" in out
     # Half of mean 1 and standard deviation 2; over all channels the means add to the spread.
     assert "channel 0: mean +0.50" in out
     assert "std 1.02" in out and "(promised: 1)" in out

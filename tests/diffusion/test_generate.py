@@ -211,6 +211,15 @@ def test_one_class_takes_the_place_of_labels():
     assert source(class_label=0, labels="random").labels(2).tolist() == [0, 0]
 
 
+def test_classes_that_were_not_trained_are_never_drawn():
+    trained = [1, 4, 9]
+    for labels in ("random", "balanced"):
+        some, every = (source(labels=labels, classes=classes) for classes in (trained, range(10)))
+        assert sorted(set(some.labels(60).tolist())) == trained
+        assert torch.equal(some.labels(60)[20:], some.labels(60, 20))
+        assert torch.equal(every.labels(60), source(labels=labels).labels(60))
+
+
 def test_a_source_with_other_labels_is_another():
     balanced = source()
     drawn = balanced.with_labels("random")

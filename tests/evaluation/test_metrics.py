@@ -34,6 +34,13 @@ def test_frechet_distance_agrees_with_the_matrix_square_root():
     assert frechet_distance(np.zeros(12), s1, np.zeros(12), s2) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("rank", [None, 3])
+def test_a_set_is_at_no_distance_from_itself(rank):
+    for size in range(2, 40):
+        sigma = random_covariance(size, rank)
+        assert 0 <= frechet_distance(np.ones(size), sigma, np.ones(size), sigma) < 1e-5
+
+
 def test_frechet_distance_of_singular_covariances():
     singular = random_covariance(20, rank=5)
     assert frechet_distance(np.zeros(20), singular, np.zeros(20), singular) == pytest.approx(0, abs=1e-5)
