@@ -16,6 +16,7 @@ from builders import config as configuration
 from builders.schemas import Config
 from builders.trainer import build_trainer, check_files, open_data
 from runtime.config import as_job, run_main, user_mistakes
+from runtime.launcher import check_launcher
 from runtime.lock import TRY_AGAIN
 from runtime.machine import start_process
 from training.fit import run_training
@@ -35,6 +36,7 @@ def main(cfg: DictConfig) -> float | None:
     configuration.register("train", Config)  # again: a sweep may run its jobs in other processes
     with user_mistakes():
         config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+        check_launcher()
         run = RunFolder(config["output_dir"])
         check_files(config, run)
         launch = start_process()

@@ -1,11 +1,11 @@
 """What `auto` and null come to on this machine."""
 
-import os
 from typing import Any
 
 import torch
 from joblib import cpu_count
 
+from runtime.launcher import check_precision
 from runtime.machine import can_compile, can_keep_freed_memory, has_fast_bf16
 
 
@@ -32,11 +32,5 @@ def resolve_auto(
         "num_workers": min(train["num_workers"], cpu_count()),
         "keep_freed_memory": can_keep_freed_memory(device) if keep == "auto" else keep == "true",
     }
-    # `accelerate launch` sets this to "no" by default.
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if launched not in ("no", precision):
-        raise ValueError(
-            f"train.mixed_precision={train['mixed_precision']} gives {precision} here, "
-            f"but the launcher asks for {launched}: they must agree"
-        )
+    check_precision(f"train.mixed_precision={train['mixed_precision']} gives {precision} here", precision)
     return resolved

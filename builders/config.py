@@ -33,13 +33,13 @@ from data.manifest import read_manifest
 from data.shards import read_shard_manifest
 from diffusion import Precond
 from routing import Route
+from runtime.command_line import one_line
 from runtime.config import (
     check_arguments,
     check_keys,
     compose_config,
     config_folders,
     missing_keys,
-    one_line,
     register_with_hydra,
 )
 from runtime.provenance import flatten
@@ -49,6 +49,7 @@ from training.checkpoint import check_checkpoint
 from training.run_folder import RunFolder
 
 MAX_NAME = 160
+PLAIN_VALUE = re.compile(r"-?[\w.]+(e-\d+)?", re.ASCII)  # which a folder's name shows as it is
 NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
 GROUPS_OF_TARGETS = (
@@ -103,12 +104,14 @@ def _swept_keys(arguments: Iterable[str]) -> set[str]:
 
 
 def _chosen_in_sweep(overrides: Iterable[str], left_out: set[str], swept: set[str]) -> str:
-    """Return the swept overrides of a job, whole, and a hash of the others."""
+    """Return the swept overrides of a job, and a hash of the others, and of values with other signs."""
     keyed = sorted((text.partition("=")[0].lstrip("+~"), text) for text in overrides)
     first = [text for key, text in keyed if key in swept - left_out]
-    rest = [text for key, text in keyed if key not in swept | left_out]
-    shown = re.sub(r"[^\w.-]+", "-", ",".join(first))  # usable on the command line again, as run=runs/NAME
-    return "_".join(filter(None, [shown, _short_hash(",".join(rest)) if rest else ""]))
+    hashed = [text for key, text in keyed if key not in swept | left_out]
+    # Usable on the command line again, as run=runs/NAME: values that differ in other signs alone look alike.
+    shown = re.sub(r"[^\w.-]+", "-", ",".join(first))
+    hashed += [text for text in first if not PLAIN_VALUE.fullmatch(text.partition("=")[2])]
+    return "_".join(filter(None, [shown, _short_hash(",".join(hashed)) if hashed else ""]))
 
 
 def _short_hash(text: str) -> str:

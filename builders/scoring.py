@@ -126,10 +126,13 @@ def check_request(request: dict[str, Any]) -> None:
                 raise ValueError(f"{key}={value} has no meaning for suite={request['suite']}")
         elif key not in keys:
             raise ValueError(f"{key}={value} has no meaning for {what}")
+    by_name = {"samples": " (an .npz, a folder or a zip; or run=NAME to draw from a run)"}
+    by_name["reference"] = " (an .npz: `python -m evaluation.fetch` lists some)"
+    if request["suite"] in ("digits", "glyphs"):
+        by_name["reference"] = f" (a latent folder, as latents/{request['suite']})"
     for key in needed:
         if request[key] is None:
-            hint = " (an .npz, a folder or a zip; or run=NAME to draw from a run)" if key == "samples" else ""
-            raise ValueError(f"{key} must be given for {what}{hint}")
+            raise ValueError(f"{key} must be given for {what}{by_name.get(key, '')}")
     for key in ("resolution", "num_samples", "detector_batch_size"):
         if request[key] is not None:
             check_positive(key, request[key])

@@ -44,6 +44,7 @@ from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
 from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, most_graphs, specified_peak
 from training.stopping import StopRequest
+from training.trackers import check_wandb
 from training.trainer import Settings, Trainer
 from training.weights import is_own_checkpoint, load_weights
 from training.window import Work
@@ -54,9 +55,10 @@ TrainingData = LatentDataset | ShardDataset
 
 
 def check_files(config: dict[str, Any], run: RunFolder) -> None:
-    """Check that the files are there, before any device is touched."""
+    """Check the files and the environment, before any device is touched."""
     if config["train"]["init_from"] and not latest_checkpoint(run.path):
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
+    check_wandb(config["tracker"])
     for key in ("reference", "weights"):
         file = config["evaluation"].get(key)
         if file is not None and not Path(file).exists():

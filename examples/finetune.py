@@ -39,6 +39,7 @@ from runtime.config import run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.files import finite, write_json, write_text
 from runtime.launch import Launch
+from runtime.launcher import check_launcher, check_precision
 from runtime.machine import start_process
 from runtime.provenance import PROJECT
 from training.checkpoint import CheckpointFolder
@@ -152,6 +153,8 @@ def main(cfg: DictConfig) -> None:
     with user_mistakes():
         request = configuration.resolve(cfg)
         check_request(request)
+        check_launcher()
+        check_precision(f"mixed_precision={request['mixed_precision']}", request["mixed_precision"])
         request |= {"routes": read_routes(request), "tread_config": None}
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         if request["batch_size"] % num_processes:

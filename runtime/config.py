@@ -3,7 +3,6 @@
 import gc
 import inspect
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -11,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, fields, is_dataclass, make_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from functools import partial, reduce, wraps
 from operator import getitem
 from pathlib import Path
@@ -21,42 +20,16 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runtime.command_line import SCHEMA, explanation, is_of_hydra, options_first
 from runtime.errors import UserError, did_you_mean
 from runtime.lock import TRY_AGAIN, Busy
-from runtime.sweep import record_failure, start_sweep, sweep_arguments, take_failures
+from runtime.sweep import is_main, job_heading, job_name, record_end, start_sweep, summary, take_ended
 from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
-
-SCHEMA = "_schema"  # the suffix of schemas, beside the files of the same names
-FOR_DEVELOPERS = (
-    "To append to your config",
-    "full_key:",
-    "reference_type=",
-    "object_type=",
-    "See https://",
-    "^",
-)
-A_LIST, A_GROUP = "must be a list, [VALUE,VALUE]", "is a group of keys, which are set one by one"
-CLEARER = (
-    (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", A_LIST),
-    (r"Cannot merge DictConfig with ListConfig", A_LIST),
-    (r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*", A_GROUP),
-    (r"Cannot assign \w+ to Dict\[.*\]", A_GROUP),
-    (r"field '[\w.]+' is not Optional", "must not be null"),
-    (r"\w+ \(DictConfig\) does not support deletion", "must not be removed"),
-    (r"(Could not load 'hydra/\w+/\w+')\.", r"\1, which `pip install -r requirements-sweeps.txt` brings"),
-    (r"list index out of range", "the list has no such item"),
-    (
-        r"^invalid literal for int\(\) with base 10: ('.*')$",
-        r"\1 is not an item of a list: those are 0, 1, ...",
-    ),
-)
-INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
-KEY_IN_FILE = re.compile(r"^\s*(\w+):", re.MULTILINE)
 
 
 def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Callable[..., Any]]) -> None:
@@ -81,15 +54,17 @@ def run_main(main: Callable[[], None]) -> None:
     """
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
-    start_sweep(sys.argv[1:])  # if it is one, which Hydra finds out
+    arguments = sys.argv[1:]
+    start_sweep(arguments)  # if it is one, which Hydra finds out
     try:
+        sys.argv[1:] = options_first(arguments)
         main()
     except (UserError, HydraException, OmegaConfBaseException, ValueError) as error:
         _end_sweep()  # a sweeper may have found nothing to choose from
-        if show_traceback or not (isinstance(error, UserError) or _is_of_hydra(error)):
+        if show_traceback or not (isinstance(error, UserError) or is_of_hydra(error)):
             raise
         # One write: lines of processes that share a terminal stay intact. `sys.exit(text)` writes twice.
-        sys.stderr.write(f"error: {explanation(error, sys.argv[1:])}\n")
+        sys.stderr.write(f"error: {explanation(error, arguments)}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
     except SystemExit as end:
         if end.code == TRY_AGAIN:
@@ -104,24 +79,36 @@ def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
 
     @wraps(main)
     def job(cfg: DictConfig) -> Any:
+        if not is_sweep():
+            return main(cfg)
+        hydra = HydraConfig.get()
+        name = job_name(hydra.overrides.task)
+        if is_main():
+            print(job_heading(hydra.job.num, name), flush=True)
         # Where several processes run a job together, a failing one leaves the others in the middle of it.
-        if not is_sweep() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return main(cfg)
-        overrides, constants = HydraConfig.get().overrides.task, sweep_arguments()
-        name = " ".join(text for text in overrides if text not in constants)
+        caught = (UserError, Exception) if int(os.environ.get("WORLD_SIZE", "1")) == 1 else ()
+        value = None
         try:
-            return main(cfg)
-        except UserError as error:
-            sys.stderr.write(f"error: {error} (in the job {name})\n")
-            record_failure(name, str(error), again=isinstance(error.__cause__, Busy))
-        except Exception as error:  # whatever it is: the other jobs are worth more
-            traceback.print_exc()
-            record_failure(name, f"{type(error).__name__}: {error}", again=False)
+            value = main(cfg)
+            if is_main():
+                record_end(name, folder=cfg.get("output_dir"))
+        except caught as error:  # whatever it is: the other jobs are worth more
+            _record_failure(name, error)
         finally:
             gc.collect()
-        return None
+        return value
 
     return job
+
+
+def _record_failure(job: str, error: BaseException) -> None:
+    """Show and record why a job failed."""
+    if isinstance(error, UserError):
+        sys.stderr.write(f"error: {error} (in the job {job})\n")
+        record_end(job, reason=str(error), again=isinstance(error.__cause__, Busy))
+    else:
+        traceback.print_exc()
+        record_end(job, reason=f"{type(error).__name__}: {error}")
 
 
 def _leave_launch() -> None:
@@ -135,69 +122,19 @@ def _leave_launch() -> None:
 
 
 def _end_sweep() -> None:
-    """Say which jobs failed, if any, and exit then."""
-    if failures := take_failures():
-        lines = [f"error: {len(failures)} of the jobs failed:"]
-        lines += [f"  {failure['job']}: {failure['reason']}" for failure in failures]
+    """Say which jobs finished and which failed, if this is a sweep; exit if any failed."""
+    ended = take_ended()
+    failed = [job for job in ended if job["reason"]]
+    if ended and is_main():
+        print(summary([job for job in ended if not job["reason"]], len(ended)), flush=True)
+    if failed:
+        lines = [f"error: {len(failed)} of the jobs failed:"]
+        lines += [f"  {job['job']}: {job['reason']}" for job in failed]
         command = shlex.join(["python", *sys.argv])
         lines.append(f"The same command runs them again, and passes over what is finished: {command}")
-        sys.stderr.write("\n".join(lines) + "\n")
-        sys.exit(TRY_AGAIN if all(failure["again"] for failure in failures) else 1)
-
-
-def explanation(error: BaseException, arguments: Sequence[str]) -> str:
-    """Return one line for an error of Hydra, of OmegaConf, or of our own."""
-    if isinstance(error, OverrideParseException):
-        rule = "must be KEY=VALUE, items of a list as routes.0.KEY, other signs in quotes"
-        return f"{error.override} cannot be read: {rule}"
-    cause = error.__cause__ if isinstance(error, HydraException) else None
-    text = ": ".join(filter(None, (one_line(str(e)) for e in (error, cause) if e)))
-    if unknown := re.match(r"Could not override '([\w./@]+)'", text):
-        return f"{unknown[1]} is not known{did_you_mean(unknown[1], _known_keys())}"
-    if "Config group override must be" in text:
-        named = [a for a in arguments if (CONFIGS / a.partition("=")[0].lstrip("+~")).is_dir()]
-        options = [f"{a} (one of {', '.join(_options(a.partition('=')[0].lstrip('+~')))})" for a in named]
-        return f"{'; '.join(options)}: the value of a group must be the name of one of its files"
-    text = re.sub(r"^Error merging override (.*?): ", r"\1: ", text)
-    for pattern, words in CLEARER:
-        text = re.sub(pattern, words, text)
-    return text
-
-
-def one_line(text: str) -> str:
-    """Return a message without what Hydra and OmegaConf add for developers."""
-    text = INTERPOLATED.sub(r"\2 takes its value from \1, which is not there", text)
-    lines = [line.strip() for line in text.split("Config search path")[0].splitlines()]
-    joined = " ".join(line for line in lines if line and not line.startswith(FOR_DEVELOPERS))
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", joined)
-
-
-def _is_of_hydra(error: BaseException) -> bool:
-    """Return whether an error comes from composing, where Hydra raises bare ValueErrors, too."""
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
-    return isinstance(error, HydraException | OmegaConfBaseException) or bool(
-        {"hydra", "omegaconf"} & {*raised_in}
-    )
-
-
-def _known_keys() -> set[str]:
-    """Return the names of groups, and of keys in schemas and files."""
-    stored = ConfigStore.instance().repo
-    schemas = [OmegaConf.get_type(stored[name].node) for name in stored if name.endswith(f"{SCHEMA}.yaml")]
-    keys = {field.name for schema in schemas for field in _fields_within(schema)}
-    keys |= {path.name for path in CONFIGS.rglob("*") if path.is_dir()}
-    return keys.union(*(KEY_IN_FILE.findall(file.read_text()) for file in CONFIGS.rglob("*.yaml")))
-
-
-def _fields_within(schema: type) -> Iterator[Field]:
-    for found in fields(schema):
-        yield found
-        if is_dataclass(found.type):
-            yield from _fields_within(found.type)
-
-
-def _options(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+        if is_main():
+            sys.stderr.write("\n".join(lines) + "\n")
+        sys.exit(TRY_AGAIN if all(job["again"] for job in failed) else 1)
 
 
 def check_keys(node: Any, key: str = "") -> None:

@@ -19,6 +19,7 @@ from accelerate.utils import parse_flag_from_env
 from joblib import cpu_count
 
 from runtime.launch import Launch
+from runtime.launcher import threads_are_chosen
 
 # Parameters of glibc's mallopt, and the variables by which a user sets them.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -43,8 +44,8 @@ def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     _check_launcher()
     state = PartialState(cpu=device_type() == "cpu", **({"timeout": timeout} if timeout else {}))
-    # Launchers set one thread by default, which is right beside a GPU only.
-    if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    # The one thread that launchers set by default is right beside a GPU only.
+    if state.device.type == "cpu" and not threads_are_chosen():
         torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return Launch.of(state)
 
@@ -109,7 +110,9 @@ def compile_blocks(blocks: Iterable[nn.Module], num_graphs: int) -> None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return whether blocks can be compiled for a device."""
+    """Return whether blocks can be compiled for a device, and no variable switches compilation off."""
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return False
     if device.type == "cuda":
         return find_spec("triton") is not None
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from joblib import cpu_count
 
+from runtime.launcher import recorded_variables
 from runtime.machine import bf16_instructions
 
 OWN_PACKAGES = ("builders", "data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
@@ -33,6 +34,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "tf32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,  # but for scores
         "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "variables": recorded_variables(),
     }
 
 

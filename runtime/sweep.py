@@ -1,24 +1,57 @@
-"""What the jobs of a sweep share, in whichever processes a launcher runs them: the sweep's command line, and
-a file of the jobs that failed.
+"""Sweeps: which jobs are started, and what the jobs share, in whichever processes a launcher runs them: the
+sweep's command line, and a file of the jobs that have ended.
 """
 
 import json
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import HydraException
+from hydra.plugins.sweeper import Sweeper
+from omegaconf.errors import OmegaConfBaseException
+
+from runtime.command_line import explanation
+
 # Environment variables, which jobs in other processes inherit.
-COMMAND, FAILURES = "TREAD_SWEEP_COMMAND", "TREAD_SWEEP_FAILURES"
+COMMAND, ENDED, NUM_JOBS = "TREAD_SWEEP_COMMAND", "TREAD_SWEEP_ENDED", "TREAD_SWEEP_NUM_JOBS"
+
+
+def is_main() -> bool:
+    """True in the first process of a launch, before the processes have met."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _leave_out(sweeper: Sweeper, batch: list[list[str]]) -> None:
+    """Remove and record the jobs that cannot be composed; raise the first error if none can."""
+    errors = {}
+    for i, job in enumerate(batch):
+        try:
+            sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, list(job))
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            errors[i] = error
+    if len(errors) == len(batch):
+        raise errors[0]
+    for i, error in errors.items():
+        job, reason = job_name(batch[i]), explanation(error, sweep_arguments())
+        if is_main():
+            sys.stderr.write(f"error: {reason} (in the job {job})\n")
+        record_end(job, reason=reason)
+    batch[:] = [job for i, job in enumerate(batch) if i not in errors]
+    os.environ[NUM_JOBS] = str(len(batch))
 
 
 def start_sweep(arguments: Sequence[str]) -> None:
-    """Tell the jobs the command line, and where they write that they failed."""
+    """Tell the jobs the command line, and where they write how they ended."""
     os.environ[COMMAND] = shlex.join(arguments)
+    os.environ.pop(NUM_JOBS, None)
     file = Path(f"runs/.sweep_{os.getpid()}.jsonl").absolute()
     file.unlink(missing_ok=True)  # of a sweep that was killed, whose number is given again
-    os.environ[FAILURES] = str(file)
+    os.environ[ENDED] = str(file)
+    Sweeper.validate_batch_is_legal = _leave_out  # Hydra's own ends the sweep, and names no job
 
 
 def sweep_arguments() -> list[str]:
@@ -26,17 +59,45 @@ def sweep_arguments() -> list[str]:
     return shlex.split(os.environ[COMMAND])
 
 
-def record_failure(job: str, reason: str, again: bool) -> None:
-    """Record that a job failed; `again`: it may succeed later."""
-    path = Path(os.environ[FAILURES])
+def job_name(overrides: Iterable[str]) -> str:
+    """Name a job by its overrides, without those that all jobs share."""
+    constants = {text.lower() for text in sweep_arguments()}  # the sweeper writes false as False
+    return " ".join(text for text in overrides if text.lower() not in constants)
+
+
+def job_heading(number: int, name: str) -> str:
+    """Return the line before the output of a job; `number` counts from 0."""
+    total = os.environ.get(NUM_JOBS)  # other sweepers do not know it
+    return f"job {number + 1}{f' of {total}' if total else ''}: {name}"
+
+
+def record_end(job: str, folder: str | None = None, reason: str | None = None, again: bool = False) -> None:
+    """Record the end of a job.
+
+    Args:
+        folder: of its run.
+        reason: why it failed; None: it finished.
+        again: it may succeed later.
+    """
+    path = Path(os.environ[ENDED])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write(json.dumps({"job": job, "reason": reason, "again": again}) + "\n")
+        file.write(json.dumps({"job": job, "folder": folder, "reason": reason, "again": again}) + "\n")
 
 
-def take_failures() -> list[dict[str, Any]]:
+def take_ended() -> list[dict[str, Any]]:
     """Return what was recorded, and remove the record."""
-    file = Path(os.environ[FAILURES])
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    file = Path(os.environ[ENDED])
+    ended = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     file.unlink(missing_ok=True)
-    return found
+    return ended
+
+
+def summary(finished: Sequence[dict[str, Any]], num_jobs: int) -> str:
+    """Return which of `num_jobs` jobs finished, and the command that compares their runs."""
+    lines = [f"sweep: {len(finished)} of {num_jobs} jobs finished"]
+    lines += [f"  {job['job']}: {job['folder']}" for job in finished if job["folder"]]
+    folders = dict.fromkeys(job["folder"] for job in finished if job["folder"])
+    if len(folders) > 1:
+        lines.append(f"Compare them: {shlex.join(['python', '-m', 'training.report', *folders])}")
+    return "\n".join(lines)

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import math
+import re
 from dataclasses import MISSING, asdict, fields, replace
 from types import SimpleNamespace
 
@@ -560,7 +561,7 @@ def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):
         ("-m model=dit,tread seed=0,1", "model=dit seed=1", "tread_tiny_digits_seed3"),
         ("-m seed=0,1 optimizer.lr=1e-4,3e-4", "seed=1 optimizer.lr=1e-4", "{}_optimizer.lr-1e-4"),
         ("-m train.batch_size=8 +a=1,2", "train.batch_size=8 +a=2", "{}_-a-2_{}"),
-        ("-m 'x=[1,2],[3,4]' 'y=glob(*)'", "x=[3,4] y=b", "{}_x-3-4-y-b"),
+        ("-m 'x=[1,2],[3,4]' 'y=glob(*)'", "x=[3,4] y=b", "{}_x-3-4-y-b_{}"),
         ("-m train.batch_size=8", "searched=1.5 train.batch_size=8", "{}_searched-1.5_{}"),
     ],
 )
@@ -570,8 +571,30 @@ def test_jobs_of_a_sweep_are_named_by_what_is_swept(monkeypatch, line, job, name
     params = {"searched": "interval(1, 2)", "constant": "1"}
     monkeypatch.setattr(configuration.HydraConfig, "get", lambda: job_of_sweep(chosen, job.split(), params))
     monkeypatch.setenv("TREAD_SWEEP_COMMAND", line)
-    constants = hashlib.sha256(b"train.batch_size=8").hexdigest()[:8]
-    assert configuration._default_run_name(3) == name.format("tread_tiny_digits_seed3", constants)
+    hashed = hashlib.sha256(b"x=[3,4]" if "x=" in job else b"train.batch_size=8").hexdigest()[:8]
+    assert configuration._default_run_name(3) == name.format("tread_tiny_digits_seed3", hashed)
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        ("data.path=lat_a/x", "data.path=lat_a-x", "data.path=lat_a x", "data.path=lat_a//x"),
+        ("a=-1", "a=1", "a='-1'"),
+        ("a=[1,2]", "a=[1-2]", "a=1-2"),
+        ("optimizer.lr=1e-4", "optimizer.lr=1e4", "optimizer.lr=1e-05"),
+        ("a=x-b-y b=z", "a=x b=y-b-z"),
+        ("a=é", "a=è", "a=e"),
+    ],
+)
+def test_jobs_that_differ_in_any_sign_have_names_of_their_own(jobs):
+    names = [
+        configuration._chosen_in_sweep(
+            re.split(r" (?=b=)", job), set(), {"a", "b", "data.path", "optimizer.lr"}
+        )
+        for job in jobs
+    ]
+    assert len(set(names)) == len(jobs)
+    assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
 
 
 def test_long_constants_do_not_hide_what_is_swept():

@@ -37,6 +37,7 @@ MAY_IMPORT = {
 ANY_CALL = {("routing/attached.py", "forward"), ("routing/attached.py", "__call__")}
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft"}
 HEAVY |= {"torchdiffeq", "torchao", "bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
+WITH_HYDRA = {"runtime/config.py", "runtime/command_line.py", "runtime/sweep.py"}
 
 FILES = [ROOT / f"{name}.py" for name in sorted(ENTRY_POINTS)]
 FILES += [file for package in sorted(PACKAGES) for file in sorted((ROOT / package).rglob("*.py"))]
@@ -59,7 +60,7 @@ def violations(file, source):
     yield from (
         f"{file} imports {name}" for name in modules & OWN - (ROOMS if file in PROGRAMS else MAY_IMPORT[top])
     )
-    with_hydra = file in PROGRAMS | {"runtime/config.py"} or top in ("builders", "benchmarks", "tests")
+    with_hydra = file in PROGRAMS | WITH_HYDRA or top in ("builders", "benchmarks", "tests")
     if modules & {"hydra", "omegaconf"} and not with_hydra:
         yield f"{file} imports hydra or omegaconf"
     if top != "tests":

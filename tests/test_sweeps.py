@@ -22,9 +22,10 @@ from safetensors.torch import load_file
 
 from builders import config as configuration
 from runtime import config as mechanics
+from runtime.command_line import options_first
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN, Busy
-from runtime.sweep import record_failure, start_sweep
+from runtime.sweep import record_end, start_sweep
 from tests.programs import start
 from tests.runs import ROOT, TINY, metrics, tiny_trainer
 from training.run_folder import RunFolder
@@ -68,6 +69,53 @@ def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
     assert (swept.stdout.count("is finished: raise"), swept.stdout.count("Sample from it")) == (2, 0)
     assert swept.stderr.splitlines()[-3] == heading
     assert not list((tmp_path / "runs").glob(".sweep*"))
+    assert [line for line in swept.stdout.splitlines() if line.startswith("job ")] == [
+        f"job {i + 1} of 3: optimizer.lr={lr}" for i, lr in enumerate(("0.0001", "-1", "0.0003"))
+    ]
+    *_, heading, first, last, compare = swept.stdout.splitlines()
+    names = [f"runs/{folder.name}" for folder in folders]
+    assert heading == "sweep: 2 of 3 jobs finished"
+    assert [first, last] == [
+        f"  optimizer.lr={lr}: {n}" for lr, n in zip(("0.0001", "0.0003"), names, strict=True)
+    ]
+    assert compare == f"Compare them: python -m training.report {' '.join(names)}"
+    start(f"-m {compare.partition('-m ')[2].split()[0]}", *names, folder=tmp_path)
+
+
+@pytest.mark.parametrize("line", ["-m model=tread,dit {}", "model=tread,dit {} -m", "{} -m model=tread,dit"])
+def test_a_job_that_cannot_be_composed_is_named_and_stops_no_other(tmp_path, line):
+    ratio = "model.routes.0.selection_ratio=2"  # the dense twin has no route, and 2 is no ratio
+    swept = start("train.py", *line.format(ratio).split(), folder=tmp_path, check=False)
+    refused, wrong = f"{ratio}: the list has no such item", f"{ratio}.0 must be in [0, 1)"
+    assert swept.returncode == 1
+    assert swept.stdout.splitlines() == ["job 1 of 1: model=tread", "sweep: 0 of 2 jobs finished"]
+    lines = swept.stderr.splitlines()
+    assert lines[:2] == [
+        f"error: {refused} (in the job model=dit)",
+        f"error: {wrong} (in the job model=tread)",
+    ]
+    assert lines[3:5] == [f"  model=dit: {refused}", f"  model=tread: {wrong}"]
+
+
+def test_what_no_job_can_be_composed_with_is_said_once(tmp_path):
+    swept = start("train.py", "-m", "seed=0,1", "train.total_stepz=3", folder=tmp_path, check=False)
+    assert (swept.returncode, swept.stdout) == (1, "")
+    assert swept.stderr == "error: train.total_stepz is not known: did you mean train.total_steps?\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "ordered"),
+    [
+        ("a=1 -m b=2,3", "-m a=1 b=2,3"),
+        ("a=1 --config-dir MINE b=2 -m", "--config-dir MINE -m a=1 b=2"),
+        ("a=1 --config-dir=MINE b=2 ~c", "--config-dir=MINE a=1 b=2 ~c"),
+        ("a=1 -c job b=-1", "-c job a=1 b=-1"),
+        ("-m a=1", "-m a=1"),
+        ("a=1", "a=1"),
+    ],
+)
+def test_options_may_stand_anywhere(given, ordered):
+    assert options_first(given.split()) == ordered.split()
 
 
 @pytest.fixture
@@ -75,10 +123,12 @@ def in_a_sweep(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # what is set below ends with the test
     monkeypatch.setenv("TREAD_SWEEP_COMMAND", "")
-    monkeypatch.setenv("TREAD_SWEEP_FAILURES", "")
+    monkeypatch.setenv("TREAD_SWEEP_NUM_JOBS", "")
+    monkeypatch.setenv("TREAD_SWEEP_ENDED", "")
     monkeypatch.setattr("sys.argv", ["train.py", "-m", "a=1,2", "b=3"])
     start_sweep(sys.argv[1:])
-    hydra = SimpleNamespace(mode=mechanics.RunMode.MULTIRUN, overrides=SimpleNamespace(task=["a=2", "b=3"]))
+    overrides, number = SimpleNamespace(task=["a=2", "b=3"]), SimpleNamespace(num=1)
+    hydra = SimpleNamespace(mode=mechanics.RunMode.MULTIRUN, overrides=overrides, job=number)
     monkeypatch.setattr(mechanics.HydraConfig, "get", lambda: hydra)
     monkeypatch.setattr(mechanics.HydraConfig, "initialized", lambda: True)
 
@@ -136,7 +186,7 @@ def test_a_failed_job_leaves_no_tensor_to_the_next(in_a_sweep, capsys):
 
 def test_what_failed_is_said_where_a_sweeper_has_nothing_to_choose_from(in_a_sweep, capsys):
     def sweep():
-        record_failure("a=2", "because", again=False)
+        record_end("a=2", reason="because")
         raise ValueError("No trials are completed yet.")
 
     with pytest.raises(SystemExit):

@@ -28,8 +28,8 @@ from evaluation.detectors import inception
 from examples import finetune
 from models import DiT, layers
 from routing import RoutePlan, routes
+from runtime import command_line, errors
 from runtime import config as mechanics
-from runtime import errors
 from runtime.config import run_main
 from runtime.provenance import flatten
 from tests.routing.families import FAMILIES
@@ -433,7 +433,15 @@ RULES = [
     ("train", "diffusion.loss=5", "diffusion.loss=5 must name a _target_"),
     ("train", "train.total_steps=null", "train.total_steps=null: must not be null"),
     ("train", "train.total_steps", "train.total_steps cannot be read: must be KEY=VALUE"),
-    ("train", "model.routes[0].selection_ratio=0.3", "model.routes[0].selection_ratio=0.3 cannot be read: must be KEY=VALUE"),
+    ("train", "model.routes[0].selection_ratio=0.3", "model.routes[0].selection_ratio=0.3 cannot be read: write model.routes.0.selection_ratio=0.3"),
+    ("train", "routes.0.selection_ratio=0.3", "routes.0.selection_ratio is not known: did you mean model.routes.0.selection_ratio?"),
+    ("train", "lr=1", "lr is not known: did you mean optimizer.lr?"),
+    ("train", "rho=1", "rho is not known: did you mean sampler.rho or sampler.times.rho?"),
+    ("train", "seed=0,1", "seed=0,1 has several values: a sweep needs -m, a list [ ]"),
+    *(("train", cut, f"{cut} is cut by a space: write {cut.replace(' ', '')}, or put it in quotes") for cut in
+      ("seed=0, 1", "seed=0 ,1", "seed= 1", "seed =1", "optimizer.betas=[0.9, 0.99]", "optimizer.betas=[ 0.9, 0.99 ]")),
+    ("train", "seed 1", "seed cannot be read: must be KEY=VALUE"),
+    ("train", "model=dit --seed=1", "--seed=1 is no option (--help lists them): keys are set without dashes, as seed=1"),
     ("train", "model.routes.1.selection_ratio=0.3", "model.routes.1.selection_ratio=0.3: the list has no such item"),
     ("train", "model.routes.x=0.3", "'x' is not an item of a list: those are 0, 1, ..."),
     ("train", "optimizer.lr=fast", f"optimizer.lr=fast: Value 'fast' of type 'str' {NUMBER}"),
@@ -447,7 +455,9 @@ RULES = [
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
     ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
     ("sample", "run=r first_seed=4294967290", "first_seed=4294967290 must not be negative, and the last seed less than"),
-    ("fid", "samples=file", "reference must be given for scoring samples in files"),
+    ("fid", "samples=file", "reference must be given for scoring samples in files (an .npz: `python -m evaluation.fetch`"),
+    *(("fid", f"samples=file suite={suite}", f"reference must be given for scoring samples in files (a latent folder, as latents/{suite})")
+      for suite in ("digits", "glyphs")),
     ("fid", "reference=file", "samples must be given for scoring samples in files (an .npz, a folder or a zip; or run=NAME"),
     ("fid", f"{RUN} samples=file", "samples=file has no meaning for scoring a network"),
     ("fid", f"{FILES} suite=digits kid=true", "kid=True has no meaning for suite=digits"),
@@ -495,7 +505,7 @@ RULES = [
 
 # Where rules are told: modules, classes and functions.
 TOLD_BY = [
-    rules, configuration, mechanics, errors,
+    rules, configuration, mechanics, command_line, errors,
     routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__,
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, check_files, check_init_from,
     checkpoint.find_checkpoint, checkpoint._checkpoints_of, sampling._settings, sampling.read_run, sample.main,

@@ -245,7 +245,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         said.append(f"micro-batches of {sizes[0]} -> {sizes[1]}: {draws}")
     if old["source_sha256"] != new["source_sha256"]:
         said.append(f"code changed: {old['commit']} -> {new['commit']}")
-    for key, value in {"device": new["device"], "processor": new["processor"], **new["versions"]}.items():
+    machine = {key: new[key] for key in ("device", "processor", "threads")}
+    for key, value in {**machine, **new["versions"]}.items():
         before = {**old, **old["versions"]}.get(key)
         if before != value:
             said.append(f"{key} {before} -> {value}: results may differ by rounding")

@@ -1,6 +1,7 @@
 """TensorBoard and Weights & Biases, each in a thread of its own, where it cannot stop a run."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,14 @@ class BackgroundTracker:
         self._failed = True
         reason = " ".join(reason.split())
         self.show(f"warning: the tracker is switched off ({reason}); metrics.jsonl has every line")
+
+
+def check_wandb(given: dict[str, Any]) -> None:
+    """Raise a ValueError if a variable of wandb asks for something else than a key, which would win."""
+    for variable, key in (("WANDB_MODE", "mode"), ("WANDB_PROJECT", "project")):
+        asked = os.environ.get(variable)
+        if asked and key in given and asked != given[key]:
+            raise ValueError(f"{variable}={asked}, but tracker.{key}={given[key]}: they must agree")
 
 
 class WandbTracker:

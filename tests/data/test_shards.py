@@ -11,7 +11,7 @@ import train
 from builders.rules import STREAMED_DATA
 from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_shards, remote, shards
 from data.make_shards import write_shards
-from runtime.config import explanation
+from runtime.command_line import explanation
 from runtime.errors import UserError
 from tests.data.test_latents import remove
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer

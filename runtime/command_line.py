@@ -1,0 +1,150 @@
+"""The command line as Hydra reads it: options before overrides, and its errors in one line."""
+
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runtime.errors import UserError, did_you_mean
+from runtime.targets import CONFIGS
+
+SCHEMA = "_schema"  # the suffix of schemas, beside the files of the same names
+FOR_DEVELOPERS = (
+    "To append to your config",
+    "full_key:",
+    "reference_type=",
+    "object_type=",
+    "See https://",
+    "^",
+)
+A_LIST, A_GROUP = "must be a list, [VALUE,VALUE]", "is a group of keys, which are set one by one"
+CLEARER = (
+    (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", A_LIST),
+    (r"Cannot merge DictConfig with ListConfig", A_LIST),
+    (r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*", A_GROUP),
+    (r"Cannot assign \w+ to Dict\[.*\]", A_GROUP),
+    (r"field '[\w.]+' is not Optional", "must not be null"),
+    (r"\w+ \(DictConfig\) does not support deletion", "must not be removed"),
+    (r"(Could not load 'hydra/\w+/\w+')\.", r"\1, which `pip install -r requirements-sweeps.txt` brings"),
+    (r"list index out of range", "the list has no such item"),
+    (
+        r"^invalid literal for int\(\) with base 10: ('.*')$",
+        r"\1 is not an item of a list: those are 0, 1, ...",
+    ),
+    (r"^Ambiguous value for argument '(.*?)' 1\. .*", r"\1 has several values: a sweep needs -m, a list [ ]"),
+)
+INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
+PACKAGE = re.compile("# @package ([\\w.]+)")
+KEY_IN_FILE = re.compile(r"^\s*(\w+):", re.MULTILINE)
+
+
+def options_first(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with Hydra's options before the overrides, the only order that it can parse."""
+    known, others = get_args_parser().parse_known_args(arguments)
+    for text in others:
+        if text.startswith("-"):
+            key = text.lstrip("-").replace("-", "_")
+            raise UserError(f"{text} is no option (--help lists them): keys are set without dashes, as {key}")
+    overrides = [*known.overrides, *others]
+    return [text for text in arguments if text not in overrides] + overrides
+
+
+def _unreadable(override: str, arguments: list[str]) -> str:
+    """Say why an override cannot be read."""
+    first = arguments.index(override) if override in arguments else len(arguments)
+    last = first
+    while first > 0 and _is_cut(*arguments[first - 1 : first + 1]):
+        first -= 1
+    while last + 1 < len(arguments) and _is_cut(*arguments[last : last + 2]):
+        last += 1
+    if first < last:
+        pieces = arguments[first : last + 1]
+        return f"{' '.join(pieces)} is cut by a space: write {''.join(pieces)}, or put it in quotes"
+    key, equals, value = override.partition("=")
+    if (dotted := re.sub(r"\.?\[(\d+)\]", r".\1", key)) != key:
+        return f"{override} cannot be read: write {dotted}{equals}{value}"
+    rule = "must be KEY=VALUE, items of a list as routes.0.KEY, other signs in quotes"
+    return f"{override} cannot be read: {rule}"
+
+
+def _is_cut(left: str, right: str) -> bool:
+    """True if two arguments look like one with a space in it."""
+    return not left.startswith("-") and (left[-1:] in tuple(",=:[{(") or right[:1] in tuple(",=:]})"))
+
+
+def explanation(error: BaseException, arguments: Sequence[str]) -> str:
+    """Return one line for an error of Hydra, of OmegaConf, or of our own."""
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override, list(arguments))
+    cause = error.__cause__ if isinstance(error, HydraException) else None
+    text = ": ".join(filter(None, (one_line(str(e)) for e in (error, cause) if e)))
+    if unknown := re.match(r"Could not override '([\w./@]+)'", text):
+        head, dot, rest = unknown[1].partition(".")
+        inside = [f"{group}.{key}{dot}{rest}" for group, key in sorted(_keys_of_groups()) if key == head]
+        hint = f": did you mean {' or '.join(inside)}?" if inside else ""
+        return f"{unknown[1]} is not known{hint or did_you_mean(unknown[1], _known_keys())}"
+    if "Config group override must be" in text:
+        named = [a for a in arguments if (CONFIGS / a.partition("=")[0].lstrip("+~")).is_dir()]
+        options = [f"{a} (one of {', '.join(_options(a.partition('=')[0].lstrip('+~')))})" for a in named]
+        return f"{'; '.join(options)}: the value of a group must be the name of one of its files"
+    text = re.sub(r"^Error merging override (.*?): ", r"\1: ", text)
+    for pattern, words in CLEARER:
+        text = re.sub(pattern, words, text)
+    return text
+
+
+def one_line(text: str) -> str:
+    """Return a message without what Hydra and OmegaConf add for developers."""
+    text = INTERPOLATED.sub(r"\2 takes its value from \1, which is not there", text)
+    lines = [line.strip() for line in text.split("Config search path")[0].splitlines()]
+    joined = " ".join(line for line in lines if line and not line.startswith(FOR_DEVELOPERS))
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", joined)
+
+
+def is_of_hydra(error: BaseException) -> bool:
+    """Return whether an error comes from composing, where Hydra raises bare ValueErrors, too."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+    return isinstance(error, HydraException | OmegaConfBaseException) or bool(
+        {"hydra", "omegaconf"} & {*raised_in}
+    )
+
+
+def _known_keys() -> set[str]:
+    """Return the names of groups, and of keys in schemas and files."""
+    keys = {key for _, key in _keys_of_groups()} | {field.name for field in _schema_fields()}
+    keys |= {path.name for path in CONFIGS.rglob("*") if path.is_dir()}
+    return keys.union(*(KEY_IN_FILE.findall(file.read_text()) for file in CONFIGS.rglob("*.yaml")))
+
+
+def _schema_fields() -> list[Field]:
+    stored = ConfigStore.instance().repo
+    schemas = [OmegaConf.get_type(stored[name].node) for name in stored if name.endswith(f"{SCHEMA}.yaml")]
+    return [field for schema in schemas for field in fields(schema)]
+
+
+def _keys_of_groups() -> set[tuple[str, str]]:
+    """Return groups, of the schemas and of the files, with the keys that they hold."""
+    groups = [field for field in _schema_fields() if is_dataclass(field.type)]
+    held = {(group.name, field.name) for group in groups for field in fields(group.type)}
+    for file in CONFIGS.glob("*/**/*.yaml"):
+        text = file.read_text()
+        package = PACKAGE.match(text)
+        folder = ".".join(file.relative_to(CONFIGS).parent.parts)
+        content = yaml.safe_load(text) or {}
+        nodes = (
+            content if package and package[1] == "_global_" else {package[1] if package else folder: content}
+        )
+        held |= {(group, key) for group, node in nodes.items() if isinstance(node, dict) for key in node}
+    return held
+
+
+def _options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))

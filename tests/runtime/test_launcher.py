@@ -1,0 +1,175 @@
+"""What the environment asks for is obeyed, refused or recorded."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from joblib import cpu_count
+
+from runtime import launcher
+from runtime.launcher import check_launcher, check_precision, threads_are_chosen
+from runtime.provenance import environment
+from tests.programs import ROOT, start
+from tests.runs import validated
+from training.trackers import check_wandb
+
+ONE = {"OMP_NUM_THREADS": "1"}
+MARK = {"ACCELERATE_MIXED_PRECISION": "no"}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+FSDP = ("--use_fsdp", "--num_processes=2")
+
+
+def launched(*options):
+    """Return the variables that `accelerate launch` sets for its processes."""
+    arguments = launch_command_parser().parse_args([*options, "train.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    return (
+        prepare_multi_gpu_env(arguments)
+        if FSDP[0] in options
+        else prepare_simple_launcher_cmd_env(arguments)[1]
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("--mixed_precision=bf16",), ("--cpu",)])
+def test_what_accelerate_sets_by_itself_is_not_refused(monkeypatch, options):
+    monkeypatch.setattr(os, "environ", launched(*options))
+    check_launcher()
+    check_precision("mixed_precision=bf16", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        (FSDP, "ACCELERATE_USE_FSDP=true: weights are not sharded"),
+        (("--dynamo_backend=inductor",), "ACCELERATE_DYNAMO_BACKEND=INDUCTOR: train.compile decides"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "_STEPS=4: train.micro_batch_size decides"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: DeepSpeed is not supported"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "True"}, "ACCELERATE_USE_MEGATRON_LM=True: Megatron-LM is not"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "ACCELERATE_USE_PARALLELISM_CONFIG=true: every"),
+    ],
+)
+def test_what_a_launcher_asks_for_and_no_training_does_is_refused(monkeypatch, variables, refused):
+    variables = variables if isinstance(variables, dict) else launched(*variables)
+    monkeypatch.setattr(os, "environ", variables)
+    with pytest.raises(ValueError, match=refused):
+        check_launcher()
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: weights are not sharded here"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision=no, but the launcher asks for bf16"),
+    ],
+)
+def test_a_fine_tune_refuses_what_the_launcher_asks_for(tmp_path, variables, line):
+    options = ("-m examples.finetune", "transformer=x", "inputs=x")
+    result = start(*options, folder=tmp_path, check=False, variables=variables)
+    assert (result.returncode, result.stderr.startswith(f"error: {line}")) == (1, True), result.stderr
+
+
+def test_a_training_refuses_before_any_work(tmp_path):
+    common = {"folder": tmp_path, "check": False}
+    result = start("train.py", **common, variables={"ACCELERATE_USE_FSDP": "true"})
+    assert (result.returncode, result.stderr.count("\n"), result.stdout) == (1, 1, "")
+    result = start("train.py", "tracker=wandb", **common, variables={"WANDB_MODE": "online"})
+    assert result.stderr == "error: WANDB_MODE=online, but tracker.mode=offline: they must agree\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_variables_of_wandb_must_agree_with_the_keys_that_win(monkeypatch):
+    given = validated("tracker=wandb")["tracker"]
+    for variables in ({"WANDB_MODE": "offline"}, {"WANDB_MODE": ""}, {"WANDB_PROJECT": "tread"}):
+        monkeypatch.setattr(os, "environ", variables)
+        check_wandb(given)
+    for variables in ({"WANDB_MODE": "disabled"}, {"WANDB_PROJECT": "mine"}):
+        monkeypatch.setattr(os, "environ", variables)
+        check_wandb(validated("tracker=tensorboard")["tracker"])
+        with pytest.raises(ValueError, match=r"=\w+, but tracker.\w+=\w+: they must agree"):
+            check_wandb(given)
+
+
+@pytest.mark.parametrize(
+    ("own", "ancestors", "chosen"),
+    [
+        ({}, [], False),
+        (ONE, [], True),
+        ({"OMP_NUM_THREADS": ""}, [], False),
+        ({"MKL_NUM_THREADS": "1"}, [], True),
+        (MARK | {"OMP_NUM_THREADS": "3"}, [({}, "accelerate launch train.py")], True),
+        (MARK | ONE, [({}, "accelerate launch train.py")], False),
+        (
+            MARK | ONE,
+            [({}, "accelerate launch --num-cpu-threads-per-process 1 x")],
+            True,
+        ),
+        (MARK | ONE, [(ONE, "accelerate launch train.py")], True),
+        # A job of a sweep, in a process of the process that was launched.
+        (
+            MARK | ONE,
+            [
+                (MARK | ONE, "train.py -m"),
+                ({}, "torchrun"),
+                (ONE, "sh"),
+            ],
+            False,
+        ),
+        (MARK | ONE, [(None, "")], False),
+    ],
+)
+def test_the_one_thread_of_a_launcher_is_told_from_the_users(monkeypatch, own, ancestors, chosen):
+    def environ_of(variables):
+        if variables is None:
+            raise psutil.NoSuchProcess(1)
+        return variables
+
+    parents = [
+        SimpleNamespace(environ=lambda variables=variables: environ_of(variables), cmdline=line.split)
+        for variables, line in ancestors
+    ]
+    monkeypatch.setattr(launcher.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
+    monkeypatch.setattr(os, "environ", own)
+    assert threads_are_chosen() == chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launch", "variables", "limited"),
+    [
+        ((), {}, False),
+        ((), ONE, True),
+        (("-m", "accelerate.commands.launch"), {}, False),
+        (("-m", "accelerate.commands.launch"), ONE, True),
+        (TORCHRUN, {}, False),
+        (
+            ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            ONE,
+            True,
+        ),
+    ],
+)
+def test_launchers_do_not_limit_threads_on_a_cpu_and_users_do(tmp_path, launch, variables, limited):
+    (tmp_path / "program.py").write_text(
+        "import os, torch\nfrom runtime.machine import start_process\nstart_process()\n"
+        "open(f'threads{os.environ.get(\"RANK\", 0)}', 'w').write(str(torch.get_num_threads()))\n"
+    )
+    before = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", *MARK)}
+    before |= {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", **variables}
+    subprocess.run([sys.executable, *launch, "program.py"], cwd=tmp_path, env=before, check=True)
+    files = [*tmp_path.glob("threads*")]
+    share = 1 if limited else max(1, cpu_count() // len(files))
+    assert [file.read_text() for file in files] == [str(share)] * len(files)
+
+
+def test_variables_that_may_change_numbers_are_recorded_and_no_secrets(monkeypatch):
+    known = {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    monkeypatch.setattr(os, "environ", {**known, "WANDB_API_KEY": "secret", "HF_TOKEN": "secret"})
+    record = environment(torch.device("cpu"))
+    assert record["variables"] == known
+    assert record["threads"] == torch.get_num_threads()
