@@ -35,7 +35,7 @@ from routing import RoutePlan, Routing
 from runtime.config import build_node
 from runtime.files import sha256
 from runtime.launch import Launch
-from runtime.machine import compile_blocks, keep_freed_memory
+from runtime.machine import bf16_speedup, compile_blocks, keep_freed_memory
 from runtime.provenance import environment, flatten, source_sha256
 from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
@@ -175,6 +175,7 @@ def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str
     """Decide what the configuration leaves open, the same on all ranks."""
     saved = run.manifest()["resolved"] if run.has_results() else {}
     resolved = resolve_auto(config, saved, launch.device, launch.world_size)
+    resolved |= launch.broadcast_from_main(partial(_precision, config, saved, resolved, launch.device))
     agreed = ("mixed_precision", "compile", "micro_batch_size")
     launch.assert_ranks_agree({key: resolved[key] for key in agreed})
     if resolved["keep_freed_memory"]:
@@ -184,6 +185,16 @@ def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str
         attention = resolve_attention(config["model"]["attention"], launch.device.type, dtype)
         resolved |= {"attention": attention}
     return resolved
+
+
+def _precision(
+    config: dict[str, Any], saved: dict[str, Any], resolved: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Return the precision of the first rank, and what it measured to choose it."""
+    precision = {"mixed_precision": resolved["mixed_precision"]}
+    if config["train"]["mixed_precision"] != "auto" or device.type != "cpu":
+        return precision
+    return precision | {"bf16_speedup": saved.get("bf16_speedup") or round(bf16_speedup(device), 2)}
 
 
 def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:

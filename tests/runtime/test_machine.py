@@ -8,7 +8,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from runtime import machine
 from runtime.machine import MALLOC_VARIABLES, keep_freed_memory, start_process
 from tests.programs import ROOT
 
@@ -56,3 +58,23 @@ def test_kept_memory_is_not_taken_from_the_kernel_again():
         faults[word] = int(result.stdout)
     # A small object that came to lie between two freed tensors can cost one of the twelve a fresh place.
     assert faults["keep"] < faults["return"] / 4, "most of the twelve tensors in the pages of those before"
+
+
+@pytest.mark.parametrize(("speedup", "fast"), [(0.69, False), (1.0, False), (2.6, True)])
+def test_the_precision_of_a_cpu_is_what_was_measured_to_be_faster(monkeypatch, speedup, fast):
+    monkeypatch.setattr(machine, "bf16_speedup", lambda device: speedup)
+    assert machine.has_fast_bf16(torch.device("cpu")) == fast
+
+
+def test_measuring_the_precision_leaves_random_state_alone_and_sees_the_slower_one(monkeypatch):
+    """As where bf16 takes twice the time: on an Intel Xeon without AMX, say."""
+    before, linear = torch.get_rng_state(), torch.nn.functional.linear
+
+    def slow_in_bf16(x, weight):
+        for _ in range(50 if torch.is_autocast_enabled("cpu") else 0):
+            linear(x, weight)
+        return linear(x, weight)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", slow_in_bf16)
+    assert machine.bf16_speedup.__wrapped__(torch.device("cpu")) < 0.9
+    assert torch.equal(torch.get_rng_state(), before)
