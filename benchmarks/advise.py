@@ -128,7 +128,7 @@ def main(cfg: DictConfig) -> None:
         resolved = _resolved(request, details)
         _find_data(request, config)
         device = start_process().device
-        net = load_net(config, checkpoint / "ema.safetensors").to(device)
+        net = load_net(config, checkpoint / "ema.safetensors")[0].to(device)
         dataset = build_node(config, "data")()
         coverage = _coverage(request["mask_coverage"], config, dataset)
         file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"

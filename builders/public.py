@@ -16,9 +16,11 @@ from data.manifest import read_manifest
 from runtime.errors import check_choice
 from runtime.files import parse_json
 from training.run_folder import RunFolder
-from training.weights import is_own_checkpoint, metadata_in, shapes_by_name
+from training.weights import LABEL_TABLE, Weights, is_own_checkpoint, metadata_in, read_weights
 
-NUM_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published widths: shapes do not say them
+# Of the published widths of DiT and LightningDiT: shapes do not say them.
+NUM_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16, 1536: 24, 1792: 28}
+MIN_ROUTED_DEPTH = 6  # the window of model/routes=paper, blocks 2 to depth - 4, needs as many
 ENCODER, SCALE, CHANNELS = "stabilityai/sd-vae-ft-ema", 0.18215, 4
 SIDE = 32  # of the latents of a network without a position table, unless a manifest says another
 CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an exported file
@@ -59,12 +61,15 @@ def read_weights_file(
             "TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA and SPRINT"
         )
     check_choice("objective", objective, tuple(OBJECTIVES))
+    weights = read_weights(file, shapes_only=True)
     described = None if latents is None else read_manifest(latents)
-    sizes = sizes_of(shapes_by_name(file), file, SIDE if described is None else described.shape[1])
+    sizes = sizes_of(weights, SIDE if described is None else described.shape[1])
+    sizes |= classes_of(weights, None if described is None else described.num_classes)
     keys = [f"{key}={value}".lower() for key, value in sizes.items()]
     # A file of TREAD may have been trained with routes, which sparse guidance takes.
     is_lightning = sizes["model.block"] == "lightning"
     model = "tread" if objective in ("edm", "flow") or is_lightning else "dit"
+    model = "dit" if sizes["model.depth"] < MIN_ROUTED_DEPTH else model
     model = "sprint" if sizes["model.block"] == "sprint" else model
     config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
@@ -95,7 +100,7 @@ def precond_of(file: Path, objective: str | None) -> dict[str, Any]:
     return configuration.composed(["data=synthetic", *OBJECTIVES[objective]])["diffusion"]["precond"]
 
 
-def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path, side: int) -> dict[str, Any]:
+def sizes_of(weights: Weights, side: int) -> dict[str, Any]:
     """Return the keys of a configuration that shapes of a DiT determine.
 
     Args:
@@ -104,6 +109,7 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path, side: int) -> dict[
     Raises:
         ValueError: they are not those of a DiT of a published width.
     """
+    file, shapes = weights.file, {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
     is_sprint = "rejoins.0.mask_token" in shapes  # by the name that `training.sprint` gives it
     try:
         hidden_size, in_channels, patch_size, _ = shapes["x_embedder.proj.weight"]
@@ -115,7 +121,6 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path, side: int) -> dict[
     if hidden_size not in NUM_HEADS:
         known = ", ".join(map(str, NUM_HEADS))
         raise ValueError(f"{file}: hidden_size={hidden_size} must be a published width, {known}")
-    labels = shapes.get("y_embedder.embedding_table.weight", (1,))[0]
     return {
         "model.hidden_size": hidden_size,
         "model.num_heads": NUM_HEADS[hidden_size],
@@ -125,5 +130,31 @@ def sizes_of(shapes: dict[str, tuple[int, ...]], file: Path, side: int) -> dict[
         "model.learn_sigma": num_outputs == 2 * in_channels * patch_size**2,
         "data.in_channels": in_channels,
         "data.input_size": side,
-        "data.num_classes": labels - 1,  # the last is the null class
     }
+
+
+def classes_of(weights: Weights, of_latents: int | None) -> dict[str, Any]:
+    """Return the keys that a table of labels determines: public code has a row for the null class in it if
+    that was trained.
+
+    Args:
+        of_latents: the number of classes in the manifest of latents, if given.
+
+    Raises:
+        ValueError: the number of rows fits neither, or is as likely that of the classes alone.
+    """
+    table = weights.tensors.get(LABEL_TABLE)
+    num_rows = 1 if table is None else table.shape[0]
+    said = of_latents if weights.num_classes is None else weights.num_classes
+    if said is None and num_rows % 10 == 0:
+        raise ValueError(
+            f"{weights.file}: {num_rows} rows of labels are {num_rows} classes, or {num_rows - 1} and the "
+            "null class, and the file does not say which: give latents=FOLDER, whose manifest has num_classes"
+        )
+    num_classes = num_rows - 1 if said is None else said
+    if num_rows - num_classes not in (0, 1):
+        source = "the manifest of latents" if weights.num_classes is None else "the file"
+        rule = f"must be num_classes={num_classes}, from {source}, or one more for the null class"
+        raise ValueError(f"{weights.file}: {num_rows} rows of labels {rule}")
+    dropout = {} if num_rows > num_classes else {"model.class_dropout_prob": 0.0}
+    return {"data.num_classes": num_classes, **dropout}

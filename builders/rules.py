@@ -53,6 +53,8 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
         check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
         if not train["init_from"]:
             raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
+    if not train["init_from_label_table"] and not train["init_from"]:
+        raise ValueError("train.init_from_label_table=false has no meaning without train.init_from")
     check_not_negative("train.num_workers", train["num_workers"])
     if not 0 <= config["seed"] < NUM_SEEDS:
         raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")

@@ -30,7 +30,7 @@ from runtime.files import sha256
 from runtime.launch import ALONE, Launch
 from training.checkpoint import check_checkpoint, find_checkpoint
 from training.run_folder import RunFolder
-from training.weights import load_weights, shapes_by_name
+from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
@@ -83,6 +83,7 @@ class OpenedRun:
     config: dict[str, Any]
     details: dict[str, Any]  # its manifest
     weights: Path  # the file of the averaged weights
+    entry: str | None  # of that file, None: its top
     precond: Precond
     sampler: Callable[..., torch.Tensor]
     guidance: Guidance
@@ -141,7 +142,8 @@ def _open(
     guidance: Node | None,
     launch: Launch,
 ) -> OpenedRun:
-    precond = build_precond(config, load_net(config, weights).to(launch.device)).eval()
+    net, entry = load_net(config, weights)
+    precond = build_precond(config, net.to(launch.device)).eval()
     config = {**config, "sampler": sampler or config["sampler"], "guidance": guidance or config["guidance"]}
     built, weak = build_guidance(config), {}
 
@@ -151,7 +153,7 @@ def _open(
         return opened.precond
 
     built.load(open_weak)
-    return OpenedRun(path, config, details, weights, precond, build_sampler(config), built, weak)
+    return OpenedRun(path, config, details, weights, entry, precond, build_sampler(config), built, weak)
 
 
 def check_sampling(request: dict[str, Any]) -> None:
@@ -184,6 +186,9 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     else:
         run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
     manifest = _manifest_of(request, run.details)
+    entry = run.entry or run.weights.name
+    if request["run"] is None:
+        launch.print(f"weights {run.weights} ({entry})")
     sizes = ("input_size", "in_channels", "num_classes")
     manifest.check_sizes(str(run.path), **{key: config["data"][key] for key in sizes})
     official = settings["decoding"] == "official"
@@ -212,6 +217,7 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "networks": [_network_of(each) for each in (config, *run.weak.values())],
         "data": run.details["data"],
         "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
+        "weights_entry": entry,
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
@@ -238,7 +244,10 @@ def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         return read_run(request["run"])
     if request["checkpoint"] is None:
         raise ValueError("run=FOLDER or checkpoint=FILE must be given")
-    return read_weights_file(Path(request["checkpoint"]), request["objective"], request["latents"])
+    file = Path(request["checkpoint"])
+    config, details = read_weights_file(file, request["objective"], request["latents"])
+    check_shapes(config, file)
+    return config, details
 
 
 def source_name(request: dict[str, Any]) -> str:
@@ -261,30 +270,31 @@ def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, details
 
 
-def load_net(config: dict[str, Any], weights: Path) -> Backbone:
-    """Build the network of a run with its weights, once their shapes are known to match."""
-    _check_shapes(config, weights)
+def load_net(config: dict[str, Any], weights: Path) -> tuple[Backbone, str | None]:
+    """Build the network of a run with its weights, once their shapes are known to match, and return it with
+    the entry of the file that they were in.
+    """
+    check_shapes(config, weights)
     net = build_net(config)
-    load_weights(net, weights)
-    return net
+    return net, load_weights(net, weights)["entry"]
 
 
-def _check_shapes(config: dict[str, Any], weights: Path) -> None:
-    """Check the network of a configuration against the shapes in the weights, before it takes memory."""
-    found, depth = shapes_by_name(weights), config["model"].get("depth", 1)
-    if depth > len(found):
-        raise ValueError(f"{weights} holds {len(found)} tensors, not those of model.depth={depth}")
-    with torch.device("meta"):
-        net = build_net(config)
+def check_shapes(config: dict[str, Any], file: Path) -> None:
+    """Check the network of a configuration against the shapes in its weights, before it takes memory."""
+    weights, depth = read_weights(file, shapes_only=True), config["model"].get("depth", 1)
+    if depth > len(weights.tensors):
+        raise ValueError(f"{file} holds {len(weights.tensors)} tensors, not those of model.depth={depth}")
+    try:
+        with torch.device("meta"):
+            net = build_net(config)
+    except ValueError as error:  # keys that the file determines
+        raise ValueError(f"{file}: {error}") from error
     if net.num_tokens > MAX_TOKENS:
         raise ValueError(
-            f"{weights}: {net.num_tokens} tokens of latents {net.latent_shape} are more than {MAX_TOKENS}"
+            f"{file}: {net.num_tokens} tokens of latents {net.latent_shape} are more than {MAX_TOKENS}"
         )
-    expected = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
-            shapes = f"{name} is {found.get(name)}, the model of the run has {expected.get(name)}"
-            raise ValueError(f"{weights}: weights do not match the model: {shapes}")
+    if mismatch := find_mismatch(net, weights):
+        raise ValueError(f"{file}: weights do not match the model: {mismatch}")
 
 
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

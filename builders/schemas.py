@@ -32,6 +32,7 @@ class TrainConfig:
     num_workers: int = 0
     init_from: str | None = None
     init_from_objective: str | None = None  # edm, flow, sit or ddpm: what weights of other code predict
+    init_from_label_table: bool = True  # false: of other classes, drawn anew
     masked_loss: bool = False
     kept_tokens_only: bool = False  # an ablation: the loss of the tokens that every route kept
     reconstruction_weight: float = 0.0  # with it: of the other tokens, as masked training has it

@@ -153,4 +153,5 @@ def _start(init_from: dict[str, Any]) -> str:
     warning = (
         f". warning: they were trained as {init_from['precond']}: what time and output mean is learnt again"
     )
-    return f"weights of {init_from['file']}{entry}" + (warning if init_from["other_objective"] else "")
+    table = "" if init_from["label_table"] else ", all but the table of labels"
+    return f"weights of {init_from['file']}{entry}{table}" + (warning if init_from["other_objective"] else "")

@@ -46,10 +46,11 @@ from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, mo
 from training.stopping import StopRequest
 from training.trackers import check_wandb
 from training.trainer import Settings, Trainer
-from training.weights import is_own_checkpoint, load_weights
+from training.weights import LABEL_TABLE, find_mismatch, is_own_checkpoint, load_weights, read_weights
 from training.window import Work
 
 _CHUNK = 1024  # entries
+INIT_KEYS = "model/size, model/block, model.num_prefix_tokens, model.learn_sigma"  # of a network's shapes
 
 TrainingData = LatentDataset | ShardDataset
 
@@ -58,6 +59,7 @@ def check_files(config: dict[str, Any], run: RunFolder) -> None:
     """Check the files and the environment, before any device is touched."""
     if config["train"]["init_from"] and not latest_checkpoint(run.path):
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
+        check_init_shapes(config)
     check_wandb(config["tracker"])
     for key in ("reference", "weights"):
         file = config["evaluation"].get(key)
@@ -81,6 +83,24 @@ def check_init_from(source: str, objective: str | None) -> None:
             f"train.init_from={source} does not say what it predicts: give train.init_from_objective=edm or "
             "flow for a file of TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA and SPRINT"
         )
+
+
+def check_init_shapes(config: dict[str, Any]) -> None:
+    """Check that the network takes the weights to start from."""
+    source, label_table = config["train"]["init_from"], config["train"]["init_from_label_table"]
+    with torch.device("meta"):
+        net = build_net(config)
+    try:
+        mismatch = find_mismatch(net, read_weights(source, shapes_only=True), label_table)
+    except ValueError as error:
+        raise ValueError(f"train.init_from={error}") from error
+    if mismatch is None:
+        return
+    hint = f"{INIT_KEYS} must be the same"
+    if mismatch.name == LABEL_TABLE:
+        rule = "train.init_from_label_table=false keeps everything but this table"
+        hint = f"data.num_classes={config['data']['num_classes']} must be the same, or {rule}"
+    raise ValueError(f"train.init_from={source}: weights do not match the model: {mismatch}; {hint}")
 
 
 def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
@@ -202,7 +222,8 @@ def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[s
     source = config["train"]["init_from"]
     if not source or latest_checkpoint(run.path):
         return None
-    loaded = load_weights(net, source)
+    label_table = config["train"]["init_from_label_table"]
+    loaded = {**load_weights(net, source, label_table), "label_table": label_table}
     file = Path(loaded["file"])
     was, is_now = precond_of(file, config["train"]["init_from_objective"]), config["diffusion"]["precond"]
     return {**loaded, "precond": was, "other_objective": was != is_now, "sha256": sha256(file)}

@@ -30,6 +30,7 @@ class Backbone(Protocol):
     Args:
         latent_shape: (C, H, W) of its input.
         num_classes: the label `num_classes` is the null class; 0: unconditional, labels are None.
+        class_dropout_prob: how often training takes the null class; 0: it is never trained.
         num_tokens: T.
         routes: in the order of the layers; () for none.
         blocks: compiled one by one.
@@ -37,6 +38,7 @@ class Backbone(Protocol):
 
     latent_shape: tuple[int, int, int]
     num_classes: int
+    class_dropout_prob: float
     num_tokens: int
     routes: tuple[Route, ...]
     blocks: Sequence[nn.Module]

@@ -204,7 +204,7 @@ VALUES_OF_RUNS = {
     ),
     "wide": (
         changed(model__hidden_size=60_000),
-        r"ema\.safetensors: weights do not match the model: \S+ is .*, the model of the run has .*60000",
+        r"ema\.safetensors: weights do not match the model: \S+ is .*, the model has .*60000",
     ),
     "deep": (
         changed(model__depth=10**7),
@@ -223,7 +223,7 @@ VALUES_OF_RUNS = {
         changed(model__num_classes=10**9, data__num_classes=10**9),
         r"weights do not match the model: y_embedder\.embedding_table\.weight is \(11, 32\), the model",
     ),
-    "of many tokens": (changed(model__num_prefix_tokens=10**9), r"weights do not match the model: prefix is None, the model"),
+    "of many tokens": (changed(model__num_prefix_tokens=10**9), r"weights do not match the model: prefix is missing, the model"),
     "many steps": (changed(sampler__num_steps=10**9), r"config\.yaml: sampler\.num_steps=1000000000 must be in \[1, 100000\]"),
     "much data": (changed(data__num_entries=10**12), r"config\.yaml: data\.num_entries=1000000000000 must give at most"),
     "no number": (changed(sampler__sigma_min=float("nan")), r"config\.yaml: sampler\.sigma_min=nan must be a finite number"),

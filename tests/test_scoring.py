@@ -116,6 +116,7 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
         assert drawn["sampler"]["num_steps"] == 2
         assert drawn["data"]["manifest"]["encoder"] == "identity"
         assert len(drawn["weights_sha256"]) == 64
+        assert drawn["weights_entry"] == "ema.safetensors"
         protocol = record["protocol"]
         assert protocol["reference"]["sha256"] == sha256(folder / "reference.npz")
         assert {

@@ -3,126 +3,34 @@
 import argparse
 import json
 import math
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import sample
 from builders import config as configuration
 from builders.public import CONFIG
-from builders.sampling import check_sampling, open_run, open_weights_file
+from builders.sampling import check_sampling, open_run, open_weights_file, read_source
 from data import LatentManifest, LatentWriter
+from diffusion import CFG, Branch
+from tests.networks import small_dit
 from tests.programs import start
+from tests.public_dit import CHANNELS, CLASSES, PATCH, SIDE, SWITCHES, WIDTH, PublicDiT
 from tests.runs import composed, tiny_run
+from training import weights
 from training.run_folder import RunFolder
+from training.weights import load_weights
 
-WIDTH, HEADS, DEPTH, PATCH, CHANNELS, SIDE, CLASSES = 384, 6, 7, 2, 4, 8, 10
-
-
-class PublicDiT(nn.Module):
-    """A DiT written from the paper alone, with the names of public checkpoints."""
-
-    def __init__(self, learn_sigma):
-        super().__init__()
-        D, out = WIDTH, CHANNELS * (2 if learn_sigma else 1)
-        self.x_embedder = nn.ModuleDict({"proj": nn.Conv2d(CHANNELS, D, PATCH, PATCH)})
-        self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(256, D), nn.SiLU(), nn.Linear(D, D))})
-        self.y_embedder = nn.ModuleDict({"embedding_table": nn.Embedding(CLASSES + 1, D)})
-        self.pos_embed = nn.Parameter(torch.randn(1, (SIDE // PATCH) ** 2, D), requires_grad=False)
-        self.blocks = nn.ModuleList()
-        for _ in range(DEPTH):
-            attn = nn.ModuleDict({"qkv": nn.Linear(D, 3 * D), "proj": nn.Linear(D, D)})
-            mlp = nn.ModuleDict({"fc1": nn.Linear(D, 4 * D), "fc2": nn.Linear(4 * D, D)})
-            ada = nn.Sequential(nn.SiLU(), nn.Linear(D, 6 * D))
-            self.blocks.append(nn.ModuleDict({"attn": attn, "mlp": mlp, "adaLN_modulation": ada}))
-        last = {"linear": nn.Linear(D, PATCH**2 * out)}
-        last["adaLN_modulation"] = nn.Sequential(nn.SiLU(), nn.Linear(D, 2 * D))
-        self.final_layer = nn.ModuleDict(last)
-
-    def forward(self, x, t, y):
-        N, D = x.shape[0], WIDTH
-        h = self.x_embedder["proj"](x).flatten(2).transpose(1, 2) + self.pos_embed
-        frequencies = torch.exp(-math.log(10000) * torch.arange(128) / 128)
-        angles = t[:, None] * frequencies
-        c = self.t_embedder["mlp"](torch.cat([angles.cos(), angles.sin()], dim=1))
-        c = c + self.y_embedder["embedding_table"](y)
-        norm = lambda h: F.layer_norm(h, (D,), eps=1e-6)  # noqa: E731
-        for block in self.blocks:
-            a, b, gate, d, e, gate2 = block["adaLN_modulation"](c)[:, None].chunk(6, dim=2)
-            q, k, v = block["attn"]["qkv"](norm(h) * (1 + b) + a).view(N, -1, 3, HEADS, D // HEADS).unbind(2)
-            weights = torch.einsum("nqhd,nkhd->nhqk", q, k).div(math.sqrt(D // HEADS)).softmax(-1)
-            mixed = torch.einsum("nhqk,nkhd->nqhd", weights, v).reshape(N, -1, D)
-            h = h + gate * block["attn"]["proj"](mixed)
-            inner = F.gelu(block["mlp"]["fc1"](norm(h) * (1 + e) + d), approximate="tanh")
-            h = h + gate2 * block["mlp"]["fc2"](inner)
-        shift, scale = self.final_layer["adaLN_modulation"](c)[:, None].chunk(2, dim=2)
-        h = self.final_layer["linear"](norm(h) * (1 + scale) + shift)
-        g, p = SIDE // PATCH, PATCH
-        return torch.einsum("nijpqc->ncipjq", h.view(N, g, g, p, p, -1)).reshape(N, -1, g * p, g * p)
+NET = small_dit()
 
 
-class PublicLightningDiT(nn.Module):
-    """A LightningDiT written from its description, with the names of its checkpoints."""
-
-    def __init__(self):
-        super().__init__()
-        D, inner, d = WIDTH, 2 * 4 * WIDTH // 3, WIDTH // HEADS
-        self.x_embedder = nn.ModuleDict({"proj": nn.Conv2d(CHANNELS, D, PATCH, PATCH)})
-        self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(256, D), nn.SiLU(), nn.Linear(D, D))})
-        self.y_embedder = nn.ModuleDict({"embedding_table": nn.Embedding(CLASSES + 1, D)})
-        self.pos_embed = nn.Parameter(torch.randn(1, (SIDE // PATCH) ** 2, D), requires_grad=False)
-        self.feat_rope = nn.Module()  # its tables are in the file
-        self.feat_rope.register_buffer("freqs_cos", torch.zeros((SIDE // PATCH) ** 2, d))
-        self.feat_rope.register_buffer("freqs_sin", torch.zeros((SIDE // PATCH) ** 2, d))
-        self.blocks = nn.ModuleList()
-        for _ in range(DEPTH):
-            attn = nn.ModuleDict({"qkv": nn.Linear(D, 3 * D), "proj": nn.Linear(D, D)})
-            mlp = nn.ModuleDict({"w12": nn.Linear(D, 2 * inner), "w3": nn.Linear(inner, D)})
-            block = {"norm1": nn.RMSNorm(D), "norm2": nn.RMSNorm(D), "attn": attn, "mlp": mlp}
-            block["adaLN_modulation"] = nn.Sequential(nn.SiLU(), nn.Linear(D, 6 * D))
-            self.blocks.append(nn.ModuleDict(block))
-        last = {"norm_final": nn.RMSNorm(D), "linear": nn.Linear(D, PATCH**2 * CHANNELS)}
-        last["adaLN_modulation"] = nn.Sequential(nn.SiLU(), nn.Linear(D, 2 * D))
-        self.final_layer = nn.ModuleDict(last)
-
-    def turned(self, q):  # (N, T, H, d): half of each head by the row, half by the column, pair by pair
-        d, side = WIDTH // HEADS, SIDE // PATCH
-        speed = 10000.0 ** -(torch.arange(0, d // 2, 2) / (d // 2))
-        rows, columns = torch.arange(side).repeat_interleave(side), torch.arange(side).repeat(side)
-        angles = torch.cat([rows[:, None] * speed, columns[:, None] * speed], dim=1)  # (T, d / 2)
-        pairs = torch.view_as_complex(q.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * torch.polar(torch.ones(()), angles)[:, None]).flatten(-2)
-
-    def forward(self, x, t, y):
-        N, D = x.shape[0], WIDTH
-        norm = lambda module, h: h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.weight  # noqa: E731
-        h = self.x_embedder["proj"](x).flatten(2).transpose(1, 2) + self.pos_embed
-        angles = t[:, None] * torch.exp(-math.log(10000) * torch.arange(128) / 128)
-        c = self.t_embedder["mlp"](torch.cat([angles.cos(), angles.sin()], dim=1))
-        c = c + self.y_embedder["embedding_table"](y)
-        for block in self.blocks:
-            a, b, gate, d, e, gate2 = block["adaLN_modulation"](c)[:, None].chunk(6, dim=2)
-            inner = norm(block["norm1"], h) * (1 + b) + a
-            q, k, v = block["attn"]["qkv"](inner).view(N, -1, 3, HEADS, D // HEADS).unbind(2)
-            weights = torch.einsum("nqhd,nkhd->nhqk", self.turned(q), self.turned(k))
-            weights = weights.div(math.sqrt(D // HEADS)).softmax(-1)
-            mixed = torch.einsum("nhqk,nkhd->nqhd", weights, v).reshape(N, -1, D)
-            h = h + gate * block["attn"]["proj"](mixed)
-            gated, value = block["mlp"]["w12"](norm(block["norm2"], h) * (1 + e) + d).chunk(2, dim=-1)
-            h = h + gate2 * block["mlp"]["w3"](F.silu(gated) * value)
-        shift, scale = self.final_layer["adaLN_modulation"](c)[:, None].chunk(2, dim=2)
-        h = self.final_layer["linear"](norm(self.final_layer["norm_final"], h) * (1 + scale) + shift)
-        g, p = SIDE // PATCH, PATCH
-        return torch.einsum("nijpqc->ncipjq", h.view(N, g, g, p, p, -1)).reshape(N, -1, g * p, g * p)
-
-
-def public(learn_sigma, kind=PublicDiT):
+def public(**options):
     torch.manual_seed(0)
-    net = PublicDiT(learn_sigma) if kind is PublicDiT else kind()
+    net = PublicDiT(**options)
     for name, parameter in net.named_parameters():
         # Large queries and keys, or attention would be a mean, and positions would not matter.
         parameter.data = torch.randn_like(parameter) * (0.1 if "qkv.weight" in name else 0.05)
@@ -130,37 +38,45 @@ def public(learn_sigma, kind=PublicDiT):
     return net.eval()
 
 
+def legacy(state):
+    """REPA's earlier layout, which counts the blocks after those of the alignment anew."""
+    found = {}
+    for name, tensor in state.items():
+        group, _, rest = name.partition(".")
+        index, _, part = rest.partition(".")
+        is_late = group == "blocks" and int(index) >= 4
+        found[f"decoder_blocks.{int(index) - 4}.{part}" if is_late else name] = tensor
+    return found
+
+
 def saved_as(code, net, file):
     """Save a network the way that public code saves it."""
-    state = net.state_dict()
+    state, said = net.state_dict(), {"num_classes": CLASSES}
+    heads = {"projectors.0.0.weight": torch.zeros(3, 3)}
     content = {
-        "dit": lambda: state,  # the published files are the averaged weights alone
-        "sit": lambda: state,
-        "dit_training": lambda: {"model": {}, "ema": state, "opt": {}, "args": argparse.Namespace(lr=1e-4)},
-        "repa": lambda: {
-            "model": {},
-            "ema": state | {"projectors.0.0.weight": torch.zeros(3, 3)},
-            "steps": 4,
-        },
-        "lightning": lambda: {
-            "model": {},
-            "ema": state,
-            "opt": {},
-            "config": {"train": {"max_steps": 80000}},
-        },
-        "tread": lambda: {"ema": {f"module.{k}": v for k, v in state.items()}},
-    }[code]()
-    torch.save(content, file)
+        "dit_training": {"model": {}, "ema": state, "opt": {}, "args": argparse.Namespace(**said)},
+        "repa": {"model": {}, "ema": state | heads, "steps": 4},
+        "repa_legacy": {"model": {}, "ema": legacy(state) | heads, "steps": 4},
+        "lightning": {"model": {}, "ema": state, "opt": {}, "config": {"train": {"max_steps": 8}}},
+        "lightning_classes": {"model": {}, "ema": state, "config": {"data": said}},
+        "no_null_class": {"ema": state, "args": argparse.Namespace(**said)},
+        "tread": {"ema": {f"module.{k}": v for k, v in state.items()}},
+    }
+    torch.save(content.get(code, state), file)  # the published files are the averaged weights alone
 
 
-# code, objective, learned variance, and D_x of its network by the words of its paper
+# code: objective, and what its network has
 CASES = {
-    "dit": ("ddpm", True),
-    "dit_training": ("ddpm", True),
-    "sit": ("sit", True),
-    "repa": ("flow", False),
-    "lightning": ("sit", False),
-    "tread": ("edm", False),
+    "dit": ("ddpm", {"learn_sigma": True}),
+    "dit_training": ("ddpm", {"learn_sigma": True}),
+    "sit": ("sit", {"learn_sigma": True}),
+    "repa": ("flow", {}),
+    "repa_legacy": ("flow", {}),
+    "lightning": ("sit", {"switches": SWITCHES}),
+    "lightning_classes": ("sit", {"switches": SWITCHES, "num_rows": CLASSES}),
+    "no_null_class": ("sit", {"num_rows": CLASSES}),
+    "tread": ("edm", {}),
+    "shallow": ("edm", {"depth": 5}),
 }
 
 
@@ -182,24 +98,134 @@ def denoised_by_the_paper(objective, net, x, t, y):
 
 @pytest.mark.parametrize("code", CASES)
 def test_files_of_public_code_give_its_outputs(code, tmp_path):
-    objective, learn_sigma = CASES[code]
-    kind = PublicLightningDiT if code == "lightning" else PublicDiT
-    net, file = public(learn_sigma, kind), tmp_path / f"{code}.pt"
+    objective, options = CASES[code]
+    net, file = public(**options), tmp_path / f"{code}.pt"
     saved_as(code, net, file)
     opened = open_weights_file(file, objective)
-    t = {"ddpm": 700.0, "edm": 1.7}.get(objective, 0.6)
-    x, y = torch.randn(3, CHANNELS, SIDE, SIDE), torch.tensor([1, 9, 10])
+    t, num_rows = {"ddpm": 700.0, "edm": 1.7}.get(objective, 0.6), options.get("num_rows", CLASSES + 1)
+    x, y = torch.randn(3, CHANNELS, SIDE, SIDE), torch.tensor([1, 8, num_rows - 1])
     with torch.no_grad():
         expected = denoised_by_the_paper(objective, net, x, t, y)
         torch.testing.assert_close(opened.precond(x, torch.tensor(t), y), expected, rtol=1e-3, atol=1e-4)
     assert opened.details["data"]["manifest"]["scale"] == 0.18215
-    has_routes = objective in ("edm", "flow") or code == "lightning"
+    has_routes = (objective in ("edm", "flow") or "switches" in options) and code != "shallow"
     assert bool(opened.precond.net.routes) == has_routes, "what sparse guidance needs"
+    assert opened.precond.net.num_classes == CLASSES
+    if num_rows == CLASSES:
+        with pytest.raises(ValueError, match=r"for a network whose null class was not trained"):
+            CFG(2.0)(Branch(opened.precond, y))
 
 
-def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
+@pytest.mark.parametrize("rope, swiglu, rms_norm", list(product([False, True], repeat=3)))
+def test_each_combination_of_lightningdits_switches_is_right_or_refused(rope, swiglu, rms_norm, tmp_path):
+    """Whether it is sampled or a run starts from it; those that are right are in the test above."""
+    on = [name for name, given in zip(SWITCHES, (rope, swiglu, rms_norm), strict=True) if given]
+    torch.save({"ema": public(switches=on, depth=1).state_dict()}, tmp_path / "file.pt")
+    if len(on) in (0, 3):
+        assert open_weights_file(tmp_path / "file.pt", "sit").config["model"]["depth"] == 1
+        return
+    off = [name for name in SWITCHES if name not in on]
+    told = f"has blocks with {', '.join(on)} and without {', '.join(off)}: a block here has all of them"
+    for read in (partial(open_weights_file, objective="sit"), partial(load_weights, small_dit())):
+        with pytest.raises(ValueError, match=told):
+            read(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize("width, heads", [(1536, 24), (1792, 28)])
+def test_the_widths_of_larger_lightningdits_are_known(width, heads, tmp_path, monkeypatch):
+    with torch.device("meta"):
+        state = PublicDiT(switches=SWITCHES, width=width, heads=heads).state_dict()
+    (tmp_path / "file.pt").touch()
+    monkeypatch.setattr(weights, "_content", lambda file, shapes_only: state)
+    request = {"run": None, "checkpoint": tmp_path / "file.pt", "objective": "sit", "latents": None}
+    assert read_source(request)[0]["model"]["num_heads"] == heads
+
+
+def entries(**more):
+    """A file of raw weights, with more beside them."""
+    return {"model": NET.state_dict(), **more}
+
+
+STATE = {f"module.{name}": tensor for name, tensor in NET.state_dict().items()}
+MOMENTS = {"state": {i: {"exp_avg": torch.zeros(3), "step": 1} for i in range(200)}, "param_groups": []}
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (entries(), "model"),
+        (entries(opt=MOMENTS, optimizers=[MOMENTS], ema_decay=0.9, ema={}, step=torch.ones(1)), "model"),
+        (entries(opt=MOMENTS, ema=None, ema_steps=torch.tensor(5), vae={"x": torch.zeros(3)}), "model"),
+        ({"ema": STATE, **entries(model_state_dict=STATE)}, "ema"),
+        (entries(model_ema=STATE), "under model_ema, which"),
+        (entries(EMA=STATE), "under EMA, which"),
+        (entries(ema_9999={"shadow": list(STATE.values())}), "under ema_9999.shadow, which"),
+        (entries(averages={"0.9999": STATE}), "under averages.0.9999, which"),
+        (entries(swa_state={"n_averaged": torch.tensor(5), **STATE}), "under swa_state, which"),
+        (entries(optimizer_states=[{"ema": list(STATE.values())}]), "under optimizer_states.0.ema, which"),
+        (entries(target_net=STATE), "under target_net, which"),
+        (entries(emas=[STATE, STATE | {}]), r"under emas.1, emas.0, which"),
+        ({"ema": STATE, "ema_0.999": STATE | {}}, "and under ema_0.999, which"),
+        (entries(model_state_dict=STATE), "under model_state_dict, which"),
+        ({"ema_model": STATE, "step": 4}, r"must hold named tensors, .*: it has ema_model, step$"),
+        ({"state_dict": {**STATE, "net.pos_embed": STATE["module.pos_embed"]}},
+         "has module.pos_embed and net.pos_embed, both of which are pos_embed: keep one"),
+        ({"state_dict": {**STATE, "model_ema.pos_embed": STATE["module.pos_embed"]}},
+         r"weights do not match the model: model_ema.pos_embed is \(1, 16, 32\), the model has None"),
+        ({**STATE, "model._orig_mod.pos_embed": STATE["module.pos_embed"]}, "both of which are pos_embed"),
+        ({**NET.state_dict(), "blocks.0.mlp.w12.bias2": torch.zeros(32)}, "with SwiGLU and without"),
+        ({**NET.state_dict(), "blocks.0.attn.q_norm.weight": torch.ones(8)}, r"q_norm.weight is \(8,\)"),
+    ],
+)  # fmt: skip
+def test_weights_of_a_file_are_known_or_refused(content, expected, tmp_path):
+    """Averages under other names, prefixes that collide, and parts that nobody here knows."""
+    torch.save(content, tmp_path / "file.pt")
+    if expected in weights.ENTRIES:
+        assert weights.read_weights(tmp_path / "file.pt").entry == expected
+    else:
+        with pytest.raises(ValueError, match=expected) as raised:
+            load_weights(small_dit(), tmp_path / "file.pt")
+        assert str(raised.value).startswith(str(tmp_path / "file.pt")) and "\n" not in str(raised.value)
+
+
+def test_rotary_tables_of_another_grid_are_refused(tmp_path):
+    state = public(switches=SWITCHES, depth=1).state_dict()
+    state["feat_rope.freqs_sin"] = state["feat_rope.freqs_sin"].roll(1, dims=0)
+    torch.save(state, tmp_path / "file.pt")
+    with pytest.raises(ValueError, match=r"feat_rope\.freqs_sin is not of the rotary positions of the model"):
+        open_weights_file(tmp_path / "file.pt", "sit")
+
+
+@pytest.mark.parametrize(
+    "num_rows, said, expected",
+    [
+        (
+            1000,
+            None,
+            "1000 rows of labels are 1000 classes, or 999 and the null class, and the file does not",
+        ),
+        (10, None, "give latents=FOLDER, whose manifest has num_classes"),
+        (11, 12, "11 rows of labels must be num_classes=12, from the file, or one more for the null class"),
+        (11, 11, (11, 0.0)),
+        (10, 9, (9, 0.1)),
+        (11, None, (10, 0.1)),
+        (1001, None, (1000, 0.1)),
+    ],
+)
+def test_a_file_is_asked_how_many_classes_it_has(num_rows, said, expected, tmp_path):
+    content = {"ema": public(depth=1, num_rows=num_rows).state_dict()}
+    torch.save(content | ({} if said is None else {"args": {"num_classes": said}}), tmp_path / "file.pt")
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            open_weights_file(tmp_path / "file.pt", "sit")
+    else:
+        net = open_weights_file(tmp_path / "file.pt", "sit").precond.net
+        assert (net.num_classes, net.class_dropout_prob) == expected
+
+
+def test_latents_of_another_autoencoder_have_to_be_described(tmp_path, capsys):
     """By a folder of them: a file does not say how they are scaled."""
-    state = public(False).state_dict()
+    state = public().state_dict()
     state["x_embedder.proj.weight"] = torch.zeros(WIDTH, 6, PATCH, PATCH)
     state["final_layer.linear.weight"] = torch.zeros(6 * PATCH**2, WIDTH)
     state["final_layer.linear.bias"] = torch.zeros(6 * PATCH**2)
@@ -221,11 +247,13 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
     state["x_embedder.proj.weight"] = torch.zeros(WIDTH, 3, PATCH, PATCH)
     state["final_layer.linear.weight"] = torch.zeros(3 * PATCH**2, WIDTH)
     state["final_layer.linear.bias"] = torch.zeros(3 * PATCH**2)
-    torch.save(state, tmp_path / "three.pt")
+    torch.save({"ema": state}, tmp_path / "three.pt")
     asked = ("objective=sit", f"latents={tmp_path}/white", "num_samples=2", "sampler=euler", "num_steps=2")
     asked += (f"checkpoint={tmp_path}/three.pt", f"output={tmp_path}/white.npz", "compile=false")
     sample.main(composed(*asked, config_name="sample"))
     assert np.load(tmp_path / "white.npz")["arr_0"].min() > 230
+    assert json.loads((tmp_path / "white.json").read_text())["weights_entry"] == "ema"
+    assert f"weights {tmp_path}/three.pt (ema)" in capsys.readouterr().out
     for asked, told in (
         (f"checkpoint={tmp_path}/six.pt objective=sit", "give latents=FOLDER"),
         (f"run={tmp_path} latents=x", "latents=x must not be given with run"),
@@ -246,7 +274,7 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
     ],
 )
 def test_what_a_file_does_not_say_has_to_be_given(objective, content, told, tmp_path):
-    state = public(False).state_dict()
+    state = public().state_dict()
     if content == "other":
         state = {"weight": torch.zeros(3)}
     if content == "without blocks":

@@ -1,8 +1,11 @@
 """Weights from files: those of this project's checkpoints, and those that public code has saved."""
 
 import argparse
+import re
 import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -17,14 +20,44 @@ WRAPPERS = ("module.", "model.", "net.")
 COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
 # Where public code keeps weights in its files, averaged ones first: DiT, SiT, REPA and MaskDiT, TREAD.
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
-KEYS = "model/size, model/block, model.num_prefix_tokens, model.learn_sigma"  # of the network's shapes
-# Heads of an alignment that samples do not need: REPA; a table that follows from the sizes: LightningDiT.
-IGNORED = ("projectors.", "feat_rope.")
+AVERAGED = re.compile(r"ema|averag|(?<!exp_)avg|polyak|swa|shadow|teacher", re.IGNORECASE)  # of entries
+IGNORED = ("projectors.",)  # REPA: heads of an alignment, which samples do not need
 RENAMED = {".mlp.w12.": ".mlp.fc1.", ".mlp.w3.": ".mlp.fc2."}  # LightningDiT
-MAX_ERROR = 300  # characters of what torch has to say of weights
+# Switches of LightningDiT's block, and the parts of names by which a file has them.
+SWITCHES = {"RoPE": "feat_rope.", "SwiGLU": ".mlp.w12.", "RMSNorm": ".norm1."}
+ROPE = ("feat_rope.freqs_sin", "feat_rope.freqs_cos")  # tables (T, d) that networks here compute
+LEGACY = "decoder_blocks."  # REPA's earlier layout: the blocks after those of the alignment
+LABEL_TABLE = "y_embedder.embedding_table.weight"
 
 
-def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
+class Weights(NamedTuple):
+    """Tensors of a file by the names of networks here, and what the file says of them.
+
+    Args:
+        entry: where in the file they were; None: at its top.
+        num_classes: that training scripts of public code save beside them; None: the file does not say.
+    """
+
+    file: Path
+    tensors: dict[str, torch.Tensor]
+    entry: str | None
+    num_classes: int | None
+
+
+class Mismatch(NamedTuple):
+    """The first tensor in which a file differs from a network; a shape is None where there is none."""
+
+    name: str
+    found: tuple[int, ...] | None
+    expected: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return f"{self.name} is missing, the model has {self.expected}"
+        return f"{self.name} is {self.found}, the model has {self.expected}"
+
+
+def load_weights(net: nn.Module, source: str | Path, label_table: bool = True) -> dict[str, str | None]:
     """Load weights into a network, by name.
 
     Args:
@@ -32,27 +65,33 @@ def load_weights(net: nn.Module, source: str | Path) -> dict[str, str | None]:
             the first of `ENTRIES` is taken that is there; a checkpoint folder or a run folder, whose averaged
             weights are taken. Names may carry the prefixes of wrappers (`module.`, `model.`, `net.`) and of
             compilation.
+        label_table: false keeps the network's own table of class labels.
 
     Returns:
         Which file was read, and the entry that was taken (None: its top).
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
-        ValueError: the file cannot be read, is not as its checkpoint was written, or its names or shapes are
-            not those of the network.
+        ValueError: the file cannot be read, is not as its checkpoint was written, or holds anything that the
+            network does not take.
     """
     file = _weights_file(Path(source))
     if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
         raise ValueError(f"{file.parent} is damaged ({damage}): {instead_of(file.parent, [file.name])}")
-    tensors, entry = _named_tensors(file)
-    try:
-        net.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:MAX_ERROR]
-        raise ValueError(
-            f"{file}: weights do not match the model ({KEYS} must be the same): {reason}"
-        ) from error
-    return {"file": str(file), "entry": entry}
+    weights = read_weights(file)
+    if mismatch := find_mismatch(net, weights, label_table):
+        raise ValueError(f"{file}: weights do not match the model: {mismatch}")
+    net.load_state_dict(_fitted(net, weights, label_table))
+    return {"file": str(file), "entry": weights.entry}
+
+
+def find_mismatch(net: nn.Module, weights: Weights, label_table: bool = True) -> Mismatch | None:
+    """Return where weights differ in name or shape from a network, which may be on the meta device."""
+    found = {name: tuple(tensor.shape) for name, tensor in _fitted(net, weights, label_table).items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+    names = sorted(expected.keys() | found.keys())
+    differing = (Mismatch(name, found.get(name), expected.get(name)) for name in names)
+    return next((each for each in differing if each.found != each.expected), None)
 
 
 def is_own_checkpoint(source: str | Path) -> bool:
@@ -60,7 +99,67 @@ def is_own_checkpoint(source: str | Path) -> bool:
     return STEP_FOLDER.fullmatch(_weights_file(Path(source)).parent.name) is not None
 
 
-def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+def metadata_in(file: Path) -> dict[str, str]:
+    """Return the text in the header of a `.safetensors` file; empty for other files."""
+    if file.suffix != ".safetensors":
+        return {}
+    _shapes_in(file)  # that it can be read
+    with safe_open(file, "pt") as opened:
+        return opened.metadata() or {}
+
+
+def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
+    """Read the weights of a file, by the names that they have here.
+
+    Args:
+        shapes_only: the tensors are on the meta device, or on disk until they are used.
+
+    Raises:
+        ValueError: it is not known which weights are meant, or what a part of them does.
+    """
+    file = _weights_file(Path(source))
+    content = _content(file, shapes_only)
+    entry = None
+    if isinstance(content, dict):
+        entry = next((key for key in ENTRIES if content.get(key) and isinstance(content[key], dict)), None)
+    tensors = content if entry is None else content[entry]
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+    ):
+        has = f": it has {', '.join(map(str, content))[:200]}" if isinstance(content, dict) else ""
+        raise ValueError(
+            f"{file} must hold named tensors, at its top or under one of {', '.join(ENTRIES)}{has}"
+        )
+    if entry is not None:
+        _check_entries(content, entry, file)
+    plain = _renamed(tensors, _without_prefixes, file)
+    _check_switches(plain, file)
+    plain = from_sprint(plain, file)
+    num_first = len({name.split(".")[1] for name in plain if name.startswith("blocks.")})
+    named = _renamed(plain, lambda name: _own_name(name, num_first), file)
+    return Weights(file, named, entry, None if entry is None else _num_classes(content))
+
+
+def _content(file: Path, shapes_only: bool) -> Any:
+    if file.suffix == ".safetensors":
+        if shapes_only:
+            blank = torch.empty((), device="meta")
+            return {name: blank.expand(shape) for name, shape in _shapes_in(file).items()}
+        try:
+            return load_file(file)
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
+    check_stored(file)
+    try:
+        # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            # Mapped: who asks for shapes reads no weights.
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # damaged bytes make torch raise almost anything
+        raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
+
+
+def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes in a `.safetensors` file by name, without reading the tensors."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file")
@@ -69,38 +168,6 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-
-
-def shapes_by_name(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that `load_weights` would take from a file."""
-    if file.suffix == ".safetensors":
-        blank = torch.empty((), device="meta")  # no data: converting layouts changes shapes, too
-        tensors = {name: blank.expand(shape) for name, shape in shapes_in(file).items()}
-        tensors = _own_names(tensors, file)
-    else:
-        tensors = _named_tensors(_weights_file(file))[0]
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def metadata_in(file: Path) -> dict[str, str]:
-    """Return the text in the header of a `.safetensors` file; empty for other files."""
-    if file.suffix != ".safetensors":
-        return {}
-    shapes_in(file)  # that it can be read
-    with safe_open(file, "pt") as opened:
-        return opened.metadata() or {}
-
-
-def _named_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str | None]:
-    """Return the tensors of a file by the names of a network, and the entry that they were in."""
-    tensors, entry = _load_tensors(file)
-    return _own_names(tensors, file), entry
-
-
-def _own_names(tensors: dict[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
-    named = {_strip(name): tensor for name, tensor in tensors.items()}
-    named = {name: tensor for name, tensor in named.items() if not name.startswith(IGNORED)}
-    return from_sprint(named, file)
 
 
 def _weights_file(source: Path) -> Path:
@@ -114,36 +181,113 @@ def _weights_file(source: Path) -> Path:
     return source
 
 
-def _load_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str | None]:
-    """Return named tensors, and the entry of the file that they were in (None: at its top)."""
-    if file.suffix == ".safetensors":
-        try:
-            return load_file(file), None
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-    check_stored(file)
-    try:
-        # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            # Mapped: who asks for shapes reads no weights.
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # damaged bytes make torch raise almost anything
-        raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
-    entry = None
-    if isinstance(content, dict):
-        entry = next((key for key in ENTRIES if isinstance(content.get(key), dict)), None)
-        content = content if entry is None else content[entry]
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
-    ):
-        raise ValueError(f"{file} must hold named tensors, at its top or under one of {', '.join(ENTRIES)}")
-    return content, entry
+def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
+    """Raise a ValueError where an entry beside the one that is taken may be what is meant."""
+    taken = {_without_prefixes(name) for name in content[entry]}
+    groups = _tensor_groups({key: value for key, value in content.items() if key != entry}, len(taken))
+    is_average = AVERAGED.search(entry)
+    others = [
+        path
+        for path, names in groups
+        if AVERAGED.search(path) or not (is_average or path.startswith("opt") or names.isdisjoint(taken))
+    ]
+    if others:
+        raise ValueError(
+            f"{file} has weights under {entry}, which would be taken, and under {', '.join(others)[:200]}, "
+            "which may be an average of them: save those that are meant in a file of their own"
+        )
 
 
-def _strip(name: str) -> str:
+def _tensor_groups(content: Any, num_taken: int) -> Iterator[tuple[str, set[str]]]:
+    """Yield path and names of each group of tensors, at least half as many as those that are taken."""
+    todo, seen = [("", content)], set()
+    while todo:
+        path, node = todo.pop()
+        if id(node) in seen or not isinstance(node, dict | list | tuple):
+            continue
+        seen.add(id(node))
+        children = list(node.items() if isinstance(node, dict) else enumerate(node))
+        names = {_without_prefixes(str(name)) for name, child in children if isinstance(child, torch.Tensor)}
+        if 2 * len(names) >= max(num_taken, 1):
+            yield path, names
+        todo += [(f"{path}.{name}".lstrip(".")[:200], child) for name, child in children]
+
+
+def _num_classes(content: Mapping[str, Any]) -> int | None:
+    """Return what scripts of DiT, SiT and REPA (args) and LightningDiT (config) save beside weights."""
+    args, config = content.get("args"), content.get("config")
+    args = vars(args) if isinstance(args, argparse.Namespace) else args
+    for node in (args, config.get("data") if isinstance(config, dict) else None):
+        if isinstance(node, dict) and type(number := node.get("num_classes")) is int:
+            return number
+    return None
+
+
+def _check_switches(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Raise a ValueError for a combination of LightningDiT's switches that no block here has."""
+    on = {switch for switch, part in SWITCHES.items() if any(part in name for name in tensors)}
+    first, second = (tensors.get(f"blocks.0.mlp.fc{i}.weight", torch.empty(0)).shape for i in (1, 2))
+    if on == {"RMSNorm"} and first[:1] != second[1:2]:
+        return  # gate and value in one matrix: the block of this project, whose names these are
+    if on not in (set(), {*SWITCHES}):
+        off = ", ".join(switch for switch in SWITCHES if switch not in on)
+        raise ValueError(
+            f"{file} has blocks with {', '.join(s for s in SWITCHES if s in on)} and without {off}: a block "
+            "here has all of them (LightningDiT) or none (DiT)"
+        )
+
+
+def _renamed(
+    tensors: Mapping[str, torch.Tensor], rename: Callable[[str], str], file: Path
+) -> dict[str, torch.Tensor]:
+    """Return tensors by other names, which must be as many."""
+    sources: dict[str, str] = {}
+    for name in tensors:
+        if (other := sources.setdefault(rename(name), name)) != name:
+            raise ValueError(f"{file} has {other} and {name}, both of which are {rename(name)}: keep one")
+    return {name: tensors[source] for name, source in sources.items()}
+
+
+def _without_prefixes(name: str) -> str:
     name = name.replace(COMPILED, "")
     while prefix := next((prefix for prefix in WRAPPERS if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
+    return name
+
+
+def _own_name(name: str, num_first: int) -> str:
+    """Return the name that a tensor has here; `num_first` is the number of blocks named `blocks`."""
+    if num_first and name.startswith(LEGACY):
+        index, _, rest = name.removeprefix(LEGACY).partition(".")
+        name = f"blocks.{num_first + int(index)}.{rest}" if index.isdecimal() else name
     for public, own in RENAMED.items():
         name = name.replace(public, own)
     return name
+
+
+def _fitted(net: nn.Module, weights: Weights, label_table: bool) -> dict[str, torch.Tensor]:
+    """Return weights as a network takes them.
+
+    Raises:
+        ValueError: a file's rotary positions are not those that the network computes.
+    """
+    tensors = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith(IGNORED)}
+    positions = getattr(net, "positions", None)
+    for i, name in enumerate(ROPE):
+        if (table := tensors.pop(name, None)) is not None:
+            own = None if positions is None else positions[0].chunk(2, dim=-1)[i]
+            if own is None or table.shape != own.shape or not _are_close(table, own):
+                raise ValueError(f"{weights.file}: {name} is not of the rotary positions of the model")
+    if not label_table:
+        own = {name: tensor for name, tensor in net.state_dict().items() if name == LABEL_TABLE}
+        return {name: tensor for name, tensor in tensors.items() if name != LABEL_TABLE} | own
+    table = tensors.get(LABEL_TABLE)
+    if table is not None and table.shape[:1] == (net.num_classes,) and net.class_dropout_prob == 0:
+        # Public code has a row for the null class only where it is trained.
+        tensors[LABEL_TABLE] = torch.cat([table, torch.zeros_like(table[:1])])
+    return tensors
+
+
+def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare values where both are there: on the meta device they are not."""
+    return a.is_meta or b.is_meta or torch.allclose(a.float(), b.to(a.device).float(), atol=1e-2)

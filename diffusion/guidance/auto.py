@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from diffusion.guidance.cfg import check_conditional, on_null_class
+from diffusion.guidance.cfg import check_null_class, on_null_class
 from diffusion.guidance.guidance import Branch, Guidance
 from diffusion.objective import Precond
 
@@ -52,7 +52,7 @@ class AutoGuidance(Guidance):
     def check_weak(self, precond: Precond) -> None:
         """Raise a ValueError where the weak network is for other latents, other classes or another path."""
         if self.null_class:
-            check_conditional(precond.net, "guidance.null_class=true has no meaning")
+            check_null_class((self._weak or precond).net, "guidance.null_class=true has no meaning")
         if self._weak is not None:
             weak, strong = (_kind(each) for each in (self._weak, precond))
             for name, value in weak.items():

@@ -37,7 +37,7 @@ class CFG(Guidance):
         if self.num_channels is not None and self.num_channels > num_channels:
             raise ValueError(f"guidance.num_channels={self.num_channels} must be at most {num_channels}")
         if self.guidance_scale != 1:
-            check_conditional(precond.net, f"guidance.guidance_scale={self.guidance_scale} must be 1")
+            check_null_class(precond.net, f"guidance.guidance_scale={self.guidance_scale} must be 1")
 
     def weak(self, strong: Branch) -> Branch:
         """Return the branch of the null class."""
@@ -56,7 +56,9 @@ def on_null_class(branch: Branch) -> Branch:
     return replace(branch, class_labels=torch.full_like(branch.class_labels, branch.precond.net.num_classes))
 
 
-def check_conditional(net: Any, rule: str) -> None:
-    """Raise a ValueError where a network has no classes."""
+def check_null_class(net: Any, rule: str) -> None:
+    """Raise a ValueError where a network has no classes, or was not trained without them."""
     if not net.num_classes:
         raise ValueError(f"{rule} for an unconditional network")
+    if not net.class_dropout_prob:
+        raise ValueError(f"{rule} for a network whose null class was not trained (class_dropout_prob=0)")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffusion.guidance.cfg import on_null_class
+from diffusion.guidance.cfg import check_null_class, on_null_class
 from diffusion.guidance.guidance import Branch, Guidance
 from diffusion.objective import Precond
 from routing import Routing
@@ -19,6 +19,8 @@ class PathDropGuidance(Guidance):
         """Raise a ValueError for a network without routes."""
         if not precond.net.routes:
             raise ValueError("guidance=path_drop needs a network with routes (model=sprint)")
+        if precond.net.num_classes and self.guidance_scale != 1:
+            check_null_class(precond.net, "guidance=path_drop takes the class away, which has no meaning")
 
     def weak(self, strong: Branch) -> Branch:
         """Return the branch that skips the windows, of no class where there are classes."""

@@ -63,6 +63,7 @@ def test_samples_are_drawn_by_the_averaged_weights(run, tmp_path):
     drawn(run, tmp_path / "a.npz", *asked)
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["weights_sha256"] == sha256(folder / "ema.safetensors")
+    assert record["weights_entry"] == "ema.safetensors"
 
 
 def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):

@@ -1,6 +1,7 @@
 """Guidance over the predictions of a small network with a route."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -33,6 +34,7 @@ PRECOND = EDMPrecond(NET)
 X, _, LABELS = small_batch()
 T = torch.tensor(1.3, dtype=torch.float64)
 NULL = torch.full_like(LABELS, NET.num_classes)
+UNTRAINED = Branch(EDMPrecond(small_dit([PAPER], class_dropout_prob=0.0)).eval(), LABELS)
 
 
 def strong(**more):
@@ -41,6 +43,12 @@ def strong(**more):
 
 def rand(num, seed=0):
     return torch.rand(len(LABELS), num, generator=torch.Generator().manual_seed(seed))
+
+
+def weaker_by(weak):
+    guidance = AutoGuidance(2.0, weak_run="weak", null_class=True)
+    guidance.load(lambda run, checkpoint: weak)
+    return guidance
 
 
 def D(labels, routing=None, precond=PRECOND):
@@ -340,8 +348,25 @@ def test_the_cost_of_an_image_counts_every_forward():
             "path_drop needs a network with routes",
         ),
         (lambda: SparseGuidance(2.0, masks="fixed")(strong()), "need Branch"),
+        *((make, "for a network whose null class was not trained") for make in (
+            lambda: CFG(2.0)(UNTRAINED),
+            lambda: PathDropGuidance(2.0)(UNTRAINED),
+            lambda: SparseGuidance(2.0, null_class=True)(UNTRAINED),
+            lambda: AutoGuidance(2.0, null_class=True)(UNTRAINED),
+            lambda: weaker_by(UNTRAINED.precond)(strong()),
+        )),
     ],
-)
+)  # fmt: skip
 def test_what_guidance_cannot_do_is_said(make, told):
     with pytest.raises(ValueError, match=told):
         make()
+
+
+@pytest.mark.parametrize(
+    "guidance", [CFG(1.0), PathDropGuidance(1.0), SparseGuidance(2.0)], ids=lambda g: type(g).__name__
+)
+def test_what_needs_no_null_class_does_not_ask_for_one(guidance):
+    assert guidance(replace(UNTRAINED, rand=rand))(X, T).isfinite().all()
+    # The weak network alone is asked without a class.
+    trained = weaker_by(PRECOND)(replace(UNTRAINED, rand=rand))
+    assert trained(X, T).isfinite().all()

@@ -10,6 +10,7 @@ from diffusion import Guidance, Loss, Precond
 from evaluation.metrics import Metric
 from evaluation.statistics import FeatureStatistics
 from models import Flops
+from models.layers import drop_labels
 from routing import Routing, end_route, resolve_routes, start_route
 from routing.tokens import keep_lowest
 
@@ -107,6 +108,7 @@ class PixelMixer(nn.Module):
     ):
         super().__init__()
         self.latent_shape, self.num_classes = (in_channels, input_size, input_size), num_classes
+        self.class_dropout_prob = 0.1
         self.num_tokens, self.routes, self.router = input_size**2, resolve_routes(routes, depth), router
         self.embed, self.label = nn.Linear(in_channels + 1, width), nn.Embedding(num_classes + 1, width)
         self.blocks = nn.ModuleList(
@@ -118,6 +120,8 @@ class PixelMixer(nn.Module):
     def forward(self, x, c_noise, class_labels, *, routing=None, generator=None):
         routing = Routing() if routing is None else routing
         ratios = routing.ratios(self.routes, active=self.training)
+        if self.training:
+            class_labels = drop_labels(class_labels, self.num_classes, self.class_dropout_prob, generator)
         time = c_noise.view(-1, 1, 1).expand(-1, self.num_tokens, 1)
         h = self.embed(torch.cat([x.flatten(2).mT, time], dim=-1)) + self.label(class_labels).unsqueeze(1)
         for idx, block in enumerate(self.blocks):

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sample
-from builders.trainer import check_init_from
+from builders.trainer import check_init_from, check_init_shapes
 from tests.networks import small_dit
-from tests.runs import composed, tiny_run
+from tests.runs import TINY, composed, tiny_run, validated
 from training.checkpoint import CheckpointFolder, latest_checkpoint, steps_in
 from training.ema import EMA
 from training.run_folder import RunFolder
-from training.weights import load_weights
+from training.weights import LABEL_TABLE, load_weights
 
 
 class Malicious:
@@ -90,7 +90,7 @@ def test_an_official_file_starts_a_run_and_is_sampled(tmp_path, capsys):
     tiny_run(tmp_path / "second", *start, "train.init_from_objective=edm")
     assert f"start      weights of {tmp_path / 'latest.pt'} (ema_state_dict)\n" in capsys.readouterr().out
     expected = {"file": str(tmp_path / "latest.pt"), "entry": "ema_state_dict", "other_objective": False}
-    expected["precond"] = {"_target_": "diffusion.EDMPrecond", "sigma_data": 0.5}
+    expected |= {"precond": {"_target_": "diffusion.EDMPrecond", "sigma_data": 0.5}, "label_table": True}
     expected["sha256"] = hashlib.sha256((tmp_path / "latest.pt").read_bytes()).hexdigest()
     assert RunFolder(tmp_path / "second").manifest()["init_from"] == expected
     samples = []
@@ -124,6 +124,23 @@ def test_weights_of_another_objective_start_a_run_with_a_warning(tmp_path, capsy
     assert RunFolder(tmp_path / "second").manifest()["init_from"]["other_objective"] == warned
     tiny_run(tmp_path / "second", *start, "train.total_steps=2")
     assert "init_from" in RunFolder(tmp_path / "second").manifest(), "also after a resume"
+
+
+def test_a_run_of_other_classes_starts_from_all_but_the_label_table(tmp_path):
+    average = tiny_run(tmp_path / "first").ema.net.state_dict()
+    start = (f"train.init_from={tmp_path / 'first'}", "train.total_steps=1", "optimizer.lr=1e-12")
+    for num_classes in (0, 7):
+        asked = (*start, f"data.num_classes={num_classes}")
+        told = rf"train.init_from=.*: {LABEL_TABLE} is \(11, 32\), .*data.num_classes={num_classes}"
+        with pytest.raises(ValueError, match=f"{told} must be the same, or train"):
+            check_init_shapes(validated(*TINY, *asked))
+        run = tmp_path / f"{num_classes}"
+        net = tiny_run(run, *asked, "train.init_from_label_table=false").net.state_dict()
+        assert (LABEL_TABLE in net) == bool(num_classes)
+        assert all(torch.allclose(net[name], average[name]) for name in net if name != LABEL_TABLE)
+        assert RunFolder(run).manifest()["init_from"]["label_table"] is False
+    with pytest.raises(ValueError, match=r"model/size.* must be the same"):
+        check_init_shapes(validated(*TINY, start[0], "model.depth=9"))
 
 
 def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path):
@@ -176,9 +193,9 @@ def test_bad_weights_are_refused_in_one_line(tmp_path):
     (tmp_path / "malicious.pt").write_bytes(pickle.dumps({"ema": Malicious()}))
     torch.save({"ema": Malicious()}, tmp_path / "malicious_zip.pt")
     for name, message in (
-        ("deeper.safetensors", "weights do not match the model .*Unexpected key.*blocks.8"),
-        ("classes.safetensors", r"size mismatch for y_embedder.embedding_table.weight: .*\[8, 32\]"),
-        ("learn_sigma.safetensors", "model.learn_sigma must be the same.*final_layer.linear.weight"),
+        ("deeper.safetensors", "weights do not match the model: blocks.8.* the model has None"),
+        ("classes.safetensors", r"y_embedder.embedding_table.weight is \(8, 32\), the model has \(11, 32\)"),
+        ("learn_sigma.safetensors", "weights do not match the model: final_layer.linear.bias"),
         ("list.pt", "must hold named tensors"),
         ("noise.pt", "is damaged, or holds more than plain tensors"),
         ("malicious.pt", "is damaged, or holds more than plain tensors"),
