@@ -172,7 +172,11 @@ def log_variance(v: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torc
 
 
 def _log_bin(x: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Return ln of the mass of N(mean, std^2) in the bin of width 2 / 255 around x; outer bins are open."""
+    """Return ln of the mass of N(mean, std^2) in the bin of width 2 / 255 around x; outer bins are open.
+
+    DEVIATION: the CDF is exact. [DiT] approximates it by a tanh and bounds the mass of the outer bins, too,
+    by 1e-12. This step's loss differs by 0.3 % for a network that predicts eps = 0, less for a better one.
+    """
     above, below = ((x - mean + half) / std for half in (1 / 255, -1 / 255))
     inner = (torch.special.ndtr(above) - torch.special.ndtr(below)).clamp(min=1e-12).log()
     return torch.where(

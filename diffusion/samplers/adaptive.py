@@ -24,7 +24,8 @@ def adaptive_sampler(
     The steps are chosen for a whole batch: within the tolerances a sample depends on its batch.
 
     Args:
-        t_min: time of that path at which it stops; what the denoiser says there is returned.
+        t_min: time of that path at which it stops; what the denoiser says there is returned. DEVIATION:
+            [SiT] integrates to 0, where eps cannot be computed from D_x.
         The others are those of `ode_sampler`.
     """
     from torchdiffeq import odeint

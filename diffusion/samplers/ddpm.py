@@ -35,7 +35,7 @@ def ddpm_sampler(
     if path is not None:
         denoise = on_path(denoise, path, own)
     levels = respaced_times(own, num_steps)
-    x = noise.to(torch.float64) * own.sigma(levels[0])
+    x = noise.to(torch.float64)  # p(x_T) = N(0, I), though sigma(1000) is 0.99998
     for t, s in pairwise(levels):
         D_x, v = denoise(x, t, with_variance=True) if variance == "learned" else (denoise(x, t), None)
         low, high = posterior_log_variance(own, t, s), log_beta(own, t, s)

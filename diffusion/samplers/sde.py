@@ -35,7 +35,8 @@ def sde_sampler(
     """Take steps of dx = (v - w s) dt + sqrt(2 w) dW backwards in time, where s is the score.
 
     Args:
-        coefficient: w(t), times `norm`; every one gives the same marginals.
+        coefficient: w(t), times `norm`; every one gives the same marginals. DEVIATION: [SiT] multiplies the
+            cosine of `decreasing` by its norm, which agrees at norm=1.
         last_step: from the last level to the data: `mean`, a step without noise; `denoised`, what the
             denoiser says: Tweedie's formula, and an Euler step of the flow, too.
         The others are those of `ode_sampler`; the network runs num_steps times.

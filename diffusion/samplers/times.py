@@ -4,6 +4,7 @@ The step from the last level ends at the data: it returns what the denoiser says
 """
 
 import math
+from itertools import accumulate, repeat
 
 import torch
 
@@ -57,12 +58,20 @@ def uniform_times(
 
 
 def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
-    """Whole steps of a path of many, the first and the last among them, as [IDDPM] skips steps."""
+    """Whole steps of a path of many, the first and the last among them, as [IDDPM] skips steps.
+
+    DEVIATION: a single step is the last one, where there is noise alone; [IDDPM]'s rule gives the first.
+    """
     if not 1 <= num_steps <= path.t_max:
         raise ValueError(
             f"sampler.num_steps={num_steps} must be in [1, {path.t_max:g}], the steps of the path"
         )
-    return torch.linspace(path.t_max, 1, num_steps, dtype=torch.float64).round()
+    if num_steps == 1:
+        return torch.tensor([path.t_max], dtype=torch.float64)
+    # PARITY: the stride is added up step by step; its rounding error decides between two equally near steps.
+    stride = (path.t_max - 1) / (num_steps - 1)
+    indices = accumulate(repeat(stride, num_steps - 1), initial=0.0)
+    return torch.tensor([1.0 + round(index) for index in indices], dtype=torch.float64).flip(0)
 
 
 def vp_times(path: Path, num_steps: int, /, *, epsilon_s: float = 1e-3) -> torch.Tensor:

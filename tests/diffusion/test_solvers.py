@@ -185,10 +185,19 @@ def test_respaced_steps_are_whole_and_hold_both_ends():
     assert respaced_times(DDPMPath(), 1000).tolist() == list(range(1000, 0, -1))
     levels = respaced_times(DDPMPath(), 250)
     assert (levels[0], levels[-1], len(levels.unique())) == (1000, 1, 250)
-    # As public code spaces them: from 0 to 999 at equal distances, rounded.
-    assert sorted(int(t) - 1 for t in levels) == [round(i * 999 / 249) for i in range(250)]
     with pytest.raises(ValueError, match="num_steps=1001 must be in"):
         respaced_times(DDPMPath(), 1001)
+
+
+def test_respaced_steps_are_those_of_iddpm():
+    """Indices that begin at 0, each a stride of 999 / (n - 1) after the last, rounded half to even."""
+    for num_steps in range(2, 1001):
+        index, kept = 0.0, []
+        for _ in range(num_steps):
+            kept.append(round(index))
+            index += 999 / (num_steps - 1)
+        assert respaced_times(DDPMPath(), num_steps).tolist() == [1.0 + k for k in reversed(kept)], num_steps
+    assert respaced_times(DDPMPath(), 1).tolist() == [1000]  # DEVIATION
 
 
 def test_levels_are_those_of_table_1():
