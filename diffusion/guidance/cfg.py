@@ -15,7 +15,7 @@ class CFG(Guidance):
 
     Args:
         num_channels: how many channels are guided; the others are the strong prediction. PARITY: the released
-            code of [DiT] guides three of four. None: all.
+            code of [DiT], [SiT] and [LightningDiT] guides three. None: all.
         The others are those of Guidance.
     """
 

@@ -1,0 +1,164 @@
+"""The published samplers of diffusion/README.md, against samplers written from their descriptions."""
+
+import math
+import re
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from builders import config as configuration
+from builders.network import build_guidance, build_net, build_precond, build_sampler
+from builders.rules import OBJECTIVES
+from builders.sampling import _settings
+from diffusion import Branch, FlowPath, ddpm_sampler, sde_sampler
+from tests.runs import composed
+
+PAGE = Path(__file__).parents[1] / "diffusion" / "README.md"
+LABELS = torch.tensor([1, 3])
+PRODUCTS = torch.cat(
+    [torch.ones(1), torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0)]
+)  # PRODUCTS[k + 1]: alpha^2 after the step of index k
+
+
+def rows():
+    """Yield what the table says: name, objective, settings."""
+    table = PAGE.read_text().split("## Draw from a file")[1]
+    for line in re.findall(r"^\| .*`sampler=.*$", table, re.MULTILINE):
+        name, objective, sampler, guidance = (cell.strip() for cell in line.strip("|").split("|"))
+        (sampler,) = re.findall("`(.*)`", sampler)
+        yield pytest.param(name, objective.split("`")[1], sampler, id=name)
+        if guidance.startswith("`"):
+            guided = f"{sampler} {guidance.strip('`')}"
+            yield pytest.param(name, objective.split("`")[1], guided, id=f"{name}, guided")
+
+
+def guided(net, x, t, w=1.0, num_channels=4):
+    """The output of a public network at its time t, its first channels guided by the null class."""
+    times = torch.full((len(x),), float(t), dtype=x.dtype)
+    output, null = (net(x, times, labels) for labels in (LABELS, torch.full_like(LABELS, 10)))
+    end = num_channels
+    return torch.cat([null[:, :end] + w * (output - null)[:, :end], output[:, end:]], dim=1)
+
+
+def dit(net, x, randn, w=1.5, num_steps=250):
+    """Ancestral steps of the process that has the kept steps alone, with the learned variance."""
+    kept = [round(i * 999 / (num_steps - 1)) for i in range(num_steps)]
+    before = [1.0, *(PRODUCTS[k + 1].item() for k in kept)]
+    for k, last, now in list(zip(kept, before[:-1], before[1:], strict=True))[::-1]:
+        eps, v = guided(net, x, k, w, 3).chunk(2, dim=1)
+        beta = 1 - now / last
+        x_0 = (x - math.sqrt(1 - now) * eps) / math.sqrt(now)
+        x = (math.sqrt(last) * beta * x_0 + math.sqrt(1 - beta) * (1 - last) * x) / (1 - now)
+        if last < 1:
+            low, high = math.log((1 - last) / (1 - now) * beta), math.log(beta)
+            x = x + ((low + (v + 1) / 2 * (high - low)) / 2).exp() * randn(x)
+    return x
+
+
+# w(u) of SiT on its path from noise, u = 1 at the data; norm is a factor of all but one.
+DIFFUSIONS = {
+    "constant": lambda u, norm: norm,
+    "sigma": lambda u, norm: norm * (1 - u),
+    "linear": lambda u, norm: norm * (1 - u),
+    "decreasing": lambda u, norm: (norm * math.cos(math.pi * u) + 1) ** 2 / 4,
+    "increasing_decreasing": lambda u, norm: norm * math.sin(math.pi * u) ** 2,
+}
+
+
+def sit(net, x, randn, w=1.5, num_points=250, diffusion="sigma", norm=1.0):
+    """Euler-Maruyama from u = 0 to 0.96, and the mean of a step of 0.04."""
+    times = [0.96 * i / (num_points - 1) for i in range(num_points)]
+    for u, h in zip(times, [0.96 / (num_points - 1)] * (num_points - 1) + [0.04], strict=True):
+        v, c = guided(net, x, u, w, 3)[:, :4], DIFFUSIONS[diffusion](u, norm)
+        x = x + h * (v + c * (u * v - x) / (1 - u))
+        x = x + math.sqrt(2 * c * h) * randn(x) if u < times[-1] else x
+    return x
+
+
+def lightningdit(net, x, randn, w=10.0):
+    """Euler's steps between 250 points, guided from u = 0.11."""
+    points = [0.3 * i / 249 / (1 - 0.7 * i / 249) for i in range(250)]
+    for u, following in pairwise(points):
+        x = x + (following - u) * guided(net, x, u, w if u >= 0.11 else 1, 3)[:, :4]
+    return x
+
+
+def repa(net, x, randn, w=1.8):
+    """Euler-Maruyama from t = 1 to 0.04, guided up to 0.7, and the mean of a step to 0."""
+    levels = [1 - 0.96 * i / 249 for i in range(250)]
+    for t, s in zip(levels, [*levels[1:], 0.0], strict=True):
+        v = guided(net, x, t, w if t <= 0.7 else 1)[:, :4]
+        x = x + (s - t) * (v + t * (x + (1 - t) * v) / t)
+        x = x + math.sqrt(2 * t * (t - s)) * randn(x) if s else x
+    return x
+
+
+PUBLIC = {"DiT": dit, "SiT, SDE": sit, "LightningDiT": lightningdit, "REPA": repa}
+
+
+def network(objective):
+    """Return the configuration, and a small network in float64 with all weights drawn."""
+    model = {"hidden_size": 16, "num_heads": 2, "depth": 2, "patch_size": 4}
+    model["learn_sigma"] = str(objective in ("ddpm", "sit")).lower()
+    sizes = ["data.input_size=4", "data.in_channels=4", "data.num_classes=10"]
+    sizes += [f"model.{key}={value}" for key, value in model.items()]
+    config = configuration.composed(["model=dit", "data=synthetic", *OBJECTIVES[objective], *sizes])
+    torch.manual_seed(0)
+    precond = build_precond(config, build_net(config).double()).eval()
+    for parameter in precond.net.parameters():
+        parameter.data = 0.2 * torch.randn_like(parameter)
+    return config, precond
+
+
+def randn_from(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, objective, settings", list(rows()))
+def test_the_settings_of_the_table_are_the_published_sampler(name, objective, settings):
+    config, precond = network(objective)
+    request = composed("checkpoint=FILE", *settings.split(), config_name="sample")
+    config |= _settings(configuration.resolve(request), config)
+    noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
+    denoise = build_guidance(config)(Branch(precond, LABELS))
+    x = build_sampler(config)(denoise, noise, precond.path, randn_like=randn_from(1))
+    assert x.isfinite().all()
+    if name in PUBLIC:
+        unguided = {} if "guidance=" in settings else {"w": 1.0}
+        expected = PUBLIC[name](precond.net, noise, randn_from(1), **unguided)
+        torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", [1.0, 0.5])
+@pytest.mark.parametrize("diffusion", DIFFUSIONS)
+def test_diffusions_are_those_of_sit(diffusion, norm):
+    _, precond = network("sit")
+    noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
+    denoise = partial(_denoise, precond)
+    options = {"num_steps": 20, "coefficient": diffusion, "norm": norm, "randn_like": randn_from(1)}
+    x = sde_sampler(denoise, noise, FlowPath(), **options)
+    public = sit(precond.net, noise, randn_from(1), 1.0, 20, diffusion, norm)
+    same = diffusion != "decreasing" or norm == 1  # DEVIATION
+    assert torch.allclose(x, public, rtol=1e-6, atol=1e-6) == same
+
+
+def _denoise(precond, x, t, *, with_variance=False):
+    return precond(x, t, LABELS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_steps", [2, 25])
+def test_ancestral_steps_are_those_of_dit(num_steps):
+    """From noise of unit variance, though the path ends at sigma = 0.99998."""
+    _, precond = network("ddpm")
+    denoise = build_guidance({"guidance": {"_target_": "diffusion.CFG"}})(Branch(precond, LABELS))
+    noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
+    x = ddpm_sampler(denoise, noise, precond.path, num_steps=num_steps, randn_like=randn_from(1))
+    expected = dit(precond.net, noise, randn_from(1), 1.0, num_steps)
+    torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-9)
