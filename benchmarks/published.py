@@ -1,9 +1,10 @@
 """Published rows beside what was measured: `python -m benchmarks.published [FOLDER ...] [--write]`.
 
 A row is an `expected:` line in the header of a file of configs/experiment/: metrics, and after `with` the
-keys that training and sampling have beside the file's own; UNKNOWN is a value that was not published. What
-was measured are the records of `fid.py run=...` in the folders (runs, without any) whose run, steps, sampling
-and reference are the row's. `--write` puts the table into RESULTS.md, too.
+keys that training and sampling have beside the file's own; UNKNOWN is a value that was not published. A dense
+score that a paper printed of another loss or sampler belongs to the row with these keys, not to the twin.
+What was measured are the records of `fid.py run=...` in the folders (runs, without any) whose run, steps,
+sampling and reference are the row's. `--write` puts the table into RESULTS.md, too.
 """
 
 import argparse
@@ -36,7 +37,7 @@ FREE = (FREE | {"train.mixed_precision", "train.compile"}) - {"train.total_steps
 
 @dataclass(frozen=True)
 class Row:
-    """A published row, with its values as they are printed.
+    """A published row, with its values as they are printed; UNKNOWN: a twin whose score is not published.
 
     Args:
         keys: KEY=VALUE beside those of the experiment.
@@ -141,15 +142,21 @@ def _line(row: Row, record: dict[str, Any] | None) -> dict[str, str]:
     chosen = {key: f"{key}={drawn.get(key, '?')}" for key in row.unknown}
     keys = [chosen.get(key.partition("=")[0], key) for key in row.keys]
     line = {"experiment": f"`{row.experiment}`", "with": f"`{' '.join(keys)}`" if keys else ""}
-    line |= {"metric": " ".join(row.values), "expected": " ".join(row.values.values())}
+    line |= {"metric": " ".join(row.values), "expected": " ".join(row.values.values()).replace(UNKNOWN, "?")}
     if record:
-        about, pairs = record["environment"], []
-        for metric, text in row.values.items():
-            value, places = record["values"].get(metric, math.nan), len(text.partition(".")[2])
-            pairs.append((f"{value:.{places}f}", f"{value - float(text):+.{places}f}"))
+        about, values = record["environment"], record["values"]
+        pairs = [_compared(values.get(metric, math.nan), text) for metric, text in row.values.items()]
         line["measured"], line["difference"] = (" ".join(each) for each in zip(*pairs, strict=True))
         line["commit"] = str(about["commit"])[:7] + (" changed" if about["uncommitted_changes"] else "")
     return line
+
+
+def _compared(value: float, expected: str) -> tuple[str, str]:
+    """Return a measured value and its difference, with as many decimal places as were printed."""
+    if expected == UNKNOWN:
+        return f"{value:.2f}", "?"
+    places = len(expected.partition(".")[2])
+    return f"{value:.{places}f}", f"{value - float(expected):+.{places}f}"
 
 
 def fits(record: dict[str, Any], row: Row) -> bool:

@@ -15,7 +15,7 @@ from benchmarks import (
     gpu,
     twins,
 )
-from benchmarks.published import read_header
+from benchmarks.published import read_header, read_rows
 from builders import config as configuration
 from builders import recipe
 from builders.sampling import SampleConfig
@@ -167,10 +167,10 @@ def test_make_targets_exist():
 
 
 def test_commands_of_published_results_are_the_recipe_to_the_last_key():
-    """Nothing held out, guidance of the guided row alone, and no keys but those that choose row and paths."""
+    """Nothing held out, guidance of the guided row alone, and no keys but those of a row and of paths."""
     free = {"experiment", "parity", "model/size", "data", "data.path"}
     free |= {"run", "run_name", "reference", "source", "out"}
-    programs = set()
+    programs, rows = set(), read_rows()
     for command in COMMANDS:
         if "imagenet256" not in command.lower() or "accelerate launch" not in command:
             continue
@@ -186,7 +186,9 @@ def test_commands_of_published_results_are_the_recipe_to_the_last_key():
             assert given.pop("train.init_from") == f"runs/{start}_seed0"
         if "guidance" in given:
             assert "220ep" in given["run"] and given.pop("guidance") == "cfg" and given.pop("guidance_scale")
-        assert given.keys() <= free, command
+        printed = [row.keys for row in rows if row.experiment == given.get("experiment")]
+        keys = next((keys for keys in printed if keys and set(keys) <= set(overrides)), ())
+        assert given.keys() - {key.partition("=")[0] for key in keys} <= free, command
     assert programs == {"data.encode", "train.py", "fid.py"}
 
 

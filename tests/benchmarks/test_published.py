@@ -77,6 +77,8 @@ def test_a_score_is_shown_in_its_row(record):
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[2:6] == ["fid5", "3.50", f"{value:.2f}", f"{value - 3.5:+.2f}"]
     assert cells[6].startswith(str(record["environment"]["commit"])[:7])
+    unknown = table([replace(ROW, values={"fid5": "UNKNOWN"})], [record]).splitlines()[-1]
+    assert f"| fid5 | ? | {value:.2f} | ? |" in unknown
 
 
 @pytest.mark.slow
@@ -144,6 +146,18 @@ def test_headers_are_rows():
     assert guided.values["fid50k"] == "1.69" and guided.starts_from == "imagenet256_tread_xl_2_680ep"
     assert rows["imagenet256_dit_l_2_400k"].values == {"fid50k": "23.33"}, "what is in brackets is a remark"
     assert "imagenet256_sprint_xl_2_stage2" not in rows, "nothing of its length is published"
+
+
+@pytest.mark.parametrize("size", ["s_2", "b_2", "l_2", "xl_2"])
+def test_a_printed_dense_score_is_a_row_of_its_own_loss_and_sampler(size):
+    rows = {(row.experiment, "fid50k" in row.values): row for row in read_rows()}
+    dit, sit = (rows[f"imagenet256_{model}_{size}_400k", True] for model in ("dit", "sit"))
+    assert dit.config["diffusion"]["loss"] == {"_target_": "diffusion.DDPMLoss"}
+    assert dit.config["sampler"].items() >= {"_target_": "diffusion.ddpm_sampler", "num_steps": 250}.items()
+    assert dit.own["diffusion"]["loss"]["_target_"] == "diffusion.EDMLoss"
+    assert sit.config["sampler"].items() >= {"_target_": "diffusion.sde_sampler", "num_steps": 250}.items()
+    distributions = [row["diffusion"]["loss"]["distribution"] for row in (sit.config, sit.own)]
+    assert distributions == ["uniform", "logit_normal"]
 
 
 def lines_of(text):
