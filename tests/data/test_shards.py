@@ -9,7 +9,16 @@ import torch
 
 import train
 from builders.rules import STREAMED_DATA
-from data import LatentManifest, LatentWriter, ShardStream, open_latents, open_shards, remote, shards
+from data import (
+    LatentDataset,
+    LatentManifest,
+    LatentWriter,
+    ShardStream,
+    open_latents,
+    open_shards,
+    remote,
+    shards,
+)
 from data.make_shards import write_shards
 from runtime.command_line import explanation
 from runtime.errors import UserError
@@ -64,6 +73,12 @@ def entries(micro_batch):
 
 def first(stream, count):
     return [entries(batch) for batch in itertools.islice(stream, count)]
+
+
+def test_shards_know_the_classes_that_are_not_trained(latents, tmp_path):
+    labels = np.where(latents.labels == 4, 5, latents.labels)
+    write_shards(LatentDataset(latents.stored, labels, latents.manifest), tmp_path / "s", SHARD)
+    assert open_shards(str(tmp_path / "s"), **SIZES).manifest.untrained_classes == (4,)
 
 
 def test_shards_hold_each_entry_once_mixed_and_the_held_out_apart(latents, folder):
