@@ -6,15 +6,13 @@ BIN := $(VENV)/bin
 DEMO := runs/tread_tiny_digits_seed0
 TWINS ?= runs/twins
 JOBS ?= 2  # tests that run at once
-# One process, said in full so that the launcher has nothing to warn about.
-LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .PHONY: demo setup test slow finetune sweeps browser twins soak gpu lint clean
 
 demo: setup ## digits from nothing: train, sample, score
-	$(LAUNCH) train.py model=tread
-	$(LAUNCH) sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz overwrite=true
-	$(LAUNCH) fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits overwrite=true
+	$(BIN)/python train.py model=tread
+	$(BIN)/python sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz overwrite=true
+	$(BIN)/python fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits overwrite=true
 	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."
 
 setup: $(VENV)/.complete

@@ -1,10 +1,10 @@
 """Score images by a suite of metrics: that of ADM (FID, sFID, inception score, precision and recall), of
 digits, of glyphs, or your own; or make a reference to score against.
 
-    accelerate launch fid.py samples=FILE.npz reference=REFERENCE.npz
-    accelerate launch fid.py run=runs/NAME num_samples=50000 reference=REFERENCE.npz
-    accelerate launch fid.py mode=reference images=FOLDER resolution=256 out=REFERENCE.npz
-    accelerate launch fid.py suite=digits samples=FILE.npz reference=latents/digits      or glyphs
+    python fid.py samples=FILE.npz reference=REFERENCE.npz
+    python fid.py run=runs/NAME num_samples=50000 reference=REFERENCE.npz
+    python fid.py mode=reference images=FOLDER resolution=256 out=REFERENCE.npz
+    python fid.py suite=digits samples=FILE.npz reference=latents/digits      or glyphs
 
 What was scored, against what and how is saved with the scores as JSON.
 """

@@ -1,7 +1,7 @@
 """Draw samples from a run, into one .npz and a PNG grid.
 
-    accelerate launch sample.py run=runs/NAME num_samples=500
-    accelerate launch sample.py run=runs/NAME class_label=3 guidance_scale=1.5 num_steps=40
+    python sample.py run=runs/NAME num_samples=500
+    python sample.py run=runs/NAME class_label=3 guidance_scale=1.5 num_steps=40
 
 Sample i is a function of seed first_seed + i alone, whatever the number of processes. Finished parts are kept
 in OUTPUT.partial: the same command goes on where it was stopped, also on another number of processes.

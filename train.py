@@ -1,7 +1,7 @@
 """Train a diffusion transformer with or without token routes.
 
-    accelerate launch train.py model=tread
-    accelerate launch train.py model=dit model/size=s_2 data=latents data.path=FOLDER
+    python train.py model=tread
+    python train.py model=dit model/size=s_2 data=latents data.path=FOLDER
     python train.py -m model=dit,tread seed=0,1
 
 Running the same command again resumes.

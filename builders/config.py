@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from joblib import cpu_count
 from omegaconf import DictConfig, OmegaConf
@@ -43,7 +42,7 @@ from runtime.config import (
     register_with_hydra,
 )
 from runtime.provenance import flatten
-from runtime.sweep import sweep_arguments
+from runtime.sweep import key_of, sweep_arguments, swept_keys
 from runtime.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
 from training.checkpoint import check_checkpoint
 from training.run_folder import RunFolder
@@ -87,7 +86,7 @@ def _default_run_name(seed: int) -> str:
     if hydra.mode == RunMode.MULTIRUN:
         left_out = {*hydra.job.config.override_dirname.exclude_keys}
         of_sweeper = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
-        swept = _swept_keys([*sweep_arguments(), *of_sweeper])
+        swept = swept_keys([*sweep_arguments(), *of_sweeper])
         chosen = _chosen_in_sweep(hydra.overrides.task, left_out, swept)
     else:
         chosen = "_".join(_chosen_groups(hydra.overrides.task))
@@ -96,16 +95,9 @@ def _default_run_name(seed: int) -> str:
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}_{_short_hash(name)}"
 
 
-def _swept_keys(arguments: Iterable[str]) -> set[str]:
-    """Return the keys that a command line sweeps."""
-    texts = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    parsed = OverridesParser.create().parse_overrides(texts)
-    return {override.key_or_group for override in parsed if override.is_sweep_override()}
-
-
 def _chosen_in_sweep(overrides: Iterable[str], left_out: set[str], swept: set[str]) -> str:
     """Return the swept overrides of a job, and a hash of the others, and of values with other signs."""
-    keyed = sorted((text.partition("=")[0].lstrip("+~"), text) for text in overrides)
+    keyed = sorted((key_of(text), text) for text in overrides)
     first = [text for key, text in keyed if key in swept - left_out]
     hashed = [text for key, text in keyed if key not in swept | left_out]
     # Usable on the command line again, as run=runs/NAME: values that differ in other signs alone look alike.

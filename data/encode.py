@@ -1,7 +1,7 @@
 """Encode images as a latent folder.
 
-    accelerate launch -m data.encode source=IMAGES out=latents/NAME
-    accelerate launch -m data.encode source=IMAGES out=latents/NAME masks=MASKS conditioning_type=segmentation
+    python -m data.encode source=IMAGES out=latents/NAME
+    python -m data.encode source=IMAGES out=latents/NAME masks=MASKS conditioning_type=segmentation
 
 The ranks share the images in parts. Finished parts are kept in OUT.partial, so that the same command resumes
 where it was stopped, on any number of processes; the first rank joins them in the end.

@@ -66,7 +66,7 @@ def main() -> None:
     with user_mistakes():
         check_positive("--entries", arguments.entries)
         write_shards(open_latents(arguments.path), arguments.out, arguments.entries)
-    print(f"Train on it: accelerate launch train.py data=stream data.path={arguments.out}")
+    print(f"Train on it: python train.py data=stream data.path={arguments.out}")
 
 
 if __name__ == "__main__":

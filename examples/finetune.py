@@ -1,8 +1,8 @@
 """Fine-tune a flow-matching transformer of diffusers on precomputed latents and text embeddings, with or
 without token routing.
 
-    accelerate launch -m examples.finetune transformer=FOLDER inputs=FOLDER output_dir=runs/dense
-    accelerate launch -m examples.finetune transformer=FOLDER inputs=FOLDER \\
+    python -m examples.finetune transformer=FOLDER inputs=FOLDER output_dir=runs/dense
+    python -m examples.finetune transformer=FOLDER inputs=FOLDER \\
         routes='[{selection_ratio:0.25,start_layer_idx:2,end_layer_idx:-2}]'
 
 The flow (Esser et al. 2024, arXiv 2403.03206): x_t = (1 - t) x + t n with noise n and t in (0, 1), and the

@@ -1,7 +1,7 @@
 """Write the averaged weights of a run as one `.safetensors` file that carries its configuration.
 
 python -m models.export run=runs/NAME output=tread.safetensors
-accelerate launch sample.py checkpoint=tread.safetensors
+python sample.py checkpoint=tread.safetensors
 """
 
 import json

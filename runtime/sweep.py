@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from omegaconf.errors import OmegaConfBaseException
@@ -59,10 +60,23 @@ def sweep_arguments() -> list[str]:
     return shlex.split(os.environ[COMMAND])
 
 
+def key_of(override: str) -> str:
+    """Return the key or group that an override sets."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def swept_keys(arguments: Iterable[str]) -> set[str]:
+    """Return the keys that a command line sweeps."""
+    texts = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(texts)
+    return {override.key_or_group for override in parsed if override.is_sweep_override()}
+
+
 def job_name(overrides: Iterable[str]) -> str:
     """Name a job by its overrides, without those that all jobs share."""
-    constants = {text.lower() for text in sweep_arguments()}  # the sweeper writes false as False
-    return " ".join(text for text in overrides if text.lower() not in constants)
+    arguments = sweep_arguments()
+    shared = {key_of(text) for text in arguments} - swept_keys(arguments)
+    return " ".join(text for text in overrides if key_of(text) not in shared)
 
 
 def job_heading(number: int, name: str) -> str:

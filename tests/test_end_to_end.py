@@ -73,7 +73,7 @@ def test_accelerate_launch_resumes_and_a_finished_run_says_so(tmp_path):
     launch(*short, "train.total_steps=2")
     resumed, steps = launch(*short)
     assert "resumed at step 2" in resumed
-    assert "runs/r is finished. Sample from it: accelerate launch sample.py run=runs/r " in resumed
+    assert "runs/r is finished. Sample from it: python sample.py run=runs/r " in resumed
     assert steps == [1, 2, 3, 4]
     again, steps = launch(*short)
     assert "runs/r is finished: raise train.total_steps to continue it" in again

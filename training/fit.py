@@ -35,7 +35,7 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
         saved = "which is saved" if trainer.step else "before the first"
         trainer.recorder.show(f"stopped at step {trainer.step}, {saved} ({reason}): {AGAIN}")
     else:
-        sample = f"accelerate launch sample.py run={run.path} num_samples=500"
+        sample = f"python sample.py run={run.path} num_samples=500"
         trainer.recorder.show(f"{run.path} is finished. Sample from it: {sample}")
     return reason
 
