@@ -341,7 +341,7 @@ def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any], obje
     elif settings["labels"] == "balanced":
         parts += ["balanced"]
     scale = settings["guidance"].get("guidance_scale", 1)
-    parts += [f"guidance{scale:g}"] if scale != 1 else []
+    parts += ["guidance" + str(scale).removesuffix(".0")] if scale != 1 else []
     parts += [f"{settings['sampler']['num_steps']}steps"] if "num_steps" in settings["sampler"] else []
     for group in ("sampler", "guidance"):
         asked, of_run = ({**node, **NAMED} for node in (settings[group], config[group]))

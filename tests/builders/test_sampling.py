@@ -125,6 +125,7 @@ def test_what_is_asked_changes_the_samples(run, tmp_path, option):
 @pytest.mark.slow
 def test_other_samples_have_another_name(run):
     options = ["num_samples=7", "first_seed=1", "class_label=1", "labels=balanced", "guidance_scale=2"]
+    options += ["guidance_scale=2.0000001"]
     options += ["num_steps=3", "sampler=edm", "sampler=edm sampler.rho=5", "sampler=edm sampler.rho=4"]
     options += ["sampler=heun", "sampler=euler"]
     options += ["guidance=cfg", "guidance=cfg guidance.guidance_interval=[0.1,2]", "guidance=sparse"]
