@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.classes import check_names
-from data.images import Files
+from data.images import Files, plain
 from data.manifest import MAX_CLASSES
 from runtime.arrays import ZIP_ERRORS
 from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
@@ -73,10 +73,10 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
     try:
         with files.open(LABELS_FILE) as file:
             entries = parse_json(read_bounded(file, MAX_JSON_BYTES + MAX_LABEL_BYTES * len(names)))["labels"]
-        known = None if entries is None else dict(entries)
+        known = None if entries is None else {plain(name): label for name, label in entries}
         if known is not None and len(known) < len(entries):
             raise ValueError("it names a file twice")
-    except (*ZIP_ERRORS, TypeError) as error:
+    except (*ZIP_ERRORS, TypeError, AttributeError) as error:
         raise ValueError(
             f"{what} is not of the form {{'labels': [[name, label], ...]}}: {error!r}"
         ) from error
