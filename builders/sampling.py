@@ -160,8 +160,6 @@ def check_sampling(request: dict[str, Any]) -> None:
     """Check the keys of SamplingConfig and `run` before any device is touched."""
     config, details = read_source(request)
     settings = _settings(request, config)
-    if request["class_label"] in _manifest_of(request, details).untrained_classes:
-        raise ValueError(f"class_label={request['class_label']} has no images in the training data")
     try:
         configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
     except ValueError as error:
@@ -173,6 +171,9 @@ def check_sampling(request: dict[str, Any]) -> None:
         raise ValueError(message) from error
     if request["run"] is not None:
         check_checkpoint(Path(request["run"]), request["checkpoint"])
+    label = request["class_label"]
+    if label is not None and label in _manifest_of(request, details).untrained_classes:
+        raise ValueError(f"class_label={label} has no images in the training data")
 
 
 def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
