@@ -15,16 +15,14 @@ from omegaconf import DictConfig
 from builders import config as configuration
 from builders.schemas import Config
 from builders.trainer import build_trainer, check_files, open_data
-from runtime.config import as_job, run_main, user_mistakes
+from runtime.config import INTERRUPTED, as_job, run_main, user_mistakes
 from runtime.launcher import check_launcher
 from runtime.lock import TRY_AGAIN
 from runtime.machine import start_process
 from training.fit import run_training
 from training.run_folder import RunFolder, depends_on_total_steps
-from training.stopping import pass_on
+from training.stopping import INTERRUPT, pass_on
 from training.trainer import Trainer
-
-INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
 configuration.register("train", Config)
 
@@ -61,12 +59,9 @@ def main(cfg: DictConfig) -> float | None:
 
 def fit(trainer: Trainer, run: RunFolder) -> None:
     """Train to the end, or exit."""
-    try:
-        if reason := run_training(trainer, run):
-            pass_on(reason)
-            raise SystemExit(TRY_AGAIN)
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None  # it has been reported
+    if reason := run_training(trainer, run):
+        pass_on(reason)
+        raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
 
 
 if __name__ == "__main__":

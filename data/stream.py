@@ -142,8 +142,8 @@ def stream(
 
 
 def _ignore_signals(worker: int) -> None:
-    # Schedulers signal all processes, but workers must live until the run has finished its step.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    # Schedulers and Ctrl-C signal all processes, but workers must live until the run has finished its step.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -4,6 +4,7 @@ import gc
 import inspect
 import os
 import shlex
+import signal
 import sys
 import traceback
 import types
@@ -31,6 +32,7 @@ from runtime.lock import TRY_AGAIN, Busy
 from runtime.sweep import is_main, job_heading, job_name, record_end, start_sweep, summary, take_ended
 from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
 
+INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
 def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Callable[..., Any]]) -> None:
     """Tell Hydra the schema of a program and the resolvers of interpolations."""
@@ -67,9 +69,13 @@ def run_main(main: Callable[[], None]) -> None:
         sys.stderr.write(f"error: {explanation(error, arguments)}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
     except SystemExit as end:
-        if end.code == TRY_AGAIN:
+        if end.code in (TRY_AGAIN, INTERRUPTED):
             _leave_launch()
         raise
+    except KeyboardInterrupt:  # it has been reported: end at once, as the shell expects
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     _leave_launch()
     _end_sweep()
 
@@ -167,6 +173,11 @@ def missing_keys(node: Any, key: str = "") -> list[str]:
 def is_sweep() -> bool:
     """Return whether this is a job of a sweep, -m on the command line."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def chosen_overrides() -> list[str]:
+    """Return what the command line, or the sweeper of a job, has chosen; outside of a program nothing."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:

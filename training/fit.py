@@ -1,10 +1,15 @@
 """Run a training to its end, however it ends, and record how it ended."""
 
+import os
+import shlex
+import sys
+from pathlib import Path
+
 from runtime.errors import UserError
 from runtime.launch import is_peer_failure
 from training.history import NotFinite
 from training.run_folder import Moved, RunFolder
-from training.stopping import TIME_LIMIT
+from training.stopping import INTERRUPT, TIME_LIMIT
 from training.trainer import Trainer
 
 AGAIN = "run the same command again to resume"
@@ -33,7 +38,7 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
         )
     if reason:
         saved = "which is saved" if trainer.step else "before the first"
-        trainer.recorder.show(f"stopped at step {trainer.step}, {saved} ({reason}): {AGAIN}")
+        trainer.recorder.show(f"stopped at step {trainer.step}, {saved} ({reason}): {_again()}")
     else:
         sample = f"python sample.py run={run.path} num_samples=500"
         trainer.recorder.show(f"{run.path} is finished. Sample from it: {sample}")
@@ -56,7 +61,8 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
         if trainer.launch.is_main:
             run.update({"status": "interrupted", "step": trainer.step})
         saved = trainer.saved_step
-        how = f"{AGAIN} from the checkpoint of step {saved}" if saved else "nothing is saved yet"
+        how = f"the checkpoint of step {saved} is kept, {_again()}" if saved else "nothing is saved yet"
+        reason = INTERRUPT
         trainer.recorder.show(f"interrupted at step {trainer.step}: {how}")
         raise
     except Exception as error:
@@ -66,6 +72,14 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
         trainer.recorder.close(hurried=bool(reason))
         run.unlock()
     return reason
+
+
+def _again() -> str:
+    """Return how to resume, with the command where a person has given it."""
+    if Path(sys.argv[0]).name != "train.py" or "TORCHELASTIC_RUN_ID" in os.environ:
+        return AGAIN
+    launcher = ["accelerate", "launch"] if "ACCELERATE_MIXED_PRECISION" in os.environ else ["python"]
+    return f"{AGAIN}: {shlex.join([*launcher, *sys.argv])}"
 
 
 def _fail(trainer: Trainer, run: RunFolder, error: Exception) -> None:

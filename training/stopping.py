@@ -1,4 +1,4 @@
-"""Requests to save and end: signals of a scheduler, a time limit, a launcher that is gone."""
+"""Requests to save and end: Ctrl-C, signals of a scheduler, a time limit, a launcher that is gone."""
 
 import os
 import signal
@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 # In order of precedence: where processes have several reasons, the last of them is reported.
 TIME_LIMIT = "the time limit train.max_time_sec"
-REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGUSR2", "SIGTERM")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+INTERRUPT = "Ctrl-C"
+REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGUSR2", "SIGTERM", INTERRUPT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+AT_ONCE = b"\nCtrl-C: the run saves and stops after this step; another Ctrl-C ends it at once\n"
 # Variables that torchrun, accelerate and hydra/launcher=parallel set.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "TREAD_PARALLEL_JOBS")
 
@@ -31,18 +33,20 @@ class StopRequest:
         self._ends = None if max_time_sec is None else started + max_time_sec
         self._launcher = os.getppid() if any(os.environ.get(name) for name in LAUNCHED) else None
         self._signal: str | None = None
+        self.has_trained = False  # set after the first step: before it, Ctrl-C has nothing to save
         # A group of its own on the CPU: nothing waits for the device.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals as requests, not as the end."""
-        after = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        """Take signals as requests, not as the end; ignored ones (by `&` in a script) stay ignored."""
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        after = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
             yield
         except BaseException:
             if self._group is not None:  # a launcher ends all ranks when one fails: let each say why, first
-                after = dict.fromkeys(SIGNALS, signal.SIG_IGN)
+                after = dict.fromkeys(heard, signal.SIG_IGN)
             raise
         finally:
             for number, handler in after.items():
@@ -69,7 +73,15 @@ class StopRequest:
         return ""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
+        if number != signal.SIGINT:
+            self._signal = signal.Signals(number).name
+            return
+        signal.signal(number, signal.default_int_handler)  # the next one is not a request
+        if not self.has_trained:
+            raise KeyboardInterrupt
+        self._signal = INTERRUPT
+        if self._group is None or dist.get_rank() == 0:
+            os.write(2, AT_ONCE)  # print() cannot be used in a handler that interrupts one
 
 
 def pass_on(reason: str) -> None:

@@ -56,8 +56,8 @@ class Trainer:
         precond: the preconditioning around the network, or around what synchronises its gradients.
         loss: loss(precond, x, class_labels, routing=, mask=, generator=) -> (N,).
         evaluators: (interval in steps, evaluator): evaluator(step) -> {key: number or picture}.
-        speed_check: called with the ratios of the last step at the first log point where tokens bypass, when
-            everything is compiled.
+        speed_check: called with the ratios of the last step, at the first log point after a save where tokens
+            bypass: everything is compiled, and nothing is lost by a stop.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class Trainer:
                     return reason
                 self.train_step(next(batches))
                 self.step += 1
+                self.stop.has_trained = True
                 self.recorder.bar.update()
                 if self.step % self.settings.log_every == 0:
                     self.clock.pause()
@@ -203,7 +204,7 @@ class Trainer:
         self.recorder.log(self.step, self.step * self.batches.batch_size, values)
 
     def _check_speed(self) -> None:
-        if self.speed_check and any(self.ratios):
+        if self.speed_check and self.saved_step and any(self.ratios):
             with self.recorder.doing("time the routes"):
                 self.speed_check(self.ratios)
             self.speed_check = None

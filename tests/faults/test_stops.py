@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from runtime.config import INTERRUPTED
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
 from tests.faults.killing import BIN, ENVIRONMENT, ONE, TWO, Killed, Variant
@@ -18,6 +19,7 @@ from tests.faults.programs import program
 from tests.runs import before_each_step, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.fit import run_training
+from training.stopping import INTERRUPT
 
 ACCELERATE = (str(BIN / "accelerate"), "launch")
 ALL_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
@@ -31,20 +33,31 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 1), (signal.SIGTERM, 3), (signal.SIGUSR1, 4)])
-def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(tmp_path, whole, number, at, capsys):
+@pytest.mark.parametrize(
+    ("number", "at", "reason"),
+    [
+        (signal.SIGTERM, 1, "SIGTERM"),
+        (signal.SIGTERM, 3, "SIGTERM"),
+        (signal.SIGUSR1, 4, "SIGUSR1"),
+        (signal.SIGINT, 1, INTERRUPT),
+        (signal.SIGINT, 4, INTERRUPT),
+    ],
+)
+def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(
+    tmp_path, whole, number, at, reason, capsys
+):
     """Also where nothing was to be saved, and within a window of the log."""
     options = ("train.eval_every=4",)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
     before_each_step(trainer, lambda step: step == at and os.kill(os.getpid(), number))
     before = signal.getsignal(number)
-    assert run_training(trainer, run) == number.name
+    assert run_training(trainer, run) == reason
     assert signal.getsignal(number) == before
     assert trainer.step == trainer.saved_step == at + 1
     manifest = run.manifest()
-    assert (manifest["status"], manifest["reason"], manifest["step"]) == ("stopped", number.name, at + 1)
+    assert (manifest["status"], manifest["reason"], manifest["step"]) == ("stopped", reason, at + 1)
     assert (
-        f"stopped at step {at + 1}, which is saved ({number.name}): run the same command again"
+        f"stopped at step {at + 1}, which is saved ({reason}): run the same command again"
         in capsys.readouterr().out
     )
     tiny_run(tmp_path / "run", *options)
@@ -52,6 +65,33 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(tmp_path, who
     assert (manifest["status"], manifest["reason"]) == ("finished", "")
     assert [start["step"] for start in manifest["starts"]] == [0, at + 1]
     assert_same_run(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("steps", [(0,), (3, 3)], ids=["before the first step", "twice"])
+def test_ctrl_c_ends_at_once_with_nothing_to_save_and_the_second_time(tmp_path, steps):
+    trainer, run = tiny_trainer(tmp_path / "run", "train.save_every=2")
+
+    def press(step):
+        for _ in range(steps.count(step)):
+            signal.raise_signal(signal.SIGINT)
+
+    before_each_step(trainer, press)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(trainer, run)
+    assert signal.getsignal(signal.SIGINT) == before
+    assert (run.manifest()["status"], trainer.saved_step) == ("interrupted", steps[0] // 2 * 2)
+
+
+def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
+    """As a script's shell starts a run with `&`: Ctrl-C is meant for what runs in front."""
+    trainer, run = tiny_trainer(tmp_path / "run")
+    before_each_step(trainer, lambda step: step == 3 and signal.raise_signal(signal.SIGINT))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run_training(trainer, run) == ""
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_a_signal_leaves_what_is_due_for_the_next_start(tmp_path):
@@ -118,14 +158,42 @@ def test_a_limit_that_leaves_no_step_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_python_train_ends_with_the_documented_status(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "last_line"),
+    [
+        (signal.SIGTERM, TRY_AGAIN, "(SIGTERM): run the same command again to resume: python "),
+        (signal.SIGINT, INTERRUPTED, "(Ctrl-C): run the same command again to resume: python "),
+    ],
+)
+def test_python_train_ends_with_the_documented_status(tmp_path, number, status, last_line):
     killed = Killed(tmp_path / "run", Variant(ONE, ("train.num_workers=1",)))
     process = killed.start()
     wait_for_a_line(killed, process)
-    os.killpg(process.pid, signal.SIGTERM)  # the process that reads ahead as well, as schedulers do
-    assert process.wait() == TRY_AGAIN == 75
-    assert json.loads((killed.run / "manifest.json").read_text())["status"] == "stopped"
-    assert "Traceback" not in (tmp_path / "run/output").read_text()
+    os.killpg(process.pid, number)  # the process that reads ahead as well, as schedulers and terminals do
+    assert process.wait() == status
+    manifest = json.loads((killed.run / "manifest.json").read_text())
+    assert manifest["status"] == "stopped"
+    assert (killed.run / f"checkpoints/step_{manifest['step']:08d}").is_dir()
+    output = (tmp_path / "run/output").read_text()
+    assert last_line in output and "train.num_workers=1" in output and "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_while_starting_or_evaluating_ends_without_a_traceback(tmp_path, presses):
+    """Before the first step at once; in a long evaluation the second time."""
+    long = ("train.eval_every=null", "train.sample_every=1", "sampler.num_steps=100000")
+    killed = Killed(tmp_path / "run", Variant(ONE, long if presses == 2 else ("train.batch_size=100000",)))
+    process = killed.start()
+    killed.wait_for_training(process, 0.0)
+    time.sleep(3)
+    for _ in range(presses):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1)
+    assert process.wait(10) == -signal.SIGINT
+    output = (tmp_path / "run/output").read_text()
+    assert "interrupted at step " in output and "Traceback" not in output
+    assert json.loads((killed.run / "manifest.json").read_text())["status"] == "interrupted"
 
 
 LAUNCHES = {
@@ -133,6 +201,8 @@ LAUNCHES = {
     "torchrun, SIGTERM": (TWO, signal.SIGTERM, "SIGTERM"),
     "torchrun, SIGUSR1": (TWO, signal.SIGUSR1, "the launcher is gone"),
     "torchrun that handles all, SIGUSR1": ((*TWO, *ALL_SIGNALS), signal.SIGUSR1, "SIGUSR1"),
+    "accelerate, SIGINT": (ACCELERATE, signal.SIGINT, "the launcher is gone"),
+    "torchrun, SIGINT": (TWO, signal.SIGINT, INTERRUPT),
     "torchrun, SIGKILL": (TWO, signal.SIGKILL, "the launcher is gone"),
 }
 
