@@ -24,7 +24,13 @@ FREE_KEYS = ("run_name", "output_dir", "wait", "decoding", "data.encoder", "mode
 FREE_KEYS += ("sweep_metric", "evaluation", "guidance", "sampler", "tracker")
 FREE_KEYS += ("train.log_every", "train.save_every", "train.eval_every", "train.sample_every")
 FREE_KEYS += ("train.total_steps", "train.max_time_sec", "train.max_skipped_steps", "train.num_workers")
-FREE_KEYS += ("train.keep_last", "train.milestone_every", "train.keep_freed_memory")
+FREE_KEYS += (
+    "train.check_resources",
+    "train.check_speed",
+    "train.keep_last",
+    "train.milestone_every",
+    "train.keep_freed_memory",
+)
 # What a resumed run must not change where it scores its samples: a score must mean the same all along.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
 
@@ -73,9 +79,11 @@ class RunFolder:
                 raise FileNotFoundError(f"run={self.path} is not a run directory (no {file}){hint}")
 
     def has_results(self) -> bool:
-        """Return whether there is anything that another run must not overwrite."""
-        metrics = self.metrics_file
-        return (metrics.is_file() and metrics.stat().st_size > 0) or (self.path / "checkpoints").is_dir()
+        """True if the folder has saved steps, or the record of some, which another run must not overwrite."""
+        if any(self.path.glob("checkpoints/step_*")):
+            return True
+        manifest = self.manifest()
+        return manifest.get("status") in ("finished", "stopped") and manifest.get("step", 0) > 0
 
     def is_finished(self, total_steps: int) -> bool:
         """Return whether the run has done `total_steps`."""
@@ -197,10 +205,16 @@ class RunFolder:
 
     def record_start(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
         """Write configuration and manifest of a run that starts or resumes at a step."""
+        self.check_place()
         write_text(self.config_file, yaml.safe_dump(config, sort_keys=False))
+        old = self.manifest() if step else {}
+        if not step:  # a start that saved nothing may have been of another configuration
+            for file in self.path.glob("samples/*.png"):
+                file.unlink()
         start = {"step": step, **{key: details[key] for key in START}}
-        starts = [*(self.manifest()["starts"] if step else []), start]
-        self.update({**details, "status": "running", "reason": None, "failure": None, "starts": starts})
+        starts = [*old.get("starts", []), start]
+        now = {"status": "running", "reason": None, "failure": None, "starts": starts}
+        write_json(self.manifest_file, {**old, **details, **now})
 
     def update(self, fields: dict[str, Any]) -> None:
         """Change fields of the manifest."""
