@@ -1,7 +1,6 @@
-"""What a training will take in time, memory and disk: said before it starts, with warnings where it does not
-fit.
-"""
+"""What a training will take in time, memory and disk, and what there is."""
 
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,13 @@ from training.speed import product_flops_per_sec
 UTILISATION = 0.4  # of the rate of large products, in training; small networks reach less
 COMPILED_AFTER_SEC = 40
 SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 100  # of matrices whose product takes about a millisecond
-LONG_SEC = 7 * 24 * 3600
+LONG_SEC, TOO_LONG_SEC = 7 * 24 * 3600, 30 * 24 * 3600
+KEPT_AT_LEAST = 0.5  # of the activations: compiled blocks keep fewer
+# Limits of a container or of a job, in versions 2 and 1: limit, what is taken, what of it is only cached.
+CGROUPS = {
+    Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
+    Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # Bytes a weight takes: itself, its gradient, the two averages of AdamW, the average that samples are drawn
 # from. A checkpoint has all but the gradient.
 WEIGHT, GRADIENT, OPTIMIZER, AVERAGE = 4, 4, 8, 4
@@ -41,6 +46,12 @@ class Estimate:
     def memory(self) -> int:
         """Bytes in memory of each process, without those of the program itself."""
         return self.weights + self.activations
+
+
+def weights_alone(net: nn.Module) -> Estimate:
+    """Return what the weights of a network take, which may be on the device meta."""
+    num_parameters = sum(parameter.numel() for parameter in net.parameters())
+    return Estimate(0.0, num_parameters * (WEIGHT + GRADIENT + OPTIMIZER + AVERAGE), 0, 0)
 
 
 def estimate(
@@ -70,7 +81,7 @@ def estimate(
         num_saved += train["total_steps"] // train["milestone_every"]
     return Estimate(
         step_sec=flops / (rate * launch.world_size),
-        weights=cost.num_parameters * (WEIGHT + GRADIENT + OPTIMIZER + AVERAGE),
+        weights=weights_alone(net).weights,
         activations=two + (three - two) * (micro_batch_size - 2),
         checkpoints=cost.num_parameters * (WEIGHT + OPTIMIZER + AVERAGE) * num_saved,
     )
@@ -100,7 +111,18 @@ def free_memory(launch: Launch) -> int:
     """Return the bytes that a process may take, what it has taken on a GPU included."""
     if launch.device.type == "cuda":
         return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_reserved(launch.device)
-    return psutil.virtual_memory().available // launch.world_size
+    limits = (_free_in_cgroup(folder, *names) for folder, names in CGROUPS.items())
+    return min(psutil.virtual_memory().available, *limits) // launch.world_size
+
+
+def _free_in_cgroup(folder: Path, limit: str, taken: str, cached: str) -> float:
+    """Return the bytes that a limit leaves; without one, infinity."""
+    try:
+        most, now = ((folder / name).read_text().strip() for name in (limit, taken))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:  # another version, or another system
+        return math.inf
+    return math.inf if most == "max" else int(most) - int(now) + int(stat[cached])
 
 
 def free_disk(checkpoints: Path) -> int:

@@ -30,6 +30,8 @@ class TrainConfig:
     max_time_sec: float | None = None
     max_skipped_steps: int = 10
     num_workers: int = 0
+    check_resources: bool = True  # refuse to start without the memory, the disk or the time
+    check_speed: bool = True  # compare the routes with their FLOPs, once, after the first checkpoint
     init_from: str | None = None
     init_from_objective: str | None = None  # edm, flow, sit or ddpm: what weights of other code predict
     init_from_label_table: bool = True  # false: of other classes, drawn anew

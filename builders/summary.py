@@ -1,10 +1,11 @@
-"""What a user wants to see before a run starts."""
+"""What a user wants to see before a run starts, and what keeps it from starting."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch.nn as nn
 
-from builders.estimate import COMPILED_AFTER_SEC, LONG_SEC, Estimate
+from builders.estimate import COMPILED_AFTER_SEC, KEPT_AT_LEAST, LONG_SEC, TOO_LONG_SEC, Estimate
 from data.classes import class_warnings, first_classes
 from data.manifest import LatentManifest
 
@@ -66,15 +67,38 @@ def warnings(
     config: dict[str, Any],
     manifest: LatentManifest,
     takes: Estimate,
-    resumed_step: int,
+    steps: int,
     memory: int,
     disk: int,
 ) -> list[str]:
-    """Return what a user wants to be warned of, where so many bytes of memory and disk are free."""
+    """Return what a user wants to be warned of before so many steps, where so many bytes of memory and disk
+    are free.
+    """
     train, found, num_trained = config["train"], class_warnings(manifest), manifest.num_trained
     if train["batch_size"] > num_trained:
         rule = f"a step sees some of the {num_trained} entries more than once"
         found.append(f"train.batch_size={train['batch_size']}: {rule}")
+    found += shortages(train, takes, steps, memory, disk)
+    return [f"warning: {line}" for line in found]
+
+
+def check_resources(train: dict[str, Any], takes: Estimate, steps: int, memory: int, disk: int) -> None:
+    """Check that so many steps have the memory, the disk and the time that they surely take.
+
+    Raises:
+        ValueError: they do not, and `train.check_resources` is true.
+    """
+    surely = replace(takes, activations=int(takes.activations * KEPT_AT_LEAST))
+    if shortages(train, surely, steps, memory, disk, TOO_LONG_SEC) and train["check_resources"]:
+        found = "; ".join(shortages(train, takes, steps, memory, disk, TOO_LONG_SEC))
+        raise ValueError(f"{found} (train.check_resources=false starts it all the same)")
+
+
+def shortages(
+    train: dict[str, Any], takes: Estimate, steps: int, memory: int, disk: int, long_sec: float = LONG_SEC
+) -> list[str]:
+    """Return what is too small for so many steps, where so many bytes of memory and disk are free."""
+    found = []
     if takes.memory > memory:
         needed = f"about {_gib(takes.memory)} of memory are needed, {_gib(memory)} are free"
         found.append(f"{needed}: lower train.micro_batch_size, or choose a smaller model/size")
@@ -82,11 +106,11 @@ def warnings(
         needed = f"about {_gib(takes.checkpoints)} of disk are needed for checkpoints, {_gib(disk)} are free"
         fewer = " or raise train.milestone_every" if train["milestone_every"] else ""
         found.append(f"{needed}: lower train.keep_last{fewer}")
-    if (sec := (train["total_steps"] - resumed_step) * takes.step_sec) > LONG_SEC:
+    if (sec := steps * takes.step_sec) > long_sec:
         found.append(
             f"this would take about {duration(sec)} here: choose a smaller model/size or fewer steps"
         )
-    return [f"warning: {line}" for line in found]
+    return found
 
 
 def duration(sec: float) -> str:
@@ -98,7 +122,8 @@ def duration(sec: float) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2g} GiB"
+    size = num_bytes / GIB
+    return f"{size:.0f} GiB" if size >= 10 else f"{size:.2g} GiB"
 
 
 def _length(

@@ -15,11 +15,11 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import resolve_auto
-from builders.estimate import estimate, free_disk, free_memory
+from builders.estimate import estimate, free_disk, free_memory, weights_alone
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
 from builders.network import build_loss, build_net, build_optimizer, build_precond, build_route_plan
 from builders.public import carries_configuration, precond_of
-from builders.summary import summary, warnings
+from builders.summary import check_resources, summary, warnings
 from data import (
     LatentDataset,
     ShardDataset,
@@ -32,7 +32,7 @@ from data import (
 )
 from models import cost_of, resolve_attention, token_mask
 from routing import RoutePlan, Routing
-from runtime.config import build_node
+from runtime.config import build_node, chosen_overrides
 from runtime.files import sha256
 from runtime.launch import Launch
 from runtime.machine import bf16_speedup, compile_blocks, keep_freed_memory
@@ -125,6 +125,11 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     resolved = _resolve(config, run, launch)
     bf16, micro_batch_size = resolved["mixed_precision"] == "bf16", resolved["micro_batch_size"]
 
+    memory, folder = free_memory(launch), run.path / "checkpoints"
+    with torch.device("meta"):  # before its memory is taken
+        least = weights_alone(build_net(config))
+    launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
+
     torch.manual_seed(config["seed"])
     net = build_net(config).to(device)
     init_from = _load_init(net, config, run)
@@ -141,7 +146,6 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     evaluators = build_evaluators(config, run, dataset, launch, *networks, resolved)
     check_sweep_metric(config["sweep_metric"], evaluators)
     batches = _build_batches(config, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
-    folder = run.path / "checkpoints"
     checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
     stop = StopRequest(train["max_time_sec"])
     scalars = {**train, "warmup_steps": config["optimizer"]["warmup_steps"]}
@@ -150,7 +154,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     slowdown = fp32_slowdown(net, device, bf16)
     losses = micro_loss(precond, net, loss, micro_batch_size, device, Routing)
     step, predicted = micro_step(losses, precond, net), partial(_predicted_speedup, net, slowdown)
-    speed_check = SpeedCheck(step, predicted, device, recorder)
+    speed_check = SpeedCheck(step, predicted, device, recorder) if train["check_speed"] else None
     parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
     work = Work(cache(partial(_training_flops, net)), specified_peak(device, bf16))
     trainer = Trainer(*parts, stop, settings, work, speed_check)
@@ -171,6 +175,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
             "resolved": resolved,
             "num_processes": launch.world_size,
             **environment(device),
+            "overrides": chosen_overrides(),
             "routes": plan.describe(train["masked_loss"]),
             "cost": cost.describe(),
             "data": dataset.describe(),
@@ -179,12 +184,12 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
         }
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
         takes = estimate(config, resolved, cost, loss_of, net, launch, drawing_flops(evaluators))
+        disk, left = free_disk(folder), train["total_steps"] - trainer.step
+        check_resources(train, takes, left, memory, disk)
         run.record_start(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None, flatten(config))
         print(summary(config, details, net, trainer.step, dataset.manifest, takes), flush=True)
-        for line in warnings(
-            config, dataset.manifest, takes, trainer.step, free_memory(launch), free_disk(folder)
-        ):
+        for line in warnings(config, dataset.manifest, takes, left, memory, disk):
             print(line, flush=True)
 
     launch.broadcast_from_main(start_writing)

@@ -1,20 +1,23 @@
 """What a run says of its length, memory and disk, against what then happens."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
 
-from builders.estimate import Estimate, free_disk, kept_bytes
+from builders.estimate import CGROUPS, Estimate, free_disk, free_memory, kept_bytes
 from builders.evaluators import drawing_flops
-from builders.summary import duration, warnings
+from builders.summary import check_resources, duration, warnings
 from data import LatentManifest
+from runtime.launch import ALONE, Launch
 from tests.faults.killing import ENVIRONMENT
 from tests.runs import ROOT, TINY, tiny_run, tiny_trainer, validated
 from training.checkpoint import latest_checkpoint
@@ -155,13 +158,64 @@ def test_a_step_takes_the_memory_that_was_said(tmp_path):
 def test_what_is_not_there_is_warned_of(overrides, takes, message):
     config = validated(*TINY, *overrides.split())
     usual = {"step_sec": 1.0, "weights": GIB, "activations": GIB, "checkpoints": GIB}
-    (warning,) = warnings(config, MANIFEST, Estimate(**usual | takes), 0, 20 * GIB, 5 * GIB)
+    (warning,) = warnings(config, MANIFEST, Estimate(**usual | takes), 6, 20 * GIB, 5 * GIB)
     assert warning.startswith(f"warning: {message}")
+
+
+@pytest.mark.parametrize(
+    ("takes", "steps", "message"),
+    [
+        ({"activations": 38 * GIB}, 1, None),  # compiled blocks may keep half of it
+        ({"activations": 40 * GIB}, 1, "about 41 GiB of memory are needed, 20 GiB are free: "),
+        (
+            {"weights": 299 * GIB, "step_sec": 1e6},
+            9,
+            "about 300 GiB of memory are needed, 20 GiB are free: ",
+        ),
+        ({"checkpoints": 6 * GIB}, 1, "about 6 GiB of disk are needed for checkpoints, 5 GiB are free: "),
+        ({"step_sec": 864_000}, 2, None),
+        ({"step_sec": 864_000}, 4, "this would take about 40 days here: "),
+    ],
+)
+def test_hopeless_runs_are_refused_unless_the_user_insists(takes, steps, message):
+    usual = {"step_sec": 1.0, "weights": GIB, "activations": GIB, "checkpoints": GIB}
+    asked = (Estimate(**usual | takes), steps, 20 * GIB, 5 * GIB)
+    check_resources({"check_resources": False, "milestone_every": None}, *asked)
+    train = {"check_resources": True, "milestone_every": None}
+    if message is None:
+        check_resources(train, *asked)
+        return
+    with pytest.raises(ValueError) as error:
+        check_resources(train, *asked)
+    assert str(error.value).startswith(message) and "(train.check_resources=false" in str(error.value)
+
+
+@pytest.mark.parametrize("free", ["memory", "disk"])
+def test_a_hopeless_run_ends_before_anything_is_written_or_its_memory_taken(tmp_path, monkeypatch, free):
+    monkeypatch.setattr(f"builders.trainer.free_{free}", lambda _: 0)
+    if free == "memory":
+        monkeypatch.setattr("builders.trainer.EMA", None)  # is not reached
+    with pytest.raises(ValueError, match=f"of {free} are needed"):
+        tiny_trainer(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    if free == "disk":
+        tiny_run(tmp_path / "run", "train.total_steps=1", "train.check_resources=false")
+
+
+@pytest.mark.parametrize("names", CGROUPS.values())
+@pytest.mark.parametrize(("limit", "free"), [("max", math.inf), (3 * GIB, 2.5 * GIB)])
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch, names, limit, free):
+    for name, value in zip(names, (limit, GIB, f"anon 5\n{names[2]} {GIB // 2}"), strict=True):
+        (tmp_path / ("memory.stat" if name == names[2] else name)).write_text(f"{value}\n")
+    monkeypatch.setattr("builders.estimate.CGROUPS", {tmp_path: names, tmp_path / "none": names})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
+    assert free_memory(ALONE) == min(free, 8 * GIB)
+    assert free_memory(Launch(world_size=2)) == min(free, 8 * GIB) // 2
 
 
 def test_nothing_is_warned_of_where_all_is_there():
     enough = Estimate(step_sec=1.0, weights=GIB, activations=GIB, checkpoints=GIB)
-    assert warnings(validated(*TINY, "train.batch_size=90"), MANIFEST, enough, 0, 2 * GIB, GIB) == []
+    assert warnings(validated(*TINY, "train.batch_size=90"), MANIFEST, enough, 6, 2 * GIB, GIB) == []
 
 
 def test_times_are_one_number():
