@@ -15,6 +15,9 @@ from training.recorder import Recorder
 
 MIN_SHARE = 0.8  # of the predicted speed-up
 REPEATS = 7
+MAX_SPREAD = 1.3  # of repeats, the largest over the smallest without the extremes: beyond it, noise
+SWITCH_OFF = "(train.check_speed=false: never)"
+SLOW, NOISY = "less than the FLOPs promise", "too noisy to tell: is this machine busy?"
 BAR_AFTER_SEC = 2
 PEAK_FLOPS = {  # bf16, dense, as NVIDIA specifies them
     "NVIDIA H200": 989e12,
@@ -154,6 +157,8 @@ class SpeedCheck:
 
         shown = {"desc": "  forward and backward", "unit": "step", "leave": False, "delay": BAR_AFTER_SEC}
         shown["disable"] = not self.recorder.launch.is_main
+        passes = f"{REPEATS + 1} dense and {REPEATS + 1} routed passes"
+        self.recorder.show(f"timing {passes} to compare the routes with their FLOPs {SWITCH_OFF}")
         try:
             with tqdm(total=len(tried) * (REPEATS + 1), **shown) as bar:
                 steps = {name: partial(step, ratios) for name, ratios in tried.items()}
@@ -163,11 +168,36 @@ class SpeedCheck:
             self.recorder.show(f"the speed-up was not measured: {reason}")
             return
         measured = speedup(seconds["dense"], seconds["routed"])
-        found = {"ratios": list(ratios), "measured_speedup": measured, "predicted_speedup": predicted}
+        low, high = spread(seconds["dense"], seconds["routed"])
+        found = {"ratios": list(ratios), "predicted_speedup": predicted, "measured_speedup": measured}
+        found |= {"range": [low, high], "verdict": verdict(low, high, predicted)}
         self.recorder.note({"speed_check": found})
         at = ", ".join(f"{ratio:g}" for ratio in ratios)
-        speedups = f"{measured:.2f}x as fast as a dense one ({predicted:.2f}x by FLOPs)"
-        self.recorder.show(f"a forward and backward pass at ratio {at} is {speedups}")
-        if measured < MIN_SHARE * predicted:
-            hint = "To compare other routes: python -m benchmarks.advise run=..."
-            self.recorder.show(f"That is less than {MIN_SHARE:.0%} of what the FLOPs promise. {hint}")
+        self.recorder.show(f"a forward and backward pass at ratio {at}: {describe_check(found)}")
+        if found["verdict"] == SLOW:
+            self.recorder.show("To compare other routes: python -m benchmarks.advise run=...")
+
+
+def spread(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float]:
+    """Return the smallest and the largest speed-up of the repeats, without the two extremes if there are
+    more than three.
+    """
+    ratios = sorted(a / b for a, b in zip(slow, fast, strict=True))
+    kept = ratios[1:-1] if len(ratios) > 3 else ratios
+    return kept[0], kept[-1]
+
+
+def verdict(low: float, high: float, predicted: float) -> str:
+    """Return what is wrong with speed-ups from `low` to `high`; an empty string if nothing is."""
+    if high > MAX_SPREAD * low:
+        return NOISY
+    return SLOW if high < MIN_SHARE * predicted else ""
+
+
+def describe_check(found: Mapping[str, Any]) -> str:
+    """Return the record of a speed check in words."""
+    low, high = found["range"]
+    said = f"{low:.2f}x to {high:.2f}x as fast as a dense one, {found['predicted_speedup']:.2f}x by FLOPs"
+    if found["verdict"] != NOISY:
+        said = f"{found['measured_speedup']:.2f}x ({said})"
+    return f"{said}; {found['verdict']}" if found["verdict"] else said

@@ -120,18 +120,22 @@ def test_gradient_checkpointing_may_change_on_resume(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_results_without_a_checkpoint_are_not_overwritten_either(tmp_path):
-    trainer, run = tiny_trainer(tmp_path, "train.log_every=1")
-
-    def stop(step, parts):
-        raise KeyboardInterrupt
-
-    trainer.checkpoints.save = stop
-    with pytest.raises(KeyboardInterrupt):
-        run_training(trainer, run)
-    with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.0001 -> 0\.01"):
-        tiny_trainer(tmp_path, "train.log_every=1", "optimizer.lr=0.01")
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+@pytest.mark.parametrize("saved", [False, True])
+def test_only_a_folder_with_saved_steps_refuses_a_changed_configuration(tmp_path, saved):
+    options = ("train.log_every=1", "train.sample_every=1", "sampler.num_steps=1", "train.save_every=2")
+    trainer, run = tiny_trainer(tmp_path, *options)
+    interrupted(trainer, run, 3 if saved else 1)
+    assert metrics(tmp_path) and list(tmp_path.glob("samples/*.png"))
+    if saved:
+        shutil.rmtree(tmp_path / "checkpoints/step_00000002")
+        RunFolder(tmp_path).update({"status": "stopped"})  # its metrics are what is left
+        with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.0001 -> 0\.01"):
+            tiny_trainer(tmp_path, *options, "optimizer.lr=0.01")
+        return
+    RunFolder(tmp_path).update({"speed_check": {"measured_speedup": 9.0}})
+    _, run = tiny_trainer(tmp_path, *options, "optimizer.lr=0.01")
+    assert (run.config()["optimizer"]["lr"], metrics(tmp_path)) == (0.01, [])
+    assert "speed_check" not in run.manifest() and not list(tmp_path.glob("samples/*.png"))
 
 
 def test_other_data_is_refused_though_the_configuration_is_the_same(tmp_path):
@@ -257,6 +261,7 @@ def test_a_resume_refuses_what_changes_the_weights(short_run):
     free = {key for key in free if not key.startswith(("sampler", "guidance", "evaluation", "tracker"))}
     allowed = {"keep_last", "keep_freed_memory", "max_skipped_steps", "max_time_sec", "num_workers"}
     allowed |= {"total_steps", "log_every", "save_every", "eval_every", "sample_every", "milestone_every"}
+    allowed |= {"check_resources", "check_speed"}
     allowed = {f"train.{name}" for name in allowed}
     allowed |= {"model.gradient_checkpointing", "decoding", "wait", "output_dir", "run_name", "sweep_metric"}
     assert free == allowed
@@ -481,3 +486,16 @@ def test_measuring_the_speed_up_changes_nothing(tmp_path):
         manifest["cost"]["predicted_speedup"]
     )
     assert "speed_check" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "at"),
+    [("", 3), ("train.save_every=4", 6), ("train.save_every=100", None), ("train.check_speed=false", None)],
+)
+def test_the_speed_is_checked_once_after_the_first_checkpoint(tmp_path, overrides, at):
+    trainer, run = tiny_trainer(tmp_path, *overrides.split())
+    steps, check = [], trainer.speed_check
+    assert (check is None) == ("check_speed" in overrides)
+    trainer.speed_check = check and (lambda ratios: steps.append(trainer.step))
+    run_training(trainer, run)
+    assert steps == ([at] if at else [])
