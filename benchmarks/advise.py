@@ -39,6 +39,7 @@ from runtime.files import write_json, write_text
 from runtime.machine import start_process
 from runtime.output import claimed, place_of
 from runtime.provenance import environment
+from runtime.tables import aligned
 from training.checkpoint import find_checkpoint
 from training.speed import fp32_slowdown, interleaved_seconds, most_graphs
 
@@ -156,7 +157,7 @@ def main(cfg: DictConfig) -> None:
             }
             write_text(file.with_suffix(".md"), text + "\n")
             write_json(file, figures)
-    print(f"{text}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
+    print(f"{aligned(text)}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
 
 
 def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:

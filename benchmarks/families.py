@@ -29,6 +29,7 @@ from routing import Route, Routing, attach
 from routing.families import FAMILIES, Sizes, routable
 from runtime.machine import has_fast_bf16, start_process
 from runtime.provenance import environment
+from runtime.tables import aligned
 from training.speed import interleaved_seconds, speedup
 
 DEPTH, NUM_TEXT = 12, 77
@@ -73,7 +74,7 @@ def main() -> None:
             record.add(name, measure(name, sizes, repeats, device))
         except (RuntimeError, ValueError, TypeError) as error:  # the same command tries again
             record.add(name, [{"failed": f"{type(error).__name__}: {error}"}])
-    print(markdown(record.rows, COLUMNS))
+    print(aligned(markdown(record.rows, COLUMNS)))
     sys.exit(record.done() != record.started())
 
 

@@ -31,6 +31,7 @@ from benchmarks.results import Record, Rows, markdown, spread
 from data import digits
 from examples import finetune
 from runtime.provenance import environment
+from runtime.tables import aligned
 from training.speed import interleaved_seconds
 
 LRS = {"full": (1e-4, 3e-4, 1e-3), "lora": (1e-3, 3e-3, 1e-2)}
@@ -103,7 +104,7 @@ def main() -> None:
         work.do([(kind, "dense", SEARCH_SEED, lr) for lr in LRS[kind]])
         lr = work.chosen_lr(kind)
         work.do([(kind, arm, seed, lr) for seed in SEEDS for arm in ARMS])
-    print(markdown([row for row in record.rows if row.get("fd_pixel")], COLUMNS))
+    print(aligned(markdown([row for row in record.rows if row.get("fd_pixel")], COLUMNS)))
     sys.exit(record.done() != record.started())
 
 

@@ -32,6 +32,7 @@ from runtime.config import run_main
 from runtime.errors import UserError
 from runtime.machine import start_process
 from runtime.provenance import PROJECT, environment
+from runtime.tables import aligned
 
 LIMIT_SEC, GRACE_SEC = 420, 60  # of a stage: when its rows should have ended, and when it is ended
 TIME_IS_UP = 3
@@ -86,7 +87,7 @@ def main() -> None:
     for name, end in ends.items():
         print(f"\n{name}: {end}")
         for file in asked.out.glob(f"gpu_{name}_*.csv"):
-            print(markdown(read_results(file), STAGES[name].columns))
+            print(aligned(markdown(read_results(file), STAGES[name].columns)))
     sys.exit(any(end != "done" for end in ends.values()))
 
 
@@ -142,7 +143,7 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
             rows = [{"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}]
         row_sec = time.perf_counter() - row_start
         record.add(setting, rows)
-        print(f"{markdown(rows, stage.columns)}\n({row_sec:.0f} s)", flush=True)
+        print(f"{aligned(markdown(rows, stage.columns))}\n({row_sec:.0f} s)", flush=True)
         gc.collect()  # compiled blocks refer to themselves
         if device.type == "cuda":
             torch.cuda.empty_cache()

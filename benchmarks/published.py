@@ -22,6 +22,7 @@ from builders.config import composed, of_run
 from evaluation.files import PUBLISHED
 from runtime.files import finite, read_json, write_text
 from runtime.provenance import PROJECT, flatten
+from runtime.tables import aligned
 from training.run_folder import FREE_KEYS, RunFolder
 
 EXPERIMENTS = PROJECT / "configs" / "experiment"
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not folder.is_dir() and folder != Path("runs"):
             parser.error(f"{folder} is not a folder")
     found = table(read_rows(), [record for folder in asked.folders for record in read_records(folder)])
-    print(found)
+    print(aligned(found))
     if asked.write:
         write_text(PAGE, TABLE.sub(lambda match: f"{match[1]}{found}\n{match[2]}", PAGE.read_text()))
 

@@ -32,6 +32,7 @@ from runtime.config import run_main
 from runtime.machine import start_process
 from runtime.memory import peak_gib, reset_peak
 from runtime.provenance import environment
+from runtime.tables import aligned
 from training.speed import interleaved_seconds, speedup
 
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
@@ -97,7 +98,7 @@ def main() -> None:
     found, rows = environment(device), []
     for name, size in SIZES[device.type].items():
         rows += [{"setting": name, **row} for row in as_sampled(size, device, REPEATS, TURN_SEC[device.type])]
-        print(markdown(rows, COLUMNS), flush=True)
+        print(aligned(markdown(rows, COLUMNS)), flush=True)
     write_results("sampling", rows, found)
 
 

@@ -35,6 +35,7 @@ from runtime.errors import UserError
 from runtime.machine import start_process
 from runtime.memory import peak_gib, reset_peak
 from runtime.provenance import environment
+from runtime.tables import aligned
 from training.speed import PRODUCT_SIZES, product_flops_per_sec, specified_peak, speedup
 from training.trainer import Trainer
 
@@ -135,7 +136,7 @@ def main() -> None:
     found, peaks, rows = environment(device), peaks_of(device), []
     for setting in settings:
         rows += (measured := measure(setting, asked.repeats, peaks))
-        print(markdown(measured, COLUMNS), flush=True)
+        print(aligned(markdown(measured, COLUMNS)), flush=True)
         if record:
             write_results(record, rows, found)
 

@@ -36,6 +36,7 @@ from benchmarks.train_step import ours
 from builders.network import build_net
 from models import cost_of
 from runtime.provenance import environment
+from runtime.tables import aligned
 from training.arms import Run
 from training.run_folder import RunFolder
 
@@ -170,7 +171,7 @@ def main() -> None:
             record = Record(f"twins_{name}", asked.out, about, fixed=("tiny",))
             work = Work(name, study, arms, asked, record, about)
             complete &= work.done()
-        print(f"\n{name}\n{markdown(record.rows, COLUMNS | {'ms': '{:.1f}'})}", flush=True)
+        print(f"\n{name}\n{aligned(markdown(record.rows, COLUMNS | {'ms': '{:.1f}'}))}", flush=True)
     sys.exit(not complete)
 
 

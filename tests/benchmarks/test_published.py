@@ -10,6 +10,7 @@ import pytest
 from benchmarks import published
 from benchmarks.published import PAGE, TABLE, Row, fits, main, read_records, read_rows, table
 from data import LatentManifest, LatentWriter
+from runtime.tables import aligned
 from tests.inception import write_random_weights
 from tests.programs import start
 
@@ -182,7 +183,7 @@ def test_results_have_every_row_and_are_written_by_the_program(tmp_path, monkeyp
     assert len(lines_of(page.read_text())) == len(read_rows())
     assert lines_of(page.read_text()) == lines_of(TABLE.search(PAGE.read_text())[0])
     assert page.read_text().startswith("# ") and "stale" not in page.read_text()
-    assert capsys.readouterr().out.strip() in page.read_text()
+    assert capsys.readouterr().out.strip() in aligned(page.read_text())
     with pytest.raises(SystemExit):
         main(["/nowhere"])
     assert "/nowhere is not a folder" in capsys.readouterr().err

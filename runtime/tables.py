@@ -1,0 +1,22 @@
+"""Tables of Markdown for people who read them in a terminal."""
+
+import re
+
+
+def aligned(text: str) -> str:
+    """Pad the cells of each table in a text: those of the first column on the right, others on the left."""
+    return re.sub(r"(^\|.*\n?)+", lambda table: _aligned(table[0]), text, flags=re.MULTILINE)
+
+
+def _aligned(table: str) -> str:
+    rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table.splitlines()]
+    head, _, *body = rows
+    widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
+
+    def line(row: list[str]) -> str:
+        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        return "| " + " | ".join([first.lstrip().ljust(widths[0]), *others]) + " |"
+
+    rule = ["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]
+    lines = [line(head), f"|{'|'.join(rule)}|", *map(line, body)]
+    return "\n".join(lines) + ("\n" if table.endswith("\n") else "")
