@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import Any
 
 from runtime.files import parse_json, read_bounded, read_json
 from runtime.provenance import flatten
+from runtime.tables import aligned
 from training.run_folder import FREE_KEYS, SCORING_KEYS, RunFolder, is_in
 
 MAX_METRICS_BYTES = 2**28
@@ -19,6 +21,9 @@ CLOCK = ("step", "num_images", "train_time_sec", "evaluation_time_sec")
 # What does not make another arm: what changes neither the weights after a number of steps nor their scores.
 SAME_ARM = {"seed", "data.path", *FREE_KEYS} - {"train.total_steps", *SCORING_KEYS}
 LEVEL = "/t="  # of noise, in the key of a loss
+# What is said otherwise: by the method, by the section of a page.
+UNNAMED = ("model", "data")
+MAX_NAME = 60  # characters
 
 Lines = list[dict[str, Any]]
 Curve = list[tuple[int, float]]  # (step, value)
@@ -40,6 +45,33 @@ class Run:
         if not isinstance(self.config.get("seed"), int):
             raise ValueError(f"{self.folder.config_file} is damaged: no seed")
         self.name, self.seed = self.folder.path.resolve().name, self.config["seed"]
+
+    @cached_property
+    def overrides(self) -> dict[str, str]:
+        """What was chosen when the run was started, on the command line or by a sweeper: groups and keys."""
+        pairs = (text.lstrip("+~").partition("=") for text in self.manifest["overrides"])
+        return {key: value for key, _, value in pairs}
+
+    def chosen(self, key: str) -> str | None:
+        """Return the value of a key, or the chosen option of a group; None if there is none."""
+        node = self.config
+        for part in key.split("."):
+            try:
+                node = node[int(part)] if isinstance(node, list) else node[part]
+            except (KeyError, IndexError, ValueError, TypeError):
+                return self.overrides.get(key)
+        return self.overrides.get(key) if isinstance(node, dict) else str(node)
+
+    @property
+    def data(self) -> str:
+        """The name of the data set."""
+        data = self.config["data"]
+        return Path(data["path"]).name if data.get("path") else data["_target_"].rpartition(".")[2]
+
+    @property
+    def num_held_out(self) -> int:
+        """Images that the held-out losses are of."""
+        return self.manifest["data"]["manifest"]["num_held_out"]
 
     @property
     def step(self) -> int:
@@ -105,8 +137,9 @@ class Run:
 class Arm:
     """Runs that differ in the seed alone."""
 
-    name: str
     runs: list[Run]
+    name: str = ""
+    data: str = ""
 
     def curve(self, key: str, axis: str) -> list[tuple[float, float, float, float]]:
         """Return (what was spent, mean, least, most) over seeds, at the steps that all runs logged."""
@@ -140,29 +173,60 @@ def metrics_of(file: Path) -> Lines:
 
 
 def grouped(runs: Sequence[Run]) -> list[Arm]:
-    """Return the arms, in the order of their first runs, named by what differs between them."""
+    """Return the arms of each data set, in the order of their first runs, named by what was chosen between
+    them.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(sorted(run.settings.items())), []).append(run)
-    arms = [Arm("", sorted(members, key=lambda run: (run.seed, run.name))) for members in groups.values()]
-    settings = [arm.runs[0].settings for arm in arms]
-    methods = [each.get("method") for each in settings]
-    for arm, own in zip(arms, settings, strict=True):
-        # What most arms have need not be said of each, nor the routes of the one method.
-        alone = len(set(methods)) > 1 and methods.count(own.get("method")) == 1
-        said = [
-            _said(key, own.get(key))
-            for key in differences(arms)
-            if not is_in(key, SCORING_KEYS)
-            and not (key == "model.routes" and alone)
-            and (key == "method" or 2 * sum(each.get(key) == own.get(key) for each in settings) <= len(arms))
-        ]
-        arm.name = ", ".join(filter(None, said))
+    of_data: dict[str, list[Arm]] = {}
+    for members in groups.values():
+        arm = Arm(sorted(members, key=lambda run: (run.seed, run.name)))
+        of_data.setdefault(arm.runs[0].settings["data.entries"], []).append(arm)
+    names = [arms[0].runs[0].data for arms in of_data.values()]
+    for name, (entries, arms) in zip(names, of_data.items(), strict=True):
+        _name(arms)
+        for arm in arms:
+            arm.data = name if names.count(name) == 1 else f"{name} ({entries})"
+    return [arm for arms in of_data.values() for arm in arms]
+
+
+def sections(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
+    """Return the arms of each data set, by its name."""
+    found: dict[str, list[Arm]] = {}
+    for arm in arms:
+        found.setdefault(arm.data, []).append(arm)
+    return found
+
+
+def _name(arms: Sequence[Arm]) -> None:
+    """Name arms of one data set by the method and by the chosen keys that differ, or else by their runs."""
+    keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.overrides)
+    keys = [key for key in keys if key not in UNNAMED and not is_in(key, SAME_ARM)]
+    keys = [key for key in ("method", *keys) if len({arm.runs[0].chosen(key) for arm in arms}) > 1]
+    short = [re.split(r"[./]", key)[-1] for key in keys]
+    for arm in arms:
+        said = []
+        for key, label in zip(keys, short, strict=True):
+            if (value := arm.runs[0].chosen(key)) is not None:
+                label = key if short.count(label) > 1 else label
+                said.append(value if key == "method" else f"{label}={value}")
+        arm.name = ", ".join(said)
     names = [arm.name for arm in arms]
     for arm in arms:
-        if names.count(arm.name) > 1 or not arm.name:  # they are scored in other ways
+        if names.count(arm.name) > 1 or not arm.name:
             arm.name = ", ".join(filter(None, [arm.name, arm.runs[0].name]))
-    return arms
+        arm.name = shortened(arm.name)
+    names = [arm.name for arm in arms]
+    for i, arm in enumerate(arms):
+        if names.count(arm.name) > 1:
+            arm.name += f" #{1 + names[:i].count(arm.name)}"
+
+
+def shortened(name: str) -> str:
+    """Return a name without its middle if it is long: what tells runs apart is often at the end."""
+    half = (MAX_NAME - 3) // 2
+    return name if len(name) <= MAX_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 def differences(arms: Sequence[Arm]) -> list[str]:
@@ -171,12 +235,6 @@ def differences(arms: Sequence[Arm]) -> list[str]:
     keys = dict.fromkeys(key for each in settings for key in each)
     different = [key for key in keys if len({each.get(key) for each in settings}) > 1]
     return sorted(different, key=lambda key: key != "method")
-
-
-def _said(key: str, value: str | None) -> str:
-    if value is None or (key == "model.routes" and value == "none"):
-        return ""
-    return value if key in ("method", "model.routes") else f"{key.rpartition('.')[2]}={value}"
 
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
@@ -219,12 +277,18 @@ def shown_keys(arms: Sequence[Arm]) -> list[str]:
     return [key for key in keys if LEVEL not in key and (key in scored or ": " in key or key == "loss")]
 
 
-def markdown(rows: Sequence[dict[str, str]]) -> str:
+def as_text(rows: Sequence[dict[str, str]]) -> str:
     """Return rows as a table for a terminal, without the scores of single files."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if ": " not in key]
     lines = [keys, ["---"] * len(keys), *([row.get(key, "") for key in keys] for row in rows)]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "".join(c for c in text if c.isprintable() or c == "\n")  # a run may be from elsewhere
+    cells = ([cell.replace("|", "/") for cell in line] for line in lines)
+    text = "\n".join("| " + " | ".join(line) + " |" for line in cells)
+    return aligned(printable(text))
+
+
+def printable(text: str) -> str:
+    """Return a text without what controls a terminal: a run may be from elsewhere."""
+    return "".join(c for c in text if c.isprintable() or c == "\n")
 
 
 def as_csv(arms: Sequence[Arm]) -> str:
@@ -252,6 +316,7 @@ def _runs_of(arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
         for run in arm.runs:
             yield {
                 "run": run.name,
+                "data": arm.data,
                 "arm": arm.name,
                 "seed": run.seed,
                 "status": run.manifest["status"],

@@ -13,11 +13,25 @@ from typing import Any
 import yaml
 
 from runtime.files import read_bounded
-from training.arms import CLOCK, LEVEL, Arm, Lines, Run, as_csv, differences, grouped, shown_keys, table
+from training.arms import (
+    CLOCK,
+    LEVEL,
+    Arm,
+    Lines,
+    Run,
+    as_csv,
+    differences,
+    grouped,
+    sections,
+    shown_keys,
+    table,
+)
+from training.speed import describe_check
 
 MAX_PICTURE_BYTES, MAX_DEPTH, MAX_PANELS = 2**26, 1000, 60
 AXES = ("steps", "TFLOPs", "hours")
 LOSSES = ("loss", "val_loss_dense", "val_loss_dense_ema", "val_loss_optimal")
+HELD_OUT, FEW_HELD_OUT = "val_loss", 10  # key of losses; images
 EVENTS = ("loss_spikes", "skipped_steps")
 STYLES = ("-", "--", "-.", ":")  # lines differ in more than their colour
 Points = list[tuple[float, float, float, float]]  # (x, mean, least, most)
@@ -34,7 +48,7 @@ figure:has(:checked) { display: block; overflow-x: auto; }
 figure:has(:checked) img { width: 100%; min-width: 60rem; image-rendering: pixelated; }
 figure:has(:checked) label { cursor: zoom-out; }
 progress { width: 100%; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; margin-bottom: 1rem; }
 th { text-align: left; font-weight: normal; opacity: .7; vertical-align: top; padding-right: 1rem; }
 td { padding-right: 1rem; vertical-align: top; }
 td, pre { overflow-wrap: anywhere; white-space: pre-wrap; }
@@ -89,6 +103,8 @@ def _of_one(run: Run, refresh_sec: int | None) -> str:
     parts = [
         f"<p>{escape(standing(manifest, lines, total_steps, age_sec))}</p>",
         f'<progress max="{total_steps}" value="{run.step}"></progress>',
+        *(f"<p><strong>{escape(line)}</strong></p>" for line in mixtures([arm])),
+        *(_choice_of_axis() if run.curves else ()),
         *_curves([arm], constant),
         "<br>",
         *(_picture(file, file.stem) for file in pictures_of(run.folder.path)),
@@ -101,27 +117,35 @@ def _of_one(run: Run, refresh_sec: int | None) -> str:
 
 def _of_several(runs: Sequence[Run]) -> str:
     arms = grouped(runs)
+    of_data = sections(arms)
     parts = [
         "<p>Runs that differ in the seed alone are one arm: mean ± half of the 95 % interval of the mean "
         "(Student's t); curves are means, with all seeds between their bands.</p>",
+        *_choice_of_axis(),
+    ]
+    for data, alike in of_data.items():
+        parts += [f"<h2>{escape(data)}</h2>", *_section(alike)]
+    runs_of = [_environment(arm, run) for arm in arms for run in arm.runs]
+    parts += ["<h2>Runs</h2>", _wide(runs_of), *(_configuration(arm.runs[0], arm.name) for arm in arms)]
+    return _document(f"{len(runs)} runs, {len(arms)} arms", f"{len(arms)} arms", parts)
+
+
+def _section(arms: Sequence[Arm]) -> list[str]:
+    """Return what is shown of the arms of one data set."""
+    pictures = [_picture(files[0], arm.name) for arm in arms if (files := over_time(arm.runs[0]))]
+    differ = differences(arms)
+    return [
         *(f"<p><strong>{escape(line)}</strong></p>" for line in mixtures(arms)),
         _wide(table(arms)),
-        *_curves(arms, constants(runs)),
-        "<h2>Samples</h2>",
-        *(_picture(files[0], arm.name) for arm in arms if (files := over_time(arm.runs[0]))),
+        *_curves(arms, constants([run for arm in arms for run in arm.runs])),
+        *(["<h3>Samples</h3>", *pictures] if pictures else []),
         *_routes(arms),
-        "<h2>What differs</h2>",
-        _wide(
-            [
-                {"key": key} | {a.name: a.runs[0].settings.get(key, "") for a in arms}
-                for key in differences(arms)
-            ]
-        ),
-        "<h2>Runs</h2>",
-        _wide([_environment(arm, run) for arm in arms for run in arm.runs]),
-        *(_configuration(arm.runs[0], arm.name) for arm in arms),
+        *(["<h3>What differs</h3>", _wide(_differing(arms, differ))] if differ else []),
     ]
-    return _document(f"{len(runs)} runs, {len(arms)} arms", f"{len(arms)} arms", parts)
+
+
+def _differing(arms: Sequence[Arm], keys: Sequence[str]) -> list[dict[str, str]]:
+    return [{"key": key} | {arm.name: arm.runs[0].settings.get(key, "") for arm in arms} for key in keys]
 
 
 def mixtures(arms: Sequence[Arm]) -> list[str]:
@@ -137,6 +161,10 @@ def mixtures(arms: Sequence[Arm]) -> list[str]:
         for arm in arms
         if len({run.seed for run in arm.runs}) < len(arm.runs)
     ]
+    if (num_held_out := min(run.num_held_out for run in runs)) == 1:
+        said.append("note: held-out losses are of a single image: they are not drawn")
+    elif 0 < num_held_out < FEW_HELD_OUT:
+        said.append(f"note: held-out losses are of {num_held_out} images")
     return said
 
 
@@ -188,8 +216,8 @@ def facts(manifest: dict[str, Any], lines: Lines, constant: dict[str, Any]) -> d
     numbers = {key: value for key, value in newest.items() if isinstance(value, int | float)}
     events = {key: [event["step"] for line in lines for event in line.get(key, ())] for key in EVENTS}
     speed = f"{cost['predicted_speedup']:.2f}x as fast as dense ones by FLOPs"
-    if measured := manifest.get("speed_check", {}).get("measured_speedup"):
-        speed += f", {measured:.2f}x as measured"
+    if "speed_check" in manifest:
+        speed += f"; measured: {describe_check(manifest['speed_check'])}"
     found = {
         "newest values": ", ".join(f"{key} {value:.4g}" for key, value in numbers.items()),
         **{key: ", ".join(map(str, steps)) for key, steps in events.items()},
@@ -237,20 +265,22 @@ def panels_of(arms: Sequence[Arm], constant: Mapping[str, float]) -> dict[str, l
     logged = (key for arm in arms for run in arm.runs for key in run.curves)
     keys = dict.fromkeys([*shown_keys(arms), *logged])  # losses and scores first
     keys = [key for key in keys if LEVEL not in key and ": " not in key and key not in constant]
-    keys = keys[:MAX_PANELS]
+    keys = [key for key in keys if _is_drawn(key, arms)][:MAX_PANELS]
     if len(arms) > 1:
         return {key: [(arm.name, arm, key) for arm in arms] for key in keys}
     (arm,) = arms
-    together = [key for key in LOSSES if key in arm.runs[0].curves]
-    panels = {"losses": [(key, arm, key) for key in together]} if together else {}
-    return panels | {key: [(key, arm, key)] for key in keys if key not in LOSSES}
+    together = [key for key in LOSSES if key in arm.runs[0].curves and _is_drawn(key, arms)]
+    panels = {"losses": [(key, arm, key) for key in together]} if len(together) > 1 else {}
+    return panels | {key: [(key, arm, key)] for key in keys if not panels or key not in LOSSES}
 
 
-def _curves(arms: Sequence[Arm], constant: Mapping[str, float]) -> Iterable[str]:
-    """Return panels against each axis, of which a click shows one, and the loss by noise level."""
-    panels = panels_of(arms, constant)
-    if not panels:
-        return
+def _is_drawn(key: str, arms: Sequence[Arm]) -> bool:
+    """True unless a curve would show a single held-out image."""
+    return not key.startswith(HELD_OUT) or all(run.num_held_out > 1 for arm in arms for run in arm.runs)
+
+
+def _choice_of_axis() -> Iterable[str]:
+    """Return what shows the panels against one axis; a click chooses another."""
     yield '<p class="axes">against '
     for axis in AXES:
         chosen = " checked" if axis == AXES[0] else ""
@@ -259,9 +289,14 @@ def _curves(arms: Sequence[Arm], constant: Mapping[str, float]) -> Iterable[str]
         hidden = ", ".join(f".against-{other}" for other in AXES if other != axis)
         yield f"<style>body:has(#{axis}:checked) :is({hidden}) {{ display: none; }}</style>"
     yield "</p>"
-    if len(arms) > 1:
+
+
+def _curves(arms: Sequence[Arm], constant: Mapping[str, float]) -> Iterable[str]:
+    """Return panels against each axis, and the loss by noise level."""
+    panels = panels_of(arms, constant)
+    if len(arms) > 1 and panels:
         yield f'<img class="legend" alt="the lines of the arms" src="{_legend([arm.name for arm in arms])}">'
-    for axis in AXES:
+    for axis in AXES if panels else ():
         yield f'<div class="against-{axis}">'
         for title, of_panel in panels.items():
             drawn = [(name, arm.curve(key, axis)) for name, arm, key in of_panel]
@@ -272,18 +307,19 @@ def _curves(arms: Sequence[Arm], constant: Mapping[str, float]) -> Iterable[str]
 
 
 def levels_of(arms: Sequence[Arm]) -> dict[str, list[tuple[str, Points]]]:
-    """Return the newest loss at each noise level, (t, mean, least, most) over seeds, of each loss and arm."""
-    found: dict[str, dict[str, Points]] = {}
-    for arm in arms:
-        for key in arm.runs[0].curves:
-            loss, is_level, t = key.partition(LEVEL)
-            if is_level:
-                values = arm.values(key)
-                point = (float(t), sum(values) / len(values), min(values), max(values))
-                found.setdefault(loss, {}).setdefault(arm.name, []).append(point)
-    return {
-        loss: [(name, sorted(points)) for name, points in of_arms.items()] for loss, of_arms in found.items()
-    }
+    """Return the newest loss at each noise level, (t, mean, least, most) over seeds, of each loss and of
+    every arm, so that lines stay those of the legend.
+    """
+    keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.curves)
+    found: dict[str, list[tuple[str, Points]]] = {}
+    for key in keys:
+        loss, is_level, t = key.partition(LEVEL)
+        if is_level and _is_drawn(loss, arms):
+            of_arms = found.setdefault(loss, [(arm.name, []) for arm in arms])
+            for arm, (_, points) in zip(arms, of_arms, strict=True):
+                if values := arm.values(key):
+                    points.append((float(t), sum(values) / len(values), min(values), max(values)))
+    return {loss: [(name, sorted(points)) for name, points in of_arms] for loss, of_arms in found.items()}
 
 
 def _line(i: int) -> dict[str, Any]:
@@ -304,6 +340,8 @@ def _drawn(curves: Sequence[tuple[str, Points]], axis: str, legend: bool, log: b
         if low != high:
             axes.fill_between(x, low, high, color=f"C{i % 10}", alpha=0.2, linewidth=0)
     axes.set(xlabel=axis, xscale="log" if log else "linear")
+    if axis == "steps":
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     if legend and len(curves) > 1:
         axes.legend(frameon=False, fontsize=7)

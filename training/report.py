@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from runtime.config import run_main, user_mistakes
 from runtime.files import write_text
-from training.arms import Run, as_csv, grouped, markdown, table
+from training.arms import Run, as_csv, as_text, grouped, printable, sections, table
 from training.page import check, mixtures, page
 from training.run_folder import RunFolder
 
@@ -84,9 +84,9 @@ def compare(folders: Sequence[RunFolder], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / REPORT, page(runs))
     write_text(out / TABLE, as_csv(arms := grouped(runs)))
-    print(markdown(table(arms)))
-    for note in mixtures(arms):
-        print(note)
+    for data, of_data in sections(arms).items():
+        notes = "".join(f"{note}\n" for note in mixtures(of_data))
+        print(f"{printable(data)}\n{as_text(table(of_data))}\n{printable(notes)}")
     print(f"{out / REPORT}, {out / TABLE}")
 
 

@@ -9,6 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import reduce
+from operator import getitem
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -16,7 +19,7 @@ import pytest
 
 from runtime.errors import UserError
 from tests.runs import ROOT, metrics, runs_to_compare, tiny_run
-from training.arms import LEVEL, Run, as_csv, grouped, markdown, mean_and_half, metrics_of, table
+from training.arms import LEVEL, MAX_NAME, Run, as_csv, as_text, grouped, mean_and_half, metrics_of, table
 from training.page import constants, levels_of, page, panels_of, pictures_of, standing
 from training.report import REFRESH_SEC, main
 from training.run_folder import RunFolder
@@ -217,11 +220,114 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm(compared):
         ("tread", [0, 1]),
     ]
     assert (dense.name, routed.name) == ("dit", "tread")
-    other = Run(RunFolder(compared[3]))
-    other.config["optimizer"]["lr"] = 0.5
-    assert [arm.name for arm in grouped([*dense.runs, *routed.runs, other])][1:] == ["tread", "tread, lr=0.5"]
     curve, values = dense.curve("loss", "steps"), [run.newest["loss"] for run in dense.runs]
     assert curve[-1] == (6, sum(values) / 2, min(values), max(values))
+
+
+LONG = f"experiment={40 * 'x'}_end"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        # Of tread, tread and dit. What is swept is said of every arm that has it, also where it is a default.
+        (
+            ["model.routes.0.selection_ratio=0.25", "", ""],
+            ["tread, selection_ratio=0.25", "tread, selection_ratio=0.5", "dit"],
+        ),
+        (
+            ["optimizer.lr=0.5 train.total_steps=6", "", "train.total_steps=6"],
+            ["tread, lr=0.5", "tread, lr=0.0001", "dit, lr=0.0001"],
+        ),
+        # Groups have options; what follows from one is not said.
+        (["diffusion=flow", "", ""], ["tread, diffusion=flow", "tread", "dit"]),
+        (["model/block=modern", "", "model=dit"], ["tread, block=modern", "tread", "dit"]),
+        # One key of two groups.
+        (
+            ["optimizer.lr=0.5 mine/lr=four", "", "model=dit"],
+            [
+                "tread, optimizer.lr=0.5, mine/lr=four",
+                "tread, optimizer.lr=0.0001",
+                "dit, optimizer.lr=0.0001",
+            ],
+        ),
+        # Nothing was chosen: the name of the run tells them apart.
+        (["", "", ""], ["tread, tread_0", "tread, tread_1", "dit"]),
+        ([LONG, "", "seed=3"], [f"tread, experiment={10 * 'x'}...{24 * 'x'}_end", "tread", "dit"]),
+    ],
+)
+def test_arms_are_named_by_what_was_chosen(compared, overrides, names):
+    dense, _, *routed = (Run(RunFolder(run)) for run in compared)
+    runs = [*routed, dense]
+    for i, (run, texts) in enumerate(zip(runs, overrides, strict=True)):
+        run.manifest["overrides"] = texts.split()
+        run.config["recipe"] = f"a text that follows from what was chosen {i}"  # makes each an arm
+        for text in texts.split():
+            key, _, value = text.partition("=")
+            *groups, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+            if groups:
+                node = reduce(getitem, groups, run.config)
+                node[last] = type(node[last])(value)
+    arms = grouped(runs)
+    assert [arm.name for arm in arms] == names
+    assert all(len(name) <= MAX_NAME for name in names)
+
+
+def test_each_data_set_has_a_section_of_its_own(compared, tmp_path, capsys):
+    runs = [*compared]
+    for run, entries in zip(compared[:2], ("other", "third"), strict=True):
+        runs.append(Path(shutil.copytree(run, tmp_path / f"{entries}_{run.name}")))
+        data = RunFolder(runs[-1]).manifest()["data"]
+        RunFolder(runs[-1]).update({"data": data | {"fingerprint": entries}})
+    main([*map(str, runs), "--out", str(tmp_path)])
+    text, printed = (tmp_path / "report.html").read_text(), capsys.readouterr().out
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    first = RunFolder(compared[0]).manifest()["data"]["fingerprint"][:8]
+    assert headings == [f"synthetic ({first})", "synthetic (other)", "synthetic (third)", "Runs"]
+    assert printed.startswith(f"synthetic ({first})\n| arm ")
+    assert text.count('class="legend"') == 1, "one arm needs none"
+    assert text.count('name="axis"') == 3
+
+
+def test_lines_have_the_colour_of_their_arm_whichever_arms_have_values(compared):
+    dense, routed = grouped([Run(RunFolder(run)) for run in compared])
+    for run in [dense.runs[0], *routed.runs]:  # the first seed of one arm, and all of the other
+        run.curves = {key: curve for key, curve in run.curves.items() if LEVEL not in key}
+        run.newest = {key: value for key, value in run.newest.items() if LEVEL not in key}
+    for lines in ([dense, routed], [routed, dense]):
+        for points in levels_of(lines).values():
+            assert [(name, bool(of_arm)) for name, of_arm in points] == [
+                (arm.name, arm is dense) for arm in lines
+            ]
+    assert len(levels_of([routed, dense])) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_held_out", "drawn", "note"),
+    [(1, False, "of a single image: they are not drawn"), (4, True, "of 4 images"), (24, True, None)],
+)
+def test_a_single_held_out_image_is_no_curve(compared, num_held_out, drawn, note):
+    runs = [Run(RunFolder(run)) for run in compared]
+    for run in runs:
+        run.manifest["data"]["manifest"]["num_held_out"] = num_held_out
+    for of_page in (runs[:1], runs):
+        arms = grouped(of_page)
+        keys = {key for panel in panels_of(arms, {}).values() for _, _, key in panel}
+        assert ({key for key in keys if key.startswith("val_loss")} != set()) == drawn
+        assert bool(levels_of(arms)) == drawn
+        assert "loss" in keys and "val_loss_dense" in as_text(table(arms))
+        assert ("held-out losses are" in page(of_page)) == (note is not None)
+        assert note is None or note in page(of_page)
+
+
+def test_a_table_of_the_terminal_is_aligned():
+    rows = [{"arm": "a", "n": "1", "loss": "0.5"}, {"arm": "long|er", "n": "10", "loss": "12.25 ± 0.1"}]
+    assert as_text(rows).splitlines() == [
+        "| arm     |  n |        loss |",
+        "|---------|---:|------------:|",
+        "| a       |  1 |         0.5 |",
+        "| long/er | 10 | 12.25 ± 0.1 |",
+    ]
 
 
 def test_an_interval_of_the_mean_is_student_s():
@@ -277,5 +383,5 @@ def test_texts_of_a_run_run_neither_in_a_spreadsheet_nor_in_a_terminal(compared)
     read = Run(RunFolder(compared[0]))
     read.name, read.manifest["commit"] = "\x1b[2Jname", "=cmd()"
     (arm,) = grouped([read])
-    assert arm.name == "\x1b[2Jname" and "\x1b" not in markdown(table([arm]))
+    assert arm.name == "\x1b[2Jname" and "\x1b" not in as_text(table([arm]))
     assert ",'=cmd()," in as_csv([arm])
