@@ -158,7 +158,7 @@ def _open(
 
 def check_sampling(request: dict[str, Any]) -> None:
     """Check the keys of SamplingConfig and `run` before any device is touched."""
-    config, details = read_source(request)
+    config, _ = read_source(request)
     settings = _settings(request, config)
     try:
         configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
@@ -171,9 +171,6 @@ def check_sampling(request: dict[str, Any]) -> None:
         raise ValueError(message) from error
     if request["run"] is not None:
         check_checkpoint(Path(request["run"]), request["checkpoint"])
-    label = request["class_label"]
-    if label is not None and label in _manifest_of(request, details).untrained_classes:
-        raise ValueError(f"class_label={label} has no images in the training data")
 
 
 def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
@@ -187,6 +184,8 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     else:
         run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
     manifest = _manifest_of(request, run.details)
+    if settings["class_label"] in manifest.untrained_classes:
+        raise ValueError(f"class_label={settings['class_label']} has no images in the training data")
     entry = run.entry or run.weights.name
     if request["run"] is None:
         launch.print(f"weights {run.weights} ({entry})")

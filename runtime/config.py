@@ -34,6 +34,7 @@ from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
 
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
+
 def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Callable[..., Any]]) -> None:
     """Tell Hydra the schema of a program and the resolvers of interpolations."""
     ConfigStore.instance().store(name=f"{program}{SCHEMA}", node=schema)
