@@ -7,6 +7,8 @@ Sample i is a function of seed first_seed + i alone, whatever the number of proc
 in OUTPUT.partial: the same command goes on where it was stopped, also on another number of processes.
 """
 
+import runtime.openmp  # noqa: F401 before torch
+
 import shutil
 import zipfile
 from pathlib import Path

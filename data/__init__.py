@@ -1,5 +1,7 @@
 """Training data: folders of precomputed latents, and the data sets that make them."""
 
+import runtime.openmp  # noqa: F401 before torch
+
 from data.digits import digits
 from data.encoders import (
     IdentityEncoder,

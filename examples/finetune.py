@@ -12,6 +12,8 @@ command again resumes exactly.
 Shapes: N samples, latents x (N, C, H, W), or (N, C, F, H, W) of F frames, T tokens of an image.
 """
 
+import runtime.openmp  # noqa: F401 before torch
+
 import json
 import os
 from collections.abc import Callable

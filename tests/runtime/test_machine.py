@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime import machine
+from runtime import machine, openmp
 from runtime.machine import MALLOC_VARIABLES, keep_freed_memory, start_process
 from tests.programs import ROOT
 
@@ -78,3 +78,29 @@ def test_measuring_the_precision_leaves_random_state_alone_and_sees_the_slower_o
     monkeypatch.setattr(torch.nn.functional, "linear", slow_in_bf16)
     assert machine.bf16_speedup.__wrapped__(torch.device("cpu")) < 0.9
     assert torch.equal(torch.get_rng_state(), before)
+
+
+WATCH = """
+import importlib, os, sys
+class Watch:
+    def find_spec(self, name, *_):
+        assert name != "torch" or "runtime.openmp" in sys.modules
+sys.meta_path.insert(0, Watch())
+importlib.import_module(sys.argv[1])
+print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["train", "sample", "fid", "data.encode", "examples.finetune", "benchmarks.train_step"]
+)
+def test_waiting_is_chosen_before_torch_is_imported(module):
+    unset = {
+        key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    for given, expected in ({}, f"{openmp.SPIN_COUNT} None"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None ACTIVE"):
+        command = [sys.executable, "-c", WATCH, module]
+        result = subprocess.run(
+            command, cwd=ROOT, env=unset | given, capture_output=True, text=True, check=True
+        )
+        assert result.stdout.strip() == expected
