@@ -37,14 +37,16 @@ from data import StreamOrder
 from models import token_mask
 from routing import Route, Routing, attach, from_simpletuner, grow_ratio, norm_router, random_router
 from runtime.arrays import read_header
-from runtime.config import run_main, user_mistakes
+from runtime.config import INTERRUPTED, run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.files import finite, write_json, write_text
 from runtime.launch import Launch
 from runtime.launcher import check_launcher, check_precision
+from runtime.lock import TRY_AGAIN
 from runtime.machine import start_process
 from runtime.provenance import PROJECT
 from training.checkpoint import CheckpointFolder
+from training.stopping import INTERRUPT, StopRequest
 
 RECIPES = PROJECT / "configs" / "model" / "routes"
 ARRAYS = ("latents", "text", "pooled", "references", "masks")
@@ -170,9 +172,15 @@ def main(cfg: DictConfig) -> None:
         run = Finetuning(request, family, arrays, network, routes, accelerator)
         run.resume(settings)
         try:
-            run.fit()
+            reason = run.fit()
         except KeyboardInterrupt:
-            raise SystemExit("stopped: the same command resumes from the newest checkpoint") from None
+            run.launch.print("interrupted: the same command resumes from the newest checkpoint")
+            raise
+        if reason:
+            run.launch.print(
+                f"stopped at step {run.step}, which is saved ({reason}): the same command resumes"
+            )
+            raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
     if accelerator.is_main_process:  # adapters in the format of peft, all weights in that of diffusers
         network.save_pretrained(run.folder / "model")
         print(f"saved {run.folder / 'model'}; the losses are in {run.folder / 'metrics.jsonl'}")
@@ -436,21 +444,30 @@ class Finetuning:
             world_size=launch.world_size,
         )
 
-    def fit(self) -> None:
-        """Train up to `total_steps`."""
+    def fit(self) -> str:
+        """Train up to `total_steps`, or until asked to stop; return why it stopped, and save before."""
+        with (stop := StopRequest(None)).listening():
+            return self._fit(stop)
+
+    def _fit(self, stop: StopRequest) -> str:
         if self.step == 0:
             self.log({"val_loss_dense": self.evaluate()})
         steps = range(self.step, self.request["total_steps"])
         for _ in (bar := tqdm(steps, unit="step", disable=not self.launch.is_main)):
             loss = self.train_step()
+            stop.has_trained = True
             if self.is_due("log_every"):
                 mean = self.accelerator.reduce(loss, reduction="mean").item()  # SYNC: shown
                 bar.set_postfix(loss=f"{mean:.4f}")
                 self.log({"loss": mean})
             if self.is_due("eval_every"):
                 self.log({"val_loss_dense": self.evaluate()})
-            if self.is_due("save_every"):
+            reason = "" if self.step == self.request["total_steps"] else stop.agreed(0.0)
+            if self.is_due("save_every") or reason:
                 self.checkpoints.save(self.step, self.parts)
+            if reason:
+                return reason
+        return ""
 
     def is_due(self, key: str) -> bool:
         """Return whether an interval ends at this step; all end at the last."""

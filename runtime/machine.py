@@ -9,6 +9,7 @@ import socket
 import sysconfig
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_T
 MALLOC_VARIABLES += ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 PATIENCE = timedelta(days=30)  # of ranks that are done with their share and wait for the others
 MIN_BF16_SPEEDUP, BF16_TURNS = 1.2, 12  # below it, fp32 is more exact and as fast
+LINKED_WITHIN_SEC = 10  # a library is empty for a moment while it is written
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
@@ -133,8 +135,20 @@ def compile_blocks(blocks: Iterable[nn.Module], num_graphs: int) -> None:
     torch._dynamo.config.recompile_limit += num_graphs
     if not torch.cuda.is_available():  # else it says on a CPU, amid a progress bar, that there is no CUDA
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        discard_empty_libraries()
     for block in blocks:
         block.compile(dynamic=False)
+
+
+def discard_empty_libraries() -> None:
+    """Remove what killed compilers have left in torch's cache: every later start would load it and fail."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    for file in Path(cache_dir()).glob("*/*.so"):
+        with suppress(FileNotFoundError):  # others may do the same
+            found = file.stat()
+            if found.st_size == 0 and time.time() - found.st_mtime > LINKED_WITHIN_SEC:
+                file.unlink()
 
 
 def can_compile(device: torch.device) -> bool:

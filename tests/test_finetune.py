@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -19,6 +20,8 @@ from safetensors.torch import load_file
 from builders import config as configuration
 from examples import finetune
 from routing import Route, end_route
+from runtime.config import INTERRUPTED
+from runtime.lock import TRY_AGAIN
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed
 from training.checkpoint import steps_in
@@ -416,6 +419,27 @@ def test_a_run_resumes_after_a_kill_or_a_full_disk_while_saving(tmp_path, monkey
     assert sums.read_bytes() == before
     assert not list((tmp_path / "run").glob("**/.*"))
     run(tmp_path, "rank=4")
+    run(tmp_path, "rank=4", output="whole")
+    assert metrics(tmp_path) == metrics(tmp_path, "whole")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TRY_AGAIN)])
+def test_a_signal_saves_after_the_step_and_the_run_resumes(tmp_path, monkeypatch, number, status):
+    write_inputs(tmp_path, "sd3")
+    train_step = finetune.Finetuning.train_step
+
+    def asked_to_stop(tuned):
+        if tuned.step == 2:
+            signal.raise_signal(number)
+        return train_step(tuned)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune.Finetuning, "train_step", asked_to_stop)
+        with pytest.raises(SystemExit) as end:
+            run(tmp_path, "rank=4", "save_every=100")
+    assert end.value.code == status
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000003"]
+    run(tmp_path, "rank=4", "save_every=100")
     run(tmp_path, "rank=4", output="whole")
     assert metrics(tmp_path) == metrics(tmp_path, "whole")
 

@@ -179,12 +179,12 @@ REFUSED = {
     "a short mask token": (shaped("mask_token"), r"rejoins\.0\.mask_token is \(1,\)"),
     "no QK-norm": (
         without("decoder_blocks.1.attn.q_norm.weight"),
-        r"blocks\.6\.attn\.q_norm\.weight is None",
+        r"blocks\.6\.attn\.q_norm\.weight is missing",
     ),
     "a norm with weights": (shaped("encoder_blocks.0.norm1.weight", WIDTH), r"blocks\.0\.norm1\.weight is"),
     "SwiGLU": (
         renamed("middle_blocks.1.mlp.fc1.", "middle_blocks.1.mlp.fc1_g."),
-        r"\.3\.mlp\.fc1\.\w+ is None",
+        r"\.3\.mlp\.fc1\.\w+ is missing",
     ),
     "a global modulation": (shaped("global_adaLN_modulation.1.bias", 9), "global_adaLN_modulation.1.bias is"),
     "two for one": (shaped(FIRST, 3 * WIDTH, WIDTH), f"has two tensors for {FIRST}"),

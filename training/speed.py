@@ -197,7 +197,8 @@ def verdict(low: float, high: float, predicted: float) -> str:
 def describe_check(found: Mapping[str, Any]) -> str:
     """Return the record of a speed check in words."""
     low, high = found["range"]
-    said = f"{low:.2f}x to {high:.2f}x as fast as a dense one, {found['predicted_speedup']:.2f}x by FLOPs"
-    if found["verdict"] != NOISY:
-        said = f"{found['measured_speedup']:.2f}x ({said})"
+    repeats, predicted = f"{low:.2f}x to {high:.2f}x", f"{found['predicted_speedup']:.2f}x by FLOPs"
+    if found["verdict"] == NOISY:
+        return f"{repeats} as fast as a dense one ({predicted}); {NOISY}"
+    said = f"{found['measured_speedup']:.2f}x as fast as a dense one (repeats: {repeats}; {predicted})"
     return f"{said}; {found['verdict']}" if found["verdict"] else said

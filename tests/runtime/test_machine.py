@@ -5,6 +5,7 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -104,3 +105,15 @@ def test_waiting_is_chosen_before_torch_is_imported(module):
             command, cwd=ROOT, env=unset | given, capture_output=True, text=True, check=True
         )
         assert result.stdout.strip() == expected
+
+
+def test_what_a_killed_compiler_left_is_compiled_again(tmp_path, monkeypatch):
+    """Ctrl-C in the first minute of a run may leave an empty library, which torch would load ever after."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "ab").mkdir()
+    for name, content, age_sec in (("killed", b"", 60), ("being_written", b"", 0), ("whole", b"ELF", 60)):
+        file = tmp_path / f"ab/{name}.so"
+        file.write_bytes(content)
+        os.utime(file, 2 * (time.time() - age_sec,))
+    machine.compile_blocks([], 0)
+    assert {file.stem for file in tmp_path.glob("*/*.so")} == {"being_written", "whole"}
