@@ -52,15 +52,17 @@ def user_mistakes() -> Iterator[None]:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a Hydra application so that a mistake of the user ends in one line; HYDRA_FULL_ERROR=1 shows the
-    traceback. A sweep ends with the jobs that failed.
+    """Run a program, of Hydra or not, so that a mistake of the user ends in one line.
+
+    HYDRA_FULL_ERROR=1 shows the traceback. A sweep ends with the jobs that failed.
     """
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
     arguments = sys.argv[1:]
     start_sweep(arguments)  # if it is one, which Hydra finds out
     try:
-        sys.argv[1:] = options_first(arguments)
+        if hasattr(main, "__wrapped__"):  # by hydra.main; others parse their own arguments
+            sys.argv[1:] = options_first(arguments)
         main()
     except (UserError, HydraException, OmegaConfBaseException, ValueError) as error:
         _end_sweep()  # a sweeper may have found nothing to choose from
