@@ -93,7 +93,7 @@ def test_a_batch_is_shared_by_all_processes(latents, monkeypatch):
 
 
 def test_a_run_without_its_record_is_told(tmp_path, latents):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
     with pytest.raises(
         InterpolationResolutionError, match=r"holds a run without its config\.yaml: put it back"
     ):
