@@ -50,7 +50,7 @@ def main() -> None:
     request, rows = parser.parse_args(), []
     for num_busy in NUM_BUSY:
         rows += measure(num_busy, request.seconds, request.repeats)
-        print(markdown(rows, COLUMNS), flush=True)
+    print(markdown(rows, COLUMNS))
     write_results("waiting", rows, environment(torch.device("cpu")))
 
 
