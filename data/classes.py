@@ -9,8 +9,10 @@ import numpy as np
 from data.manifest import LatentManifest
 
 NAMES_SHOWN = 10
-# Folders of splits, as train, val2017 or test_set.
-SPLIT = re.compile(r"(train|val|test)(ing|id|idation)?([\W\d_].*)?", re.IGNORECASE)
+# Folders of splits, as train, val2017 or test_set; train_station and test_tube are classes.
+SPLIT = re.compile(
+    r"(train|val|test)(ing|id|idation)?([\W\d_]|px|sets?|splits?|data|images?|imgs?)*", re.IGNORECASE
+)
 
 
 def check_names(names: Sequence[str], what: str) -> None:

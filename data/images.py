@@ -80,7 +80,7 @@ class Files:
             found = {path.name for path in (self.path / parent).iterdir() if path.is_dir()}
         else:
             inside = (name.removeprefix(parent) for name in self._folders if name.startswith(parent))
-            found = {name.partition("/")[0] for name in inside if name}
+            found = {name.partition("/")[0] for name in inside} - {""}
         return {name for name in found if not _is_hidden(name)}
 
     def size(self, name: str) -> int:

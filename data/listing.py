@@ -110,10 +110,10 @@ def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str
         expected = set(classes[2]) if level == depth else filled
         empty = (files.folders(parent) | filled) - expected
         if empty:
-            rule = (
-                "holds no images of a known format: remove it, or the classes after it change their numbers"
-            )
-            raise ValueError(f"{what}: folder {parent}{min(empty)} {rule}")
+            rule = "remove it, or the classes after it change their numbers"
+            if level < depth:  # whether the folders beside it or those inside them are classes is open
+                rule = f"remove it, or give {files.path}/{parent}{outer[level]} as source"
+            raise ValueError(f"{what}: folder {parent}{min(empty)} holds no images of a known format: {rule}")
     return classes
 
 

@@ -196,8 +196,10 @@ def test_no_class_vanishes_silently(tmp_path):
         (["a/0.png", "b/", "c/0.png"], "folder b holds no images"),
         (["a/0.png", "b/deep/er/", "c/0.png"], "folder b holds no images"),
         (["x/a/0.png", "x/b/", "x/c/0.png"], "folder x/b holds no images"),
-        (["a/deep/0.png", "a/deeper/0.png", "b/"], "folder b holds no images"),  # of depth 1 without b
+        (["a/deep/0.png", "a/deeper/0.png", "b/"], "folder b .*: remove it, or give .*/a as source"),
+        (["x/y/a/0.png", "x/y/b/0.png", "x/z/"], "folder x/z .*: remove it, or give .*/x/y as source"),
         (["train/a/0.png", "val/a/0.png"], "train, val are splits"),
+        (["train-images-256/0.png", "validation/0.png"], "train-images-256, validation are splits"),
         (["x/train2017/0.png", "x/val2017/0.png"], "train2017, val2017 are splits"),
         (["Training/0.png", "test_set/0.png", "extra/0.png"], "Training, test_set are splits"),
         (["cafe\u0301/0.png", "caf\u00e9/0.png"], "look the same"),
@@ -215,6 +217,8 @@ def test_mistakes_that_would_change_classes_are_refused(tmp_path, names, message
     ("names", "expected"),
     [
         (["train/0.png", "plane/0.png", "value/0.png"], ("plane", "train", "value")),  # a railway
+        (["test tube/0.png", "train station/0.png"], ("test tube", "train station")),
+        (["test_tube/0.png", "train_station/0.png"], ("test_tube", "train_station")),
         (["A/0.png", "a/0.png"], ("A", "a")),
         (["b/0.png", "@eaDir/b/0.jpg", "b/@eaDir/0.jpg", "lost+found/", "$RECYCLE.BIN/"], ("b",)),
         ([".git/", "a/0.png"], ("a",)),
@@ -233,6 +237,7 @@ def test_folders_that_only_look_like_mistakes_or_classes(tmp_path, names, expect
         (["a\\0.png", "b\\", "b\\1.png", "c/0.png"], None),  # of older tools of Windows
         (["./", "./a/", "./a/0.png", "./b/1.png", "./c/0.png"], None),  # of bsdtar
         (["/a/0.png", "/b/1.png", "/c/0.png"], None),
+        (["/", "/a/", "/a/0.png", "/b/1.png", "/c/0.png"], None),
         (["a\\0.png", "b\\", "c\\0.png"], "folder b holds no images"),
         (["a/0.png", "b/1.png", "a/0.png"], "holds a/0.png twice"),
         (["a/0.png", "b/1.png", "a\\0.png"], "holds a/0.png twice"),
