@@ -4,7 +4,7 @@ A file of public code says its architecture by names and shapes, but not what it
 look alike. A file of `models.export` carries its configuration.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ def read_weights_file(
     model = "sprint" if sizes["model.block"] == "sprint" else model
     config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
-    if described is not None:
-        return config, {"data": {"manifest": asdict(described)}}
+    if described is not None:  # other images than those that the network was trained on
+        return config, {"data": {"manifest": asdict(replace(described, untrained_classes=()))}}
     if sizes["data.in_channels"] != CHANNELS:
         raise ValueError(
             f"{file} takes latents of {sizes['data.in_channels']} channels, not those of {ENCODER}: "
@@ -133,25 +133,27 @@ def sizes_of(weights: Weights, side: int) -> dict[str, Any]:
     }
 
 
-def classes_of(weights: Weights, of_latents: int | None) -> dict[str, Any]:
-    """Return the keys that a table of labels determines: public code has a row for the null class in it if
-    that was trained.
+def classes_of(weights: Weights, num_described: int | None) -> dict[str, Any]:
+    """Return the keys that a table of labels determines. Public code has a row for the null class only where
+    that class is trained.
 
     Args:
-        of_latents: the number of classes in the manifest of latents, if given.
+        num_described: classes in the manifest of latents, if given.
 
     Raises:
         ValueError: the number of rows fits neither, or is as likely that of the classes alone.
     """
     table = weights.tensors.get(LABEL_TABLE)
-    num_rows = 1 if table is None else table.shape[0]
-    said = of_latents if weights.num_classes is None else weights.num_classes
-    if said is None and num_rows % 10 == 0:
+    if table is None:  # unconditional, whatever a script's arguments have as default
+        return {"data.num_classes": 0}
+    num_rows = table.shape[0]
+    declared = num_described if weights.num_classes is None else weights.num_classes
+    if declared is None and num_rows % 10 == 0:
         raise ValueError(
             f"{weights.file}: {num_rows} rows of labels are {num_rows} classes, or {num_rows - 1} and the "
             "null class, and the file does not say which: give latents=FOLDER, whose manifest has num_classes"
         )
-    num_classes = num_rows - 1 if said is None else said
+    num_classes = num_rows - 1 if declared is None else declared
     if num_rows - num_classes not in (0, 1):
         source = "the manifest of latents" if weights.num_classes is None else "the file"
         rule = f"must be num_classes={num_classes}, from {source}, or one more for the null class"

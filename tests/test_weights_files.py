@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -223,6 +224,13 @@ def test_a_file_is_asked_how_many_classes_it_has(num_rows, said, expected, tmp_p
         assert (net.num_classes, net.class_dropout_prob) == expected
 
 
+def test_a_file_without_a_table_of_labels_has_no_classes(tmp_path):
+    """Whatever the arguments of its script have as default."""
+    state = {name: tensor for name, tensor in public(depth=1).state_dict().items() if "y_embed" not in name}
+    torch.save({"ema": state, "args": argparse.Namespace(num_classes=1000)}, tmp_path / "file.pt")
+    assert open_weights_file(tmp_path / "file.pt", "sit").precond.net.num_classes == 0
+
+
 def test_latents_of_another_autoencoder_have_to_be_described(tmp_path, capsys):
     """By a folder of them: a file does not say how they are scaled."""
     state = public().state_dict()
@@ -234,10 +242,12 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path, capsys):
         open_weights_file(tmp_path / "six.pt", "sit")
     scale = tuple(0.1 * (i + 1) for i in range(6))
     manifest = LatentManifest(2, (6, SIDE, SIDE), "float32", "samples", CLASSES, "OWNER/NAME", scale=scale)
+    manifest = replace(manifest, untrained_classes=(3,))  # which the network may have been trained on
     with LatentWriter(tmp_path / "latents", manifest) as writer:
         writer.append(np.zeros((2, 6, SIDE, SIDE), np.float32), np.zeros(2, np.int64))
     opened = open_weights_file(tmp_path / "six.pt", "sit", latents=str(tmp_path / "latents"))
-    assert opened.details["data"]["manifest"]["scale"] == scale
+    described = opened.details["data"]["manifest"]
+    assert (described["scale"], described["untrained_classes"]) == (scale, ())
     # A network that predicts no change draws noise, which this scale and shift make white.
     white = LatentManifest(
         2, (3, SIDE, SIDE), "float32", "samples", CLASSES, "identity", scale=100.0, shift=1.0
