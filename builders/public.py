@@ -73,7 +73,8 @@ def read_weights_file(
     model = "sprint" if sizes["model.block"] == "sprint" else model
     config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
-    if described is not None:  # other images than those that the network was trained on
+    # Which classes have latents in this folder says nothing about the classes in the training of the network.
+    if described is not None:
         return config, {"data": {"manifest": asdict(replace(described, untrained_classes=()))}}
     if sizes["data.in_channels"] != CHANNELS:
         raise ValueError(
