@@ -1,4 +1,4 @@
-"""Numbers and names of classes: mistakes that are refused, and what a user is told."""
+"""Numbers and names of classes: the checks, and the lines that programs print about them."""
 
 import re
 import unicodedata
@@ -16,7 +16,7 @@ SPLIT = re.compile(
 
 
 def check_names(names: Sequence[str], what: str) -> None:
-    """Raise a ValueError for names that are surely no classes: of splits, or two that look the same."""
+    """Raise a ValueError for names of splits, and for two names that look the same."""
     splits = [name for name in names if SPLIT.fullmatch(name)]
     if len({SPLIT.fullmatch(name)[1].lower() for name in splits}) > 1:
         raise ValueError(f"{what}: {', '.join(splits)} are splits, not classes: give one of them as source")
@@ -27,8 +27,8 @@ def check_names(names: Sequence[str], what: str) -> None:
             raise ValueError(f"{what}: classes {other!a} and {name!a} look the same: rename one of them")
 
 
-def without_entries(labels: np.ndarray | None, num_classes: int) -> tuple[int, ...]:
-    """Return the classes that no label names."""
+def untrained_classes_of(labels: np.ndarray | None, num_classes: int) -> tuple[int, ...]:
+    """Return the classes without a label in `labels`, ascending."""
     if labels is None:
         return ()
     return tuple(np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0).tolist())
@@ -45,11 +45,11 @@ def first_classes(manifest: LatentManifest) -> str:
 
 
 def class_warnings(manifest: LatentManifest) -> list[str]:
-    """Return what a user may not expect of the classes."""
+    """Return a line for numbers that differ from the names, and one for classes without images."""
     found, names = [], manifest.class_names or ()
     moved = [f"class {i} is {name}" for i, name in enumerate(names) if name.isdecimal() and int(name) != i]
     if moved:
-        rule = "names are in alphabetical order, not in that of their numbers (names like 02 have one order)"
+        rule = "names are sorted as text, so that 10 comes before 2 (02 does not)"
         found.append(f"{_some(moved)}: {rule}")
     if manifest.untrained_classes:
         count, ranges = len(manifest.untrained_classes), _ranges(manifest.untrained_classes)

@@ -23,7 +23,7 @@ from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from builders import config as configuration
-from data.classes import class_warnings, first_classes, without_entries
+from data.classes import class_warnings, first_classes, untrained_classes_of
 from data.encoders import Encoder, load_encoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
 from data.latents import open_latents
@@ -141,7 +141,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         hflip=request["hflip"],
         resolution=resolution,
         class_names=images.class_names,
-        untrained_classes=without_entries(images.labels, images.num_classes),
+        untrained_classes=untrained_classes_of(images.labels, images.num_classes),
         num_held_out=min(MAX_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
         conditioning_type=request["conditioning_type"] if masks else None,
     )

@@ -56,7 +56,7 @@ class Files:
         try:
             self._archive = None if path.is_dir() else zipfile.ZipFile(path)
             stored = self._archive.namelist() if self._archive else []
-            names = [*map(plain, stored)] if self._archive else files_in(path)
+            names = [*map(normalized_name, stored)] if self._archive else files_in(path)
             visible = sorted(name for name in names if not _is_hidden(name))
         except ZIP_ERRORS as error:
             raise ValueError(f"{key}{path} cannot be read as {kinds}: {error}") from error
@@ -268,8 +268,8 @@ def _skip(member: BinaryIO, num_bytes: int) -> None:
         num_bytes -= len(chunk)
 
 
-def plain(name: str) -> str:
-    """Return the name of a member of a zip with slashes alone, without `./` or a slash at its start."""
+def normalized_name(name: str) -> str:
+    """Return the name of a member of a zip with `/` as separator, without a leading `./` or `/`."""
     name = name.replace("\\", "/")
     return posixpath.normpath(name).lstrip("/") + ("/" if name.endswith("/") else "")
 

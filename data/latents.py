@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.classes import without_entries
+from data.classes import untrained_classes_of
 from data.manifest import FILES, LatentManifest, read_manifest
 from runtime.arrays import check_size, read_header
 
@@ -44,7 +44,9 @@ class LatentDataset:
         self.held_out_ids = np.sort(order[: manifest.num_held_out])
         self.train_ids = np.sort(order[manifest.num_held_out :])
         trained = None if labels is None else labels[self.train_ids]
-        self.manifest = replace(manifest, untrained_classes=without_entries(trained, manifest.num_classes))
+        self.manifest = replace(
+            manifest, untrained_classes=untrained_classes_of(trained, manifest.num_classes)
+        )
 
     def read(
         self, ids: np.ndarray, flipped: np.ndarray | None = None

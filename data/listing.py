@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.classes import check_names
-from data.images import Files, plain
+from data.images import Files, normalized_name
 from data.manifest import MAX_CLASSES
 from runtime.arrays import ZIP_ERRORS
 from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
@@ -73,7 +73,7 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
     try:
         with files.open(LABELS_FILE) as file:
             entries = parse_json(read_bounded(file, MAX_JSON_BYTES + MAX_LABEL_BYTES * len(names)))["labels"]
-        known = None if entries is None else {plain(name): label for name, label in entries}
+        known = None if entries is None else {normalized_name(name): label for name, label in entries}
         if known is not None and len(known) < len(entries):
             raise ValueError("it names a file twice")
     except (*ZIP_ERRORS, TypeError, AttributeError) as error:

@@ -20,7 +20,7 @@ class PathDropGuidance(Guidance):
         if not precond.net.routes:
             raise ValueError("guidance=path_drop needs a network with routes (model=sprint)")
         if precond.net.num_classes and self.guidance_scale != 1:
-            check_null_class(precond.net, "guidance=path_drop takes the class away, which has no meaning")
+            check_null_class(precond.net, "guidance=path_drop uses the null class, which is not supported")
 
     def weak(self, strong: Branch) -> Branch:
         """Return the branch that skips the windows, of no class where there are classes."""
