@@ -41,7 +41,7 @@ class CFG(Guidance):
 
     def weak(self, strong: Branch) -> Branch:
         """Return the branch of the null class."""
-        return on_null_class(strong)
+        return strong if strong.class_labels is None else on_null_class(strong)
 
     def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
         """Return the guided prediction, in the channels that are guided."""
