@@ -157,6 +157,7 @@ MOMENTS = {"state": {i: {"exp_avg": torch.zeros(3), "step": 1} for i in range(20
         (entries(), "model"),
         (entries(opt=MOMENTS, optimizers=[MOMENTS], ema_decay=0.9, ema={}, step=torch.ones(1)), "model"),
         (entries(opt=MOMENTS, ema=None, ema_steps=torch.tensor(5), vae={"x": torch.zeros(3)}), "model"),
+        (entries(avg_meters={str(i): torch.tensor(1.0) for i in range(200)}), "model"),
         ({"ema": STATE, **entries(model_state_dict=STATE)}, "ema"),
         (entries(model_ema=STATE), "under model_ema, which"),
         (entries(EMA=STATE), "under EMA, which"),

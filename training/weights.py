@@ -207,7 +207,9 @@ def _tensor_groups(content: Any, num_taken: int) -> Iterator[tuple[str, set[str]
             continue
         seen.add(id(node))
         children = list(node.items() if isinstance(node, dict) else enumerate(node))
-        names = {_without_prefixes(str(name)) for name, child in children if isinstance(child, torch.Tensor)}
+        # Single numbers are meters and counters, not weights.
+        tensors = (name for name, child in children if isinstance(child, torch.Tensor) and child.ndim)
+        names = {_without_prefixes(str(name)) for name in tensors}
         if 2 * len(names) >= max(num_taken, 1):
             yield path, names
         todo += [(f"{path}.{name}".lstrip(".")[:200], child) for name, child in children]
