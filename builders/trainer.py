@@ -199,8 +199,8 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
 def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str, Any]:
     """Decide what the configuration leaves open, the same on all ranks."""
     saved = run.manifest()["resolved"] if run.has_results() else {}
-    resolved = resolve_auto(config, saved, launch.device, launch.world_size)
-    resolved |= launch.broadcast_from_main(partial(_precision, config, saved, resolved, launch.device))
+    chosen = launch.broadcast_from_main(partial(_precision, config, saved, launch))
+    resolved = resolve_auto(config, saved | chosen, launch.device, launch.world_size) | chosen
     agreed = ("mixed_precision", "compile", "micro_batch_size")
     launch.assert_ranks_agree({key: resolved[key] for key in agreed})
     if resolved["keep_freed_memory"]:
@@ -212,14 +212,15 @@ def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str
     return resolved
 
 
-def _precision(
-    config: dict[str, Any], saved: dict[str, Any], resolved: dict[str, Any], device: torch.device
-) -> dict[str, Any]:
-    """Return the precision of the first rank, and what it measured to choose it."""
+def _precision(config: dict[str, Any], saved: dict[str, Any], launch: Launch) -> dict[str, Any]:
+    """Return the precision, and what was measured to choose it. Only the first rank measures, while the
+    others wait.
+    """
+    resolved = resolve_auto(config, saved, launch.device, launch.world_size)
     precision = {"mixed_precision": resolved["mixed_precision"]}
-    if config["train"]["mixed_precision"] != "auto" or device.type != "cpu":
+    if config["train"]["mixed_precision"] != "auto" or launch.device.type != "cpu":
         return precision
-    return precision | {"bf16_speedup": saved.get("bf16_speedup") or round(bf16_speedup(device), 2)}
+    return precision | {"bf16_speedup": saved.get("bf16_speedup") or round(bf16_speedup(launch.device), 2)}
 
 
 def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:

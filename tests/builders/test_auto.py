@@ -2,12 +2,18 @@
 compilation and batches.
 """
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from builders.auto import resolve_auto
+from builders.trainer import _resolve
+from runtime.launch import ALONE
 from runtime.machine import MALLOC_VARIABLES
 from tests.runs import validated
+from training.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 
@@ -26,6 +32,22 @@ def nothing_chosen(monkeypatch):
 def test_a_resumed_run_keeps_its_precision(saved):
     """On a machine that would choose the other."""
     assert resolve_auto(validated(), {"mixed_precision": saved}, CPU, 1)["mixed_precision"] == saved
+
+
+def test_the_first_rank_measures_the_precision_and_the_others_take_it(tmp_path, monkeypatch):
+    config, run = validated("train.keep_freed_memory=false"), RunFolder(tmp_path)
+    monkeypatch.setattr("runtime.machine.bf16_speedup", lambda device: 2.654)
+    monkeypatch.setattr("builders.trainer.bf16_speedup", lambda device: 2.654)
+    first = _resolve(config, run, ALONE)
+    assert (first["mixed_precision"], first["bf16_speedup"]) == ("bf16", 2.65)
+    monkeypatch.setattr("runtime.machine.bf16_speedup", lambda device: pytest.fail("measured again"))
+    decided = {key: first[key] for key in ("mixed_precision", "bf16_speedup")}
+    collective = {"broadcast_from_main": lambda decide: decided, "assert_ranks_agree": lambda values: None}
+    second = SimpleNamespace(device=CPU, world_size=2, **collective)
+    assert _resolve(config, run, second).items() >= decided.items()
+    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
+    run.manifest_file.write_text(json.dumps({"resolved": first}))
+    assert _resolve(config, run, ALONE) == first, "a resumed run does not measure"
 
 
 @pytest.mark.usefixtures("nothing_chosen")
