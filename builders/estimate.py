@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from models.cost import Cost
 from runtime.launch import Launch
+from runtime.machine import return_freed_memory
 from training.speed import product_flops_per_sec
 
 UTILISATION = 0.4  # of the rate of large products, in training; small networks reach less
@@ -21,7 +22,7 @@ COMPILED_AFTER_SEC = 40
 SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 100  # of matrices whose product takes about a millisecond
 LONG_SEC, TOO_LONG_SEC = 7 * 24 * 3600, 30 * 24 * 3600
 KEPT_AT_LEAST = 0.5  # of the activations: compiled blocks keep fewer
-# Limits of a container or of a job, in versions 2 and 1: limit, what is taken, what of it is only cached.
+# A container's limit, in versions 2 and 1: files of the limit and of what is in use, key of what is cached.
 CGROUPS = {
     Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -111,6 +112,7 @@ def free_memory(launch: Launch) -> int:
     """Return the bytes that a process may take, what it has taken on a GPU included."""
     if launch.device.type == "cuda":
         return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_reserved(launch.device)
+    return_freed_memory()  # by earlier jobs of a sweep: it would count as taken
     limits = (_free_in_cgroup(folder, *names) for folder, names in CGROUPS.items())
     return min(psutil.virtual_memory().available, *limits) // launch.world_size
 
@@ -122,7 +124,7 @@ def _free_in_cgroup(folder: Path, limit: str, taken: str, cached: str) -> float:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:  # another version, or another system
         return math.inf
-    return math.inf if most == "max" else int(most) - int(now) + int(stat[cached])
+    return math.inf if most == "max" else int(most) - int(now) + int(stat.get(cached, 0))
 
 
 def free_disk(checkpoints: Path) -> int:

@@ -83,6 +83,12 @@ def keep_freed_memory() -> None:
             raise OSError(f"mallopt({parameter}, {value}) failed: set train.keep_freed_memory=false")
 
 
+def return_freed_memory() -> None:
+    """Have glibc return freed memory to the kernel, once, also after `keep_freed_memory`."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 def bf16_instructions() -> set[str]:
     """Return the processor's instructions for bf16, as Linux names them."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -61,6 +61,28 @@ def test_kept_memory_is_not_taken_from_the_kernel_again():
     assert faults["keep"] < faults["return"] / 4, "most of the twelve tensors in the pages of those before"
 
 
+HELD_BY_FREED_TENSORS = """
+import psutil, torch
+from builders.estimate import free_memory
+from runtime.launch import ALONE
+from runtime.machine import keep_freed_memory
+keep_freed_memory()
+tensors = [torch.ones(2**22) for _ in range(32)]  # 16 MiB each
+del tensors
+before = psutil.Process().memory_info().rss
+free_memory(ALONE)
+print(before - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
+@pytest.mark.slow
+def test_kept_memory_counts_as_free_for_the_next_job_of_a_sweep():
+    command = [sys.executable, "-c", HELD_BY_FREED_TENSORS]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(result.stdout) > 400 * 2**20, "most of the 512 MiB"
+
+
 @pytest.mark.parametrize(("speedup", "fast"), [(0.69, False), (1.0, False), (2.6, True)])
 def test_the_precision_of_a_cpu_is_what_was_measured_to_be_faster(monkeypatch, speedup, fast):
     monkeypatch.setattr(machine, "bf16_speedup", lambda device: speedup)
