@@ -30,6 +30,7 @@ MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_T
 MALLOC_VARIABLES += ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 PATIENCE = timedelta(days=30)  # of ranks that are done with their share and wait for the others
 MIN_BF16_SPEEDUP, BF16_TURNS = 1.2, 12  # below it, fp32 is more exact and as fast
+COMPILATION_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # set to 1
 LINKED_WITHIN_SEC = 10  # a library is empty for a moment while it is written
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
@@ -159,7 +160,7 @@ def discard_empty_libraries() -> None:
 
 def can_compile(device: torch.device) -> bool:
     """Return whether blocks can be compiled for a device, and no variable switches compilation off."""
-    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+    if any(os.environ.get(name) == "1" for name in COMPILATION_OFF):
         return False
     if device.type == "cuda":
         return find_spec("triton") is not None

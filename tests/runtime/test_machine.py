@@ -103,6 +103,16 @@ def test_measuring_the_precision_leaves_random_state_alone_and_sees_the_slower_o
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_nothing_is_compiled_where_a_variable_switches_it_off(monkeypatch, name):
+    monkeypatch.setattr(machine.shutil, "which", lambda program: program)
+    monkeypatch.setattr(machine.Path, "exists", lambda path: True)
+    monkeypatch.delenv(name, raising=False)
+    assert machine.can_compile(torch.device("cpu"))
+    monkeypatch.setenv(name, "1")
+    assert not machine.can_compile(torch.device("cpu"))
+
+
 WATCH = """
 import importlib, os, sys
 class Watch:
