@@ -1,11 +1,11 @@
-"""What the environment asks of a program, by accelerate, torchrun or the user: refused, obeyed, recorded."""
+"""Environment variables that accelerate, torchrun or the user sets: refused, obeyed or recorded."""
 
 import os
 
 import psutil
 
 LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # variables of their processes
-NOTHING = ("", "0", "1", "no", "false", "none")  # values that ask for nothing
+OFF = ("", "0", "no", "none", "false", "f", "n", "off")  # as accelerate reads switches
 REFUSED = {
     "ACCELERATE_USE_FSDP": "weights are not sharded here",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported",
@@ -14,6 +14,7 @@ REFUSED = {
     "ACCELERATE_DYNAMO_BACKEND": "train.compile decides, and examples.finetune does not compile",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "train.micro_batch_size decides, or batch_size",
 }
+ONE_MICRO_BATCH = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
 # Variables that change numbers or speed, by their beginnings: they are recorded.
 RECORDED = ("ACCELERATE_", "FSDP_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "MALLOC_")
 RECORDED += ("GLIBC_TUNABLES", "LOKY_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32", "NCCL_", "PYTORCH_")
@@ -21,10 +22,10 @@ RECORDED += ("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "WANDB_MODE", "LD_PRELO
 
 
 def check_launcher() -> None:
-    """Raise a ValueError if a launcher asks for what no training does."""
+    """Raise a ValueError if a launcher asks for something that no training here supports."""
     for name, instead in REFUSED.items():
         value = os.environ.get(name, "")
-        if value.lower() not in NOTHING:
+        if value.lower() not in OFF and (name, value) != ONE_MICRO_BATCH:
             remedy = "unset it, or change the configuration of the launcher (accelerate launch --config_file)"
             raise ValueError(f"{name}={value}: {instead}: {remedy}")
 

@@ -50,6 +50,7 @@ def test_what_accelerate_sets_by_itself_is_not_refused(monkeypatch, options):
         (("--dynamo_backend=inductor",), "ACCELERATE_DYNAMO_BACKEND=INDUCTOR: train.compile decides"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "_STEPS=4: train.micro_batch_size decides"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: DeepSpeed is not supported"),
+        ({"ACCELERATE_USE_FSDP": "1"}, "ACCELERATE_USE_FSDP=1: weights are not sharded"),
         ({"ACCELERATE_USE_MEGATRON_LM": "True"}, "ACCELERATE_USE_MEGATRON_LM=True: Megatron-LM is not"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "ACCELERATE_USE_PARALLELISM_CONFIG=true: every"),
     ],
