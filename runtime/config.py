@@ -72,10 +72,12 @@ def run_main(main: Callable[[], None]) -> None:
         sys.stderr.write(f"error: {explanation(error, arguments)}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
     except SystemExit as end:
+        take_ended()  # where a job was stopped: the sweep ends with it
         if end.code in (TRY_AGAIN, INTERRUPTED):
             _leave_launch()
         raise
     except KeyboardInterrupt:  # it has been reported: end at once, as the shell expects
+        take_ended()
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)

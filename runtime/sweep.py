@@ -20,6 +20,8 @@ from runtime.command_line import explanation
 # Environment variables, which jobs in other processes inherit.
 COMMAND, ENDED, NUM_JOBS = "TREAD_SWEEP_COMMAND", "TREAD_SWEEP_ENDED", "TREAD_SWEEP_NUM_JOBS"
 
+_check_batch = Sweeper.validate_batch_is_legal  # Hydra's own ends the sweep, and names no job
+
 
 def is_main() -> bool:
     """True in the first process of a launch, before the processes have met."""
@@ -28,6 +30,9 @@ def is_main() -> bool:
 
 def _leave_out(sweeper: Sweeper, batch: list[list[str]]) -> None:
     """Remove and record the jobs that cannot be composed; raise the first error if none can."""
+    if type(sweeper).__name__ != "BasicSweeper":  # others expect a result of every job
+        _check_batch(sweeper, batch)
+        return
     errors = {}
     for i, job in enumerate(batch):
         try:
@@ -42,7 +47,7 @@ def _leave_out(sweeper: Sweeper, batch: list[list[str]]) -> None:
             sys.stderr.write(f"error: {reason} (in the job {job})\n")
         record_end(job, reason=reason)
     batch[:] = [job for i, job in enumerate(batch) if i not in errors]
-    os.environ[NUM_JOBS] = str(len(batch))
+    os.environ[NUM_JOBS] = str(sum(map(len, sweeper.overrides)))
 
 
 def start_sweep(arguments: Sequence[str]) -> None:
@@ -52,7 +57,7 @@ def start_sweep(arguments: Sequence[str]) -> None:
     file = Path(f"runs/.sweep_{os.getpid()}.jsonl").absolute()
     file.unlink(missing_ok=True)  # of a sweep that was killed, whose number is given again
     os.environ[ENDED] = str(file)
-    Sweeper.validate_batch_is_legal = _leave_out  # Hydra's own ends the sweep, and names no job
+    Sweeper.validate_batch_is_legal = _leave_out
 
 
 def sweep_arguments() -> list[str]:

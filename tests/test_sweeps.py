@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -18,6 +20,7 @@ import pytest
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.plugins.sweeper import Sweeper
 from safetensors.torch import load_file
 
 from builders import config as configuration
@@ -192,6 +195,48 @@ def test_what_failed_is_said_where_a_sweeper_has_nothing_to_choose_from(in_a_swe
     with pytest.raises(SystemExit):
         mechanics.run_main(sweep)
     assert "  a=2: because\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", [SystemExit(TRY_AGAIN), KeyboardInterrupt()])
+def test_a_sweep_that_is_stopped_leaves_no_record_of_its_jobs(in_a_sweep, monkeypatch, end):
+    monkeypatch.setattr(mechanics.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(mechanics.signal, "raise_signal", lambda number: None)
+
+    def sweep():
+        record_end("a=1", folder="runs/first")
+        assert list(Path("runs").glob(".sweep*"))
+        raise end
+
+    with suppress(SystemExit):
+        mechanics.run_main(sweep)
+    assert not list(Path("runs").glob(".sweep*"))
+
+
+def test_only_hydras_own_sweeper_goes_without_a_job(in_a_sweep):
+    """Others, which search, match results with jobs by their place."""
+
+    class Searching(Sweeper):
+        setup = sweep = None
+
+    def load(master_config, sweep_overrides):
+        if sweep_overrides == ["a=1"]:
+            raise ValueError("cannot be composed")
+
+    for kind in (Searching, type("BasicSweeper", (Searching,), {})):
+        jobs = [["a=1"], ["a=2"]]
+        sweeper = kind()
+        sweeper.hydra_context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=load))
+        sweeper.config, sweeper.overrides = {}, [jobs]
+        with nullcontext() if kind is not Searching else pytest.raises(ValueError, match="composed"):
+            sweeper.validate_batch_is_legal(jobs)
+        assert len(jobs) == (2 if kind is Searching else 1)
+
+
+def test_jobs_are_numbered_over_all_batches(tmp_path):
+    options = ("hydra.sweeper.max_batch_size=1", "model.depth=0")
+    swept = start("train.py", "-m", "seed=0,1", *options, folder=tmp_path, check=False)
+    headings = [line for line in swept.stdout.splitlines() if line.startswith("job ")]
+    assert headings == ["job 1 of 2: seed=0", "job 2 of 2: seed=1"]
 
 
 def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
