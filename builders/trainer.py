@@ -162,6 +162,8 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
     if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
         trainer.resume(checkpoint)
+        if "speed_check" in run.manifest():
+            trainer.speed_check = None
     launch.barrier()  # all have read what the first rank is about to change
 
     cost = cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown)

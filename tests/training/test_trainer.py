@@ -499,3 +499,13 @@ def test_the_speed_is_checked_once_after_the_first_checkpoint(tmp_path, override
     trainer.speed_check = check and (lambda ratios: steps.append(trainer.step))
     run_training(trainer, run)
     assert steps == ([at] if at else [])
+
+
+def test_a_resumed_run_does_not_check_the_speed_again(tmp_path):
+    tiny_run(tmp_path, "train.save_every=2", "train.total_steps=2")
+    resumed = ("train.save_every=2", "train.total_steps=4")
+    trainer, run = tiny_trainer(tmp_path, *resumed)
+    assert trainer.speed_check, "it was not checked yet"
+    run.unlock()
+    RunFolder(tmp_path).update({"speed_check": {}})
+    assert tiny_trainer(tmp_path, *resumed)[0].speed_check is None
