@@ -19,6 +19,7 @@ from tqdm import tqdm
 from benchmarks.results import Rows, markdown, write_results
 from runtime.config import run_main
 from runtime.provenance import environment
+from runtime.tables import aligned
 
 WAYS = {
     "spinning (the default of OpenMP)": {},
@@ -39,7 +40,7 @@ while (passed := time.perf_counter() - start) < float(sys.argv[1]):
     step(); count += 1
 print(count / passed)
 """
-OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def main() -> None:
@@ -50,12 +51,12 @@ def main() -> None:
     request, rows = parser.parse_args(), []
     for num_busy in NUM_BUSY:
         rows += measure(num_busy, request.seconds, request.repeats)
-    print(markdown(rows, COLUMNS))
+    print(aligned(markdown(rows, COLUMNS)))
     write_results("waiting", rows, environment(torch.device("cpu")))
 
 
 def measure(num_busy: int, seconds: float, repeats: int) -> Rows:
-    """Return a row for each way of waiting, beside so many processes that are busy."""
+    """Return a row for each way of waiting, beside `num_busy` busy processes."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     try:
@@ -65,6 +66,7 @@ def measure(num_busy: int, seconds: float, repeats: int) -> Rows:
     finally:
         for process in busy:
             process.kill()
+            process.wait()
     spinning, *_ = rates.values()
     return [
         {
@@ -79,7 +81,7 @@ def measure(num_busy: int, seconds: float, repeats: int) -> Rows:
 
 
 def _steps_per_sec(variables: dict[str, str], seconds: float) -> float:
-    kept = {name: value for name, value in os.environ.items() if name not in OWN}
+    kept = {name: value for name, value in os.environ.items() if name not in WAITING_VARIABLES}
     kept |= {"OMP_NUM_THREADS": str(cpu_count()), **variables}
     command = [sys.executable, "-c", STEPS, str(seconds)]
     return float(subprocess.run(command, env=kept, check=True, capture_output=True, text=True).stdout)

@@ -96,11 +96,11 @@ def _default_run_name(seed: int) -> str:
 
 
 def _chosen_in_sweep(overrides: Iterable[str], left_out: set[str], swept: set[str]) -> str:
-    """Return the swept overrides of a job, and a hash of the others, and of values with other signs."""
+    """Return a job's swept overrides, and a hash of the others and of values with special characters."""
     keyed = sorted((key_of(text), text) for text in overrides)
     first = [text for key, text in keyed if key in swept - left_out]
     hashed = [text for key, text in keyed if key not in swept | left_out]
-    # Usable on the command line again, as run=runs/NAME: values that differ in other signs alone look alike.
+    # Usable on the command line again, as run=runs/NAME: values that differ in special characters look alike.
     shown = re.sub(r"[^\w.-]+", "-", ",".join(first))
     hashed += [text for text in first if not PLAIN_VALUE.fullmatch(text.partition("=")[2])]
     return "_".join(filter(None, [shown, _short_hash(",".join(hashed)) if hashed else ""]))

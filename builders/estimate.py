@@ -118,7 +118,7 @@ def free_memory(launch: Launch) -> int:
 
 
 def _free_in_cgroup(folder: Path, limit: str, taken: str, cached: str) -> float:
-    """Return the bytes that a limit leaves; without one, infinity."""
+    """Return the bytes that are free below a limit; infinity if there is none."""
     try:
         most, now = ((folder / name).read_text().strip() for name in (limit, taken))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

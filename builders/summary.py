@@ -71,9 +71,7 @@ def warnings(
     memory: int,
     disk: int,
 ) -> list[str]:
-    """Return what a user wants to be warned of before so many steps, where so many bytes of memory and disk
-    are free.
-    """
+    """Return the warnings before `steps` more steps, with `memory` and `disk` bytes free."""
     train, found, num_trained = config["train"], class_warnings(manifest), manifest.num_trained
     if train["batch_size"] > num_trained:
         rule = f"a step sees some of the {num_trained} entries more than once"
@@ -83,7 +81,7 @@ def warnings(
 
 
 def check_resources(train: dict[str, Any], takes: Estimate, steps: int, memory: int, disk: int) -> None:
-    """Check that so many steps have the memory, the disk and the time that they surely take.
+    """Check that `steps` more steps have the memory, the disk and the time that they take at least.
 
     Raises:
         ValueError: they do not, and `train.check_resources` is true.
@@ -97,7 +95,13 @@ def check_resources(train: dict[str, Any], takes: Estimate, steps: int, memory: 
 def shortages(
     train: dict[str, Any], takes: Estimate, steps: int, memory: int, disk: int, long_sec: float = LONG_SEC
 ) -> list[str]:
-    """Return what is too small for so many steps, where so many bytes of memory and disk are free."""
+    """Return a line for each of memory, disk and time that does not suffice for `steps` more steps.
+
+    Args:
+        memory: free bytes.
+        disk: free bytes.
+        long_sec: the most time.
+    """
     found = []
     if takes.memory > memory:
         needed = f"about {_gib(takes.memory)} of memory are needed, {_gib(memory)} are free"

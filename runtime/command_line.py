@@ -71,7 +71,7 @@ def _unreadable(override: str, arguments: list[str]) -> str:
     key, equals, value = override.partition("=")
     if (dotted := re.sub(r"\.?\[(\d+)\]", r".\1", key)) != key:
         return f"{override} cannot be read: write {dotted}{equals}{value}"
-    rule = "must be KEY=VALUE, items of a list as routes.0.KEY, other signs in quotes"
+    rule = "must be KEY=VALUE, items of a list as routes.0.KEY, special characters in quotes"
     return f"{override} cannot be read: {rule}"
 
 

@@ -16,7 +16,7 @@ TIME_LIMIT = "the time limit train.max_time_sec"
 INTERRUPT = "Ctrl-C"
 REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGUSR2", "SIGTERM", INTERRUPT)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-AT_ONCE = b"\nCtrl-C: the run saves and stops after this step; another Ctrl-C ends it at once\n"
+AFTER_THIS_STEP = b"\nCtrl-C: the run saves and stops after this step; another Ctrl-C ends it at once\n"
 # Variables that torchrun, accelerate and hydra/launcher=parallel set.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "TREAD_PARALLEL_JOBS")
 
@@ -81,7 +81,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self._signal = INTERRUPT
         if self._group is None or dist.get_rank() == 0:
-            os.write(2, AT_ONCE)  # print() cannot be used in a handler that interrupts one
+            os.write(2, AFTER_THIS_STEP)  # print() cannot be used in a handler that interrupts one
 
 
 def pass_on(reason: str) -> None:

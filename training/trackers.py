@@ -73,7 +73,7 @@ class BackgroundTracker:
 
 
 def check_wandb(given: dict[str, Any]) -> None:
-    """Raise a ValueError if a variable of wandb asks for something else than a key, which would win."""
+    """Raise a ValueError if an environment variable of wandb differs from the key, which takes precedence."""
     for variable, key in (("WANDB_MODE", "mode"), ("WANDB_PROJECT", "project")):
         asked = os.environ.get(variable)
         if asked and key in given and asked != given[key]:
