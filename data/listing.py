@@ -74,14 +74,14 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
         with files.open(LABELS_FILE) as file:
             entries = parse_json(read_bounded(file, MAX_JSON_BYTES + MAX_LABEL_BYTES * len(names)))["labels"]
         known = None if entries is None else {normalized_name(name): label for name, label in entries}
-        if known is not None and len(known) < len(entries):
-            raise ValueError("it names a file twice")
     except (*ZIP_ERRORS, TypeError, AttributeError) as error:
         raise ValueError(
             f"{what} is not of the form {{'labels': [[name, label], ...]}}: {error!r}"
         ) from error
     if known is None:
         return None
+    if len(known) < len(entries):
+        raise ValueError(f"{what} names a file twice")
     missing = [name for name in names if not _is_label(known.get(name))]
     if missing:
         share = f"{len(missing)} of {len(names)} files have none"
@@ -119,9 +119,8 @@ def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str
 
 def _from_list(path: Path) -> ImageList:
     data = path.read_bytes()
-    is_utf16 = data.startswith(
-        (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    )  # of the redirections of PowerShell
+    # UTF-16 is what redirections of PowerShell write.
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         text = data.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:

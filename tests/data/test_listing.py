@@ -139,7 +139,7 @@ def test_dataset_json_gives_the_classes(tmp_path):
         ("{", "dataset.json is not of the form"),
         ("[]", "dataset.json is not of the form"),
         ('{"labels": [["00000/img0.png"]]}', "dataset.json is not of the form"),
-        ('{"labels": [["00000/img0.png", 3], ["00000/img0.png", 1]]}', "it names a file twice"),
+        ('{"labels": [["00000/img0.png", 3], ["00000/img0.png", 1]]}', "names a file twice"),
         ('{"labels": [["00000/img0.png", 3]]}', r"has no label 0, 1, \.\.\. for 00000/img1.png \(1 of 2"),
         ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", -1]]}', "has no label 0, 1, .* for"),
         ('{"labels": [["00000/img0.png", 3], ["00000/img1.png", "cat"]]}', "has no label 0, 1, .* for"),
