@@ -29,7 +29,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
 MALLOC_VARIABLES += ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 PATIENCE = timedelta(days=30)  # of ranks that are done with their share and wait for the others
-MIN_BF16_SPEEDUP, BF16_TURNS = 1.2, 12  # below it, fp32 is more exact and as fast
+MIN_BF16_SPEEDUP, BF16_TURNS = 1.2, 6  # below it, fp32 is more exact and as fast
 COMPILATION_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # set to 1
 LINKED_WITHIN_SEC = 10  # a library is empty for a moment while it is written
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm

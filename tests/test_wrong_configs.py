@@ -8,7 +8,7 @@ import json
 import os
 import textwrap
 from contextlib import chdir, redirect_stderr
-from functools import cache
+from functools import cache, wraps
 from unittest import mock
 
 import numpy as np
@@ -594,7 +594,8 @@ def refusal(program, overrides):
         redirect_stderr(io.StringIO()) as said,
         pytest.raises(SystemExit) as end,
     ):
-        run_main(lambda: PROGRAMS[program].main(composed(*arguments, config_name=name)))
+        main = PROGRAMS[program].main
+        run_main(wraps(main)(lambda: main(composed(*arguments, config_name=name))))
     assert end.value.code == 1
     return end.value, said.getvalue()
 
