@@ -113,14 +113,15 @@ def test_nothing_is_compiled_where_a_variable_switches_it_off(monkeypatch, name)
     assert not machine.can_compile(torch.device("cpu"))
 
 
-WATCH = """
+AT_TORCH = """
 import importlib, os, sys
-class Watch:
+class AtTorch:
     def find_spec(self, name, *_):
-        assert name != "torch" or "runtime.openmp" in sys.modules
-sys.meta_path.insert(0, Watch())
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, AtTorch())
 importlib.import_module(sys.argv[1])
-print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
 """
 
 
@@ -132,7 +133,7 @@ def test_waiting_is_chosen_before_torch_is_imported(module):
         key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     }
     for given, expected in ({}, f"{openmp.SPIN_COUNT} None"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None ACTIVE"):
-        command = [sys.executable, "-c", WATCH, module]
+        command = [sys.executable, "-c", AT_TORCH, module]
         result = subprocess.run(
             command, cwd=ROOT, env=unset | given, capture_output=True, text=True, check=True
         )
