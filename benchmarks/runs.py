@@ -30,7 +30,7 @@ from training.trainer import Trainer
 NUM_CLASSES, IN_CHANNELS = 1000, 4
 ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # a dense twin has none
 QUIET = (  # no step that is timed logs, saves or evaluates
-    "train.total_steps=1000000",
+    "train.total_steps=10000",
     "train.log_every=1000",
     "train.eval_every=null",
     "train.sample_every=null",

@@ -140,6 +140,16 @@ def test_standard_settings_are_valid(tmp_path, device):
             assert bool(config["model"]["routes"]) == (kind == "routed")
 
 
+def test_a_slow_machine_is_no_reason_not_to_time_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("builders.estimate.product_flops_per_sec", lambda *_: 2e10)
+    setting = runs.Setting("S/2", ("model/size=s_2", "train.batch_size=16", "train.compile=false"))
+    runs.write_latents(tmp_path / "latents", setting)
+    overrides = runs.overrides_of(setting, "dense", tmp_path)
+    assert runs.build(tmp_path, overrides)
+    with pytest.raises(ValueError, match="this would take about .* days here"):
+        runs.build(tmp_path, (*overrides, "train.total_steps=1000000"))
+
+
 def test_a_record_tells_where_it_comes_from(tmp_path):
     rows = [measured("a", "ms", 3.0, 1.0, 2.0), {"what": "b, c", "median": 1 / 3, "more": True}]
     file = write_results("test", rows, environment(CPU), tmp_path)
