@@ -146,7 +146,7 @@ def test_a_slow_machine_is_no_reason_not_to_time_a_step(tmp_path, monkeypatch):
     runs.write_latents(tmp_path / "latents", setting)
     overrides = runs.overrides_of(setting, "dense", tmp_path)
     assert runs.build(tmp_path, overrides)
-    with pytest.raises(ValueError, match="this would take about .* days here"):
+    with pytest.raises(ValueError, match="this would take about 841 days here"):
         runs.build(tmp_path, (*overrides, "train.total_steps=1000000"))
 
 
