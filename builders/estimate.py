@@ -22,7 +22,9 @@ COMPILED_AFTER_SEC = 40
 SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 100  # of matrices whose product takes about a millisecond
 LONG_SEC, TOO_LONG_SEC = 7 * 24 * 3600, 30 * 24 * 3600
 KEPT_AT_LEAST = 0.5  # of the activations: compiled blocks keep fewer
-# A container's limit, in versions 2 and 1: files of the limit and of what is in use, key of what is cached.
+OWN_GROUPS = Path("/proc/self/cgroup")
+# Limits of a container or of a job, in versions 2 and 1 of cgroups: root of the groups, files of the limit
+# and of what is in use, key of what is cached.
 CGROUPS = {
     Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -113,11 +115,21 @@ def free_memory(launch: Launch) -> int:
     if launch.device.type == "cuda":
         return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_reserved(launch.device)
     return_freed_memory()  # by earlier jobs of a sweep: it would count as taken
-    limits = (_free_in_cgroup(folder, *names) for folder, names in CGROUPS.items())
+    limits = [
+        _free_in_group(folder, *names) for root, names in CGROUPS.items() for folder in (root, *_groups(root))
+    ]
     return min(psutil.virtual_memory().available, *limits) // launch.world_size
 
 
-def _free_in_cgroup(folder: Path, limit: str, taken: str, cached: str) -> float:
+def _groups(root: Path) -> list[Path]:
+    """Return the folders of the groups that this process belongs to, each with those that hold it."""
+    if not OWN_GROUPS.exists():  # another system
+        return []
+    own = [Path(line.split(":", 2)[2].lstrip("/")) for line in OWN_GROUPS.read_text().splitlines()]
+    return [root / group for path in own for group in (path, *path.parents)]
+
+
+def _free_in_group(folder: Path, limit: str, taken: str, cached: str) -> float:
     """Return the bytes that are free below a limit; infinity if there is none."""
     try:
         most, now = ((folder / name).read_text().strip() for name in (limit, taken))

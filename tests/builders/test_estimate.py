@@ -203,10 +203,15 @@ def test_a_hopeless_run_ends_before_anything_is_written_or_its_memory_taken(tmp_
 
 
 @pytest.mark.parametrize("names", CGROUPS.values())
+@pytest.mark.parametrize("group", [".", "slurm/job_7/step_0", "slurm/job_7", "slurm"])
 @pytest.mark.parametrize(("limit", "free"), [("max", math.inf), (3 * GIB, 2.5 * GIB)])
-def test_the_limit_of_a_container_counts(tmp_path, monkeypatch, names, limit, free):
+def test_the_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, names, group, limit, free):
+    (tmp_path / group).mkdir(parents=True, exist_ok=True)
     for name, value in zip(names, (limit, GIB, f"anon 5\n{names[2]} {GIB // 2}"), strict=True):
-        (tmp_path / ("memory.stat" if name == names[2] else name)).write_text(f"{value}\n")
+        (tmp_path / group / ("memory.stat" if name == names[2] else name)).write_text(f"{value}\n")
+    own = tmp_path / "own"
+    own.write_text("4:memory:/slurm/job_7/step_0\n0::/slurm/job_7/step_0\n")
+    monkeypatch.setattr("builders.estimate.OWN_GROUPS", own)
     monkeypatch.setattr("builders.estimate.CGROUPS", {tmp_path: names, tmp_path / "none": names})
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
     assert free_memory(ALONE) == min(free, 8 * GIB)
