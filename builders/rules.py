@@ -1,6 +1,7 @@
 """Rules of a training configuration: for groups that have no constructor, and across groups."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from models import Backbone
@@ -41,6 +42,9 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
     for key in ("run_name", "output_dir"):
         if not config[key].strip():
             raise ValueError(f"{key}='{config[key]}' must not be empty")
+    name = Path(config["run_name"])
+    if name.is_absolute() or ".." in name.parts:
+        raise ValueError(f"run_name={name} must be a name below runs/: output_dir sets any other place")
     for key in POSITIVE:
         check_positive(f"train.{key}", train[key])
     for key in POSITIVE_OR_NULL:

@@ -63,6 +63,8 @@ class Files:
         self._stored = dict(zip(names, stored, strict=True)) if self._archive else {}
         self._folders = [name for name in visible if name.endswith("/")]
         self.names = [name for name in visible if not name.endswith("/")]
+        if outside := [name for name in names if name.startswith("../")]:
+            raise ValueError(f"{key}{path} holds {outside[0]}, a place outside of it")
         twice = [name for name, following in pairwise(self.names) if name == following]
         if twice:
             raise ValueError(f"{key}{path} holds {twice[0]} twice")

@@ -4,6 +4,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import Field, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -13,7 +14,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runtime.errors import UserError, did_you_mean
+from runtime.errors import UserError
 from runtime.targets import CONFIGS
 
 SCHEMA = "_schema"  # the suffix of schemas, beside the files of the same names
@@ -27,6 +28,10 @@ FOR_DEVELOPERS = (
 )
 A_LIST, A_GROUP = "must be a list, [VALUE,VALUE]", "is a group of keys, which are set one by one"
 CLEARER = (
+    (r"Value '.*' of type '\w+' could not be converted to Integer", "must be of type int"),
+    (r"Value '.*' of type '\w+' could not be converted to Float", "must be of type float"),
+    (r"Value '.*' is not a valid bool \(type \w+\)", "must be of type bool"),
+    (r"Cannot convert '\w+' to string: .*", "must be of type str"),
     (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", A_LIST),
     (r"Cannot merge DictConfig with ListConfig", A_LIST),
     (r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*", A_GROUP),
@@ -43,7 +48,6 @@ CLEARER = (
 )
 INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
 PACKAGE = re.compile("# @package ([\\w.]+)")
-KEY_IN_FILE = re.compile(r"^\s*(\w+):", re.MULTILINE)
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
@@ -87,10 +91,8 @@ def explanation(error: BaseException, arguments: Sequence[str]) -> str:
     cause = error.__cause__ if isinstance(error, HydraException) else None
     text = ": ".join(filter(None, (one_line(str(e)) for e in (error, cause) if e)))
     if unknown := re.match(r"Could not override '([\w./@]+)'", text):
-        head, dot, rest = unknown[1].partition(".")
-        inside = [f"{group}.{key}{dot}{rest}" for group, key in sorted(_keys_of_groups()) if key == head]
-        hint = f": did you mean {' or '.join(inside)}?" if inside else ""
-        return f"{unknown[1]} is not known{hint or did_you_mean(unknown[1], _known_keys())}"
+        near = _nearest(unknown[1])
+        return f"{unknown[1]} is not known" + (f": did you mean {' or '.join(near)}?" if near else "")
     if "Config group override must be" in text:
         named = [a for a in arguments if (CONFIGS / a.partition("=")[0].lstrip("+~")).is_dir()]
         options = [f"{a} (one of {', '.join(_options(a.partition('=')[0].lstrip('+~')))})" for a in named]
@@ -117,11 +119,38 @@ def is_of_hydra(error: BaseException) -> bool:
     )
 
 
+def _nearest(key: str) -> list[str]:
+    """Return the keys that an unknown one may mean, whole."""
+    known = _known_keys()
+    head, dot, rest = key.partition(".")
+    if inside := sorted(f"{name}{dot}{rest}" for name in known if name.endswith(f".{head}")):
+        return inside  # the name of its group is missing
+    last = re.split(r"[./]", key)[-1]
+    elsewhere = {re.split(r"[./]", name)[-1]: name for name in sorted(known, key=len, reverse=True)}
+    if last in elsewhere:
+        return [elsewhere[last]]
+    near = get_close_matches(last, elsewhere, n=1)
+    return _corrected(key, known) or [elsewhere[name] for name in near]
+
+
+def _corrected(key: str, known: set[str]) -> list[str]:
+    """Return the key with its first unknown name replaced by the nearest that its group holds."""
+    parts = re.split(r"([./])", key)  # names and what separates them
+    for place in range(0, len(parts), 2):
+        before, after = "".join(parts[:place]), "".join(parts[place + 1 :])
+        names = {re.split(r"[./]", name.removeprefix(before))[0] for name in known if name.startswith(before)}
+        if parts[place] not in names:
+            return [f"{before}{name}{after}" for name in get_close_matches(parts[place], names, n=1)]
+    return []
+
+
 def _known_keys() -> set[str]:
-    """Return the names of groups, and of keys in schemas and files."""
-    keys = {key for _, key in _keys_of_groups()} | {field.name for field in _schema_fields()}
-    keys |= {path.name for path in CONFIGS.rglob("*") if path.is_dir()}
-    return keys.union(*(KEY_IN_FILE.findall(file.read_text()) for file in CONFIGS.rglob("*.yaml")))
+    """Return the keys of this program, in schemas and files, whole, and the names of its groups."""
+    own = {field.name for field in _schema_fields()}
+    folders = [path.relative_to(CONFIGS) for path in CONFIGS.rglob("*") if path.is_dir()]
+    groups = {folder.as_posix() for folder in folders if folder.parts[0] != "hydra"}
+    keys = {f"{group}.{key}" for group, key in _keys_of_groups() if group.split(".")[0] in own}
+    return own | groups | keys
 
 
 def _schema_fields() -> list[Field]:

@@ -241,6 +241,7 @@ def test_folders_that_only_look_like_mistakes_or_classes(tmp_path, names, expect
         (["a\\0.png", "b\\", "c\\0.png"], "folder b holds no images"),
         (["a/0.png", "b/1.png", "a/0.png"], "holds a/0.png twice"),
         (["a/0.png", "b/1.png", "a\\0.png"], "holds a/0.png twice"),
+        (["a/0.png", "b/1.png", "../../c/0.png"], r"holds \.\./\.\./c/0.png, a place outside of it"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Duplicate name")
