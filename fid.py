@@ -78,6 +78,8 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
         launch.print(f"{samples.out} is there already")
         return samples.out
     labels = samples.labels() if any(metric.needs_labels for metric in suite.metrics) else None
+    if labels is not None:
+        suite.check_labels(labels, samples.name)
     with launch.claimed_by_main("out", samples.out, (), request["overwrite"]):
         record = {"num_processes": launch.world_size, "environment": environment(launch.device)}
         drawn = launch.broadcast_from_main(samples.record)

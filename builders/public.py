@@ -94,11 +94,26 @@ def carries_configuration(file: Path) -> bool:
 
 def precond_of(file: Path, objective: str | None) -> dict[str, Any]:
     """Return the preconditioning that a network in a file was trained in: that of its run, unless told."""
-    if objective is None and carries_configuration(file):
-        return read_weights_file(file, None)[0]["diffusion"]["precond"]
     if objective is None:
-        return configuration.of_run(RunFolder(file.parents[2]))["diffusion"]["precond"]
+        return _own_configuration(file)["diffusion"]["precond"]
     return configuration.composed(["data=synthetic", *OBJECTIVES[objective]])["diffusion"]["precond"]
+
+
+def num_heads_of(weights: Weights, objective: str | None) -> int | None:
+    """Return the number of attention heads, which shapes do not tell: that of the run, or that of published
+    networks of this width; None for another width.
+    """
+    if objective is None:
+        return _own_configuration(weights.file)["model"].get("num_heads")
+    embedding = weights.tensors.get("x_embedder.proj.weight")
+    return None if embedding is None else NUM_HEADS.get(embedding.shape[0])
+
+
+def _own_configuration(file: Path) -> dict[str, Any]:
+    """Return the configuration of the run that a checkpoint, or a file of `models.export`, is of."""
+    if carries_configuration(file):
+        return read_weights_file(file, None)[0]
+    return configuration.of_run(RunFolder(file.parents[2]))
 
 
 def sizes_of(weights: Weights, side: int) -> dict[str, Any]:

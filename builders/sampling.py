@@ -190,7 +190,7 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     if request["run"] is None:
         launch.print(f"weights {run.weights} ({entry})")
     sizes = ("input_size", "in_channels", "num_classes")
-    manifest.check_sizes(str(run.path), **{key: config["data"][key] for key in sizes})
+    manifest.check_sizes(request["latents"] or str(run.path), **{key: config["data"][key] for key in sizes})
     official = settings["decoding"] == "official"
     place = request["encoder"] or config["data"].get("encoder")
     options = {"allow_other": request["allow_other_encoder"], "official": official}

@@ -18,7 +18,7 @@ from builders.auto import resolve_auto
 from builders.estimate import estimate, free_disk, free_memory, weights_alone
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
 from builders.network import build_loss, build_net, build_optimizer, build_precond, build_route_plan
-from builders.public import carries_configuration, precond_of
+from builders.public import carries_configuration, num_heads_of, precond_of
 from builders.summary import check_resources, summary, warnings
 from data import (
     LatentDataset,
@@ -46,7 +46,14 @@ from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, mo
 from training.stopping import StopRequest
 from training.trackers import check_wandb
 from training.trainer import Settings, Trainer
-from training.weights import LABEL_TABLE, find_mismatch, is_own_checkpoint, load_weights, read_weights
+from training.weights import (
+    LABEL_TABLE,
+    Weights,
+    find_mismatch,
+    is_own_checkpoint,
+    load_weights,
+    read_weights,
+)
 from training.window import Work
 
 _CHUNK = 1024  # entries
@@ -91,16 +98,34 @@ def check_init_shapes(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         net = build_net(config)
     try:
-        mismatch = find_mismatch(net, read_weights(source, shapes_only=True), label_table)
+        weights = read_weights(source, shapes_only=True)
+        mismatch = find_mismatch(net, weights, label_table)
+        num_heads = num_heads_of(weights, config["train"]["init_from_objective"])
     except ValueError as error:
         raise ValueError(f"train.init_from={error}") from error
     if mismatch is None:
+        _check_unseen(config, weights, num_heads)
         return
     hint = f"{INIT_KEYS} must be the same"
     if mismatch.name == LABEL_TABLE:
         rule = "train.init_from_label_table=false keeps everything but this table"
         hint = f"data.num_classes={config['data']['num_classes']} must be the same, or {rule}"
     raise ValueError(f"train.init_from={source}: weights do not match the model: {mismatch}; {hint}")
+
+
+def _check_unseen(config: dict[str, Any], weights: Weights, num_heads: int | None) -> None:
+    """Check what the shapes of the weights to start from do not tell."""
+    train, own_heads = config["train"], config["model"].get("num_heads")
+    if num_heads is not None and own_heads != num_heads:
+        raise ValueError(
+            f"model.num_heads={own_heads} must be {num_heads}, as in train.init_from={train['init_from']}"
+        )
+    num_classes, said = config["data"]["num_classes"], weights.num_classes
+    if said not in (None, num_classes) and LABEL_TABLE in weights.tensors and train["init_from_label_table"]:
+        raise ValueError(
+            f"data.num_classes={num_classes} must be {said}, as train.init_from={train['init_from']} says, "
+            "or train.init_from_label_table=false keeps everything but the table of labels"
+        )
 
 
 def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:

@@ -144,6 +144,20 @@ def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
         for name in (mu, sigma):
             if name in arrays and not np.isfinite(arrays[name]).all():
                 raise ValueError(f"reference={path}: {name} must be finite")
+        if sigma in arrays and not _is_covariance(arrays[sigma]):
+            raise ValueError(f"reference={path}: {sigma} must be symmetric, without negative eigenvalues")
+
+
+def _is_covariance(sigma: np.ndarray) -> bool:
+    """Return whether a matrix is symmetric and positive semi-definite, to what fp32 statistics lose."""
+    scale = np.abs(sigma).max()
+    if not np.allclose(sigma, sigma.T, rtol=0, atol=1e-5 * scale):
+        return False
+    try:
+        np.linalg.cholesky(sigma + (1e-4 * scale + np.finfo(float).tiny) * np.eye(len(sigma)))
+    except np.linalg.LinAlgError:
+        return False
+    return True
 
 
 def evenly_spaced(num_images: int, num_kept: int) -> np.ndarray:

@@ -117,6 +117,14 @@ class Suite:
         if hasattr(self.detector, "fit") and shape != self.reference.images.shape:
             raise ValueError(f"{name}: images are {shape}, the reference is {self.reference.images.shape}")
 
+    def check_labels(self, labels: np.ndarray, name: str) -> None:
+        """Raise a ValueError where images, called `name` in errors, show classes that the reference lacks."""
+        known = labels if self.reference.labels is None else np.unique(self.reference.labels)
+        others = np.setdiff1d(labels, known)
+        if len(others):
+            rule = f"must be a class of the reference, from {known[0]} to {known[-1]}"
+            raise ValueError(f"{name}: label {others[0]} {rule}")
+
     @property
     def keys(self) -> list[str]:
         """The keys of what it returns."""

@@ -54,6 +54,10 @@ def test_one_and_two_processes_train_sample_and_score_alike(tmp_path):
     assert np.abs(samples[0]["arr_0"].astype(int) - samples[1]["arr_0"]).max() <= 1
     assert (folders["one"] / "out/s.png").exists()
     assert (one / "samples/step_00000004.png").exists()
+    np.savez(folders["one"] / "others.npz", arr_0=samples[0]["arr_0"], arr_1=samples[0]["arr_1"] + 50)
+    refused = start("fid.py", *DIGIT_SCORES, "samples=others.npz", folder=folders["one"], check=False)
+    assert refused.returncode == 1
+    assert "must be a class of the reference, from 0 to 9" in refused.stderr
     written = {p.name for p in (folders["one"] / "out").iterdir()}
     assert written == {"s.json", "s.npz", "s.png", "s.scores.json"}
 

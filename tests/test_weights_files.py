@@ -147,6 +147,7 @@ def entries(**more):
     return {"model": NET.state_dict(), **more}
 
 
+FLAT = torch.cat([tensor.flatten() for tensor in NET.state_dict().values()])
 STATE = {f"module.{name}": tensor for name, tensor in NET.state_dict().items()}
 MOMENTS = {"state": {i: {"exp_avg": torch.zeros(3), "step": 1} for i in range(200)}, "param_groups": []}
 
@@ -169,6 +170,18 @@ MOMENTS = {"state": {i: {"exp_avg": torch.zeros(3), "step": 1} for i in range(20
         (entries(emas=[STATE, STATE | {}]), r"under emas.1, emas.0, which"),
         ({"ema": STATE, "ema_0.999": STATE | {}}, "and under ema_0.999, which"),
         (entries(model_state_dict=STATE), "under model_state_dict, which"),
+        (entries(optimizer=[FLAT, FLAT + 1]), "model"),
+        (entries(ema_flat=FLAT), "under ema_flat, which"),
+        (entries(ema=FLAT), "under ema, which"),
+        (entries(ema_params=[FLAT]), "under ema_params, ema_params.0, which"),
+        (entries(shadow=list(FLAT.chunk(8))), "under shadow, which"),
+        ({"model": FLAT}, r"weights do not match the model: .* is missing"),
+        (entries(ema={name: tensor for name, tensor in STATE.items() if "table" not in name}),
+         "ema, which would be taken, lacks y_embedder.embedding_table.weight, which model has"),
+        ({"ema": STATE, "model": {**NET.state_dict(), "projectors.0.weight": torch.ones(3)}}, "ema"),
+        ({name: tensor.to(torch.int8) for name, tensor in STATE.items()}, "is torch.int8, must be a dense"),
+        ({name: tensor.to(torch.complex64) for name, tensor in STATE.items()}, "must be a dense"),
+        ({name: tensor.to_sparse() for name, tensor in STATE.items()}, "must be a dense tensor"),
         ({"ema_model": STATE, "step": 4}, r"must hold named tensors, .*: it has ema_model, step$"),
         ({"state_dict": {**STATE, "net.pos_embed": STATE["module.pos_embed"]}},
          "has module.pos_embed and net.pos_embed, both of which are pos_embed: keep one"),

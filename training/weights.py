@@ -121,7 +121,7 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
     content = _content(file, shapes_only)
     entry = None
     if isinstance(content, dict):
-        entry = next((key for key in ENTRIES if content.get(key) and isinstance(content[key], dict)), None)
+        entry = next((key for key in ENTRIES if isinstance(content.get(key), dict) and content[key]), None)
     tensors = content if entry is None else content[entry]
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
@@ -130,6 +130,11 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
         raise ValueError(
             f"{file} must hold named tensors, at its top or under one of {', '.join(ENTRIES)}{has}"
         )
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or not tensor.is_floating_point():
+            raise ValueError(
+                f"{file}: {name} is {tensor.dtype}, must be a dense tensor of floating-point numbers"
+            )
     if entry is not None:
         _check_entries(content, entry, file)
     plain = _renamed(tensors, _without_prefixes, file)
@@ -184,7 +189,9 @@ def _weights_file(source: Path) -> Path:
 def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
     """Raise a ValueError where an entry beside the one that is taken may be what is meant."""
     taken = {_without_prefixes(name) for name in content[entry]}
-    groups = _tensor_groups({key: value for key, value in content.items() if key != entry}, len(taken))
+    num_numbers = sum(tensor.numel() for tensor in content[entry].values())
+    beside = {key: value for key, value in content.items() if key != entry}
+    groups = _tensor_groups(beside, len(taken), num_numbers)
     is_average = AVERAGED.search(entry)
     others = [
         path
@@ -196,22 +203,39 @@ def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
             f"{file} has weights under {entry}, which would be taken, and under {', '.join(others)[:200]}, "
             "which may be an average of them: save those that are meant in a file of their own"
         )
+    for key in ENTRIES:
+        names = (
+            {_without_prefixes(str(name)) for name in content[key]}
+            if isinstance(beside.get(key), dict)
+            else set()
+        )
+        lacking = sorted(name for name in names - taken if not name.startswith(IGNORED))
+        if lacking and not names.isdisjoint(taken):
+            raise ValueError(f"{file}: {entry}, which would be taken, lacks {lacking[0]}, which {key} has")
 
 
-def _tensor_groups(content: Any, num_taken: int) -> Iterator[tuple[str, set[str]]]:
-    """Yield path and names of each group of tensors, at least half as many as those that are taken."""
+def _tensor_groups(content: Any, num_taken: int, num_numbers: int) -> Iterator[tuple[str, set[str]]]:
+    """Yield path and names of each group of tensors, at least half as many as those that are taken.
+
+    Of tensors that hold half as many numbers, weights that may have been flattened, the path alone.
+    """
     todo, seen = [("", content)], set()
     while todo:
         path, node = todo.pop()
-        if id(node) in seen or not isinstance(node, dict | list | tuple):
+        if id(node) in seen or not isinstance(node, dict | list | tuple | torch.Tensor):
             continue
         seen.add(id(node))
+        if isinstance(node, torch.Tensor):
+            if 2 * node.numel() >= num_numbers:
+                yield path, set()
+            continue
         children = list(node.items() if isinstance(node, dict) else enumerate(node))
         # Single numbers are meters and counters, not weights.
-        tensors = (name for name, child in children if isinstance(child, torch.Tensor) and child.ndim)
-        names = {_without_prefixes(str(name)) for name in tensors}
-        if 2 * len(names) >= max(num_taken, 1):
-            yield path, names
+        tensors = {name: child for name, child in children if isinstance(child, torch.Tensor) and child.ndim}
+        if 2 * len(tensors) >= max(num_taken, 1):
+            yield path, {_without_prefixes(str(name)) for name in tensors}
+        elif 2 * sum(tensor.numel() for tensor in tensors.values()) >= num_numbers:
+            yield path, set()
         todo += [(f"{path}.{name}".lstrip(".")[:200], child) for name, child in children]
 
 

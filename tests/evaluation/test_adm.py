@@ -229,6 +229,11 @@ def test_lost_images_are_noticed(detector, folder):
             "mu is (64,), must be (2048,): of another network",
         ),
         ({"mu": np.zeros(2048), "sigma": np.full((2048, 2048), np.nan)}, "sigma must be finite"),
+        (
+            {"mu": np.zeros(2048), "sigma": -np.eye(2048)},
+            "sigma must be symmetric, without negative eigenvalues",
+        ),
+        ({"mu": np.zeros(2048), "sigma": np.eye(2048) + np.tri(2048)}, "sigma must be symmetric"),
         ({"images": np.zeros(3)}, "must hold mu and sigma, or images (arr_0)"),
         ({"mu_s": np.zeros(2048), "sigma_s": np.zeros((2048, 2048))}, "mu_s is (2048,), must be (2023,)"),
         ({"mu": np.array([{}], dtype=object), "sigma": np.zeros(1)}, "cannot be read as an .npz"),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sample
+from builders.network import build_net
 from builders.trainer import check_init_from, check_init_shapes
 from tests.networks import small_dit
 from tests.runs import TINY, composed, tiny_run, validated
@@ -141,6 +142,27 @@ def test_a_run_of_other_classes_starts_from_all_but_the_label_table(tmp_path):
         assert RunFolder(run).manifest()["init_from"]["label_table"] is False
     with pytest.raises(ValueError, match=r"model/size.* must be the same"):
         check_init_shapes(validated(*TINY, start[0], "model.depth=9"))
+
+
+def test_what_shapes_do_not_tell_of_weights_has_to_agree(tmp_path):
+    """Heads of attention, and whether the last row of labels is the null class."""
+    tiny_run(tmp_path / "first", "train.total_steps=1")
+    with pytest.raises(ValueError, match=r"model.num_heads=2 must be 4, as in train.init_from=.*first"):
+        check_init_shapes(validated(*TINY, f"train.init_from={tmp_path / 'first'}", "model.num_heads=2"))
+    sizes = ("model.hidden_size=384", "model.depth=4", "model=dit", "train.init_from_objective=edm")
+    file = tmp_path / "file.pt"
+    asked = (*TINY, *sizes, f"train.init_from={file}", "data.num_classes=10")
+    state = build_net(validated(*asked, "model.num_heads=6")).state_dict()
+    torch.save({"ema": state, "args": {"num_classes": 10}}, file)
+    check_init_shapes(validated(*asked, "model.num_heads=6"))
+    with pytest.raises(ValueError, match=r"model.num_heads=3 must be 6, as in train.init_from=.*file.pt"):
+        check_init_shapes(validated(*asked, "model.num_heads=3"))
+    torch.save({"ema": state, "args": {"num_classes": 11}}, file)
+    with pytest.raises(
+        ValueError, match=r"data.num_classes=10 must be 11, as train.init_from=.* says, or train.in"
+    ):
+        check_init_shapes(validated(*asked, "model.num_heads=6"))
+    check_init_shapes(validated(*asked, "model.num_heads=6", "train.init_from_label_table=false"))
 
 
 def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path):
