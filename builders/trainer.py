@@ -57,7 +57,7 @@ from training.weights import (
 from training.window import Work
 
 _CHUNK = 1024  # entries
-INIT_KEYS = "model/size, model/block, model.num_prefix_tokens, model.learn_sigma"  # of a network's shapes
+INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma"  # shapes
 
 TrainingData = LatentDataset | ShardDataset
 

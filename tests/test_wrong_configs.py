@@ -399,6 +399,8 @@ RULES = [
     ("train", "routing.schedule=linear", "routing.schedule=linear needs routing.end_factor"),
     ("train", f"{SYNTHETIC} data.num_classes=0 guidance=cfg", "guidance.guidance_scale=1.5 must be 1 for an unconditional"),
     ("train", "sampler=heun sampler.num_steps=0", "sampler.num_steps=0 must be in [1, 100000]"),
+    *(("train", f"sampler={name} sampler/times=respaced", "sampler/times=respaced must be on the path of DDPM, which has whole")
+      for name in ("heun", "euler", "heun sampler.solve_on=edm")),
     ("train", "sampler=sde sampler.num_steps=0", "sampler.num_steps=0 must be in [1, 100000]"),
     ("train", "sampler=ddpm sampler.variance=small sampler.num_steps=1001", "sampler.num_steps=1001 must be in [1, 1000]"),
     ("train", "sampler=ddpm", "sampler.variance=learned needs diffusion=ddpm; small and large need nothing"),

@@ -8,6 +8,7 @@ from itertools import accumulate, repeat
 
 import torch
 
+from diffusion.ddpm import DDPMPath
 from diffusion.path import Path, VPPath
 from runtime.errors import check_not_negative, check_positive
 
@@ -62,6 +63,10 @@ def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
 
     DEVIATION: a single step is the last one, where there is noise alone; [IDDPM]'s rule gives the first.
     """
+    if not isinstance(path, DDPMPath):
+        raise ValueError(
+            "sampler/times=respaced must be on the path of DDPM, which has whole steps (diffusion=ddpm)"
+        )
     if not 1 <= num_steps <= path.t_max:
         raise ValueError(
             f"sampler.num_steps={num_steps} must be in [1, {path.t_max:g}], the steps of the path"
