@@ -236,8 +236,8 @@ def test_names_of_members_lead_nowhere(name):
     assert all((entry == 0).all() for entry in read_all(tread(wds(array, "latent.npy", name=name))))
     if name.startswith("/"):
         assert all((entry == 0).all() for entry in read_all(repa(Path("a.zip"))))
-    else:  # names with .. count as hidden
-        with pytest.raises(ValueError, match=r"a\.zip holds no \.npy files"):
+    else:
+        with pytest.raises(ValueError, match=r"a\.zip holds \.\./.*, a place outside of it"):
             repa(Path("a.zip"))
     assert {path.name for path in Path().iterdir()} == {"secret.npy", "a.zip", "w.tar"}
 
