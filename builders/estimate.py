@@ -115,18 +115,19 @@ def free_memory(launch: Launch) -> int:
     if launch.device.type == "cuda":
         return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_reserved(launch.device)
     return_freed_memory()  # by earlier jobs of a sweep: it would count as taken
-    limits = [
-        _free_in_group(folder, *names) for root, names in CGROUPS.items() for folder in (root, *_groups(root))
-    ]
+    limits = [_free_in_group(root / group, *names) for root, names in CGROUPS.items() for group in _groups()]
     return min(psutil.virtual_memory().available, *limits) // launch.world_size
 
 
-def _groups(root: Path) -> list[Path]:
-    """Return the folders of the groups that this process belongs to, each with those that hold it."""
-    if not OWN_GROUPS.exists():  # another system
-        return []
-    own = [Path(line.split(":", 2)[2].lstrip("/")) for line in OWN_GROUPS.read_text().splitlines()]
-    return [root / group for path in own for group in (path, *path.parents)]
+def _groups() -> set[Path]:
+    """Return the memory groups that this process belongs to, each with those that hold it, up to the root."""
+    groups = {Path()}
+    lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []  # on Linux
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers or "memory" in controllers.split(","):  # none are named in version 2
+            own = Path(path.lstrip("/"))
+            groups |= {own, *own.parents}
+    return groups
 
 
 def _free_in_group(folder: Path, limit: str, taken: str, cached: str) -> float:

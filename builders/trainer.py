@@ -57,7 +57,7 @@ from training.weights import (
 from training.window import Work
 
 _CHUNK = 1024  # entries
-INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma"  # shapes
+INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma"
 
 TrainingData = LatentDataset | ShardDataset
 

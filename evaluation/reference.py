@@ -150,6 +150,7 @@ def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
 
 def _is_covariance(sigma: np.ndarray) -> bool:
     """Return whether a matrix is symmetric and positive semi-definite, to what fp32 statistics lose."""
+    sigma = sigma.astype(np.float64)
     scale = np.abs(sigma).max()
     if not np.allclose(sigma, sigma.T, rtol=0, atol=1e-5 * scale):
         return False

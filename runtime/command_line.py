@@ -126,7 +126,9 @@ def _nearest(key: str) -> list[str]:
     if inside := sorted(f"{name}{dot}{rest}" for name in known if name.endswith(f".{head}")):
         return inside  # the name of its group is missing
     last = re.split(r"[./]", key)[-1]
-    elsewhere = {re.split(r"[./]", name)[-1]: name for name in sorted(known, key=len, reverse=True)}
+    elsewhere = {
+        re.split(r"[./]", name)[-1]: name for name in sorted(known, key=lambda name: (-len(name), name))
+    }
     if last in elsewhere:
         return [elsewhere[last]]
     near = get_close_matches(last, elsewhere, n=1)

@@ -204,11 +204,8 @@ def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
             "which may be an average of them: save those that are meant in a file of their own"
         )
     for key in ENTRIES:
-        names = (
-            {_without_prefixes(str(name)) for name in content[key]}
-            if isinstance(beside.get(key), dict)
-            else set()
-        )
+        other = beside.get(key)
+        names = {_without_prefixes(str(name)) for name in other} if isinstance(other, dict) else set()
         lacking = sorted(name for name in names - taken if not name.startswith(IGNORED))
         if lacking and not names.isdisjoint(taken):
             raise ValueError(f"{file}: {entry}, which would be taken, lacks {lacking[0]}, which {key} has")

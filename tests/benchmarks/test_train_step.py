@@ -140,6 +140,7 @@ def test_standard_settings_are_valid(tmp_path, device):
             assert bool(config["model"]["routes"]) == (kind == "routed")
 
 
+@pytest.mark.slow
 def test_a_slow_machine_is_no_reason_not_to_time_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr("builders.estimate.product_flops_per_sec", lambda *_: 2e10)
     setting = runs.Setting("S/2", ("model/size=s_2", "train.batch_size=16", "train.compile=false"))

@@ -210,7 +210,11 @@ def test_the_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, names, 
     for name, value in zip(names, (limit, GIB, f"anon 5\n{names[2]} {GIB // 2}"), strict=True):
         (tmp_path / group / ("memory.stat" if name == names[2] else name)).write_text(f"{value}\n")
     own = tmp_path / "own"
-    own.write_text("4:memory:/slurm/job_7/step_0\n0::/slurm/job_7/step_0\n")
+    own.write_text("5:cpu,cpuacct:/slurm/job_8\n4:memory:/slurm/job_7/step_0\n0::/slurm/job_7/step_0\n")
+    (tmp_path / "slurm/job_8").mkdir(parents=True)  # not our memory group
+    for name in names[:2]:
+        (tmp_path / "slurm/job_8" / name).write_text("0\n")
+    (tmp_path / "slurm/job_8/memory.stat").write_text("")
     monkeypatch.setattr("builders.estimate.OWN_GROUPS", own)
     monkeypatch.setattr("builders.estimate.CGROUPS", {tmp_path: names, tmp_path / "none": names})
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
