@@ -21,12 +21,10 @@ from models.blocks import BLOCKS, FinalLayer
 from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, linear_flops, sincos_position_table
 from models.rejoin import Bypass
 from routing import (
-    Adapter,
-    BlockList,
-    Kept,
     Route,
     Router,
     Routing,
+    gather_tokens,
     num_tokens_kept,
     random_router,
     resolve_routes,
@@ -38,18 +36,6 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 MAX_DEPTH = 1000  # a configuration from elsewhere must not take all memory
 INITS = ("adaln_zero", "xavier")
 ATTENTIONS = ("auto", "sdpa", "explicit")
-
-
-def _condition_of(c: torch.Tensor, kept: Kept) -> torch.Tensor:
-    return c if c.shape[1] == 1 else kept.gather_joint(c)  # all tokens share the first
-
-
-BLOCK_LIST = BlockList(
-    "blocks",
-    tokens="x",
-    joint=True,
-    by_token={"c": _condition_of, "positions": lambda positions, kept: kept.gather_joint(positions)},
-)
 
 
 class DiT(nn.Module):
@@ -80,13 +66,6 @@ class DiT(nn.Module):
     Raises:
         ValueError: sizes that do not divide, an unknown choice, or an invalid route.
     """
-
-    # What is indexed by token: for the loop below, and for `routing.attach` to a network without routes.
-    routing_adapter = Adapter(
-        [BLOCK_LIST],
-        accepts=("x", "c_noise", "class_labels", "routing", "generator"),
-        num_prefix_tokens=lambda net, arguments: net.num_prefix_tokens,
-    )
 
     def __init__(
         self,
@@ -214,8 +193,8 @@ class DiT(nn.Module):
 
         x = self._embed(x)  # (N, L, D)
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
-        dense = {"c": c, "positions": self.positions}
-        arguments, end_idx, skipping, after_route = dense, None, False, False
+        by_token = (c, self.positions)  # what each block is given beside x, positions (1, L, ...) or None
+        arguments, end_idx, skipping, after_route = by_token, None, False, False
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 i = starts[idx]
@@ -223,20 +202,19 @@ class DiT(nn.Module):
                 skipping = ratios[i] == 1
                 if 0 < ratios[i] < 1:
                     ids_keep = routing.ids_keep(i, ratios[i], x[:, P:], self.router, generator)  # (N, K)
-                    kept = Kept(ids_keep, self.num_tokens, P)
                     ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
                     if self.removal:
                         x = start_route(x, ids_keep)  # (N, P + K, D)
-                        arguments = BLOCK_LIST.gather(dense, kept, type(block).__name__)
+                        arguments = tuple(_kept(a, ids_keep) for a in by_token)  # (N, P + K, ...)
             if not skipping:
-                x = self._run(block, x, **arguments, fp32=after_route and self.fp32_after_route)
+                x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
             after_route = False
             if idx == end_idx:
                 after_route = ids_keep is not None
                 if after_route and not self.removal:
                     x = start_route(x, ids_keep)  # (N, P + K, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
-                arguments, skipping = dense, False
+                arguments, skipping = by_token, False
         x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)
         return self._unpatchify(x)  # (N, C or 2C, H, W)
 
@@ -300,3 +278,8 @@ class DiT(nn.Module):
         p, grid = self.patch_size, self.grid_size
         x = x.reshape(x.shape[0], grid, grid, p, p, -1)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, grid * p, grid * p)
+
+
+def _kept(x: torch.Tensor | None, ids_keep: torch.Tensor) -> torch.Tensor | None:
+    """The kept tokens' part of what is indexed by token; a tensor with one token is shared by all."""
+    return x if x is None or x.shape[1] == 1 else gather_tokens(x, ids_keep)

@@ -15,6 +15,8 @@ from models import DiT, token_mask
 from models.layers import attention
 from models.rejoin import Fuse, Mask
 from routing import (
+    Adapter,
+    BlockList,
     Route,
     Routing,
     attach,
@@ -33,6 +35,22 @@ VARIANTS = ATTENTION[:2] + [
     {"block": block, "num_prefix_tokens": P}
     for block, P in (("sprint", 3), ("modern", 3), ("lightning", 0), ("mamba", 3), ("rwkv", 3))
 ]
+# What `attach` must know of a DiT that was built without routes.
+ADAPTER = Adapter(
+    [
+        BlockList(
+            "blocks",
+            tokens="x",
+            joint=True,
+            by_token={
+                "c": lambda c, kept: c if c.shape[1] == 1 else kept.gather_joint(c),
+                "positions": lambda positions, kept: kept.gather_joint(positions),
+            },
+        )
+    ],
+    accepts=("x", "c_noise", "class_labels", "routing", "generator"),
+    num_prefix_tokens=lambda net, arguments: net.num_prefix_tokens,
+)
 ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router, grid_router)
 FUSED = {"router": grid_router, "rejoin": Fuse}
 OPTIONS = [{}, {"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}]
@@ -293,7 +311,7 @@ def test_routes_that_are_attached_are_those_of_the_network(variant, options):
     options = {key: value for key, value in options.items() if key != "by_token"}
     own = small_dit(TWO_ROUTES, class_dropout_prob=0.5, **variant, **options).train()
     dense = small_dit(class_dropout_prob=0.5, **variant, **options).train()
-    attach(dense, TWO_ROUTES)
+    attach(dense, TWO_ROUTES, adapter=ADAPTER)
     x, c_noise, labels = small_batch()
     if by_token:
         c_noise = torch.randn(4, 16 + own.num_prefix_tokens)
@@ -318,7 +336,7 @@ def test_routes_that_are_attached_are_those_of_the_network(variant, options):
 
 def test_a_network_with_routes_gets_no_others():
     with pytest.raises(ValueError, match="DiT has routes of its own: build it without"):
-        attach(small_dit([PAPER]), [PAPER])
+        attach(small_dit([PAPER]), [PAPER], adapter=ADAPTER)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
