@@ -1,11 +1,10 @@
 """Mutation testing: run the tests on one wrong program after another, and see whether they fail.
 
-    python -m tests.mutation                     all of them, half an hour on two cores
+    python -m tests.mutation                     all of them, ten minutes on two cores
     python -m tests.mutation diffusion/ ema.py   those of some files
 
-Each entry of `tests/mutations/*.yaml` names a text in a file, its wrong replacement, and the tests that must
-fail. An entry with `equivalent`, the reason why no test can fail, is not run. Copies are changed, never this
-tree. The libraries of `make finetune` must be installed.
+Each entry of `tests/mutations/*.yaml` names a text in a file of the core, its wrong replacement, and the
+tests that must fail. Copies are changed, never this tree.
 """
 
 import argparse
@@ -40,26 +39,24 @@ class Mutation:
     file: str
     text: str
     wrong: str
-    tests: str = ""
-    equivalent: str = ""
+    tests: str
 
     def __str__(self) -> str:
         return f"{self.file}: {_one_line(self.text)}  ->  {_one_line(self.wrong)}"
 
     def problem(self) -> str:
-        """Return what is wrong with the entry itself, if anything."""
+        """The fault of the entry itself; empty if it has none."""
         file = ROOT / self.file
         count = file.read_text().count(self.text) if file.is_file() else 0
         if count != 1:
             return f"{self}: the text is in the file {count} times, must be once"
-        if bool(self.tests) == bool(self.equivalent):
-            return f"{self}: must give either tests or equivalent"
+        if not self.tests:
+            return f"{self}: names no test"
         missing = [test for test in self.tests.split() if not _is_there(test)]
         return f"{self}: no test {missing[0]}" if missing else ""
 
 
 def read_lists() -> list[Mutation]:
-    """Return all entries of the lists."""
     lists = [yaml.safe_load(file.read_text()) for file in sorted(LISTS.glob("*.yaml"))]
     return [
         Mutation(file, **entry) for of_room in lists for file, entries in of_room.items() for entry in entries
@@ -85,13 +82,11 @@ def main() -> None:
     tqdm.set_lock(RLock())
     for name in tqdm((*PRELOADED, "hypothesis", "pytest"), desc="import", unit="library"):
         import_module(name)
-    mutations = [m for m in listed if not m.equivalent]
     with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
         copies = [_copy(Path(folder) / str(job)) for job in range(asked.jobs)]
-        _check_that_all_pass(copies, sorted({test for m in mutations for test in m.tests.split()}))
-        survived = _survivors(mutations, copies)
-    red, equivalent = len(mutations) - len(survived), len(listed) - len(mutations)
-    print(f"{len(mutations)} mutations, {red} red; {equivalent} named equivalent")
+        _check_that_all_pass(copies, sorted({test for m in listed for test in m.tests.split()}))
+        survived = _survivors(listed, copies)
+    print(f"{len(listed)} mutations, {len(listed) - len(survived)} red")
     if survived:
         sys.exit("\n".join(["error: the tests pass on", *map(str, survived)]))
 
@@ -107,7 +102,7 @@ def _check_that_all_pass(copies: Sequence[Path], tests: Sequence[str]) -> None:
 
 
 def _survivors(mutations: Sequence[Mutation], copies: Sequence[Path]) -> list[Mutation]:
-    """Return the mutations on which the tests pass."""
+    """The mutations on which the tests pass."""
     waiting, free, running, survived = deque(mutations), list(copies), {}, []
     with tqdm(total=len(mutations), desc="mutations", unit="mutation") as bar:
         while waiting or running:
@@ -137,7 +132,7 @@ def _outcome(status: int) -> str:
 
 
 def _reason(copy: Path) -> str:
-    """Return pytest's last line about a failed test, which shows whether it failed by the mutation."""
+    """Pytest's last line about a failed test: it shows whether the mutation was the cause."""
     lines = (copy / OUTPUT).read_text().splitlines()
     failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return f"  [{failures[-1].rpartition('::')[2][:160]}]" if failures else ""
