@@ -211,3 +211,48 @@ def test_no_file_of_the_project_names_an_absolute_path():
     ]
     for file in texts:
         assert not re.search(r"(^|[\s\"'=:])/(home|root|work|export|tmp)/", file.read_text()), file
+
+
+# Lines of each room, so that it stays readable. Whoever needs more raises a number here, and says why beside it.
+BUDGET = {
+    "routing": 3000,
+    "models": 1100,
+    "diffusion": 2150,
+    "data": 3500,
+    "evaluation": 2000,
+    "training": 2300,
+    "builders": 2700,
+    "runtime": 1700,
+    "benchmarks": 1700,
+    "examples": 320,
+    "programs": 310,
+    "tests": 22000,
+}
+MAX_CORE_LINES = 3000
+
+
+def num_lines(files):
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def test_every_room_stays_within_its_budget():
+    rooms = {}
+    for file in FILES:
+        room = "programs" if file.parent == ROOT else file.relative_to(ROOT).parts[0]
+        rooms.setdefault(room, []).append(file)
+    found = {room: num_lines(files) for room, files in rooms.items()}
+    assert found.keys() == BUDGET.keys()
+    over = {room: lines for room, lines in found.items() if lines > BUDGET[room]}
+    assert not over, f"more lines than BUDGET allows: {over}"
+
+
+def test_the_core_that_readme_lists_can_be_read_in_an_hour():
+    section = (
+        (ROOT / "README.md").read_text().partition("## Read the code in an hour\n")[2].partition("\n## ")[0]
+    )
+    files, folder = [], ""
+    for name in re.findall(r"`([\w/]+\.py)`", section):
+        folder = name.rpartition("/")[0] or folder  # `routers/random.py`, `norm.py`: both of one folder
+        files.append(ROOT / folder / name.rpartition("/")[2])
+    assert len(files) == len(set(files)) > 20
+    assert num_lines(files) <= MAX_CORE_LINES
