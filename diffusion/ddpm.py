@@ -1,8 +1,7 @@
-"""Noise prediction over 1,000 steps of a linear schedule, as [DDPM] trains it, with the learned variance of
-[IDDPM] that [DiT] has.
+"""Noise prediction over 1,000 steps of a linear schedule [DDPM], with the learned variance of [IDDPM], [DiT].
 
-Time counts steps of noising, t = 0 is data; a network is told the index t - 1 of the step, rounded. Between
-the steps the logarithm of the signal-to-noise ratio is interpolated, so that any solver can run.
+Time counts steps of noising, t = 0 is data; the condition of a network is the rounded index t - 1 of a step.
+Between the steps the logarithm of the signal-to-noise ratio is interpolated, so that any solver can run.
 """
 
 import math
@@ -18,14 +17,14 @@ NUM_STEPS = 1000
 BETA_MIN, BETA_MAX = 1e-4, 0.02
 
 
-@dataclass(frozen=True)  # all are equal
+@dataclass(frozen=True)  # for equality alone
 class DDPMPath:
     """alpha(t)^2 = prod_{i <= t} (1 - beta_i), sigma^2 = 1 - alpha^2, beta_i linear in i, 0 <= t <= 1000."""
 
     t_max = float(NUM_STEPS)
 
     def log_snr(self, t: torch.Tensor) -> torch.Tensor:
-        """Return ln(alpha^2 / sigma^2) in float64; before the first step sigma / alpha is linear in t."""
+        """ln(alpha^2 / sigma^2) in float64; before the first step sigma / alpha is linear in t."""
         table, t = _table(t.device), t.double().clamp(max=NUM_STEPS)
         low = t.floor().clamp(1, NUM_STEPS - 1).long()
         between = torch.lerp(table.take(low - 1), table.take(low), t - low)
@@ -45,14 +44,14 @@ class DDPMPath:
         return -self.sigma(t) * self.alpha(t) ** 2 * self._slope(t) / 2
 
     def _slope(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the derivative of `log_snr`, of the step that leads up to t."""
+        # The derivative of `log_snr` over the step that ends at or after t.
         table = _table(t.device)
         high = t.double().ceil().clamp(2, NUM_STEPS).long()
         return torch.where(t <= 1, -2 / t.double(), table.take(high - 1) - table.take(high - 2)).to(t.dtype)
 
     def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
         table, wanted = _table(noise_to_signal.device), -2 * noise_to_signal.double().log()
-        # The table descends; the first entry that is not above the wanted one.
+        # The table descends: the first entry that is at most the wanted one.
         high = torch.searchsorted(-table, -wanted).clamp(1, NUM_STEPS - 1)
         above, below = table.take(high - 1), table.take(high)
         fraction = (above - wanted) / (above - below)
@@ -62,28 +61,25 @@ class DDPMPath:
 
 @cache
 def _table(device: torch.device) -> torch.Tensor:
-    """Return ln(alpha^2 / sigma^2) after 1, 2, ... steps; once for each device: a copy waits for it."""
+    """ln(alpha^2 / sigma^2) after 1, 2, ... steps; cached, because a copy waits for the device."""
     betas = torch.linspace(BETA_MIN, BETA_MAX, NUM_STEPS, dtype=torch.float64)
     log_alpha2 = torch.log1p(-betas).cumsum(0)
     return (log_alpha2 - torch.log(-torch.expm1(log_alpha2))).to(device)
 
 
 class DDPMPrecond(Precond):
-    """The network predicts eps, and in C further channels, if it has them, its variance."""
+    """The network predicts eps, and with 2C channels of output also the variance."""
 
     path = DDPMPath()
 
     def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x and the index of the step."""
         return x, (t.round() - 1).clamp(0, NUM_STEPS - 1)
 
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x."""
         # x_0 = (x_t - sigma eps) / alpha
         return (x - self.path.sigma(t) * F_x) / self.path.alpha(t)
 
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return v (N, C, H, W), see `log_variance`."""
         if F_x.shape[1] != 2 * x.shape[1]:
             raise ValueError(
                 "sampler.variance=learned needs model.learn_sigma=true; small and large need nothing"
@@ -92,15 +88,14 @@ class DDPMPrecond(Precond):
 
 
 class DDPMLoss(Loss):
-    """Squared error of eps; a variance that the network predicts is trained by the variational bound."""
+    """Squared error of eps; a predicted variance is trained by the variational bound."""
 
     def __init__(self):
-        super().__init__()  # no contrastive term: the bound of another sample is not bounded
+        super().__init__()  # no contrastive term, which is unbounded for the variational bound
 
     def draw_t(
         self, num_samples: int, generator: torch.Generator | None, device: torch.device
     ) -> torch.Tensor:
-        """Draw t (N,), one of 1, 2, ..., 1000."""
         return torch.randint(1, NUM_STEPS + 1, (num_samples,), generator=generator, device=device).float()
 
     def error(
@@ -112,33 +107,27 @@ class DDPMLoss(Loss):
         x: torch.Tensor,
         eps: torch.Tensor,
     ) -> torch.Tensor:
-        """Return |eps - F_x|^2, plus the bound in bits."""
         error = (precond.predicted(F_x, x) - eps) ** 2
         if F_x.shape[1] == x.shape[1]:
             return error
         v = precond.learned_variance(F_x, x)
-        # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM]: of one step of 1,000 that is its own term.
-        # The mean has no gradient from it.
+        # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM]: for one of 1,000 steps its own term, in bits. The term
+        # gives no gradient to the mean.
         D_x = precond.denoised(F_x.detach(), x_t, t)
         return error + variational_bound(precond.path, D_x, v, x_t, t, x)
 
 
 def variational_bound(
-    path: Path,
-    D_x: torch.Tensor,
-    v: torch.Tensor,
-    x_t: torch.Tensor,
-    t: torch.Tensor,
-    x: torch.Tensor,
+    path: Path, D_x: torch.Tensor, v: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     """Return the term (N, C, H, W) of step t (N, 1, 1, 1) of the bound on -ln p(x_0), in bits. [IDDPM]
 
-    That is KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)); for the first step -ln p(x_0 | x_1), of a Gaussian
-    over bins of 1 / 127.5, as for the bytes of an image.
+    KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)); for the first step -ln p(x_0 | x_1) of a Gaussian over bins
+    of 1 / 127.5, the bytes of an image.
     """
     s = t - 1
     mean, true_mean = (posterior_mean(path, clean, x_t, t, s) for clean in (D_x, x))
-    # PARITY: the posterior of the first step has no variance; its place is taken by that of the second.
+    # PARITY: the posterior of the first step has no variance; the second step's is used.
     low, high = posterior_log_variance(path, t.clamp(min=2), s.clamp(min=1)).to(v), log_beta(path, t, s).to(v)
     log_var = log_variance(v, low, high)
     kl = 0.5 * (log_var - low - 1 + (low - log_var).exp() + (mean - true_mean) ** 2 * (-log_var).exp())
@@ -148,7 +137,7 @@ def variational_bound(
 def posterior_mean(
     path: Path, clean: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor, s: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean of q(x_s | x_t, x_0 = clean), s < t, where alpha^2 + sigma^2 = 1. [DDPM] eq. 7"""
+    """Mean of q(x_s | x_t, x_0 = clean), s < t, on a path with alpha^2 + sigma^2 = 1. [DDPM] eq. 7"""
     t, s, beta = t.double(), s.double(), log_beta(path, t, s).exp()
     of_clean = path.alpha(s) * beta / path.sigma(t) ** 2
     of_x_t = path.alpha(t) / path.alpha(s) * (path.sigma(s) / path.sigma(t)) ** 2
@@ -156,26 +145,26 @@ def posterior_mean(
 
 
 def log_beta(path: Path, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """Return ln(1 - alpha(t)^2 / alpha(s)^2) in float64: the noise that comes between s and t."""
+    """ln(1 - alpha(t)^2 / alpha(s)^2) in float64: the noise added between s and t."""
     return (-torch.expm1(2 * (path.alpha(t.double()) / path.alpha(s.double())).log())).log()
 
 
 def posterior_log_variance(path: Path, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """Return ln of the variance of q(x_s | x_t, x_0) in float64, 0 < s < t. [DDPM] eq. 7"""
+    """ln of the variance of q(x_s | x_t, x_0) in float64, 0 < s < t. [DDPM] eq. 7"""
     return log_beta(path, t, s) + 2 * (path.sigma(s.double()) / path.sigma(t.double())).log()
 
 
 def log_variance(v: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return what a network means by v: the lower bound, of the posterior, at -1, the upper, beta, at 1."""
+    """Log variance of a prediction v: the posterior's, `low`, at -1, and ln beta, `high`, at 1."""
     # Sigma = exp(f ln beta + (1 - f) ln beta~), [IDDPM] eq. 15, with f = (v + 1) / 2.
     return low + (v + 1) / 2 * (high - low)
 
 
 def _log_bin(x: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Return ln of the mass of N(mean, std^2) in the bin of width 2 / 255 around x; outer bins are open.
+    """ln of the mass of N(mean, std^2) in the bin of width 2 / 255 around x; outer bins are open.
 
-    DEVIATION: the CDF is exact. [DiT] approximates it by a tanh and bounds the mass of the outer bins, too,
-    by 1e-12. This step's loss differs by 0.3 % for a network that predicts eps = 0, less for a better one.
+    DEVIATION: the CDF is exact. [DiT] approximates it by a tanh and also clamps the outer bins at 1e-12. The
+    loss of this step differs by 0.3 % for a network that predicts eps = 0, less for a better one.
     """
     above, below = ((x - mean + half) / std for half in (1 / 255, -1 / 255))
     inner = (torch.special.ndtr(above) - torch.special.ndtr(below)).clamp(min=1e-12).log()

@@ -12,7 +12,7 @@ from runtime.errors import check_positive
 
 
 class EDMPrecond(Precond):
-    """A denoiser D_x whose network has input, output and target of unit variance.
+    """A denoiser D_x around a network whose input, output and target have unit variance.
 
     Args:
         sigma_data: standard deviation of the latents.
@@ -26,19 +26,15 @@ class EDMPrecond(Precond):
         self.sigma_data = sigma_data
 
     def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return c_in(sigma) x and c_noise(sigma)."""
         _, _, c_in, c_noise = self.coefficients(t)
         return c_in * x, c_noise
 
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x."""
         c_skip, c_out, _, _ = self.coefficients(t)
         # D(x; sigma) = c_skip(sigma) x + c_out(sigma) F(c_in(sigma) x; c_noise(sigma)), [EDM] eq. 7.
         return c_skip * x + c_out * F_x
 
-    def coefficients(
-        self, sigma: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def coefficients(self, sigma: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return c_skip, c_out, c_in, c_noise, each in the shape of sigma."""
         variance = sigma**2 + self.sigma_data**2
         # Preconditioning, [EDM] Table 1.
@@ -50,7 +46,7 @@ class EDMPrecond(Precond):
 
 
 class OptimalPrecond(EDMPrecond):
-    """The denoiser that no network can undercut, of data whose posterior mean is known.
+    """The denoiser of least loss, for data whose posterior mean is known.
 
     Args:
         posterior_mean: posterior_mean(x_t, alpha, sigma, class_labels) -> E[x | x_t, class].
@@ -69,11 +65,9 @@ class OptimalPrecond(EDMPrecond):
         routing: Any = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Return D_x, which `clean` leaves as it is."""
-        return self.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels)
+        return self.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels)  # D_x itself
 
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x."""
         return F_x
 
 
@@ -93,7 +87,6 @@ class EDMLoss(Loss):
     def draw_t(
         self, num_samples: int, generator: torch.Generator | None, device: torch.device
     ) -> torch.Tensor:
-        """Draw sigma (N,)."""
         # ln(sigma) ~ N(P_mean, P_std^2), [EDM] Table 1.
         return (torch.randn(num_samples, generator=generator, device=device) * self.P_std + self.P_mean).exp()
 
@@ -106,7 +99,6 @@ class EDMLoss(Loss):
         x: torch.Tensor,
         eps: torch.Tensor,
     ) -> torch.Tensor:
-        """Return lambda(sigma) (D(x_t; sigma) - x)^2."""
-        # lambda(sigma) = 1 / c_out^2, [EDM] Table 1.
+        # lambda(sigma) (D(x_t; sigma) - x)^2 with lambda(sigma) = 1 / c_out^2, [EDM] Table 1.
         weight = (t**2 + precond.sigma_data**2) / (t * precond.sigma_data) ** 2
         return weight * (precond.denoised(F_x, x_t, t) - x) ** 2

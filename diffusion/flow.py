@@ -8,18 +8,18 @@ from diffusion.objective import Loss, Precond
 from diffusion.path import FlowPath
 from runtime.errors import check_choice, check_not_negative, check_positive
 
-# DEVIATION: lengths below it count as this one. A network starts at v = 0, where the gradient of the angle
-# has no bound, and the optimizer would remember it for many steps.
+# DEVIATION: shorter vectors count as this long. A network starts at v = 0, where the gradient of the angle is
+# unbounded, and the optimizer would remember it for many steps.
 MIN_NORM = 0.1
 DISTRIBUTIONS = ("logit_normal", "uniform")
 
 
 class FlowPrecond(Precond):
-    """The network predicts the velocity dx/dt = eps - x_0, and is told the time.
+    """The network predicts the velocity dx/dt = eps - x_0, and its condition is the time.
 
     Args:
-        from_noise: the network counts its time from noise to data and predicts x_0 - eps, as the public
-            checkpoints of [SiT] do.
+        from_noise: the time of the network runs from noise to data, and it predicts x_0 - eps, as in the
+            public checkpoints of [SiT].
     """
 
     path = FlowPath()
@@ -29,16 +29,14 @@ class FlowPrecond(Precond):
         self.from_noise = from_noise
 
     def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x and the time as the network counts it."""
         return x, 1 - t if self.from_noise else t
 
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x."""
         # x_t = x_0 + t (eps - x_0)
         return x - t * self.velocity(F_x)
 
     def velocity(self, F_x: torch.Tensor) -> torch.Tensor:
-        """Return dx/dt of what the network predicts."""
+        """Return dx/dt for the output of the network."""
         return -F_x if self.from_noise else F_x
 
 
@@ -47,10 +45,10 @@ class FlowLoss(Loss):
 
     Args:
         distribution: of the time: uniform, or logit_normal, t = sigmoid(n) with n ~ N(P_mean, P_std^2).
-        shift: s > 1 moves the times towards noise, t -> s t / (1 + (s - 1) t), for latents of m times as
-            many numbers s = sqrt(m). [SD3]
+        shift: s > 1 moves the times towards noise, t -> s t / (1 + (s - 1) t); s = sqrt(m) for latents with m
+            times as many numbers. [SD3]
         contrastive_weight: see `diffusion.objective.Loss`.
-        cosine_weight: of 1 - cos(v, eps - x_0), over the channels of each position, which is added.
+        cosine_weight: weight of the added 1 - cos(v, eps - x_0), over the channels of each position.
             [LightningDiT]
     """
 
@@ -65,22 +63,22 @@ class FlowLoss(Loss):
     ):
         super().__init__(contrastive_weight)
         check_not_negative("diffusion.loss.cosine_weight", cosine_weight)
-        self.cosine_weight = cosine_weight
         check_choice("diffusion.loss.distribution", distribution, DISTRIBUTIONS)
         check_positive("diffusion.loss.P_std", P_std)
         check_positive("diffusion.loss.shift", shift)
-        self.distribution, self.P_mean, self.P_std, self.shift = distribution, P_mean, P_std, shift
+        self.distribution, self.P_mean, self.P_std = distribution, P_mean, P_std
+        self.shift, self.cosine_weight = shift, cosine_weight
 
     def draw_t(
         self, num_samples: int, generator: torch.Generator | None, device: torch.device
     ) -> torch.Tensor:
-        """Draw t (N,) in [0, 1]."""
         if self.distribution == "uniform":
             t = torch.rand(num_samples, generator=generator, device=device)
         else:
             n = torch.randn(num_samples, generator=generator, device=device)
             t = (n * self.P_std + self.P_mean).sigmoid()
-        return shifted(t, self.shift)
+        # t' = s t / (1 + (s - 1) t) [SD3]
+        return self.shift * t / (1 + (self.shift - 1) * t)
 
     def error(
         self,
@@ -91,16 +89,10 @@ class FlowLoss(Loss):
         x: torch.Tensor,
         eps: torch.Tensor,
     ) -> torch.Tensor:
-        """Return |v - (eps - x_0)|^2, plus the cosine term; through D_x it would cancel near t = 0."""
+        # |v - (eps - x_0)|^2; through D_x it would cancel near t = 0.
         v, u = precond.velocity(precond.predicted(F_x, x)), eps - x
         error = (v - u) ** 2
         if self.cosine_weight:
             cosine = F.cosine_similarity(v, u, dim=1, eps=MIN_NORM)  # (N, H, W)
             error = error + self.cosine_weight * (1 - cosine).unsqueeze(1)
         return error
-
-
-def shifted(t: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return times in [0, 1] moved towards noise, 1, by a shift above 1."""
-    # t' = s t / (1 + (s - 1) t) [SD3]
-    return shift * t / (1 + (shift - 1) * t)

@@ -1,6 +1,6 @@
-"""Generate latents, each from a seed of its own, and the images that they decode to, in parts.
+"""Generate latents, each from its own seed, and decode them to images, in parts.
 
-A sample depends on its seed alone: bitwise where its part has the same size, whatever process draws it.
+A sample depends on its seed alone: bitwise in parts of the same size, whichever process draws it.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ BAR_AFTER_SEC = 2
 
 
 def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:
-    """Return the classes in turn, (num_samples,); None for an unconditional network."""
+    """The classes in turn, (num_samples,); None for an unconditional network."""
     return torch.arange(num_samples) % num_classes if num_classes else None
 
 
 def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor | None:
-    """Return a label drawn uniformly from each seed alone; None for an unconditional network."""
+    """Draw a label uniformly from each seed alone; None for an unconditional network."""
     if not num_classes:
         return None
     return torch.tensor([np.random.default_rng([seed, LABEL_STREAM]).integers(num_classes) for seed in seeds])
@@ -50,17 +50,17 @@ def generate(
     counting_only: bool = False,
     watch: Callable[[int], Any] | None = None,
 ) -> torch.Tensor:
-    """Return latents (N, C, H, W) in fp32, a batch.
+    """Generate a batch of latents (N, C, H, W) in fp32.
 
     Args:
         precond: in eval mode, around a bare backbone.
         sampler: called as sampler(denoise, noise, path, randn_like=).
-        seeds: one for each sample; it fixes the initial noise, bitwise, and the noise that the sampler adds.
+        seeds: one for each sample; it fixes the initial noise, bitwise, and the noise added by the sampler.
         class_labels: (N,) int64; None for an unconditional network.
         bf16: evaluate the network under bf16 autocast.
-        evaluations: counts the forwards of images: one of a batch of n counts n times.
+        evaluations: counts the forwards of images: a forward of a batch of n counts n times.
         counting_only: no network runs, all predict 0.
-        watch: is told after each step how many evaluations of an image there were.
+        watch: called after each step with the number of evaluations of an image.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     mask_generators = [torch.Generator().manual_seed(_stream(seed, MASK_STREAM)) for seed in seeds]
@@ -73,9 +73,9 @@ def generate(
     denoise = guidance(branch)
 
     def watched(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
-        found = denoise(x, t, with_variance=True) if with_variance else denoise(x, t)
+        output = denoise(x, t, with_variance=True) if with_variance else denoise(x, t)
         watch(counted.total())
-        return found
+        return output
 
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         latents = sampler(watched if watch else denoise, noise, precond.path, randn_like=randn_like)
@@ -85,19 +85,19 @@ def generate(
 
 
 class ImageSource:
-    """Draw images from the seeds first_seed, first_seed + 1, ..., in parts that are whole batches.
+    """Draw images from the seeds first_seed, first_seed + 1, ..., in parts of one batch.
 
-    The last part is drawn whole and cut, so that more images begin with the same ones, bit for bit, where
-    either are a batch or more.
+    The last part is drawn whole and cut: a longer set begins with the shorter one, bit for bit, if both fill
+    a batch.
 
     Args:
         decode: turns latents into images (n, H, W, channels) uint8.
         labels: `balanced`: the classes in turn; `random`: drawn from the seeds.
         class_label: this class alone, in place of `labels`.
-        batch_size: images drawn together, a part.
+        batch_size: number of images drawn together, a part.
         class_names: for captions; None: their numbers.
-        classes: that `labels` takes, those that were trained; None: all.
-        The others are those of `generate`.
+        classes: the trained classes, from which `labels` are taken; None: all.
+        The other arguments are documented in `generate`.
     """
 
     def __init__(
@@ -122,11 +122,10 @@ class ImageSource:
         self._classes = torch.as_tensor(range(precond.net.num_classes) if classes is None else classes)
         self._evaluations: Evaluations = Counter()
         self._cost: dict[str, float] | None = None
-        self._stream: Any = None  # of what decodes, where there are streams
+        self._stream: Any = None  # of the decoder, on a GPU
         self._per_image: int | None = None  # evaluations
 
     def with_labels(self, labels: str) -> "ImageSource":
-        """Return the same source with other labels."""
         other = copy(self)
         other._labels, other._evaluations, other._cost = labels, Counter(), None
         return other
@@ -138,13 +137,10 @@ class ImageSource:
         return self.decode(latent).shape[1:]
 
     def seeds(self, num_samples: int) -> range:
-        """Return the seed of each sample."""
         return range(self.first_seed, self.first_seed + num_samples)
 
     def labels(self, num_samples: int, start: int = 0) -> torch.Tensor | None:
-        """Return the labels of the samples from `start` to `num_samples`; None for an unconditional
-        network.
-        """
+        """Labels of the samples from `start` to `num_samples`; None for an unconditional network."""
         if self._class_label is not None:
             return torch.full((num_samples - start,), self._class_label)
         if self._labels == "random":
@@ -155,21 +151,19 @@ class ImageSource:
         return None if indices is None else self._classes[indices]
 
     def captions(self, labels: Iterable[int] | None) -> list[str] | None:
-        """Return the name of each class of labels (N,); None for an unconditional network."""
+        """The class names of labels (N,); None for an unconditional network."""
         if labels is None:
             return None
         return [self._class_names[label] if self._class_names else str(label) for label in labels]
 
     def images(self, num_samples: int) -> "DrawnImages":
-        """Return images that are drawn when they are asked for."""
         return DrawnImages(self, num_samples)
 
     def part_size(self, num_samples: int) -> int:
-        """Return how many images are drawn together: no more than are asked for."""
         return min(self.batch_size, num_samples)
 
     def latents(self, start: int, batch_size: int, counting_only: bool = False) -> torch.Tensor:
-        """Return the latents (batch_size, C, H, W) of the samples from `start` on."""
+        """The latents (batch_size, C, H, W) of the samples from `start` on."""
         end = start + batch_size
         with self._progress(counting_only) as watch:
             return generate(
@@ -187,7 +181,7 @@ class ImageSource:
 
     @contextmanager
     def _progress(self, counting_only: bool) -> Iterator[Callable[[int], Any] | None]:
-        """Show a bar of the evaluations of a batch that takes a while, until it is drawn."""
+        """Show a progress bar of the evaluations of a slow batch."""
         if counting_only or not self.launch.is_main:
             yield None
             return
@@ -200,8 +194,7 @@ class ImageSource:
     def batches(
         self, num_samples: int, batch_size: int, parts: Iterable[int]
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (part, images); where the device works in the background, one is decoded while the next is
-        drawn.
+        """Yield (part, images); on a GPU, one part is decoded while the next is drawn.
 
         Raises:
             ValueError: a sample is not finite.
@@ -222,7 +215,7 @@ class ImageSource:
                     yield finished()
                 wanted = latents[: num_samples - start]
                 drawn = part, pool.submit(self._decoded, wanted, start, _event_after(latents)), cost
-                if not latents.is_cuda:  # it was drawn when asked for: to wait would risk two parts
+                if not latents.is_cuda:  # already computed: a delay would risk two parts
                     yield finished()
                     drawn = None
             if drawn is not None:
@@ -230,9 +223,8 @@ class ImageSource:
 
     @torch.no_grad()
     def _decoded(self, latents: torch.Tensor, start: int, event: Any) -> np.ndarray:
-        """Return the images of latents, on a stream of its own where there are streams."""
         with self._beside(event, latents.device):
-            bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: with what was drawn before
+            bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: with the draws before
             if bad.any():
                 seed, rest = self.first_seed + start + int(bad.nonzero()[0]), int(bad.sum()) - 1
                 others = f" and {rest} more of its part" if rest else ""
@@ -244,7 +236,7 @@ class ImageSource:
             return self.decode(latents)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the samples depend on, but for settings of sampler, guidance and labels."""
+        """Everything that the samples depend on, except settings of sampler, guidance and labels."""
         weights = hashlib.sha256()
         for net in dict.fromkeys(net for net, _ in self.count_evaluations()):
             for _, tensor in sorted(net.state_dict().items()):
@@ -252,23 +244,23 @@ class ImageSource:
         return {"weights": weights.hexdigest(), "first_seed": self.first_seed, "bf16": self.bf16}
 
     def _beside(self, event: Any, device: torch.device) -> Any:
-        """Return a context whose work waits for an event alone, not for what was asked for since."""
+        """A context whose work waits for an event alone, not for work queued after it."""
         if event is None:
             return nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # this thread knows of no device
+            self._stream = torch.cuda.Stream(device)  # this thread has no current device
         self._stream.wait_event(event)
         return torch.cuda.stream(self._stream)
 
     def count_evaluations(self) -> Evaluations:
-        """Return the evaluations of one image, by going through its steps without the network."""
+        """Count the evaluations of one image by taking its steps without the network."""
         other = self.with_labels(self._labels)
         other.latents(0, 1, counting_only=True)
         return other._evaluations
 
     @torch.no_grad()
     def one_evaluation(self, batch_size: int) -> None:
-        """Evaluate the network once for both branches of guidance, to see what it takes."""
+        """Evaluate the network once for both branches of guidance, to measure memory and time."""
         device, shape = self.launch.device, self.precond.net.latent_shape
         labels = self.labels(1)
         labels = None if labels is None else labels.expand(2 * batch_size).to(device)
@@ -277,14 +269,11 @@ class ImageSource:
             self.precond.predict(torch.zeros(2 * batch_size, *shape, device=device), t, labels)
 
     def cost(self) -> dict[str, float] | None:
-        """Return what an image of the part that came last cost: evaluations of networks, and their FLOPs.
-
-        None before the first.
-        """
+        """Network evaluations and FLOPs of an image of the last part; None before the first."""
         return self._cost
 
     def __call__(self, num_samples: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return all images (num_samples, H, W, channels) and labels (num_samples,), on every rank."""
+        """Draw all images (num_samples, H, W, channels) and labels (num_samples,), on every rank."""
         size, launch = self.part_size(num_samples), self.launch
         mine = range(launch.rank, -(-num_samples // size), launch.world_size)
         parts = dict(launch.gather_items([*self.batches(num_samples, size, mine)]))
@@ -293,29 +282,27 @@ class ImageSource:
 
 
 class DrawnImages:
-    """Images that a source draws, see `evaluation.features.Images`."""
+    """Images drawn by a source, see `evaluation.features.Images`; `cost`: evaluations and FLOPs of one."""
 
     def __init__(self, source: ImageSource, count: int):
         self._source, self.count = source, count
         self.shape, self.part_size = source.image_shape, source.part_size(count)
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (part, images)."""
         return self._source.batches(self.count, batch_size, parts)
 
     def cost(self) -> np.ndarray:
-        """Return evaluations and FLOPs of an image of the part that came last."""
         return np.array([*self._source.cost().values()])
 
 
 def cost_of_evaluations(evaluations: Evaluations, num_images: int) -> dict[str, float]:
-    """Return evaluations and FLOPs of an image, on average."""
+    """Mean network evaluations and FLOPs of an image."""
     flops = sum(count * net.flops(kept).forward for (net, kept), count in evaluations.items())
     return {"network_evaluations": evaluations.total() / num_images, "flops": flops / num_images}
 
 
 def _event_after(latents: torch.Tensor) -> Any:
-    """Return what tells that latents are finished, where they are computed in the background."""
+    """An event that latents are computed, on a GPU."""
     return torch.cuda.current_stream(latents.device).record_event() if latents.is_cuda else None
 
 
@@ -334,5 +321,5 @@ def _randn_like(x: torch.Tensor, generators: Sequence[torch.Generator]) -> torch
 
 
 def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device without waiting for what the device has to do before."""
+    """Copy a tensor to a device without waiting for the work queued there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

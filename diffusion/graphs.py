@@ -16,15 +16,15 @@ Forward = Callable[..., torch.Tensor]
 
 
 def replay_forward(net: nn.Module, recorder: Callable[[], Callable[[Forward, Any], Forward]]) -> None:
-    """Have a network replay its forward where it runs without gradients and draws nothing itself."""
-    if isinstance(net.forward, MethodType):  # else it is replayed already
+    """Make a network replay its forward where it needs no gradients and draws nothing itself."""
+    if isinstance(net.forward, MethodType):  # else it already replays
         net.forward = _Replayed(net, recorder())
 
 
 class _Replayed:
-    """A forward, recorded for each kind of input when it first comes.
+    """A forward, recorded at the first input of each kind.
 
-    It does not keep its network alive: recordings hold memory of a GPU.
+    The network is referenced weakly: recordings hold memory of a GPU.
     """
 
     def __init__(self, net: nn.Module, record: Callable[[Forward, Any], Forward]):
@@ -41,7 +41,7 @@ class _Replayed:
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         net = self._net()
-        # A recording repeats what it saw: nothing may be drawn in it, and no gradient is kept.
+        # A recording repeats the recorded draws and keeps no gradient.
         repeats = routing is None or (routing.noise is not None and routing.force_keep is None)
         if torch.is_grad_enabled() or generator is not None or not repeats:
             return self._function(net, x, c_noise, class_labels, routing=routing, generator=generator)
@@ -66,25 +66,25 @@ class CudaRecorder:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def __call__(self, forward: Forward, inputs: tuple[torch.Tensor, ...]) -> Forward:
-        """Return what copies its inputs to where they were, replays, and copies the output."""
+        """Return a function that copies its inputs to the recorded ones, replays, and copies the output."""
         inputs = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
         graph, bf16 = torch.cuda.CUDAGraph(), torch.is_autocast_enabled("cuda")
-        # A recording must not hold weights that autocast has cast and keeps only for a while.
+        # A recording must not hold cast weights, which the cache of autocast frees.
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16, cache_enabled=False):
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):  # compiles, and lets libraries make their plans
+            with torch.cuda.stream(self._stream):  # compiles, and lets libraries plan
                 for _ in range(NUM_WARM_UPS):
                     forward(*inputs)
             torch.cuda.current_stream().wait_stream(self._stream)
-            # Other threads go on: they decode, or read data.
+            # Other threads continue to decode or to read data.
             options = {"stream": self._stream, "capture_error_mode": "thread_local"}
             with torch.cuda.graph(graph, self._pool, **options):
                 output = forward(*inputs)
 
         def replay(*given: torch.Tensor) -> torch.Tensor:
-            for place, tensor in zip(inputs, given, strict=True):
-                place.copy_(tensor)
+            for recorded, tensor in zip(inputs, given, strict=True):
+                recorded.copy_(tensor)
             graph.replay()
-            return output.clone()  # the next replay writes over it
+            return output.clone()  # the next replay overwrites it
 
         return replay

@@ -1,8 +1,9 @@
-"""What all objectives share: a network in its preconditioning on a path, and the loss at a random time of it.
+"""The parts common to all objectives: a preconditioned network on a path, and its loss at random times.
 
 Shapes: N samples, C channels, H, W.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch.nn as nn
 from diffusion.path import Path
 
 
-class Precond(nn.Module):
-    """A network F_x made a denoiser D_x; a sibling gives its path and writes `inputs` and `clean`.
+class Precond(nn.Module, ABC):
+    """Turn a network F_x into a denoiser D_x; a sibling sets its path and writes `inputs` and `clean`.
 
     Args:
         net: net(x, c_noise, class_labels, *, routing, generator) -> F_x (N, C or 2C, H, W).
@@ -26,7 +27,7 @@ class Precond(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what goes into the network and of D_x: fp32, or that of weights in fp64."""
+        """Precision of the input of the network and of D_x: fp32, or fp64 if the weights are."""
         weight = next(self.parameters(), None)
         return torch.float64 if weight is not None and weight.dtype == torch.float64 else torch.float32
 
@@ -39,7 +40,7 @@ class Precond(nn.Module):
         routing: Any = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Return F_x, all channels that the network has, for x (N, C, H, W) at time t, (N,) or 0-d."""
+        """Return all channels of F_x for x (N, C, H, W) at time t, (N,) or 0-d."""
         x = x.to(self.dtype)
         x_in, c_noise = self.inputs(x, _times(t, x))
         return self.net(x_in, c_noise.flatten(), class_labels, routing=routing, generator=generator)
@@ -50,23 +51,19 @@ class Precond(nn.Module):
         return self.clean(self.predicted(F_x, x), x, _times(t, x))
 
     def predicted(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the C channels of F_x that are not a variance, in `dtype`."""
+        """Return the C channels of F_x before those of a variance, in `dtype`."""
         return F_x[:, : x.shape[1]].to(self.dtype)
 
+    @abstractmethod
     def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the network is given: x (N, C, H, W), and one number for each t (N, 1, 1, 1)."""
-        raise NotImplementedError
+        """Return the inputs of the network: x (N, C, H, W), and one number for each t (N, 1, 1, 1)."""
 
+    @abstractmethod
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Return D_x of F_x and x (N, C, H, W) at t (N, 1, 1, 1)."""
-        raise NotImplementedError
 
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return v (N, C, H, W) of F_x, see `diffusion.ddpm`.
-
-        Raises:
-            ValueError: no variance is predicted.
-        """
+        """Return v (N, C, H, W) of F_x, see `diffusion.ddpm`; a ValueError if no variance is predicted."""
         raise ValueError("sampler.variance=learned needs diffusion=ddpm; small and large need nothing")
 
     def forward(
@@ -82,27 +79,28 @@ class Precond(nn.Module):
         return self.denoised(self.predict(x, t, class_labels, routing=routing, generator=generator), x, t)
 
 
-class Loss:
+class Loss(ABC):
     """Error of a prediction at a random time; a sibling writes `draw_t` and `error`.
 
     Args:
-        contrastive_weight: of the error against the velocity of another sample of the micro-batch, which is
-            subtracted: predictions of different samples are pushed apart [CFM]. Only in `train()` mode.
+        contrastive_weight: weight of the error against the velocity of another sample of the micro-batch. It
+            is subtracted, so that predictions of different samples differ [CFM]. Only in `train()` mode.
     """
 
-    contrastive_weight = 0.0  # of siblings without it
+    contrastive_weight = 0.0  # default of siblings without it
 
     def __init__(self, contrastive_weight: float = 0.0):
         if not 0 <= contrastive_weight < 1:
             raise ValueError(f"diffusion.loss.contrastive_weight={contrastive_weight} must be in [0, 1)")
         self.contrastive_weight = contrastive_weight
 
+    @abstractmethod
     def draw_t(
         self, num_samples: int, generator: torch.Generator | None, device: torch.device
     ) -> torch.Tensor:
         """Draw the times (N,)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def error(
         self,
         precond: Precond,
@@ -113,7 +111,6 @@ class Loss:
         eps: torch.Tensor,
     ) -> torch.Tensor:
         """Return the weighted error (N, C, H, W) of F_x at x_t and t (N, 1, 1, 1) against clean x and eps."""
-        raise NotImplementedError
 
     def __call__(
         self,
@@ -130,13 +127,13 @@ class Loss:
         """Return the loss (N,) of clean latents x (N, C, H, W), in fp32, as a mean over C, H, W.
 
         Args:
-            t: (N,) times in place of the draw, to see the loss by noise level.
-            routing: what the routes of the network do.
-            mask: (N, H, W) weight of each position. The mean stays one over all positions, so that a position
-                counts the same in every sample; a sample whose mask is empty has loss 0.
-            reconstruct: (N, H, W) weight of |D_x - x_in|^2 at each position, which is added: of what the
-                network was given there [MaskDiT].
-            generator: draws the time, then the noise, then whatever the network draws.
+            t: (N,) times in place of the draw, to measure the loss by noise level.
+            routing: the routing of the network.
+            mask: (N, H, W) weight of each position. The mean is over all positions, so that a position counts
+                the same in every sample; a sample with an empty mask has loss 0.
+            reconstruct: (N, H, W) weight of the added |D_x - x_in|^2 at each position, where x_in is the
+                input of the network [MaskDiT].
+            generator: draws the time, then the noise, then the draws of the network.
         """
         x = x.float()
         t = self.draw_t(x.shape[0], generator, x.device) if t is None else t
@@ -161,8 +158,8 @@ class Loss:
 
 
 def _times(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return t, one or N, as (N, 1, 1, 1)."""
-    if t.dim() == 0 and t.device != x.device:  # a number of the host: a copy would wait for the device
+    """Expand t, (N,) or 0-d, to (N, 1, 1, 1)."""
+    if t.dim() == 0 and t.device != x.device:  # SYNC: a copy from the host would wait for the device
         return torch.ones(x.shape[0], 1, 1, 1, dtype=x.dtype, device=x.device) * t
     return t.to(x).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
 
@@ -170,7 +167,7 @@ def _times(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _ends_of(
     path: Path, x_t: torch.Tensor, t: torch.Tensor, x: torch.Tensor, eps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the data and the noise of the line through x_t whose velocity at t is that of x and eps."""
+    """Return data and noise of the path through x_t whose velocity at t equals the velocity of x, eps."""
     alpha, sigma = path.alpha(t), path.sigma(t)
     alpha_dot, sigma_dot = path.alpha_dot(t), path.sigma_dot(t)
     # u = alpha' x + sigma' eps; solve x_t = alpha x' + sigma eps', u = alpha' x' + sigma' eps'.

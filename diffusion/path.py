@@ -10,17 +10,14 @@ class Denoise(Protocol):
     """A denoiser, with labels and guidance closed over."""
 
     def __call__(self, x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
-        """Return D_x (N, C, H, W) at time t, 0-d; with_variance: D_x and v, see `diffusion.ddpm`."""
-        ...
+        """D_x (N, C, H, W) at time t, 0-d; with_variance: D_x and v, see `diffusion.ddpm`."""
 
 
 class Path(Protocol):
-    """How much data and how much noise there is at each time; methods are elementwise.
-
-    Paths that are the same compare equal.
+    """The amounts of data and noise at each time; methods are elementwise, and equal paths compare equal.
 
     Args:
-        t_max: its end, where there is least data.
+        t_max: the end of the path, where there is least data.
     """
 
     t_max: float
@@ -29,17 +26,11 @@ class Path(Protocol):
 
     def sigma(self, t: torch.Tensor) -> torch.Tensor: ...
 
-    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
-        """Return d alpha / dt."""
-        ...
+    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor: ...  # d alpha / dt
 
-    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
-        """Return d sigma / dt."""
-        ...
+    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor: ...  # d sigma / dt
 
-    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
-        """Return the time at which sigma(t) / alpha(t) has a value."""
-        ...
+    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor: ...  # the inverse of sigma / alpha
 
 
 @dataclass(frozen=True)
@@ -114,19 +105,13 @@ class VPPath:
 
 
 @dataclass(frozen=True)
-class VEPath:
+class VEPath(EDMPath):
     """Variance that explodes: alpha = 1, sigma = sqrt(t). [EDM]"""
 
     t_max: float = 1e4
 
-    def alpha(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(t)
-
     def sigma(self, t: torch.Tensor) -> torch.Tensor:
         return t.sqrt()
-
-    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(t)
 
     def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
         return 0.5 / t.sqrt()
@@ -135,11 +120,12 @@ class VEPath:
         return noise_to_signal**2
 
 
-PATHS = {"edm": EDMPath(), "flow": FlowPath(), "vp": VPPath(), "ve": VEPath()}
+EDM_PATH, FLOW_PATH = EDMPath(), FlowPath()
+PATHS = {"edm": EDM_PATH, "flow": FLOW_PATH, "vp": VPPath(), "ve": VEPath()}
 
 
 def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
-    """Return a denoiser of `from_path` as one of `to_path`, so that any sampler runs any network."""
+    """Turn a denoiser of `from_path` into one of `to_path`, so that any sampler runs any network."""
     if from_path == to_path:
         return denoise
 
@@ -153,7 +139,7 @@ def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
 
 
 def solve_on(denoise: Denoise, from_path: Path, to_path: Path) -> tuple[Denoise, Path]:
-    """Return a denoiser of `from_path` on `to_path`, and the latter up to where the former ends."""
+    """Turn a denoiser into one of `to_path`; return it and that path, cut where `from_path` ends."""
     if from_path == to_path:
         return denoise, to_path
     end = torch.tensor(from_path.t_max, dtype=torch.float64)

@@ -9,24 +9,22 @@ from runtime.errors import check_positive
 
 
 class X0Precond(Precond):
-    """The network predicts x_0 on the path of flow matching, and is told the time."""
+    """The network predicts x_0 on the path of flow matching, and its condition is the time."""
 
     path = FlowPath()
 
     def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x and t."""
         return x, t
 
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return F_x."""
         return F_x
 
 
 class X0Loss(FlowLoss):
-    """Squared error of the velocity that a prediction of x_0 means.
+    """Squared error of the velocity of a prediction of x_0.
 
     Args:
-        t_min: times below it count as this one: the velocity divides by t.
+        t_min: earlier times count as this one, because the velocity divides by t.
         The others are those of FlowLoss.
     """
 
@@ -52,5 +50,5 @@ class X0Loss(FlowLoss):
         x: torch.Tensor,
         eps: torch.Tensor,
     ) -> torch.Tensor:
-        """Return |(x_t - D) / t - (x_t - x_0) / t|^2."""
+        # |(x_t - D) / t - (x_t - x_0) / t|^2
         return ((precond.denoised(F_x, x_t, t) - x) / t.clamp(min=self.t_min)) ** 2

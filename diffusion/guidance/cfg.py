@@ -1,6 +1,6 @@
 """Classifier-free guidance: away from the prediction without a class. [CFG]"""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,29 +10,24 @@ from diffusion.objective import Precond
 from runtime.errors import check_positive
 
 
+@dataclass(eq=False)
 class CFG(Guidance):
     """The weak branch is the same network on the null class.
 
     Args:
-        num_channels: how many channels are guided; the others are the strong prediction. PARITY: the released
+        num_channels: number of guided channels; the others are the strong prediction. PARITY: the released
             code of [DiT], [SiT] and [LightningDiT] guides three. None: all.
-        The others are those of Guidance.
+        The other arguments are documented in Guidance.
     """
 
-    def __init__(
-        self,
-        guidance_scale: float = 1.0,
-        guidance_interval: list[float] | None = None,
-        schedule: str = "constant",
-        num_channels: int | None = None,
-    ):
-        super().__init__(guidance_scale, guidance_interval, schedule)
-        if num_channels is not None:
-            check_positive("guidance.num_channels", num_channels)
-        self.num_channels = num_channels
+    num_channels: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_channels is not None:
+            check_positive("guidance.num_channels", self.num_channels)
 
     def check(self, precond: Precond) -> None:
-        """Raise a ValueError where there is no class to guide by, or no such channel."""
         num_channels = precond.net.latent_shape[0]
         if self.num_channels is not None and self.num_channels > num_channels:
             raise ValueError(f"guidance.num_channels={self.num_channels} must be at most {num_channels}")
@@ -40,11 +35,9 @@ class CFG(Guidance):
             check_null_class(precond.net, f"guidance.guidance_scale={self.guidance_scale} must be 1")
 
     def weak(self, strong: Branch) -> Branch:
-        """Return the branch of the null class."""
         return strong if strong.class_labels is None else on_null_class(strong)
 
     def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
-        """Return the guided prediction, in the channels that are guided."""
         guided = super().combine(D_s, D_w, w)
         if self.num_channels is None:
             return guided
@@ -52,12 +45,12 @@ class CFG(Guidance):
 
 
 def on_null_class(branch: Branch) -> Branch:
-    """Return a branch whose labels are those of no class."""
+    """Replace the class labels of a branch by the null class."""
     return replace(branch, class_labels=torch.full_like(branch.class_labels, branch.precond.net.num_classes))
 
 
 def check_null_class(net: Any, rule: str) -> None:
-    """Raise a ValueError where a network has no classes, or was not trained without them."""
+    """Raise a ValueError unless a network has a trained null class."""
     if not net.num_classes:
         raise ValueError(f"{rule} for an unconditional network")
     if not net.class_dropout_prob:

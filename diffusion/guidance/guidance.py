@@ -1,4 +1,4 @@
-"""What all guidance shares: a strong and a weak prediction, and a step from the weak past the strong."""
+"""The parts common to all guidance: a strong and a weak prediction, and a step from weak past strong."""
 
 import math
 from collections import Counter
@@ -20,14 +20,14 @@ Evaluations = Counter[tuple[Any, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Branch:
-    """A prediction: a preconditioned network, what it is given, and what its routes do.
+    """A prediction: a preconditioned network, its class labels and its routing.
 
     Args:
         class_labels: (N,); None for an unconditional network.
-        rand: rand(T) -> (N, T) in [0, 1), each sample's own: what a routed branch draws its tokens from.
-            None: the default generator of the device.
+        rand: rand(T) -> (N, T) in [0, 1), each sample's own: the noise from which a routed branch draws its
+            tokens. None: the default generator of the device.
         evaluations: counts the forwards, if given.
-        counting_only: they are counted and not done; every prediction is 0.
+        counting_only: forwards are counted and not run; every prediction is 0.
     """
 
     precond: Precond
@@ -39,16 +39,14 @@ class Branch:
 
     @property
     def num_kept(self) -> tuple[int, ...]:
-        """How many tokens each route keeps: forwards of one length are evaluated together."""
+        """Number of tokens kept by each route: forwards of one length are evaluated together."""
         net = self.precond.net
-        routing = Routing() if self.routing is None else self.routing
-        return tuple(
-            num_tokens_kept(net.num_tokens, ratio) for ratio in routing.ratios(net.routes, active=False)
-        )
+        ratios = (self.routing or Routing()).ratios(net.routes, active=False)
+        return tuple(num_tokens_kept(net.num_tokens, ratio) for ratio in ratios)
 
 
 def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> list[torch.Tensor]:
-    """Return F_x of each branch, in one forward for all that share a network and a length."""
+    """Return F_x of each branch, with one forward for all branches that share a network and a length."""
     groups: dict[Any, list[int]] = {}
     for i, branch in enumerate(branches):
         groups.setdefault((branch.precond, branch.num_kept), []).append(i)
@@ -64,9 +62,9 @@ def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> lis
 
 
 def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """Return F_x of branches of one network and one length, one after another along the batch."""
+    # F_x of branches of one network and one length, concatenated along the batch.
     first, n = branches[0], len(branches)
-    if first.counting_only:  # of as many channels as a network may have
+    if first.counting_only:  # as many channels as a network may have
         return torch.cat([torch.zeros_like(x, dtype=first.precond.dtype)] * 2, dim=1).repeat(n, 1, 1, 1)
     labels, routing = first.class_labels, first.routing
     if labels is not None:
@@ -77,8 +75,9 @@ def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> to
     return first.precond.predict(torch.cat([x] * n), t, labels, routing=routing)
 
 
+@dataclass(eq=False)
 class Guidance:
-    """A sibling writes `weak`; or `branches`, where the strong one changes, too.
+    """A sibling writes `weak`; or `branches`, if the strong branch changes as well.
 
     Args:
         guidance_scale: w; 1 is the strong prediction alone, at the cost of one.
@@ -88,32 +87,31 @@ class Guidance:
             noise level r: `linear`, `cosine`, or `constant` for guidance_scale everywhere.
     """
 
-    def __init__(
-        self,
-        guidance_scale: float = 1.0,
-        guidance_interval: list[float] | None = None,
-        schedule: str = "constant",
-    ):
-        check_not_negative("guidance.guidance_scale", guidance_scale)
-        check_choice("guidance.schedule", schedule, SCHEDULES)
-        if guidance_interval is not None:
-            levels = guidance_interval if isinstance(guidance_interval, list | tuple) else []
-            numbers = [level for level in levels if isinstance(level, int | float)]
-            if not len(numbers) == len(levels) == 2 or not 0 <= numbers[0] < numbers[1]:
+    guidance_scale: float = 1.0
+    guidance_interval: list[float] | None = None
+    schedule: str = "constant"
+
+    def __post_init__(self) -> None:
+        check_not_negative("guidance.guidance_scale", self.guidance_scale)
+        check_choice("guidance.schedule", self.schedule, SCHEDULES)
+        match self.guidance_interval:
+            case None:
+                pass
+            case [int() | float() as low, int() | float() as high] if 0 <= low < high:
+                pass
+            case levels:
                 raise ValueError(
-                    f"guidance.guidance_interval={guidance_interval} must be two noise levels, low and high"
+                    f"guidance.guidance_interval={levels} must be two noise levels, low and high"
                 )
-        self.guidance_scale, self.guidance_interval = guidance_scale, guidance_interval
-        self.schedule = schedule
 
     def load(self, open_precond: Callable[[str, str | None], Precond]) -> None:
-        """Load what else this guidance needs, by open_precond(run, checkpoint)."""
+        """Load other networks of this guidance by open_precond(run, checkpoint)."""
 
     def check(self, precond: Precond) -> None:
-        """Raise a ValueError where this guidance has no meaning for a network."""
+        """Raise a ValueError if this guidance does not apply to a network."""
 
     def weak(self, strong: Branch) -> Branch:
-        """Return what is stepped away from."""
+        """Return the weak branch."""
         raise NotImplementedError
 
     def branches(self, strong: Branch, t: torch.Tensor) -> tuple[Branch, Branch]:
@@ -139,7 +137,7 @@ class Guidance:
         return D_w + w * (D_s - D_w)
 
     def __call__(self, strong: Branch) -> Denoise:
-        """Return the denoiser that a sampler asks, for x (N, C, H, W) and t 0-d."""
+        """Return a denoiser for a sampler: x (N, C, H, W) and t, 0-d."""
         self.check(strong.precond)
 
         def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
@@ -149,9 +147,7 @@ class Guidance:
             F_x = predict(branches, x, t)
             D_x = [b.precond.denoised(F, x, t) for b, F in zip(branches, F_x, strict=True)]
             D = D_x[0] if w == 1 else self.combine(*D_x, w)
-            if not with_variance:
-                return D
-            return D, strong.precond.learned_variance(F_x[0], x)
+            return (D, strong.precond.learned_variance(F_x[0], x)) if with_variance else D
 
         return denoise
 

@@ -1,4 +1,4 @@
-"""Path-drop guidance: away from what a network predicts without its windows, and without a class. [SPRINT]"""
+"""Path-drop guidance: away from the prediction without the windows, and without a class. [SPRINT]"""
 
 from dataclasses import replace
 
@@ -9,20 +9,18 @@ from routing import Routing
 
 
 class PathDropGuidance(Guidance):
-    """The weak branch skips the windows of all routes, and costs what is left.
+    """The weak branch skips the windows of all routes, and costs only the other blocks.
 
-    It is meant for networks that were trained without their windows now and then (`model/rejoin=fuse`). The
-    arguments are those of Guidance.
+    It is meant for networks whose windows were dropped at times in training (`model/rejoin=fuse`). The
+    arguments are documented in Guidance.
     """
 
     def check(self, precond: Precond) -> None:
-        """Raise a ValueError for a network without routes."""
         if not precond.net.routes:
             raise ValueError("guidance=path_drop needs a network with routes (model=sprint)")
         if precond.net.num_classes and self.guidance_scale != 1:
             check_null_class(precond.net, "guidance=path_drop uses the null class, which is not supported")
 
     def weak(self, strong: Branch) -> Branch:
-        """Return the branch that skips the windows, of no class where there are classes."""
         weak = replace(strong, routing=Routing(1))
         return weak if strong.class_labels is None else on_null_class(weak)

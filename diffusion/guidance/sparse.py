@@ -1,7 +1,7 @@
-"""Sparse guidance: away from what fewer tokens predict, both with the class. [SG]"""
+"""Sparse guidance: away from the prediction of fewer tokens, both with the class. [SG]"""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,51 +18,41 @@ MASKS = ("fresh", "fixed")
 RATIO_SCHEDULES = ("constant", "cosine")
 
 
+@dataclass(eq=False)
 class SparseGuidance(AutoGuidance):
-    """Strong and weak branch route different shares of the tokens.
+    """The strong and the weak branch route different shares of the tokens.
 
     [SG] does not say whether masks are drawn for each evaluation and for each branch; both are options here.
 
     Args:
-        strong_ratio, weak_ratio: selection ratios, the shares that bypass, of all routes.
+        strong_ratio, weak_ratio: selection ratios of all routes, the shares of tokens that bypass.
         masks: `fresh` for each evaluation, or `fixed` for an image.
-        share_masks: the branches order the tokens alike, so that the weak one keeps a part of the strong
-            one's.
-        ratio_schedule: `constant`; or `cosine`: the weak ratio falls from its value to 0 between noise and
-            data while the strong one rises from 0 to its own.
-        num_levels: how many values a scheduled ratio takes: each is a length to compile.
-        The others are those of AutoGuidance; without weak_run both branches are of one network.
+        share_masks: both branches order the tokens alike, so that the weak branch keeps a part of the strong
+            branch's tokens.
+        ratio_schedule: `constant`; or `cosine`: from noise to data the weak ratio falls from its value to 0,
+            and the strong ratio rises from 0 to its value.
+        num_levels: number of values of a scheduled ratio; each is a length to compile.
+        The other arguments are documented in AutoGuidance; without weak_run both branches share a network.
     """
 
-    def __init__(
-        self,
-        guidance_scale: float = 1.0,
-        guidance_interval: list[float] | None = None,
-        schedule: str = "constant",
-        weak_run: str | None = None,
-        weak_checkpoint: str | None = None,
-        null_class: bool = False,
-        strong_ratio: float = 0.0,
-        weak_ratio: float = 0.5,
-        masks: str = "fresh",
-        share_masks: bool = False,
-        ratio_schedule: str = "constant",
-        num_levels: int = 4,
-    ):
-        super().__init__(guidance_scale, guidance_interval, schedule, weak_run, weak_checkpoint, null_class)
-        for key, ratio in (("strong_ratio", strong_ratio), ("weak_ratio", weak_ratio)):
+    strong_ratio: float = 0.0
+    weak_ratio: float = 0.5
+    masks: str = "fresh"
+    share_masks: bool = False
+    ratio_schedule: str = "constant"
+    num_levels: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, ratio in (("strong_ratio", self.strong_ratio), ("weak_ratio", self.weak_ratio)):
             if not 0 <= ratio < 1:
                 raise ValueError(f"guidance.{key}={ratio} must be in [0, 1)")
-        check_choice("guidance.masks", masks, MASKS)
-        check_choice("guidance.ratio_schedule", ratio_schedule, RATIO_SCHEDULES)
-        if num_levels < 2:
-            raise ValueError(f"guidance.num_levels={num_levels} must be at least 2")
-        self.strong_ratio, self.weak_ratio = strong_ratio, weak_ratio
-        self.masks, self.share_masks = masks, share_masks
-        self.ratio_schedule, self.num_levels = ratio_schedule, num_levels
+        check_choice("guidance.masks", self.masks, MASKS)
+        check_choice("guidance.ratio_schedule", self.ratio_schedule, RATIO_SCHEDULES)
+        if self.num_levels < 2:
+            raise ValueError(f"guidance.num_levels={self.num_levels} must be at least 2")
 
     def check(self, precond: Precond) -> None:
-        """Raise a ValueError for a network without routes, or a weak one with others."""
         self.check_weak(precond)
         strong, weak = precond.net, self._weak.net if self._weak else precond.net
         if not strong.routes:
@@ -82,7 +72,6 @@ class SparseGuidance(AutoGuidance):
         return self.strong_ratio * rise, self.weak_ratio * (1 - rise)
 
     def branches(self, strong: Branch, t: torch.Tensor) -> tuple[Branch, Branch]:
-        """Return the two branches at time t, each with its masks."""
         weak, ratios = self.weak(strong), self.ratios(strong.precond.path, t)
         orders: tuple[Any, Any] = (None, None)
         if strong.rand is not None:
@@ -93,7 +82,6 @@ class SparseGuidance(AutoGuidance):
         return _routed(strong, ratios[0], orders[0]), _routed(weak, ratios[1], orders[1])
 
     def __call__(self, strong: Branch) -> Denoise:
-        """Return the denoiser of one batch."""
         if strong.rand is None and (self.masks == "fixed" or self.share_masks):
             raise ValueError("guidance.masks=fixed and guidance.share_masks=true need Branch(rand=...)")
         if self.masks == "fixed":
@@ -102,7 +90,7 @@ class SparseGuidance(AutoGuidance):
 
 
 def _routed(branch: Branch, ratio: float, order: torch.Tensor | None) -> Branch:
-    """Return a branch whose routes bypass a share of the tokens: the last in an order (N, R, T)."""
+    """Route a share of the tokens of a branch around the windows: the last in an order (N, R, T)."""
     noise = None if order is None else list(order.unbind(1))
     routed = replace(branch, routing=Routing(ratio, noise=noise))
     return replace(branch, routing=None) if routed.num_kept == branch.num_kept else routed

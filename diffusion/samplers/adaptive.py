@@ -1,10 +1,10 @@
-"""The probability flow by a solver of adaptive steps."""
+"""The probability flow by a solver with adaptive steps."""
 
 from collections.abc import Callable
 
 import torch
 
-from diffusion.path import Denoise, EDMPath, FlowPath, Path, solve_on
+from diffusion.path import EDM_PATH, FLOW_PATH, Denoise, Path, solve_on
 from diffusion.samplers.ode import velocity
 from runtime.errors import check_positive
 
@@ -12,7 +12,7 @@ from runtime.errors import check_positive
 def adaptive_sampler(
     denoise: Denoise,
     noise: torch.Tensor,
-    path: Path | None = None,
+    path: Path = EDM_PATH,
     *,
     rtol: float = 1e-3,
     atol: float = 1e-6,
@@ -24,15 +24,15 @@ def adaptive_sampler(
     The steps are chosen for a whole batch: within the tolerances a sample depends on its batch.
 
     Args:
-        t_min: time of that path at which it stops; what the denoiser says there is returned. DEVIATION:
+        t_min: time of that path at which the solver stops and returns the output of the denoiser. DEVIATION:
             [SiT] integrates to 0, where eps cannot be computed from D_x.
-        The others are those of `ode_sampler`.
+        The other arguments are documented in `ode_sampler`.
     """
     from torchdiffeq import odeint
 
     for key, value in (("rtol", rtol), ("atol", atol), ("t_min", t_min)):
         check_positive(f"sampler.{key}", value)
-    denoise, path = solve_on(denoise, EDMPath() if path is None else path, FlowPath())
+    denoise, path = solve_on(denoise, path, FLOW_PATH)
     ends = torch.tensor([path.t_max, t_min], dtype=torch.float64)
 
     def slope(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def adaptive_sampler(
 
     x = noise.to(torch.float64) * path.sigma(ends[0])
     ends_ = ends.to(x.device)
-    # It would step over the end, where there is no noise left, and interpolate.
+    # Without it the solver steps beyond the end, where no noise is left, and interpolates.
     landing = {"step_t": ends_[1:]}
     x = odeint(slope, x, ends_, rtol=rtol, atol=atol, method="dopri5", options=landing)[-1]
     return denoise(x, ends[1]).to(torch.float64)

@@ -1,4 +1,4 @@
-"""Ancestral sampling of [DDPM], with fewer steps and the learned variance of [IDDPM], as [DiT] samples."""
+"""Ancestral sampling of [DDPM], with fewer steps and the learned variance of [IDDPM], as in [DiT]."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,12 +11,13 @@ from diffusion.samplers.times import respaced_times
 from runtime.errors import check_choice
 
 VARIANCES = ("learned", "small", "large")
+DDPM_PATH = DDPMPath()
 
 
 def ddpm_sampler(
     denoise: Denoise,
     noise: torch.Tensor,
-    path: Path | None = None,
+    path: Path = DDPM_PATH,
     *,
     num_steps: int = 250,
     variance: str = "learned",
@@ -26,20 +27,20 @@ def ddpm_sampler(
 
     Args:
         denoise: for the learned variance called with with_variance=True, and returns D_x and v.
-        path: of the denoiser; None: that of DDPM, on which the steps are taken.
-        num_steps: of the 1,000.
+        path: of the denoiser; the steps are taken on the path of DDPM.
+        num_steps: number of the 1,000 steps that are taken.
         variance: `learned`, by a network that predicts it; `small`, of the posterior; `large`, beta.
     """
     check_choice("sampler.variance", variance, VARIANCES)
-    own = DDPMPath()
-    if path is not None:
-        denoise = on_path(denoise, path, own)
-    levels = respaced_times(own, num_steps)
+    denoise = on_path(denoise, path, DDPM_PATH)
+    levels = respaced_times(DDPM_PATH, num_steps)
     x = noise.to(torch.float64)  # p(x_T) = N(0, I), though sigma(1000) is 0.99998
     for t, s in pairwise(levels):
-        D_x, v = denoise(x, t, with_variance=True) if variance == "learned" else (denoise(x, t), None)
-        low, high = posterior_log_variance(own, t, s), log_beta(own, t, s)
-        log_var = log_variance(v.to(torch.float64), low, high) if variance == "learned" else None
-        log_var = {"learned": log_var, "small": low, "large": high}[variance]
-        x = posterior_mean(own, D_x.to(torch.float64), x, t, s) + (0.5 * log_var).exp() * randn_like(x)
+        low, high = posterior_log_variance(DDPM_PATH, t, s), log_beta(DDPM_PATH, t, s)
+        if variance == "learned":
+            D_x, v = denoise(x, t, with_variance=True)
+            log_var = log_variance(v.to(torch.float64), low, high)
+        else:
+            D_x, log_var = denoise(x, t), low if variance == "small" else high
+        x = posterior_mean(DDPM_PATH, D_x.to(torch.float64), x, t, s) + (0.5 * log_var).exp() * randn_like(x)
     return denoise(x, levels[-1]).to(torch.float64)

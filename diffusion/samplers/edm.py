@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import torch
 
-from diffusion.path import Denoise, EDMPath, Path, on_path
-from diffusion.samplers.times import check_num_steps
+from diffusion.path import EDM_PATH, Denoise, Path, on_path
+from diffusion.samplers.times import check_num_steps, rho_levels
 from runtime.errors import check_not_negative, check_positive
 
 
 def edm_sampler(
     denoise: Denoise,
     noise: torch.Tensor,
-    path: Path | None = None,
+    path: Path = EDM_PATH,
     *,
     num_steps: int = 40,
     sigma_min: float = 0.002,
@@ -31,7 +31,7 @@ def edm_sampler(
     Args:
         denoise: called with x (N, C, H, W) in float64 and t, a 0-d float64 tensor on the CPU.
         noise: (N, C, H, W) of unit variance.
-        path: of the denoiser; None: EDM's, where t is sigma.
+        path: of the denoiser; default: EDM's, where t is sigma.
         num_steps: noise levels; the network runs 2 * num_steps - 1 times.
         S_churn, S_min, S_max, S_noise: amount and range of noise added back; 0: a deterministic solver.
 
@@ -46,11 +46,8 @@ def edm_sampler(
     for key, low, high in (("sigma_max", sigma_min, sigma_max), ("S_max", S_min, S_max)):
         if not low < high:
             raise ValueError(f"sampler.{key}={high} must be greater than {low}, the other end")
-    if path is not None:
-        denoise = on_path(denoise, path, EDMPath())
-    # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho, [EDM] eq. 5.
-    ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
-    sigmas = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
+    denoise = on_path(denoise, path, EDM_PATH)
+    sigmas = rho_levels(num_steps, sigma_min, sigma_max, rho)  # [EDM] eq. 5
     sigmas = torch.cat([sigmas, torch.zeros(1, dtype=torch.float64)])
 
     x = noise.to(torch.float64) * sigmas[0]

@@ -1,4 +1,4 @@
-"""Solvers of the probability flow on any path; EDM's sampler is the case of its path and its times. [EDM]"""
+"""Solvers of the probability flow on any path; with EDM's path and times, its sampler. [EDM]"""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from diffusion.path import PATHS, Denoise, EDMPath, Path
+from diffusion.path import EDM_PATH, PATHS, Denoise, Path
 from diffusion.path import solve_on as on_other_path
 from diffusion.samplers.times import check_num_steps, uniform_times
 from runtime.errors import check_choice, check_not_negative
@@ -17,7 +17,7 @@ SOLVERS = ("euler", "heun")
 def ode_sampler(
     denoise: Denoise,
     noise: torch.Tensor,
-    path: Path | None = None,
+    path: Path = EDM_PATH,
     *,
     num_steps: int = 40,
     times: Callable[[Path, int], torch.Tensor] = uniform_times,
@@ -35,11 +35,11 @@ def ode_sampler(
     Args:
         denoise: called with x (N, C, H, W) in float64 and t, a 0-d float64 tensor on the CPU.
         noise: (N, C, H, W) of unit variance.
-        path: of the denoiser; None: EDM's.
-        num_steps: levels; the network runs so many times (euler), or 2 * num_steps - 1 times (heun).
+        path: of the denoiser.
+        num_steps: levels; the network runs num_steps times (euler), or 2 * num_steps - 1 times (heun).
         times: the levels, see `diffusion.samplers.times`.
-        solve_on: the path on which the flow is solved: `vp`, `ve`, `edm`, `flow`; None: that of the denoiser.
-        midpoint: where in a step the second evaluation of heun lies, alpha of [EDM].
+        solve_on: the path on which the flow is solved: `vp`, `ve`, `edm`, `flow`; None: `path`.
+        midpoint: position in a step of the second evaluation of heun, alpha of [EDM].
         S_churn, S_min, S_max, S_noise: amount and range, in sigma / alpha, of noise added back.
 
     Returns:
@@ -50,19 +50,28 @@ def ode_sampler(
         check_not_negative(f"sampler.{key}", value)
     if not 0 < midpoint <= 1:
         raise ValueError(f"sampler.midpoint={midpoint} must be in (0, 1]")
-    path = EDMPath() if path is None else path
     if solve_on is not None:
         check_choice("sampler.solve_on", solve_on, tuple(PATHS))
         denoise, path = on_other_path(denoise, path, PATHS[solve_on])
     check_num_steps(num_steps)
     levels = times(path, num_steps)
 
+    def churned(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Raise the noise level by adding new noise, [EDM] Algorithm 2.
+        level = path.sigma(t) / path.alpha(t)
+        if not S_churn or not S_min <= level <= S_max or level.isinf():
+            return x, t
+        t_hat = path.time_at(level * (1 + min(S_churn / num_steps, math.sqrt(2) - 1)))
+        level_hat = path.sigma(t_hat) / path.alpha(t_hat)  # at most the end of the path
+        added = (level_hat**2 - level**2).sqrt() * S_noise * randn_like(x)
+        return path.alpha(t_hat) * (x / path.alpha(t) + added), t_hat
+
     def slope(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return velocity(path, denoise(x, t).to(torch.float64), x, t)
 
     x = noise.to(torch.float64) * path.sigma(levels[0])
     for t, t_next in pairwise(levels):
-        x, t = _churn(x, t, path, S_churn / num_steps, S_min, S_max, S_noise, randn_like)
+        x, t = churned(x, t)
         h, d = t_next - t, slope(x, t)
         if solver == "euler":
             x = x + h * d
@@ -70,31 +79,10 @@ def ode_sampler(
             # Weights 1 - 1 / (2 a) at the start and 1 / (2 a) at t + a h: of second order for each a.
             d_mid = slope(x + midpoint * h * d, t + midpoint * h)
             x = x + h * ((1 - 1 / (2 * midpoint)) * d + 1 / (2 * midpoint) * d_mid)
-    x, t = _churn(x, levels[-1], path, S_churn / num_steps, S_min, S_max, S_noise, randn_like)
-    return denoise(x, t).to(torch.float64)
+    return denoise(*churned(x, levels[-1])).to(torch.float64)
 
 
 def velocity(path: Path, D_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """Return dx/dt of the probability flow."""
+    """dx/dt of the probability flow."""
     eps = (x - path.alpha(t) * D_x) / path.sigma(t)
     return path.alpha_dot(t) * D_x + path.sigma_dot(t) * eps
-
-
-def _churn(
-    x: torch.Tensor,
-    t: torch.Tensor,
-    path: Path,
-    churn: float,
-    S_min: float,
-    S_max: float,
-    S_noise: float,
-    randn_like: Callable[[torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Raise the noise level by adding new noise; return x and t of it. [EDM] Algorithm 2"""
-    level = path.sigma(t) / path.alpha(t)
-    if not churn or not S_min <= level <= S_max or level.isinf():
-        return x, t
-    t_hat = path.time_at(level * (1 + min(churn, math.sqrt(2) - 1)))
-    level_hat = path.sigma(t_hat) / path.alpha(t_hat)  # not above the end of the path
-    added = (level_hat**2 - level**2).sqrt() * S_noise * randn_like(x)
-    return path.alpha(t_hat) * (x / path.alpha(t) + added), t_hat

@@ -1,7 +1,4 @@
-"""The reverse SDE by Euler-Maruyama, with the diffusion coefficients and last steps of [SiT].
-
-It is solved on the path of flow matching, for which the coefficients are made.
-"""
+"""The reverse SDE of [SiT] by Euler-Maruyama, on the path of flow matching."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +7,22 @@ from itertools import pairwise
 
 import torch
 
-from diffusion.path import Denoise, EDMPath, FlowPath, Path, solve_on
+from diffusion.path import EDM_PATH, FLOW_PATH, Denoise, Path, solve_on
 from diffusion.samplers.ode import velocity
 from diffusion.samplers.times import check_num_steps, uniform_times
 from runtime.errors import check_choice, check_not_negative
 
-COEFFICIENTS = ("constant", "sbdm", "sigma", "linear", "decreasing", "increasing_decreasing")
+COEFFICIENTS: dict[str, Callable[[Path, torch.Tensor], torch.Tensor]] = {  # w(t)
+    "constant": lambda path, t: torch.ones_like(t),
+    # w of the forward SDE with this path
+    "sbdm": lambda path, t: (
+        path.sigma(t) * path.sigma_dot(t) - path.alpha_dot(t) / path.alpha(t) * path.sigma(t) ** 2
+    ),
+    "sigma": lambda path, t: path.sigma(t),
+    "linear": lambda path, t: t,
+    "decreasing": lambda path, t: (1 - torch.cos(math.pi * t)) ** 2 / 4,
+    "increasing_decreasing": lambda path, t: torch.sin(math.pi * t) ** 2,
+}
 LAST_STEPS = ("mean", "denoised")
 SIT_TIMES = partial(uniform_times, t_min=0.04)
 
@@ -23,7 +30,7 @@ SIT_TIMES = partial(uniform_times, t_min=0.04)
 def sde_sampler(
     denoise: Denoise,
     noise: torch.Tensor,
-    path: Path | None = None,
+    path: Path = EDM_PATH,
     *,
     num_steps: int = 250,
     times: Callable[[Path, int], torch.Tensor] = SIT_TIMES,
@@ -35,16 +42,16 @@ def sde_sampler(
     """Take steps of dx = (v - w s) dt + sqrt(2 w) dW backwards in time, where s is the score.
 
     Args:
-        coefficient: w(t), times `norm`; every one gives the same marginals. DEVIATION: [SiT] multiplies the
-            cosine of `decreasing` by its norm, which agrees at norm=1.
-        last_step: from the last level to the data: `mean`, a step without noise; `denoised`, what the
-            denoiser says: Tweedie's formula, and an Euler step of the flow, too.
-        The others are those of `ode_sampler`; the network runs num_steps times.
+        coefficient: w(t), times `norm`; all give the same marginals. DEVIATION: [SiT] multiplies the cosine
+            of `decreasing` by its norm, which agrees at norm=1.
+        last_step: from the last level to the data: `mean`, a step without noise; `denoised`, the output of
+            the denoiser: Tweedie's formula, and also an Euler step of the flow.
+        The other arguments are documented in `ode_sampler`; the network runs num_steps times.
     """
-    check_choice("sampler.coefficient", coefficient, COEFFICIENTS)
+    check_choice("sampler.coefficient", coefficient, tuple(COEFFICIENTS))
     check_choice("sampler.last_step", last_step, LAST_STEPS)
     check_not_negative("sampler.norm", norm)
-    denoise, path = solve_on(denoise, EDMPath() if path is None else path, FlowPath())
+    denoise, path = solve_on(denoise, path, FLOW_PATH)
     check_num_steps(num_steps)
     levels = times(path, num_steps)
     if coefficient == "sbdm" and path.alpha(levels[0]) == 0:
@@ -54,11 +61,11 @@ def sde_sampler(
 
     x = noise.to(torch.float64) * path.sigma(levels[0])
     for t, t_next in pairwise(levels):
-        D_x, w = denoise(x, t).to(torch.float64), norm * _coefficient(coefficient, path, t)
-        h = t - t_next
+        D_x, w, h = denoise(x, t).to(torch.float64), norm * COEFFICIENTS[coefficient](path, t), t - t_next
         x = _mean(path, D_x, x, t, w, h) + (2 * w * h).sqrt() * randn_like(x)
-    D_x, w = denoise(x, levels[-1]).to(torch.float64), norm * _coefficient(coefficient, path, levels[-1])
-    return _mean(path, D_x, x, levels[-1], w, levels[-1]) if last_step == "mean" else D_x
+    t = levels[-1]
+    D_x, w = denoise(x, t).to(torch.float64), norm * COEFFICIENTS[coefficient](path, t)
+    return _mean(path, D_x, x, t, w, t) if last_step == "mean" else D_x
 
 
 def _mean(
@@ -66,19 +73,3 @@ def _mean(
 ) -> torch.Tensor:
     score = (path.alpha(t) * D_x - x) / path.sigma(t) ** 2
     return x - h * (velocity(path, D_x, x, t) - w * score)
-
-
-def _coefficient(name: str, path: Path, t: torch.Tensor) -> torch.Tensor:
-    """Return w(t)."""
-    alpha, sigma = path.alpha(t), path.sigma(t)
-    if name == "constant":
-        return torch.ones_like(t)
-    if name == "sbdm":  # that of the forward SDE which has this path
-        return sigma * path.sigma_dot(t) - path.alpha_dot(t) / alpha * sigma**2
-    if name == "sigma":
-        return sigma
-    if name == "linear":
-        return t
-    if name == "decreasing":
-        return (1 - torch.cos(math.pi * t)) ** 2 / 4
-    return torch.sin(math.pi * t) ** 2

@@ -1,6 +1,6 @@
-"""Where a solver evaluates: times(path, num_steps) -> levels (num_steps,), descending and above 0.
+"""Times at which a solver evaluates: times(path, num_steps) -> levels (num_steps,), descending and above 0.
 
-The step from the last level ends at the data: it returns what the denoiser says there.
+The step from the last level ends at the data: it returns the output of the denoiser.
 """
 
 import math
@@ -16,7 +16,7 @@ MAX_STEPS = 100_000  # 8 MB of levels
 
 
 def check_num_steps(num_steps: int) -> None:
-    """Raise a ValueError for no steps, or so many that their levels fill the memory."""
+    """Raise a ValueError for no steps, or for more steps than memory can hold."""
     if not 1 <= num_steps <= MAX_STEPS:
         raise ValueError(f"sampler.num_steps={num_steps} must be in [1, {MAX_STEPS}]")
 
@@ -24,14 +24,17 @@ def check_num_steps(num_steps: int) -> None:
 def rho_times(
     path: Path, num_steps: int, /, *, sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7
 ) -> torch.Tensor:
-    """Noise levels, sigma / alpha, that get denser towards the data. [EDM] eq. 5"""
+    """Noise levels, sigma / alpha, denser towards the data. [EDM] eq. 5"""
     _check_range(sigma_min, sigma_max)
     check_positive("sampler.times.rho", rho)
+    return path.time_at(rho_levels(num_steps, sigma_min, sigma_max, rho))
+
+
+def rho_levels(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> torch.Tensor:
+    """Noise levels (num_steps,) from sigma_max to sigma_min, in float64. [EDM] eq. 5"""
     # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho
-    ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
-    return path.time_at(
-        (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
-    )
+    first, last = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
+    return (first + _ramp(num_steps) * (last - first)) ** rho
 
 
 def uniform_times(
@@ -40,9 +43,9 @@ def uniform_times(
     """Times at equal distances, from the end of the path.
 
     Args:
-        t_min: the last; 0: one distance from the data.
-        t_max: the first; None: the end of the path.
-        shift: s > 1 moves them towards noise, u -> s u / (1 + (s - 1) u) with u = t / t_max. [SD3]
+        t_min: the last time; 0: one distance from the data.
+        t_max: the first time; None: the end of the path.
+        shift: s > 1 moves the times towards noise, u -> s u / (1 + (s - 1) u) with u = t / t_max. [SD3]
     """
     t_max = path.t_max if t_max is None else t_max
     check_positive("sampler.times.shift", shift)
@@ -51,7 +54,7 @@ def uniform_times(
     if not 0 <= t_min < t_max:
         raise ValueError(f"sampler.times.t_min={t_min} must be in [0, {t_max})")
     if t_min:
-        last = t_min / (shift * t_max - (shift - 1) * t_min)  # so that it is t_min once it is shifted
+        last = t_min / (shift * t_max - (shift - 1) * t_min)  # t_min after the shift
         u = torch.linspace(1, last, num_steps, dtype=torch.float64)
     else:
         u = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)[:-1]
@@ -59,9 +62,9 @@ def uniform_times(
 
 
 def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
-    """Whole steps of a path of many, the first and the last among them, as [IDDPM] skips steps.
+    """Whole steps of DDPM's path, the first and the last among them, as [IDDPM] skips steps.
 
-    DEVIATION: a single step is the last one, where there is noise alone; [IDDPM]'s rule gives the first.
+    DEVIATION: a single step is the last one, at pure noise; [IDDPM]'s rule gives the first.
     """
     if not isinstance(path, DDPMPath):
         raise ValueError(
@@ -73,7 +76,7 @@ def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
         )
     if num_steps == 1:
         return torch.tensor([path.t_max], dtype=torch.float64)
-    # PARITY: the stride is added up step by step; its rounding error decides between two equally near steps.
+    # PARITY: the stride is summed step by step; its rounding error decides between equally near steps.
     stride = (path.t_max - 1) / (num_steps - 1)
     indices = accumulate(repeat(stride, num_steps - 1), initial=0.0)
     return torch.tensor([1.0 + round(index) for index in indices], dtype=torch.float64).flip(0)
@@ -92,19 +95,11 @@ def ve_times(
 ) -> torch.Tensor:
     """Noise levels in geometric progression, [EDM] Table 1, column VE."""
     _check_range(sigma_min, sigma_max)
-    ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
-    return path.time_at(sigma_max * (sigma_min / sigma_max) ** ramp)
+    return path.time_at(sigma_max * (sigma_min / sigma_max) ** _ramp(num_steps))
 
 
 def iddpm_times(
-    path: Path,
-    num_steps: int,
-    /,
-    *,
-    M: int = 1000,
-    j_0: int = 8,
-    C_1: float = 0.001,
-    C_2: float = 0.008,
+    path: Path, num_steps: int, /, *, M: int = 1000, j_0: int = 8, C_1: float = 0.001, C_2: float = 0.008
 ) -> torch.Tensor:
     """Levels of the cosine schedule, [EDM] Table 1, column iDDPM."""
     for key, value in (("M", M), ("C_1", C_1)):
@@ -118,8 +113,11 @@ def iddpm_times(
     u = torch.zeros(M + 1, dtype=torch.float64)
     for j in range(M, 0, -1):
         u[j - 1] = ((u[j] ** 2 + 1) / (alpha[j - 1] / alpha[j]).clamp(min=C_1) - 1).sqrt()
-    ramp = torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)
-    return path.time_at(u[(j_0 + (M - 1 - j_0) * ramp).round().long()])
+    return path.time_at(u[(j_0 + (M - 1 - j_0) * _ramp(num_steps)).round().long()])
+
+
+def _ramp(num_steps: int) -> torch.Tensor:
+    return torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)  # i / (n - 1)
 
 
 def _check_range(sigma_min: float, sigma_max: float) -> None:
