@@ -1,4 +1,4 @@
-"""The protocol of a network that predicts; whatever implements it can be trained and sampled."""
+"""The protocol of a network that can be trained and sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Backbone(Protocol):
     """A network F_x. Shapes: N samples, C channels, T tokens of the image.
 
     Args:
-        latent_shape: (C, H, W) of its input.
+        latent_shape: (C, H, W) of the input.
         num_classes: the label `num_classes` is the null class; 0: unconditional, labels are None.
-        class_dropout_prob: how often training takes the null class; 0: it is never trained.
+        class_dropout_prob: probability of training on the null class; 0: it is not trained.
         num_tokens: T.
         routes: in the order of the layers; () for none.
         blocks: compiled one by one.
@@ -53,8 +53,6 @@ class Backbone(Protocol):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return F_x (N, C or 2C, H, W) for x (N, C, H, W), c_noise (N,) and class_labels (N,) int64."""
-        ...
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
-        """Return the cost of an image of which each route keeps so many tokens; 0: its window is skipped."""
-        ...
+        """Cost of an image if each route keeps `num_kept` tokens; 0: its window is skipped."""

@@ -1,13 +1,14 @@
 """Blocks of the diffusion transformer and its final layer.
 
-A kind of block differs in what mixes the tokens, in its norm and its MLP; modulation and residuals are those
-of [DiT]. `attn` mixes the tokens, whatever it is: the name is that of public checkpoints.
+Kinds of blocks differ in the mixer of the tokens, the norm and the MLP; modulation and residuals are always
+those of [DiT]. The mixer is called `attn`, as in public checkpoints.
 
 Shapes: N samples, L tokens in the sequence (all of them, or those that a route kept), D channels of a token,
 d channels of a head. The conditioning c is (N, 1, D), or (N, L, D) where each token has its own.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -32,24 +33,20 @@ class DiTBlock(nn.Module):
         num_tokens: T of the image.
     """
 
-    has_position_table = True  # is the table of positions added to the tokens?
+    has_position_table = True  # added to the tokens
+    norm = final_norm = staticmethod(partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6))
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, attention: str, num_tokens: int):
         super().__init__()
-        self.norm1, self.norm2 = self._norm(hidden_size), self._norm(hidden_size)
+        self.norm1, self.norm2 = self.norm(hidden_size), self.norm(hidden_size)
         self.attn = self._mixer(hidden_size, num_heads, attention, num_tokens)
         self.mlp = self._mlp(hidden_size, mlp_ratio)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     @staticmethod
     def positions(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor | None:
-        """Return what `attn` must know of each token's place (L, ...); it travels with the tokens."""
+        """Position of each token for `attn`, (L, ...); it travels with the tokens."""
         return None
-
-    @staticmethod
-    def final_norm(hidden_size: int) -> nn.Module:
-        """Return the norm of the final layer."""
-        return nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
 
     def forward(
         self, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None = None
@@ -61,14 +58,11 @@ class DiTBlock(nn.Module):
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
     def flops(self, length: int) -> int:
-        """Return the FLOPs of the matrix products of one sample; of length 0 it is skipped."""
+        """FLOPs of the matrix products of one sample; 0 for length 0, a skipped block."""
         if length == 0:
             return 0
-        by_token = linear_flops(self.mlp)
-        return self.attn.flops(length) + length * by_token + linear_flops(self.adaLN_modulation)
-
-    def _norm(self, hidden_size: int) -> nn.Module:
-        return nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        mlp = length * linear_flops(self.mlp)
+        return self.attn.flops(length) + mlp + linear_flops(self.adaLN_modulation)
 
     def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
         return Attention(hidden_size, num_heads, attention)
@@ -88,30 +82,22 @@ class SprintBlock(DiTBlock):
 
 
 class ModernBlock(SprintBlock):
-    """The block of SPRINT with RMSNorm and SwiGLU."""
+    """The block of SPRINT with RMSNorm and SwiGLU; the final layer keeps its LayerNorm."""
 
-    def _norm(self, hidden_size: int) -> nn.Module:
-        return nn.RMSNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+    norm = staticmethod(partial(nn.RMSNorm, elementwise_affine=False, eps=1e-6))
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
-        # Two thirds of the width, in eights: with the gate, a third matrix, the parameters stay the same.
+        # Two thirds of the width, in eights: the gate is a third matrix, so the parameters stay the same.
         return SwiGLU(hidden_size, 8 * math.ceil(hidden_size * mlp_ratio * 2 / 3 / 8))
 
 
 class LightningBlock(DiTBlock):
-    """The same block with what LightningDiT has: RMSNorm with learned scales, SwiGLU of one first matrix, and
-    rotary positions beside the table. [LightningDiT]
+    """The block with RMSNorm with learned scales, a packed SwiGLU, and rotary positions besides the table.
+    [LightningDiT]
     """
 
     positions = staticmethod(rotary_table)
-
-    @staticmethod
-    def final_norm(hidden_size: int) -> nn.Module:
-        """Return the norm of the final layer, that of the blocks."""
-        return nn.RMSNorm(hidden_size, eps=1e-6)
-
-    def _norm(self, hidden_size: int) -> nn.Module:
-        return nn.RMSNorm(hidden_size, eps=1e-6)
+    norm = final_norm = staticmethod(partial(nn.RMSNorm, eps=1e-6))
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
         return SwiGLUPacked(hidden_size, 2 * int(2 / 3 * int(hidden_size * mlp_ratio)))  # gate and value

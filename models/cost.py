@@ -1,7 +1,7 @@
 """FLOPs of a backbone for one image, with and without routes: matrix products, attention included.
 
-Papers often count a multiplication and an addition once (1 GMAC = 2 GFLOPs). Not counted: what is done
-element by element, the selection of tokens, the optimizer.
+Papers often count a multiplication and an addition once (1 GMAC = 2 GFLOPs). Elementwise operations, the
+selection of tokens and the optimizer are not counted.
 """
 
 import math
@@ -17,10 +17,10 @@ class Cost:
     """FLOPs of one image, dense and routed.
 
     Args:
-        fp32_training_flops: those of a routed step that run outside autocast.
-        fp32_slowdown: how many times as long a product takes there.
-        ceiling: speed-up of a training step if every token but one, or but those that a mask forces to stay,
-            bypassed the windows; no ratio can give more with these windows.
+        fp32_training_flops: the part of a routed step that runs outside autocast.
+        fp32_slowdown: time of a product there over its time under autocast.
+        ceiling: speed-up of a training step if only one token, or only the tokens that a mask forces to stay,
+            entered the windows: the limit for any ratio.
     """
 
     num_parameters: int
@@ -34,12 +34,12 @@ class Cost:
 
     @property
     def predicted_speedup(self) -> float:
-        """Dense over routed cost of a training step, in FLOPs; those outside autocast at their own rate."""
+        """Dense over routed cost of a training step, in FLOPs; products in fp32 count fp32_slowdown times."""
         extra = (self.fp32_slowdown - 1) * self.fp32_training_flops
         return self.dense_training_flops / (self.routed_training_flops + extra)
 
     def describe(self) -> dict[str, float]:
-        """Return all figures as plain types."""
+        """All figures as plain types."""
         return {**asdict(self), "predicted_speedup": self.predicted_speedup}
 
 
@@ -49,13 +49,12 @@ def cost_of(
     mask_coverage: float = 0.0,
     fp32_slowdown: float = 1.0,
 ) -> Cost:
-    """Return what an image costs.
+    """Compute the cost of an image.
 
     Args:
-        ratios: ratio of each route; None takes the routes' own.
+        ratios: ratio of each route; None: the routes' own.
         mask_coverage: fraction of an image's tokens that a mask forces to stay, in [0, 1]; the windows grow.
-        fp32_slowdown: how many times as long a product takes outside autocast as under it, on the device that
-            is meant; 1 where there is no autocast.
+        fp32_slowdown: time of a product outside autocast over its time under it; 1 without autocast.
     """
     T = net.num_tokens
     num_forced = math.ceil(mask_coverage * T)

@@ -56,8 +56,8 @@ class DiT(nn.Module):
         num_prefix_tokens: learned tokens before those of the image; they take part in attention and never
             bypass.
         routes: windows of blocks that a part of the tokens bypasses; none gives a plain DiT.
-        router: chooses the tokens that stay, see `routing/routers`.
-        rejoin: rejoin(places) builds what puts the tokens of a window back, see `models/rejoin`.
+        router: selects the kept tokens, see `routing/routers`.
+        rejoin: rejoin(pos_embed) builds the module that puts the tokens back, see `models/rejoin`.
         removal: false keeps the bypassing tokens as context in the window, and puts their earlier state back
             at its end (an ablation: the step is not cheaper).
         fp32_after_route: run the block after each route outside autocast, as the public TREAD code does.
@@ -140,10 +140,10 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(
             kind(hidden_size, num_heads, mlp_ratio, attention, self.num_tokens) for _ in range(depth)
         )
-        places = torch.zeros(1, num_prefix_tokens + self.num_tokens, hidden_size)  # (1, L, D)
+        added = torch.zeros(1, num_prefix_tokens + self.num_tokens, hidden_size)  # (1, L, D)
         if pos_embed is not None:
-            places[:, num_prefix_tokens:] = pos_embed
-        self.rejoins = nn.ModuleList(rejoin(places) for _ in self.routes)
+            added[:, num_prefix_tokens:] = pos_embed
+        self.rejoins = nn.ModuleList(rejoin(added) for _ in self.routes)
         self.final_layer = FinalLayer(kind.final_norm(hidden_size), hidden_size, patch_size, out_channels)
         self._initialize_weights(zero=init == "adaln_zero")
 
@@ -183,8 +183,8 @@ class DiT(nn.Module):
             c_noise: noise conditioning, (N,), or (N, L) where each token of the sequence has its own.
             class_labels: (N,) int64 in [0, num_classes], where num_classes is the null class; None exactly
                 for an unconditional network.
-            routing: what the routes do; None: their own ratios in `train()` mode, nothing in `eval()` mode.
-            generator: draws class dropout, then for each route its tokens and what its rejoin draws.
+            routing: None: the routes' own ratios in `train()` mode, dense in `eval()` mode.
+            generator: draws class dropout, then for each route its tokens and the draws of its rejoin.
         """
         routing = Routing() if routing is None else routing
         ratios = routing.ratios(self.routes, active=self.training)
@@ -219,7 +219,6 @@ class DiT(nn.Module):
         return self._unpatchify(x)  # (N, C or 2C, H, W)
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
-        """Return the cost of an image of which each route keeps so many tokens."""
         T, P = self.num_tokens, self.num_prefix_tokens
         lengths = [P + T] * len(self.blocks)
         for route, kept in zip(self.routes, num_kept, strict=True):
@@ -281,5 +280,5 @@ class DiT(nn.Module):
 
 
 def _kept(x: torch.Tensor | None, ids_keep: torch.Tensor) -> torch.Tensor | None:
-    """The kept tokens' part of what is indexed by token; a tensor with one token is shared by all."""
+    """Gather the kept tokens; a tensor with one token is shared by all."""
     return x if x is None or x.shape[1] == 1 else gather_tokens(x, ids_keep)

@@ -17,10 +17,10 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 def resolve_attention(backend: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return the backend that `auto` takes for tensors of this kind: the fused kernel but for bf16 on a CPU.
+    """Resolve `auto`: the fused kernel, except for bf16 on a CPU.
 
-    There the backward pass of the fused kernel is slow, and plain matrix products are faster at every length
-    that was measured, 64 to 4096 (benchmarks/LOG.md).
+    There its backward pass is slower than plain matrix products at every length from 64 to 4096
+    (benchmarks/LOG.md).
     """
     if backend != "auto":
         return backend
@@ -36,7 +36,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = 
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU in the form that [DiT] uses, with tanh."""
+    """GELU of [DiT], with tanh."""
     if x.device.type == "cpu" and torch.compiler.is_compiling():
         # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): cheaper than tanh if compiled.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
@@ -49,8 +49,7 @@ class Attention(nn.Module):
     Args:
         attention: `sdpa` is torch's fused kernel, `explicit` two matrix products with a softmax in fp32
             between them; `auto` chooses by device and precision, see `resolve_attention`.
-        qk_norm: normalise queries and keys by their root mean square, with a learned scale for each channel
-            of a head.
+        qk_norm: RMSNorm of queries and keys, with a learned scale for each channel of a head.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, attention: str, qk_norm: bool = False):
@@ -74,7 +73,7 @@ class Attention(nn.Module):
         return self.proj(x)
 
     def flops(self, length: int) -> int:
-        """Return the FLOPs of the matrix products of one sample."""
+        """FLOPs of the matrix products of one sample."""
         # q k^T and the product with v, 2 L^2 D each.
         return length * linear_flops(self) + 4 * length**2 * self.proj.in_features
 
@@ -118,7 +117,7 @@ def drop_labels(
 
 
 def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
-    """Return the position table (T, hidden_size) of [DiT]: columns in the first half of the channels."""
+    """Position table (T, hidden_size) of [DiT]: columns in the first half of the channels."""
     if hidden_size % 4:
         raise ValueError(f"model.hidden_size={hidden_size} must be a multiple of 4 for the position table")
     quarter = hidden_size // 4
@@ -130,7 +129,7 @@ def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
 
 
 def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
-    """Return sines and cosines (L, 2 * head_size) of rotary positions; the prefix is not rotated."""
+    """Sines and cosines (L, 2 * head_size) of rotary positions; the prefix is not rotated."""
     if head_size % 4:
         key = f"model.hidden_size / model.num_heads={head_size}"
         raise ValueError(f"{key} must be a multiple of 4 for rotary positions")
@@ -141,12 +140,12 @@ def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torc
 
 
 def linear_flops(module: nn.Module) -> int:
-    """Return the FLOPs of all linear layers for one token: two for each weight."""
+    """FLOPs of all linear layers for one token: two for each weight."""
     return sum(2 * layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))
 
 
 def token_mask(mask: torch.Tensor, patch_size: int, area: float = 0.0) -> torch.Tensor:
-    """Return the tokens (N, T) bool of whose patch a mask (N, H, W) covers more than `area`; 0: any touch."""
+    """Tokens (N, T) bool whose patch a mask (N, H, W) covers by more than the fraction `area`."""
     N, H, W = mask.shape
     patches = (mask > 0).view(N, H // patch_size, patch_size, W // patch_size, patch_size)
     return (patches.sum(dim=(2, 4)) > area * patch_size**2).flatten(1)  # (N, T)

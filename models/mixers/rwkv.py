@@ -45,7 +45,7 @@ class SpatialMix(nn.Module):
         return self.proj(r.sigmoid() * y.to(r.dtype))
 
     def flops(self, length: int) -> int:
-        """Return the FLOPs of the matrix products of one sample."""
+        """FLOPs of the matrix products of one sample."""
         D = self.proj.in_features
         return 4 * 2 * length * D**2 + 2 * 2 * length**2 * D
 
@@ -80,8 +80,6 @@ class ChannelMix(nn.Module):
 
 
 def _of_neighbours(x: torch.Tensor) -> torch.Tensor:
-    """Return (N, L, D): half of the channels of the token before, the other half of the token after,
-    0 beyond the ends.
-    """
+    # Half of the channels of the token before, the other half of the token after, 0 beyond the ends.
     before, after = x.chunk(2, dim=-1)
     return torch.cat([F.pad(before, (0, 0, 1, -1)), F.pad(after, (0, 0, -1, 1))], dim=-1)

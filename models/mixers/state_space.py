@@ -56,13 +56,13 @@ class StateSpace(nn.Module):
         return self.proj(self.norm(y * F.silu(z)))
 
     def flops(self, length: int) -> int:
-        """Return the FLOPs of the matrix products of one sample."""
+        """FLOPs of the matrix products of one sample."""
         E = self.proj.in_features
         linear = 2 * length * (self.in_proj.weight.numel() + self.proj.weight.numel())
         return linear + 2 * length**2 * (self.num_heads * STATE_SIZE + E)
 
     def _orders(self, positions: torch.Tensor, num_samples: int) -> torch.Tensor:
-        """Return the places of the tokens in the order in which each head meets them: (N, H, L)."""
+        """Indices of the tokens in the order in which each head scans them: (N, H, L)."""
         columns = positions.argsort(dim=-1)  # (1 or N, L)
         rows = torch.arange(columns.shape[-1], device=columns.device).expand_as(columns)
         four = torch.stack([rows, rows.flip(-1), columns, columns.flip(-1)], dim=1)
@@ -88,7 +88,7 @@ class StateSpace(nn.Module):
 
 
 def column_ranks(grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
-    """Return each token's rank in the order of the columns (L,), the prefix first."""
+    """Rank of each token in the order of the columns (L,), the prefix first."""
     ranks = torch.arange(grid_size**2).view(grid_size, grid_size).T.flatten()
     return torch.cat([torch.arange(num_prefix_tokens), num_prefix_tokens + ranks])
 

@@ -1,4 +1,4 @@
-"""Tokens that bypassed rejoin as they were before the window. [TREAD]"""
+"""Bypassed tokens rejoin as they were before the window. [TREAD]"""
 
 import torch
 import torch.nn as nn
@@ -7,9 +7,9 @@ from routing import end_route
 
 
 class Bypass(nn.Module):
-    """Nothing is learned, and nothing changes where no token bypasses."""
+    """Nothing is learned, and nothing changes if no token bypasses."""
 
-    def __init__(self, places: torch.Tensor, /):
+    def __init__(self, pos_embed: torch.Tensor, /):
         super().__init__()
 
     def forward(
@@ -19,7 +19,6 @@ class Bypass(nn.Module):
         original: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Return the sequence (N, L, D)."""
         if routed is None:
             return original
         return routed if ids_keep is None else end_route(routed, ids_keep, original)

@@ -1,7 +1,6 @@
-"""Tokens that bypassed rejoin as a learned mask token at their places, as masked training has it. [MaskDiT]
+"""Bypassed tokens are replaced by a learned mask token at their positions, as in masked training. [MaskDiT]
 
-The network never sees them. In MaskDiT the blocks after the window are a decoder of their own width; here
-they are blocks like the others.
+In MaskDiT the blocks after the window are a decoder with another width; here they are blocks like the others.
 """
 
 import torch
@@ -13,10 +12,10 @@ from routing import end_route
 class Mask(nn.Module):
     """Pad the sparse output of a window."""
 
-    def __init__(self, places: torch.Tensor, /):
+    def __init__(self, pos_embed: torch.Tensor, /):
         super().__init__()
-        self.mask_token = nn.Parameter(0.02 * torch.randn(places.shape[-1]))  # (D,)
-        self.register_buffer("places", places, persistent=False)
+        self.mask_token = nn.Parameter(0.02 * torch.randn(pos_embed.shape[-1]))  # (D,)
+        self.register_buffer("pos_embed", pos_embed, persistent=False)
 
     def forward(
         self,
@@ -25,9 +24,8 @@ class Mask(nn.Module):
         original: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Return the sequence (N, L, D)."""
         if routed is not None and ids_keep is None:
-            # The token takes part in every training step, or processes would wait for its gradient.
+            # The token takes part in every training step: other processes wait for its gradient.
             return routed + 0 * self.mask_token if self.training else routed
-        padding = (self.places + self.mask_token).to(original.dtype).expand_as(original)  # (N, L, D)
+        padding = (self.pos_embed + self.mask_token).to(original.dtype).expand_as(original)  # (N, L, D)
         return padding if routed is None else end_route(routed, ids_keep, padding)
