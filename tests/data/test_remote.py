@@ -13,7 +13,7 @@ from data import open_shards, remote
 from data.remote import read_file
 from data.shards import read_shard_manifest
 from runtime import servers
-from tests.outside import SIZES, shards_folder, spoilt
+from tests.outside import SIZES, shards_folder
 from tests.servers import serving
 
 DATA = os.urandom(2**22)
@@ -181,7 +181,7 @@ def test_an_endless_server_is_given_up(tmp_path, monkeypatch, name):
     read_shard_manifest.cache_clear()
     note = tarfile.TarInfo("././@LongLink")
     note.type, note.size = tarfile.GNUTYPE_LONGNAME, 2**32
-    spoilt(shards_folder(), "held_out-000000.tar", note.tobuf())
+    shards_folder("held_out-000000.tar", note.tobuf())
     with serving("http", "shards", monkeypatch) as (server, path):
         server.faults, server.of = ["endless"] * 3, name
         tracemalloc.start()

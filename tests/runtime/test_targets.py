@@ -5,9 +5,9 @@ import pytest
 from builders import config as configuration
 from runtime.config import build_node
 from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
+from tests.outside import TIMEIT, spoil_run
 from tests.programs import start
 from tests.runs import ROOT, composed
-from tests.test_runs_from_outside import TIMEIT, changed
 
 # As `python -m runtime.targets` prints it: what a run from elsewhere could at most have built.
 LISTED = """
@@ -156,7 +156,7 @@ def test_code_of_the_user_is_trained_and_sampled_with_its_folder_alone(own):
         result = start(*arguments, **where, check=False)
         assert result.returncode == 1
         assert message in result.stderr
-    changed(sampler=TIMEIT)(folder / "runs/r")
+    spoil_run(folder / "runs/r", {"sampler": TIMEIT})
     refused = start("sample.py", given, "run=runs/r", **where, check=False)
     message = "diffusion.sde_sampler or own_sampler.heun_twice, as"
     assert message in refused.stderr
