@@ -17,9 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from builders.network import (
     OURS,
+    build_ema,
     build_guidance,
     build_loss,
     build_net,
+    build_optimizer,
     build_precond,
     build_route_plan,
     build_router,
@@ -134,6 +136,8 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
         build_router(config)(torch.zeros(1, net.num_tokens, 1), 1)  # it checks its own keys
     build_route_plan(config, net)
     build_loss(config, net)
+    build_optimizer(config, net)
+    build_ema(config, net)
     check_sampling(config)
     return config
 

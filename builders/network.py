@@ -11,7 +11,9 @@ from builders.kept_tokens import KeptTokensLoss
 from diffusion import Guidance, Loss, Precond
 from models import Backbone
 from routing import Route, RoutePlan, Router
-from runtime.config import build_node
+from runtime.config import build_node, check_arguments
+from training.ema import EMA
+from training.optimizer import Optimizer, check_options
 
 # Keys of a group that its target does not take.
 OURS = {"optimizer": ("warmup_steps",)}
@@ -38,10 +40,18 @@ def build_route_plan(config: dict[str, Any], net: Backbone) -> RoutePlan:
     return RoutePlan(net.routes, net.num_tokens, config["train"]["total_steps"], **config["routing"])
 
 
-def build_optimizer(config: dict[str, Any], net: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: dict[str, Any], net: nn.Module) -> Optimizer:
     """Build the optimizer of a network's weights."""
-    own = {name: value for name, value in config["optimizer"].items() if name not in OURS["optimizer"]}
-    return build_node({"optimizer": own}, "optimizer")(net.named_parameters(), fused=True)
+    node = dict(config["optimizer"])
+    options = {key: node.pop(key) for key in OURS["optimizer"] if key in node}
+    options = check_arguments("optimizer", Optimizer, options)
+    check_options(node)
+    return Optimizer(build_node({"optimizer": node}, "optimizer")(net.named_parameters()), **options)
+
+
+def build_ema(config: dict[str, Any], net: nn.Module) -> EMA:
+    """Build the average of a network's weights."""
+    return build_node(config, "ema")(net)
 
 
 def build_precond(config: dict[str, Any], net: nn.Module) -> Precond:

@@ -36,7 +36,7 @@ MAX_INTERVAL = 5000
 def recipe(key: str, *, _root_: DictConfig) -> Any:
     """Return the value of a key: that of the run in `output_dir` if it has results, else one that fits."""
     if _root_.data.get("_target_") != LATENTS:
-        raise ValueError("model/size=auto needs latents, as those of data=latents")
+        raise ValueError("model/size=auto and optimizer=adamw_latents need latents, as those of data=latents")
     run = RunFolder(_root_.output_dir)
     if run.has_results():
         run.check_complete()

@@ -8,7 +8,7 @@ from models import Backbone
 from runtime.errors import check_choice, check_not_negative, check_positive
 
 MUST_NAME_A_TARGET = ("model", "data", "diffusion.precond", "diffusion.loss")
-MUST_NAME_A_TARGET += ("optimizer", "sampler", "guidance")
+MUST_NAME_A_TARGET += ("optimizer", "ema", "sampler", "guidance")
 POSITIVE = ("total_steps", "batch_size", "log_every", "save_every", "keep_last", "max_skipped_steps")
 POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every")
 POSITIVE_OR_NULL += ("max_time_sec",)
@@ -62,14 +62,6 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
     check_not_negative("train.num_workers", train["num_workers"])
     if not 0 <= config["seed"] < NUM_SEEDS:
         raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
-    if not 0 <= config["ema"]["decay"] < 1:
-        raise ValueError(f"ema.decay={config['ema']['decay']} must be in [0, 1)")
-    optimizer = config["optimizer"]
-    check_positive("optimizer.lr", optimizer["lr"])
-    for key in ("eps", "weight_decay", "warmup_steps"):
-        check_not_negative(f"optimizer.{key}", optimizer[key])
-    if len(optimizer["betas"]) != 2 or not all(0 <= beta < 1 for beta in optimizer["betas"]):
-        raise ValueError(f"optimizer.betas={optimizer['betas']} must be two numbers in [0, 1)")
     check_split(train["batch_size"], train["micro_batch_size"] or 1, num_processes)
 
 

@@ -53,26 +53,6 @@ class RoutingConfig:
 
 
 @dataclass
-class OptimizerConfig:
-    """AdamW, or another optimizer of the same arguments."""
-
-    _target_: str = "torch.optim.AdamW"
-    lr: float = MISSING
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0  # in which lr grows from 0 to its value
-
-
-@dataclass
-class EMAConfig:
-    """Average of the weights that samples are drawn from."""
-
-    decay: float = 0.9999
-    warmup: bool = False
-
-
-@dataclass
 class Config:
     """Root of the training configuration."""
 
@@ -88,8 +68,8 @@ class Config:
     model: dict[str, Any] = field(default_factory=dict)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     diffusion: dict[str, Any] = field(default_factory=dict)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    ema: EMAConfig = field(default_factory=EMAConfig)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    ema: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
     guidance: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,14 @@ from accelerate.utils import DistributedDataParallelKwargs
 from builders.auto import resolve_auto
 from builders.estimate import estimate, free_disk, free_memory, weights_alone
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
-from builders.network import build_loss, build_net, build_optimizer, build_precond, build_route_plan
+from builders.network import (
+    build_ema,
+    build_loss,
+    build_net,
+    build_optimizer,
+    build_precond,
+    build_route_plan,
+)
 from builders.public import carries_configuration, num_heads_of, precond_of
 from builders.summary import check_resources, summary, warnings
 from data import (
@@ -39,7 +46,6 @@ from runtime.machine import bf16_speedup, compile_blocks, keep_freed_memory
 from runtime.provenance import environment, flatten, source_sha256
 from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
-from training.ema import EMA
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
 from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, most_graphs, specified_peak
@@ -158,7 +164,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     torch.manual_seed(config["seed"])
     net = build_net(config).to(device)
     init_from = _load_init(net, config, run)
-    ema = EMA(net, **config["ema"])
+    ema = build_ema(config, net)
     plan = build_route_plan(config, net)
     prepared = _prepare(net, resolved["compile"], len(plan.lengths(train["masked_loss"])))
     precond = build_precond(config, prepared)
@@ -173,8 +179,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     batches = _build_batches(config, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
     checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
     stop = StopRequest(train["max_time_sec"])
-    scalars = {**train, "warmup_steps": config["optimizer"]["warmup_steps"]}
-    settings = Settings(**{field.name: scalars[field.name] for field in fields(Settings)})
+    settings = Settings(**{field.name: train[field.name] for field in fields(Settings)})
 
     slowdown = fp32_slowdown(net, device, bf16)
     losses = micro_loss(precond, net, loss, micro_batch_size, device, Routing)

@@ -30,7 +30,7 @@ from models.blocks import BLOCKS
 from routing import RoutePlan, norm_router
 from runtime.config import build_node
 from runtime.provenance import flatten
-from tests.runs import ROOT, composed, validated
+from tests.runs import ROOT, validated
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem != "auto"]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
@@ -70,9 +70,10 @@ RECIPE = {
         "betas": [0.9, 0.999],
         "eps": 1e-8,
         "weight_decay": 0.0,
+        "fused": True,
         "warmup_steps": 0,
     },
-    "ema": {"decay": 0.9999, "warmup": False},
+    "ema": {"_target_": "training.ema.EMA", "decay": 0.9999, "warmup": False},
     "sampler": {
         "_target_": "diffusion.edm_sampler",
         "num_steps": 40,
@@ -176,6 +177,7 @@ def needs_path(option):
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_builds(group, option, latents):
     extra = [f"data.path={latents}"] if needs_path(option) else []
+    extra += ["data=latents", f"data.path={latents}"] if option == "adamw_latents" else []
     extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k") else []
     extra += ["sampler=heun"] if group == "sampler/times" else []
     extra += ["diffusion=ddpm", "sampler.solve_on=null"] if option == "respaced" else []
@@ -236,7 +238,7 @@ def test_every_experiment_builds_takes_a_step_and_says_what_it_reproduces(experi
     precond, optimizer = build_precond(config, net), build_optimizer(config, net)
     x, labels = torch.randn(2, *net.latent_shape), torch.tensor([0, 1])
     build_loss(config, net)(precond, x, labels).mean().backward()
-    optimizer.step()
+    optimizer.step(torch.tensor(0.0))
     assert all(p.isfinite().all() for p in net.parameters())
     assert all(p.grad is not None for p in net.final_layer.parameters())
 
@@ -422,17 +424,17 @@ def test_items_of_the_route_list_are_overridden_by_number():
 @pytest.mark.parametrize(
     ("file", "content", "key"),
     [
-        ("optimizer/mine.yaml", "lrr: 1.0e-4", "lrr"),
-        ("optimizer/mine.yaml", "lr: fast", "lr"),
+        ("optimizer/mine.yaml", "_target_: torch.optim.AdamW\nlrr: 1.0e-4", "lrr"),
+        ("optimizer/mine.yaml", "_target_: torch.optim.AdamW\nlr: fast", "lr"),
         ("data/mine.yaml", "# @package _global_\ndefaults: [synthetic]\ntrain: {steps: 3}", "steps"),
-        ("ema/mine.yaml", "decay: 0.9\nwarm_up: true", "warm_up"),
+        ("ema/mine.yaml", "_target_: training.ema.EMA\ndecay: 0.9\nwarm_up: true", "warm_up"),
     ],
 )
-def test_a_misspelt_or_mistyped_key_in_a_file_does_not_compose(tmp_path, file, content, key):
+def test_a_misspelt_or_mistyped_key_in_a_file_is_refused(tmp_path, file, content, key):
     (tmp_path / file).parent.mkdir()
     (tmp_path / file).write_text(content)
-    with pytest.raises((HydraException, OmegaConfBaseException), match=key):
-        composed(f"hydra.searchpath=[file://{tmp_path}]", f"{file.split('/')[0]}=mine")
+    with pytest.raises((HydraException, OmegaConfBaseException, ValueError), match=key):
+        validated(f"hydra.searchpath=[file://{tmp_path}]", f"{file.split('/')[0]}=mine")
 
 
 def test_values_are_converted_to_the_types_of_the_signature():

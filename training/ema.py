@@ -17,6 +17,8 @@ class EMA:
     """
 
     def __init__(self, net: nn.Module, decay: float, warmup: bool):
+        if not 0 <= decay < 1:
+            raise ValueError(f"ema.decay={decay} must be in [0, 1)")
         self.net = deepcopy(net).eval().requires_grad_(False)
         self.decay, self.warmup = decay, warmup
         self.num_updates = torch.zeros((), device=next(net.parameters()).device)

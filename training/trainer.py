@@ -19,6 +19,7 @@ from training.checkpoint import CheckpointFolder, Part
 from training.clock import Clock
 from training.ema import EMA
 from training.history import LossHistory, NotFinite
+from training.optimizer import Optimizer
 from training.recorder import Recorder, without_pictures
 from training.speed import no_sync
 from training.stopping import StopRequest
@@ -38,14 +39,13 @@ class RoutePlan(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """Keys of the group train, and one of the optimizer."""
+    """Keys of the group train."""
 
     total_steps: int
     log_every: int
     save_every: int
     grad_clip: float | None  # largest norm of the gradient
     max_skipped_steps: int  # in a row, that end the run
-    warmup_steps: int  # in which the learning rate grows
 
 
 class Trainer:
@@ -66,7 +66,7 @@ class Trainer:
         net: nn.Module,
         precond: nn.Module,
         loss: Callable[..., torch.Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         ema: EMA,
         route_plan: RoutePlan,
         batches: Batches,
@@ -161,21 +161,12 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, grad_norm)
         # A step that is not finite is skipped on the device; the gradients are the same on all ranks.
         skipped = (~grad_norm.isfinite()).float()
-        self.optimizer.found_inf = skipped
-        self._warm_up()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.warm_up(self.step)
+        self.optimizer.step(skipped)
+        self.net.zero_grad()
         self.ema.update(self.net, skipped)
         self.window.add_step(loss, grad_norm, skipped, tuple(self.ratios))
         return skipped
-
-    def _warm_up(self) -> None:
-        """Set the learning rate of a step, which depends on its number alone."""
-        if self.step <= self.settings.warmup_steps:
-            # lr_k = lr min(1, (k + 1) / warmup_steps) in step k = 0, 1, ...
-            factor = min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.optimizer.defaults["lr"] * factor
 
     def log_training(self) -> None:
         """Write a line of the steps since the last one."""

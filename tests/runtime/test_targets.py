@@ -25,6 +25,7 @@ diffusion.precond    diffusion.DDPMPrecond                configs/diffusion/ddpm
 diffusion.precond    diffusion.EDMPrecond                 configs/diffusion/edm.yaml
 diffusion.precond    diffusion.FlowPrecond                configs/diffusion/flow.yaml
 diffusion.precond    diffusion.X0Precond                  configs/diffusion/x0.yaml
+ema                  training.ema.EMA                     configs/ema/on.yaml
 evaluation           evaluation.AdmSuite                  configs/evaluation/adm.yaml
 evaluation           evaluation.Suite                     configs/evaluation/digits.yaml
 evaluation.detector  evaluation.DigitClassifier           configs/evaluation/digits.yaml
@@ -44,6 +45,8 @@ model.router         routing.grid_router                  configs/model/router/g
 model.router         routing.norm_router                  configs/model/router/norm.yaml
 model.router         routing.random_router                configs/model/router/random.yaml
 optimizer            torch.optim.AdamW                    configs/optimizer/adamw.yaml
+optimizer            torch.optim.SGD                      configs/optimizer/sgd.yaml
+optimizer            training.muon.muon                   configs/optimizer/muon.yaml
 sampler              diffusion.adaptive_sampler           configs/sampler/dopri5.yaml
 sampler              diffusion.ddpm_sampler               configs/sampler/ddpm.yaml
 sampler              diffusion.edm_sampler                configs/sampler/edm.yaml

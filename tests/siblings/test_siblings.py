@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from builders.sampling import open_run
 from diffusion import Branch, EDMPath, edm_sampler, on_path
@@ -17,6 +18,7 @@ from tests.siblings.toy import FlowPath, VelocityLoss, VelocityPrecond, euler_sa
 CONFIGS = ROOT / "tests/siblings/configs"
 OWN = f"--config-dir={CONFIGS}"
 CHOICES = ("diffusion=toy", "sampler=toy", "guidance=toy", "model/router=toy", "evaluation=toy")
+CHOICES += ("data=toy", "optimizer=toy", "ema=toy")
 SHORT = ("train.total_steps=2", "train.save_every=2", "train.eval_every=2", "train.sample_every=2")
 
 
@@ -39,6 +41,10 @@ def opened(run, monkeypatch):
 
 
 def test_a_run_trains_and_is_scored_by_siblings(run):
+    state = load_file(run / "checkpoints/step_00000002/optimizer.safetensors")
+    assert {name.rpartition("/")[2] for name in state} == {"average"}
+    ema = json.loads((run / "checkpoints/step_00000002/state.json").read_text())["ema"]
+    assert ema["num_updates"] == 2
     keys = {key for line in metrics(run) for key in line}
     assert {"loss", "val_loss_dense_ema"} <= keys
     assert any(key.startswith("brightness") for key in keys)

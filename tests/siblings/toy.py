@@ -1,11 +1,14 @@
 """A sibling of every choice, as a user would write them; each has one YAML file beside it."""
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 
 import torch
 import torch.nn as nn
 
+from data import LatentDataset
+from data import digits as open_digits
 from diffusion import Guidance, Loss, Precond
 from evaluation.metrics import Metric
 from evaluation.statistics import FeatureStatistics
@@ -142,6 +145,52 @@ class PixelMixer(nn.Module):
                 lengths[idx] = kept
         forward = sum(length * 6 * width**2 for length in lengths)
         return Flops(forward, 3 * forward)
+
+
+def dimmed_digits(path: str, input_size: int, in_channels: int, num_classes: int, factor: float = 0.5):
+    """The digits, less bright."""
+    dataset = open_digits(path, input_size, in_channels, num_classes)
+    return LatentDataset(factor * dataset.stored, dataset.labels, dataset.manifest)
+
+
+class SignDescent(torch.optim.Optimizer):
+    """Move every weight by the sign of the average of its gradients."""
+
+    def __init__(self, params, lr: float, beta: float = 0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    average = state.get("average", torch.zeros_like(parameter))
+                    state["average"] = average.lerp(parameter.grad, 1 - group["beta"])
+                    parameter -= group["lr"] * state["average"].sign()
+
+
+class MeanOfAll:
+    """The mean of the weights after every step, from the first one on."""
+
+    def __init__(self, net: nn.Module):
+        self.net = deepcopy(net).eval().requires_grad_(False)
+        self.num_updates = torch.zeros(())
+
+    @torch.no_grad()
+    def update(self, net, skipped):
+        self.num_updates += 1 - skipped
+        weight = (1 - skipped) / self.num_updates.clamp(min=1)
+        for average, parameter in zip(self.net.parameters(), net.parameters(), strict=True):
+            average.lerp_(parameter, weight)
+
+    def state_dict(self):
+        return {**self.net.state_dict(), "num_updates": int(self.num_updates)}
+
+    def load_state_dict(self, state):
+        weights = dict(state)
+        self.num_updates.fill_(weights.pop("num_updates"))
+        self.net.load_state_dict(weights)
 
 
 class Brightness(Metric):

@@ -194,7 +194,7 @@ def test_accumulation_sums_to_the_gradient_of_the_batch(tmp_path):
         losses.mean().backward()
         gradients.append([parameter.grad.clone() for parameter in trainer.parameters])
     trainer.net.zero_grad()
-    trainer.optimizer.step = lambda: seen.extend(p.grad.clone() for p in trainer.parameters)
+    trainer.optimizer.step = lambda skipped: seen.extend(p.grad.clone() for p in trainer.parameters)
     trainer.train_step(next(trainer.batches.from_step(0)))
     assert len(gradients) == 4
     for total, *parts in zip(seen, *gradients, strict=True):
@@ -300,7 +300,7 @@ def test_the_optimizer_is_as_configured(tmp_path):
     asked = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1}
     written = [f"optimizer.{key}={list(value) if key == 'betas' else value}" for key, value in asked.items()]
     trainer, _ = tiny_trainer(tmp_path, *written)
-    (group,) = trainer.optimizer.param_groups
+    (group,) = trainer.optimizer.groups
     assert {key: tuple(group[key]) if key == "betas" else group[key] for key in asked} == asked
     assert set(group["params"]) == set(trainer.net.parameters())
 
@@ -378,9 +378,9 @@ def test_clipping_bounds_the_gradient(tmp_path):
     clipped, _ = tiny_trainer(tmp_path / "clipped", "train.grad_clip=1e-3")
     norms, step = [], clipped.optimizer.step
 
-    def watched_step():
+    def watched_step(skipped):
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in clipped.parameters]))
-        step()
+        step(skipped)
 
     clipped.optimizer.step = watched_step
     clipped.fit()

@@ -1,0 +1,153 @@
+"""Every optimizer of torch steps, skips and resumes like one that never met a bad step."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves
+
+from tests.runs import metrics, tiny_run
+from tests.training.test_trainer import assert_same_run
+from training.muon import muon
+from training.optimizer import Optimizer
+
+
+def of(name, **options):
+    return lambda parameters: getattr(torch.optim, name)(parameters, lr=0.01, **options)
+
+
+OTHERS = ("Adafactor", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+KINDS = {
+    "AdamW, fused": of("AdamW", fused=True, weight_decay=0.1),
+    "AdamW": of("AdamW", foreach=False, weight_decay=0.1),
+    "AdamW, foreach": of("AdamW", foreach=True, amsgrad=True),
+    "SGD": of("SGD"),
+    "SGD, momentum": of("SGD", momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "SGD, fused": of("SGD", momentum=0.9, fused=True),
+    "Muon and AdamW": lambda parameters: muon(parameters, lr=0.01, matrices=r"^0\."),
+    **{name: of(name) for name in OTHERS},
+}
+BAD, GOOD = torch.tensor(1.0), torch.tensor(0.0)
+
+
+def small_net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+
+
+def backward(net, step):
+    net.zero_grad()
+    net(torch.randn(5, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+
+
+def trained(kind, bad_steps=(), resumed_at=None):
+    net = small_net()
+    optimizer = Optimizer(KINDS[kind](net.named_parameters()), warmup_steps=3)
+    for step in range(6):
+        optimizer.warm_up(step)
+        if step == resumed_at:
+            state, optimizer = optimizer.state_dict(), Optimizer(KINDS[kind](net.named_parameters()), 3)
+            optimizer.load_state_dict(state)
+            optimizer.warm_up(step)
+        if step in bad_steps:
+            before = deepcopy((net.state_dict(), optimizer.state_dict()))
+            for _ in range(2):
+                backward(net, step)
+                for parameter in net.parameters():
+                    parameter.grad[0] = torch.nan
+                optimizer.step(BAD)
+            assert_equal(before, (net.state_dict(), optimizer.state_dict()))
+        backward(net, step)
+        optimizer.step(GOOD)
+    return net.state_dict(), optimizer.state_dict()
+
+
+def assert_equal(one, other):
+    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_step_leaves_no_trace(kind):
+    """Neither the first one, which has no state yet, nor a later one."""
+    whole = trained(kind)
+    assert_equal(whole, trained(kind, bad_steps=(0, 3)))
+    assert_equal(whole, trained(kind, resumed_at=2))
+    assert not torch.equal(whole[0]["0.weight"], small_net()[0].weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Adafactor", "Adagrad")])
+def test_the_host_does_not_wait_for_a_step(kind):
+    net = small_net().cuda()
+    optimizer = Optimizer(KINDS[kind](net.named_parameters()))
+    x = torch.randn(5, 8, device="cuda")
+    for skipped in (GOOD.cuda(), BAD.cuda(), GOOD.cuda()):
+        net(x).square().mean().backward()
+        before = deepcopy((net.state_dict(), optimizer.state_dict()))
+        torch.cuda.set_sync_debug_mode("error" if optimizer._stepped else "default")
+        try:
+            optimizer.step(skipped)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if skipped:
+            assert_equal(before, (net.state_dict(), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["AdamW, fused", "AdamW", "SGD, momentum", "Muon and AdamW"])
+def test_a_step_of_sharded_weights_is_skipped(kind):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = small_net()
+        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = Optimizer(KINDS[kind](net.named_parameters()))
+        backward(net, 0)
+        optimizer.step(GOOD)
+        before = [parameter.to_local().clone() for parameter in net.parameters()]
+        backward(net, 1)
+        optimizer.step(BAD)
+        assert_equal(before, [parameter.to_local() for parameter in net.parameters()])
+        optimizer.step(GOOD)
+        assert not torch.equal(before[0], next(net.parameters()).to_local())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_learning_rates_grow_in_as_many_steps_as_asked():
+    net = small_net()
+    built = muon(net.named_parameters(), lr=0.01, matrices=r"^0\.")
+    optimizer, rates = Optimizer(built, warmup_steps=4), []
+    for step in range(6):
+        optimizer.warm_up(step)
+        rates.append([group["lr"] for group in optimizer.groups])
+    assert rates == [pytest.approx([rate] * 2) for rate in (0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01)]
+
+
+def test_muon_has_the_matrices_that_its_names_find():
+    built = muon(small_net().named_parameters(), lr=0.01, matrices=r"^0\.")
+    names = {name: each.param_groups[0]["param_names"] for name, each in built.items()}
+    assert names == {"muon": ["0.weight"], "adamw": ["0.bias", "2.weight", "2.bias"]}
+    with pytest.raises(ValueError, match=r"optimizer\.matrices=blocks finds no parameter with"):
+        muon(small_net().named_parameters(), lr=0.01, matrices="blocks")
+
+
+def test_an_optimizer_that_evaluates_the_loss_is_refused():
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss itself"):
+        Optimizer(torch.optim.LBFGS(small_net().parameters()))
+
+
+@pytest.mark.parametrize(
+    "choice", ["optimizer=sgd", "optimizer=muon", "optimizer.fused=false optimizer.lr=1e-3"]
+)
+def test_every_choice_trains_and_resumes_bitwise(tmp_path, choice):
+    options = (*choice.split(), "model.init=xavier", "train.log_every=1", "optimizer.warmup_steps=3")
+    tiny_run(tmp_path / "whole", *options, "train.total_steps=40")
+    tiny_run(tmp_path / "parts", *options, "train.total_steps=3")
+    tiny_run(tmp_path / "parts", *options, "train.total_steps=40")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    losses = [line["loss"] for line in metrics(tmp_path / "whole")]
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])

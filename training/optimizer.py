@@ -1,0 +1,127 @@
+"""Any optimizer of torch, or several side by side: steps that the device can skip, and a warm-up.
+
+A skipped step leaves weights, state and step counters as they were, to the bit, and the host does not wait to
+hear of it.
+"""
+
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from runtime.errors import check_not_negative, check_positive
+
+
+class Optimizer:
+    """Step one or more optimizers of torch.
+
+    Args:
+        built: an optimizer, or several by name, each with parameters of its own: what a target of
+            `configs/optimizer/` returns for the named parameters of a network.
+        warmup_steps: in which the learning rates grow from 0 to their values.
+
+    Raises:
+        ValueError: an optimizer evaluates the loss itself (LBFGS), or a value is out of range.
+    """
+
+    def __init__(
+        self, built: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer], warmup_steps: int = 0
+    ):
+        check_not_negative("optimizer.warmup_steps", warmup_steps)
+        self.optimizers = dict(built) if isinstance(built, Mapping) else {"all": built}
+        self.warmup_steps = warmup_steps
+        self.groups = [group for each in self.optimizers.values() for group in each.param_groups]
+        self.rates = [group["lr"] for group in self.groups]
+        self._stepped: set[torch.Tensor] = set()
+        for optimizer in self.optimizers.values():
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                rule = "evaluates the loss itself, several times a step: choose another one"
+                raise ValueError(f"optimizer._target_: {type(optimizer).__name__} {rule}")
+        for group in self.groups:
+            on_gpu = group["params"][0].is_cuda
+            if on_gpu and "capturable" in group and not group.get("fused"):
+                group["capturable"] = True  # step counters on the device
+
+    def warm_up(self, step: int) -> None:
+        """Set the learning rates of a step, which depend on its number alone."""
+        if step <= self.warmup_steps:
+            # lr_k = lr min(1, (k + 1) / warmup_steps) in step k = 0, 1, ...
+            factor = min(1.0, (step + 1) / max(1, self.warmup_steps))
+            for group, rate in zip(self.groups, self.rates, strict=True):
+                group["lr"] = rate * factor
+
+    @torch.no_grad()
+    def step(self, skipped: torch.Tensor) -> None:
+        """Apply the gradients, unless `skipped` (0 or 1, fp32, 0-d, on the device, the same on all ranks)."""
+        moved = {p for group in self.groups for p in group["params"] if p.grad is not None}
+        if not moved <= self._stepped:
+            # SYNC: at the first step of a process. Only a step makes a state: none could be restored.
+            if skipped.item():
+                return
+            self._stepped |= moved
+        for optimizer in self.optimizers.values():
+            if optimizer.defaults.get("fused"):
+                # What torch.amp.GradScaler.step sets: fused kernels change nothing where it is 1.
+                optimizer.found_inf = skipped
+                optimizer.step()
+            else:
+                _step_or_undo(optimizer, skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each optimizer, by its name."""
+        return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state[name])
+        self.groups = [group for each in self.optimizers.values() for group in each.param_groups]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the values that many optimizers share: torch names no key.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    check_positive("optimizer.lr", options["lr"])
+    for key in ("eps", "weight_decay", "momentum"):
+        check_not_negative(f"optimizer.{key}", options.get(key, 0))
+    betas = options.get("betas", [0, 0])
+    if not isinstance(betas, list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"optimizer.betas={betas} must be two numbers in [0, 1)")
+
+
+def _step_or_undo(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
+    """Step, then put weights and state back where skipped, from copies that live as long as this call: after
+    the backward pass, whose activations took more.
+    """
+    moved = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    weights = [_local(p).clone() for p in moved]
+    states = [{key: _copy(value) for key, value in optimizer.state.get(p, {}).items()} for p in moved]
+    optimizer.step()
+    for parameter, weight, state in zip(moved, weights, states, strict=True):
+        _restore(parameter, weight, skipped)
+        for key, before in state.items():
+            now = optimizer.state[parameter][key]
+            if isinstance(now, torch.Tensor) and now.device == skipped.device:
+                _restore(now, before, skipped)
+            elif skipped.item():  # SYNC: where torch itself counts on the host (Adagrad, Adafactor)
+                optimizer.state[parameter][key] = before
+
+
+def _restore(tensor: torch.Tensor, before: torch.Tensor, skipped: torch.Tensor) -> None:
+    local = _local(tensor)
+    torch.where(skipped.bool(), before, local, out=local)
+
+
+def _copy(value: Any) -> Any:
+    return _local(value).clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor on this rank; other tensors as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
