@@ -16,6 +16,7 @@ TIME_LIMIT = "the time limit train.max_time_sec"
 INTERRUPT = "Ctrl-C"
 REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGUSR2", "SIGTERM", INTERRUPT)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+TICK_SEC, MAX_TICK_STEPS = 1.0, 20  # between two agreements of several ranks
 AFTER_THIS_STEP = b"\nCtrl-C: the run saves and stops after this step; another Ctrl-C ends it at once\n"
 # Variables that torchrun, accelerate and hydra/launcher=parallel set.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "TREAD_PARALLEL_JOBS")
@@ -36,6 +37,7 @@ class StopRequest:
         self.has_trained = False  # set after the first step: before it, Ctrl-C has nothing to save
         # A group of its own on the CPU: nothing waits for the device.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._tick_steps, self._num_calls, self._ticked = 1, 0, float("-inf")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -52,16 +54,30 @@ class StopRequest:
             for number, handler in after.items():
                 signal.signal(number, handler)
 
-    def agreed(self, reserve_sec: float) -> str:
-        """Return why all ranks stop here, or an empty string. Collective.
+    def agreed(self, reserve_sec: float, now: bool = False) -> str:
+        """Return why all ranks stop here, or an empty string; called once a step, by all ranks.
+
+        Several ranks agree at ticks, a second of steps apart, and wait for nobody in between: after a signal
+        to one of them all stop within a second, or after the step where steps take longer.
 
         Args:
             reserve_sec: what the next step and a save may take of the time that is left.
+            now: agree here, between two ticks: something long begins.
         """
-        reason = torch.tensor(REASONS.index(self._own(reserve_sec)))
-        if self._group is not None:
-            dist.all_reduce(reason, dist.ReduceOp.MAX, group=self._group)
-        return REASONS[int(reason)]
+        if self._group is None:
+            return self._own(reserve_sec)
+        self._num_calls += not now
+        if self._num_calls < self._tick_steps and not now:
+            return ""
+        step_sec = (time.perf_counter() - self._ticked) / max(1, self._num_calls)
+        reason = REASONS.index(self._own(reserve_sec + TICK_SEC))
+        largest = torch.tensor([reason, step_sec], dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        if not now:
+            # From numbers that all ranks share, so that all choose the same next tick.
+            steps = min(2 * self._tick_steps, MAX_TICK_STEPS, int(TICK_SEC / max(largest[1], 1e-6)))
+            self._tick_steps, self._num_calls, self._ticked = max(1, steps), 0, time.perf_counter()
+        return REASONS[int(largest[0])]
 
     def _own(self, reserve_sec: float) -> str:
         if self._signal:

@@ -240,7 +240,7 @@ class Trainer:
 
     def _asked_to_stop(self, evaluation: bool = False) -> str:
         reserve_sec = self.clock.reserve_sec(self.step - self.first_step, evaluation)
-        return self.stop.agreed(reserve_sec + self.recorder.closing_sec)
+        return self.stop.agreed(reserve_sec + self.recorder.closing_sec, now=evaluation)
 
     def _save(self, must: bool) -> None:
         """Save; if that fails and is no `must`, warn and continue: the disk may have room later."""

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from runtime.errors import UserError
 from tests.faults.killing import TWO
@@ -51,7 +52,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_named(tmp_path, what, 
 
     def remember(step):
         tensors = [*trainer.net.parameters(), *trainer.ema.net.parameters(), trainer.ema.num_updates]
-        moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        moments = [value for value in tree_leaves(trainer.optimizer.state_dict()) if torch.is_tensor(value)]
         states.append([tensor.detach().clone() for tensor in (*tensors, *moments)])
 
     before_each_step(trainer, remember)

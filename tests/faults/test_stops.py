@@ -138,11 +138,11 @@ def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path, sav
     trainer, run = tiny_trainer(tmp_path / "run", *options)
     agreed, asked = trainer.stop.agreed, []
 
-    def before_the_evaluation(reserve_sec):
+    def before_the_evaluation(reserve_sec, now):
         asked.append(trainer.step)
         if asked.count(3) == 2:  # the first is that of the turn, the second that of its evaluation
             os.kill(os.getpid(), signal.SIGTERM)
-        return agreed(reserve_sec)
+        return agreed(reserve_sec, now)
 
     trainer.stop.agreed = before_the_evaluation
     assert run_training(trainer, run) == "SIGTERM"

@@ -4,17 +4,19 @@ it is moved.
 
 import mmap
 import signal
+from itertools import pairwise
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from models import cost_of
 from tests.runs import before_each_step, interrupted, metrics, tiny_trainer
 from training.clock import END_SEC
 from training.fit import run_training
 from training.recorder import HURRIED_SEC
-from training.stopping import TIME_LIMIT, StopRequest
+from training.stopping import MAX_TICK_STEPS, TIME_LIMIT, StopRequest
 from training.trackers import CLOSE_WITHIN_SEC
 from training.window import Work
 
@@ -47,7 +49,7 @@ def timed(folder, clock, *overrides):
     trainer.checkpoints.save = taking(SAVE_SEC, trainer.checkpoints.save)
     trainer.evaluators = [(2, taking(EVALUATION_SEC, lambda step: {"score": 1.0}))]
     trainer.speed_check = taking(CHECK_SEC, lambda ratios: None)
-    trainer.stop.agreed = lambda reserve_sec: asked.append((trainer.step, reserve_sec)) or ""
+    trainer.stop.agreed = lambda reserve_sec, now: asked.append((trainer.step, reserve_sec)) or ""
     return trainer, run, asked
 
 
@@ -185,3 +187,26 @@ def test_the_limit_counts_from_the_start_and_a_signal_precedes_it(monkeypatch):
     request._on_signal(signal.SIGUSR1, None)
     assert request.agreed(0.0) == "SIGUSR1"
     assert StopRequest(None).agreed(1e12) == ""
+
+
+@pytest.mark.parametrize(("step_sec", "most_steps"), [(0.001, MAX_TICK_STEPS), (0.09, 11), (3.0, 1)])
+def test_several_processes_agree_once_a_second(monkeypatch, step_sec, most_steps):
+    """Whatever the first steps took; before an evaluation always."""
+    now, ticks = [0.0], []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        request, reduce = StopRequest(None), dist.all_reduce
+        monkeypatch.setattr("training.stopping.time.perf_counter", lambda: now[0])
+        monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: ticks.append(step) or reduce(*a, **k))
+        for step in range(100):
+            assert request.agreed(0.0) == ""
+            now[0] += 30.0 if step == 0 else step_sec  # the first one compiles
+        gaps = [b - a for a, b in pairwise(ticks)]
+        assert ticks[:2] == [0, 1] and max(gaps) == gaps[-1] == most_steps
+        ticks.clear()
+        assert request.agreed(0.0, now=True) == "" and ticks
+        request._on_signal(signal.SIGTERM, None)
+        asked = [request.agreed(0.0) for _ in range(most_steps)]
+        assert "SIGTERM" in asked and set(asked) <= {"", "SIGTERM"}
+    finally:
+        dist.destroy_process_group()
