@@ -20,7 +20,7 @@ from data.manifest import LatentManifest, manifest_from, read_manifest
 from data.mixture import MixtureDataset, mixture
 from data.shards import ShardDataset, ShardStream, open_shards, shards_by_step
 from data.stream import (
-    MicroBatch,
+    StoredBatch,
     StreamOrder,
     count_forced,
     entries_by_step,
@@ -38,11 +38,11 @@ __all__ = [
     "LatentDataset",
     "LatentManifest",
     "LatentWriter",
-    "MicroBatch",
     "MixtureDataset",
     "NpzImages",
     "ShardDataset",
     "ShardStream",
+    "StoredBatch",
     "StreamOrder",
     "centre_crop",
     "count_forced",

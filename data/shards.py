@@ -25,7 +25,7 @@ import torch
 from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, load_manifest
 from data.remote import read_file
-from data.stream import MicroBatch
+from data.stream import StoredBatch
 from runtime.arrays import MAX_HEADER_BYTES, parse_array
 from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
@@ -214,7 +214,7 @@ class ShardStream:
         self.micro_batch_size = micro_batch_size
         self.start = start_step * (batch_size // world_size)
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[StoredBatch]:
         left: list[tuple[np.ndarray, ...]] = []  # the start of a micro-batch, from the groups before
         for group in self._read_groups():
             start = 0
@@ -271,11 +271,11 @@ class ShardStream:
         _, shards, _ = next(self.groups())
         return " or ".join(self.dataset.names[i] for i in shards)
 
-    def _micro_batch(self, latents: np.ndarray, labels: np.ndarray | None = None) -> MicroBatch:
+    def _micro_batch(self, latents: np.ndarray, labels: np.ndarray | None = None) -> StoredBatch:
         tensors = [None if array is None else torch.from_numpy(array) for array in (latents, labels)]
         if self.pin_memory:
             tensors = [None if tensor is None else tensor.pin_memory() for tensor in tensors]
-        return MicroBatch(*tensors, masks=None, num_forced=0)
+        return StoredBatch(*tensors, masks=None, num_forced=0)
 
 
 def shards_by_step(

@@ -17,7 +17,7 @@ COVERAGE_ENTRIES = 1024
 TokenMask = Callable[[torch.Tensor], torch.Tensor]  # masks (N, H, W) -> the tokens (N, T) that they touch
 
 
-class MicroBatch(NamedTuple):
+class StoredBatch(NamedTuple):
     """Input of one forward: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if used.
 
     `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step; 0
@@ -98,13 +98,13 @@ class _Reader(Dataset):
         self.dataset, self.with_masks, self.token_mask = dataset, with_masks, token_mask
         self.counted, self.num_forced = np.empty(0), 0
 
-    def __getitem__(self, draw: Draw) -> MicroBatch:
+    def __getitem__(self, draw: Draw) -> StoredBatch:
         masks = self.dataset.read_masks(draw.ids, draw.flipped) if self.with_masks else None
         # All ranks count over the whole step, and so agree without communication. A flip has as many.
         if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
             num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
             self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
-        return MicroBatch(*self.dataset.read(draw.ids, draw.flipped), masks, self.num_forced)
+        return StoredBatch(*self.dataset.read(draw.ids, draw.flipped), masks, self.num_forced)
 
 
 def stream(
@@ -121,7 +121,7 @@ def stream(
     with_masks: bool = False,
     token_mask: TokenMask | None = None,
 ) -> DataLoader:
-    """Return the `MicroBatch`es of one rank, read ahead by `num_workers` processes.
+    """Return the `StoredBatch`es of one rank, read ahead by `num_workers` processes.
 
     Args:
         token_mask: counts the tokens that masks force to stay; None leaves them uncounted.
