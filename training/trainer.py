@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -29,14 +29,6 @@ SLOW_DISK = 100e6  # bytes per second, assumed until the first save
 MAX_NORMS = 5  # in a message
 
 
-class RoutePlan(Protocol):
-    """What the network's routes do at each step."""
-
-    def routing(self, step: int, num_forced: int, force_keep: torch.Tensor | None) -> Any: ...
-
-    def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
 class Settings:
     """Keys of the group train."""
@@ -55,6 +47,7 @@ class Trainer:
         net: the network itself, whose weights are trained and saved.
         precond: the preconditioning around the network, or around what synchronises its gradients.
         loss: loss(precond, x, class_labels, routing=, mask=, generator=) -> (N,).
+        route_plan: a `routing.RoutePlan`: the routing of a step, and the tokens that bypass although forced.
         evaluators: (interval in steps, evaluator): evaluator(step) -> {key: number or picture}.
         speed_check: called with the ratios of the last step, at the first log point after a save where tokens
             bypass: everything is compiled, and nothing is lost by a stop.
@@ -68,7 +61,7 @@ class Trainer:
         loss: Callable[..., torch.Tensor],
         optimizer: Optimizer,
         ema: EMA,
-        route_plan: RoutePlan,
+        route_plan: Any,
         batches: Batches,
         evaluators: Sequence[tuple[int, Any]],
         recorder: Recorder,
