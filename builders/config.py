@@ -98,7 +98,7 @@ def _default_run_name(seed: int) -> str:
 
 
 def _chosen_in_sweep(overrides: Iterable[str], left_out: set[str], swept: set[str]) -> str:
-    """Return a job's swept overrides, and a hash of the others and of values with special characters."""
+    """A job's swept overrides, and a hash of the others and of values with special characters."""
     keyed = sorted((key_of(text), text) for text in overrides)
     first = [text for key, text in keyed if key in swept - left_out]
     hashed = [text for key, text in keyed if key not in swept | left_out]
@@ -167,7 +167,6 @@ def check_sampling(config: dict[str, Any]) -> None:
 
 
 def _without_weights(path: str, checkpoint: str | None) -> Precond:
-    """Return the network of a run, as it is preconditioned, without memory for its weights."""
     run = RunFolder(path)
     run.check_started()
     check_checkpoint(run.path, checkpoint)
@@ -177,7 +176,7 @@ def _without_weights(path: str, checkpoint: str | None) -> Precond:
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """Return a configuration as plain types of its schemas, with every interpolation resolved, checked."""
+    """Resolve a configuration into plain types, and check keys, targets and arguments."""
     check_keys(cfg)
     missing = missing_keys(OmegaConf.to_container(cfg))
     if missing:
@@ -191,19 +190,19 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 
 
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration that a training with these overrides would have."""
+    """Compose and check the configuration of a training with these overrides."""
     register("train", Config)
     return resolve(compose_config(["run_name=none", *overrides]))
 
 
 def of_run(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run, which may come from anywhere, checked as on the command line."""
+    """Read the configuration of a run, which may come from anywhere, checked as on the command line."""
     check_apart(run.path, config_folders())
     return checked(run.config(), run.config_file)
 
 
 def checked(written: Any, file: str | Path) -> dict[str, Any]:
-    """Return a configuration from a file of anyone's, checked as on the command line."""
+    """Check a configuration from anyone's file as on the command line."""
     try:
         if any("${" in text for text in _texts(written)):
             raise ValueError("it has interpolations, which no run writes")
@@ -246,7 +245,7 @@ def _check_arguments(node: Any, key: str = "") -> None:
 
 
 def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
-    """Return the arguments of each route, checked for names and types."""
+    """Check names and types of the arguments of each route."""
     if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
         raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
     return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]

@@ -91,12 +91,12 @@ def prepare(source: ImageSource) -> None:
 
 
 def num_lengths(evaluations: Any) -> int:
-    """Return how many lengths of sequences the blocks see."""
+    """Count the sequence lengths that the blocks see."""
     return len({length for net, kept in evaluations for length in (net.num_tokens, *kept)} - {0})
 
 
 def is_worth_compiling(source: ImageSource, num_samples: int) -> tuple[bool, str]:
-    """Return whether compiled blocks save more time than it takes to compile them, and why."""
+    """True if compiled blocks save more time than compiling takes, and the reason."""
     kind = source.launch.device.type
     if kind not in FLOPS_PER_SEC or not can_compile(source.launch.device):
         return False, ""
@@ -114,7 +114,7 @@ def is_worth_compiling(source: ImageSource, num_samples: int) -> tuple[bool, str
 
 
 def default_batch_size(source: ImageSource) -> int:
-    """Return a batch that fills a CPU's caches, or at most a quarter of a GPU's memory."""
+    """Fill a CPU's caches, or at most a quarter of a GPU's memory."""
     device, num_tokens = source.launch.device, source.precond.net.num_tokens
     if device.type != "cuda":
         return max(1, TOKENS_AT_ONCE // num_tokens)
@@ -127,19 +127,19 @@ def default_batch_size(source: ImageSource) -> int:
 
 
 def about(record: dict[str, Any], launch: Launch) -> dict[str, Any]:
-    """Return what a part of samples depends on, as JSON."""
+    """The settings that a part of samples depends on, as JSON."""
     flat = {key: value for key, value in flatten(record).items() if key not in PATHS}
     flat |= {"code": source_sha256(), "torch": torch.__version__, "device": launch.device.type}
     return json.loads(json.dumps(finite(flat)))
 
 
 def parts_of(output: Path) -> Path:
-    """Return where the finished parts of samples are."""
+    """Folder of the finished parts of samples."""
     return output.with_name(f"{output.name}.partial")
 
 
 def begun_with(path: Path, asked: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    """Return what describes the job in a folder; nothing where it is another one that may be replaced."""
+    """Settings of the job in a folder; empty where it is another job that may be replaced."""
     try:
         saved = settings_of(path)
     except ValueError:

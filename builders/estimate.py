@@ -52,7 +52,7 @@ class Estimate:
 
 
 def weights_alone(net: nn.Module) -> Estimate:
-    """Return what the weights of a network take, which may be on the device meta."""
+    """Memory of weights, gradients, optimizer and average; the network may be on the meta device."""
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
     return Estimate(0.0, num_parameters * (WEIGHT + GRADIENT + OPTIMIZER + AVERAGE), 0, 0)
 
@@ -66,7 +66,7 @@ def estimate(
     launch: Launch,
     drawing_flops: float,
 ) -> Estimate:
-    """Return what a training will take.
+    """Estimate time, memory and disk of a training.
 
     Args:
         loss: that of so many images, by the network `net`, its windows as long as they ever get.
@@ -111,7 +111,7 @@ def kept_bytes(forward: Callable[[], torch.Tensor], parameters: Iterable[nn.Para
 
 
 def free_memory(launch: Launch) -> int:
-    """Return the bytes that a process may take, what it has taken on a GPU included."""
+    """Bytes that a process may take, including its own on a GPU."""
     if launch.device.type == "cuda":
         return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_reserved(launch.device)
     return_freed_memory()  # by earlier jobs of a sweep: it would count as taken
@@ -120,7 +120,7 @@ def free_memory(launch: Launch) -> int:
 
 
 def _groups() -> set[Path]:
-    """Return the memory groups that this process belongs to, each with those that hold it, up to the root."""
+    """The memory groups of this process, each with its parents up to the root."""
     groups = {Path()}
     lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []  # on Linux
     for _, controllers, path in (line.split(":", 2) for line in lines):
@@ -131,7 +131,7 @@ def _groups() -> set[Path]:
 
 
 def _free_in_group(folder: Path, limit: str, taken: str, cached: str) -> float:
-    """Return the bytes that are free below a limit; infinity if there is none."""
+    """Free bytes below a limit; infinity if there is none."""
     try:
         most, now = ((folder / name).read_text().strip() for name in (limit, taken))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -141,6 +141,6 @@ def _free_in_group(folder: Path, limit: str, taken: str, cached: str) -> float:
 
 
 def free_disk(checkpoints: Path) -> int:
-    """Return the bytes that checkpoints may take, those that are there included."""
+    """Bytes that checkpoints may take, including those that exist."""
     there = sum(file.stat().st_size for file in checkpoints.glob("*/*"))
     return shutil.disk_usage(checkpoints.parent).free + there

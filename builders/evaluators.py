@@ -42,7 +42,7 @@ def build_evaluators(
     loss: Any,
     resolved: dict[str, Any],
 ) -> list[tuple[int, Any]]:
-    """Return (interval in steps, evaluator)."""
+    """Build pairs (interval in steps, evaluator)."""
     settings, device = config["train"], launch.device
     share = {"rank": launch.rank, "world_size": launch.world_size}
     # Around the networks themselves: no DDP, no autocast.
@@ -87,7 +87,7 @@ def check_sweep_metric(metric: str | None, evaluators: Sequence[tuple[int, Any]]
 
 
 def drawing_flops(evaluators: Sequence[tuple[int, Any]]) -> float:
-    """Return the FLOPs of the samples that are drawn while training, for each step."""
+    """FLOPs of the samples drawn while training, for each step."""
     flops = 0.0
     for interval, evaluator in evaluators:
         if isinstance(evaluator, SampleGrid | Suite):
@@ -113,7 +113,6 @@ def _image_source(
     denoiser: nn.Module,
     resolved: dict[str, Any],
 ) -> tuple[ImageSource, Any]:
-    """Return the source of images, and their encoder."""
     official = config["decoding"] == "official"
     try:
         encoder = encoder_for(dataset.manifest, launch.device, dataset.encoder, official=official)

@@ -42,7 +42,7 @@ class KeptTokensLoss:
         mask: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Return the loss (N,); without `routing`, a dense evaluation, that of all tokens."""
+        """Loss (N,); without `routing`, a dense evaluation, of all tokens."""
         reconstruct = None
         if routing is not None:
             shape = (x.shape[0], self.net.num_tokens)
@@ -65,7 +65,7 @@ class KeptTokensLoss:
         )
 
     def _kept(self, routing: Routing, x: torch.Tensor) -> torch.Tensor:
-        """Return (N, T): 1 for a token that every route kept, else 0."""
+        """(N, T): 1 for a token that every route kept, else 0."""
         T = self.net.num_tokens
         kept = torch.ones(x.shape[0], T, device=x.device)
         for noise, ratio in zip(routing.noise, routing.ratios(self.net.routes, active=True), strict=True):

@@ -31,7 +31,6 @@ def build_net(config: dict[str, Any]) -> Backbone:
 
 
 def build_router(config: dict[str, Any]) -> Router:
-    """Return the router of a configuration."""
     return build_node(config, "model.router")
 
 
@@ -68,7 +67,7 @@ def build_loss(config: dict[str, Any], net: Backbone) -> Loss | KeptTokensLoss:
 
 
 def build_sampler(config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    """Return the sampler of a configuration: sampler(denoise, noise, path, randn_like=)."""
+    """Build sampler(denoise, noise, path, randn_like=)."""
     sampler = build_node(config, "sampler")
     if "times" in config["sampler"]:
         return partial(sampler, times=build_node(config, "sampler.times"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from builders import config as configuration
-from builders.rules import OBJECTIVES
+from builders.schemas import OBJECTIVES
 from data import LatentManifest
 from data.manifest import read_manifest
 from runtime.errors import check_choice
@@ -88,12 +88,12 @@ def read_weights_file(
 
 
 def carries_configuration(file: Path) -> bool:
-    """Return whether a file is one of `models.export`."""
+    """True for a file of `models.export`."""
     return CONFIG in metadata_in(file)
 
 
 def precond_of(file: Path, objective: str | None) -> dict[str, Any]:
-    """Return the preconditioning that a network in a file was trained in: that of its run, unless told."""
+    """The preconditioning that a network in a file was trained in: its run's, unless given."""
     if objective is None:
         return _own_configuration(file)["diffusion"]["precond"]
     return configuration.composed(["data=synthetic", *OBJECTIVES[objective]])["diffusion"]["precond"]
@@ -110,7 +110,6 @@ def num_heads_of(weights: Weights, objective: str | None) -> int | None:
 
 
 def _own_configuration(file: Path) -> dict[str, Any]:
-    """Return the configuration of the run that a checkpoint, or a file of `models.export`, is of."""
     if carries_configuration(file):
         return read_weights_file(file, None)[0]
     return configuration.of_run(RunFolder(file.parents[2]))

@@ -34,7 +34,7 @@ MAX_INTERVAL = 5000
 
 
 def recipe(key: str, *, _root_: DictConfig) -> Any:
-    """Return the value of a key: that of the run in `output_dir` if it has results, else one that fits."""
+    """The value of a key: the one in the run in `output_dir` if it has results, else one that fits."""
     if _root_.data.get("_target_") != LATENTS:
         raise ValueError("model/size=auto and optimizer=adamw_latents need latents, as those of data=latents")
     run = RunFolder(_root_.output_dir)
@@ -47,18 +47,18 @@ def recipe(key: str, *, _root_: DictConfig) -> Any:
 
 
 def patch_size(input_size: int) -> int:
-    """Return the side of patches that leaves about NUM_TOKENS of them."""
+    """The side of patches that leaves about NUM_TOKENS of them."""
     sides = [side for side in range(1, input_size + 1) if input_size % side == 0]
     return min(sides, key=lambda side: abs(log((input_size / side) ** 2 / NUM_TOKENS)))
 
 
 def network(manifest: LatentManifest) -> tuple[int, int, int]:
-    """Return width, depth and heads."""
+    """Width, depth and heads."""
     return [size for least, size in SIZES[device_type()] if least <= manifest.num_trained][-1]
 
 
 def batch_size(manifest: LatentManifest) -> int:
-    """Return a power of two, or the next multiple of the number of processes."""
+    """A power of two, or the next multiple of the number of processes."""
     most = max(1, manifest.num_trained // BATCHES_AN_EPOCH)
     power = min(BATCH_SIZE[device_type()], 1 << (most.bit_length() - 1))
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -66,7 +66,7 @@ def batch_size(manifest: LatentManifest) -> int:
 
 
 def total_steps(root: DictConfig, manifest: LatentManifest) -> int:
-    """Return minutes of steps on a CPU, EPOCHS on a GPU."""
+    """Minutes of steps on a CPU, EPOCHS on a GPU."""
     if device_type() == "cpu":
         return STEPS_ON_CPU
     steps = EPOCHS * manifest.num_trained / root.train.batch_size
@@ -74,22 +74,22 @@ def total_steps(root: DictConfig, manifest: LatentManifest) -> int:
 
 
 def interval(root: DictConfig, times: int) -> int:
-    """Return an interval that divides the training, but for long ones."""
+    """An interval that divides the training, except for long ones."""
     return max(1, min(MAX_INTERVAL, root.train.total_steps // times))
 
 
 def sample_every(root: DictConfig, manifest: LatentManifest) -> int | None:
-    """Return an interval, None where the encoder would have to be downloaded: training needs none."""
+    """None where the encoder would have to be downloaded: training needs none."""
     return interval(root, 8) if is_at_hand(root.data.encoder or manifest.encoder) else None
 
 
 def optimizer(root: DictConfig) -> tuple[float, list[float]]:
-    """Return learning rate and betas."""
+    """Learning rate and betas."""
     return OF_NARROW if root.model.hidden_size <= NARROW else OF_OTHERS
 
 
 def why(root: DictConfig, manifest: LatentManifest) -> str:
-    """Return what the recipe is, and what it fits."""
+    """The recipe in words."""
     tokens = (manifest.input_size // root.model.patch_size) ** 2
     device = "a CPU" if device_type() == "cpu" else "a GPU"
     fits = f"for {manifest.num_trained:,} entries of {manifest.input_size}x{manifest.input_size} on {device}"

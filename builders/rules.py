@@ -1,17 +1,15 @@
-"""Rules of a training configuration: for groups that have no constructor, and across groups."""
+"""Rules across groups of a training configuration, and those of data and evaluation, before these are opened."""
 
 import math
 from pathlib import Path
 from typing import Any
 
+from builders.schemas import check_train
 from models import Backbone
 from runtime.errors import check_choice, check_not_negative, check_positive
 
 MUST_NAME_A_TARGET = ("model", "data", "diffusion.precond", "diffusion.loss")
 MUST_NAME_A_TARGET += ("optimizer", "ema", "sampler", "guidance")
-POSITIVE = ("total_steps", "batch_size", "log_every", "save_every", "keep_last", "max_skipped_steps")
-POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every")
-POSITIVE_OR_NULL += ("max_time_sec",)
 STREAMED_DATA = "data.open_shards"
 RECONSTRUCTS = "diffusion.EDMPrecond"
 DRAWN_DATA = ("data.synthetic", "data.mixture")
@@ -19,25 +17,15 @@ DRAWN_DATA = ("data.synthetic", "data.mixture")
 ROUTES = {"tread": "paper", "sprint": "sprint"}
 METHODS = ("dit", *ROUTES)
 PARTS = ("router", "rejoin")  # of a model that routes
-PRECISIONS = ("auto", "no", "bf16")
-SWITCH = ("auto", "true", "false")
 DECODINGS = ("rounded", "official")
-# What a network of other code was trained for, as options of train.py.
-OBJECTIVES = {
-    "edm": ("diffusion=edm",),
-    "flow": ("diffusion=flow",),
-    "sit": ("diffusion=flow", "diffusion.precond.from_noise=true"),
-    "ddpm": ("diffusion=ddpm",),
-}
 LABELS = ("random", "balanced")  # of samples
-TRACKER_MODES = ("offline", "online", "disabled")  # of wandb
 MAY_BE_INFINITE = ("sampler.S_max", math.inf)
 NUM_SEEDS = 2**32  # that the CPU's generator distinguishes
 MAX_SYNTHETIC = 2**28  # numbers of random latents: 1 GiB
 
 
 def check_loop(config: dict[str, Any], num_processes: int) -> None:
-    """Check the scalars of the loop, and normalise the case of words."""
+    """Check names, seed and the group train."""
     train = config["train"]
     for key in ("run_name", "output_dir"):
         if not config[key].strip():
@@ -45,21 +33,7 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
     name = Path(config["run_name"])
     if name.is_absolute() or ".." in name.parts:
         raise ValueError(f"run_name={name} must be a name below runs/: output_dir sets any other place")
-    for key in POSITIVE:
-        check_positive(f"train.{key}", train[key])
-    for key in POSITIVE_OR_NULL:
-        if train[key] is not None:
-            check_positive(f"train.{key}", train[key], otherwise=", or null")
-    for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
-        train[key] = train[key].lower()  # a YAML `true` arrives as "True"
-        check_choice(f"train.{key}", train[key], choices)
-    if (objective := train["init_from_objective"]) is not None:
-        check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
-        if not train["init_from"]:
-            raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
-    if not train["init_from_label_table"] and not train["init_from"]:
-        raise ValueError("train.init_from_label_table=false has no meaning without train.init_from")
-    check_not_negative("train.num_workers", train["num_workers"])
+    check_train(train)
     if not 0 <= config["seed"] < NUM_SEEDS:
         raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
     check_split(train["batch_size"], train["micro_batch_size"] or 1, num_processes)
@@ -100,8 +74,6 @@ def check_groups(config: dict[str, Any]) -> None:
         check_positive("data.num_images", data["num_images"])
     if "seed" in data:
         check_not_negative("data.seed", data["seed"])
-    if "mode" in config["tracker"]:
-        check_choice("tracker.mode", config["tracker"]["mode"], TRACKER_MODES)
     if evaluation.get("batch_size") is not None:
         check_positive("evaluation.batch_size", evaluation["batch_size"])
     if "labels" in evaluation:

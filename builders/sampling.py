@@ -21,7 +21,8 @@ import torch
 from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
 from builders.public import read_weights_file
-from builders.rules import DECODINGS, LABELS, NUM_SEEDS, PRECISIONS, SWITCH
+from builders.rules import DECODINGS, LABELS, NUM_SEEDS
+from builders.schemas import PRECISIONS, SWITCH
 from data import LatentManifest, encoder_for, image_decoder, manifest_from
 from diffusion import Guidance, ImageSource, Precond
 from models import Backbone
@@ -174,7 +175,7 @@ def check_sampling(request: dict[str, Any]) -> None:
 
 
 def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
-    """Return the source of the images that are asked for, their name, and a record of how they are drawn."""
+    """Open the source of the requested images; return it with their name and the record of their making."""
     config, _ = read_source(request)
     settings = _settings(request, config)
     parts = {group: settings[group] for group in ("sampler", "guidance")}
@@ -225,18 +226,17 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
 
 
 def _manifest_of(request: dict[str, Any], details: dict[str, Any]) -> LatentManifest:
-    """Return the manifest of the latents that a run, or a file of weights, was trained on."""
     where = f"{request['run']}/manifest.json" if request["run"] else source_name(request)
     return manifest_from(details["data"]["manifest"], f"{where}: data.manifest")
 
 
 def _network_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what its weights do not tell of a network."""
+    """The part of a configuration that weights do not tell."""
     return {key: config[key] for key in ("model", "diffusion")}
 
 
 def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return configuration and manifest of the run, or the file of weights, that is asked for."""
+    """Read configuration and manifest of the requested run or file of weights."""
     if request["run"] is not None:
         for key in ("objective", "latents"):
             if request[key] is not None:
@@ -251,17 +251,17 @@ def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def source_name(request: dict[str, Any]) -> str:
-    """Return what messages call the run or the file of weights."""
+    """The run or the file of weights, as messages call it."""
     return f"run={request['run']}" if request["run"] else f"checkpoint={request['checkpoint']}"
 
 
 def folder_of(request: dict[str, Any]) -> Path:
-    """Return where results go unless asked otherwise: the run, or a folder of a file's name beside it."""
+    """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
     return Path(request["run"] or f"{request['checkpoint']}.drawn")
 
 
 def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return configuration and manifest of a run that was started, which may come from anywhere."""
+    """Read configuration and manifest of a run that was started, which may come from anywhere."""
     run = RunFolder(path)
     run.check_started()
     config, details = configuration.of_run(run), run.manifest()
@@ -298,7 +298,7 @@ def check_shapes(config: dict[str, Any], file: Path) -> None:
 
 
 def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that changes a sample, completed from the configuration of the run."""
+    """All that changes a sample, completed from the configuration of the run."""
     for key in ("num_samples", "batch_size"):
         if request[key] is not None:
             check_positive(key, request[key])
@@ -333,7 +333,6 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
 
 
 def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any], objective: str | None) -> str:
-    """Name samples by their checkpoint and all that was asked for."""
     name = run.path.stem if run.path == run.weights else run.weights.parent.name
     parts = [name, *filter(None, [objective]), f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
     if settings["class_label"] is not None:

@@ -9,6 +9,21 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from runtime.errors import check_choice, check_not_negative, check_positive
+
+POSITIVE = ("total_steps", "batch_size", "log_every", "save_every", "keep_last", "max_skipped_steps")
+POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every")
+POSITIVE_OR_NULL += ("max_time_sec",)
+PRECISIONS = ("auto", "no", "bf16")
+SWITCH = ("auto", "true", "false")
+# What a network of other code was trained for, as options of train.py.
+OBJECTIVES = {
+    "edm": ("diffusion=edm",),
+    "flow": ("diffusion=flow",),
+    "sit": ("diffusion=flow", "diffusion.precond.from_noise=true"),
+    "ddpm": ("diffusion=ddpm",),
+}
+
 
 @dataclass
 class TrainConfig:
@@ -38,6 +53,25 @@ class TrainConfig:
     masked_loss: bool = False
     kept_tokens_only: bool = False  # an ablation: the loss of the tokens that every route kept
     reconstruction_weight: float = 0.0  # with it: of the other tokens, as masked training has it
+
+
+def check_train(train: dict[str, Any]) -> None:
+    """Check the scalars of the loop, and normalise the case of words."""
+    for key in POSITIVE:
+        check_positive(f"train.{key}", train[key])
+    for key in POSITIVE_OR_NULL:
+        if train[key] is not None:
+            check_positive(f"train.{key}", train[key], otherwise=", or null")
+    for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
+        train[key] = train[key].lower()  # a YAML `true` arrives as "True"
+        check_choice(f"train.{key}", train[key], choices)
+    if (objective := train["init_from_objective"]) is not None:
+        check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
+        if not train["init_from"]:
+            raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
+    if not train["init_from_label_table"] and not train["init_from"]:
+        raise ValueError("train.init_from_label_table=false has no meaning without train.init_from")
+    check_not_negative("train.num_workers", train["num_workers"])
 
 
 @dataclass

@@ -80,7 +80,7 @@ def build_suite(
 
 
 def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
-    """Return the training images of latents as a reference, and the held-out ones to compare with."""
+    """Take the training images of latents as reference, and the held-out ones to compare with."""
     one, _ = real_images(dataset, dataset.train_ids[:1], encoder)
     if one.nbytes * len(dataset.train_ids) > MAX_REFERENCE_BYTES:
         raise ValueError(f"{name} has too many images to decode them all: score against a file of statistics")
@@ -92,7 +92,7 @@ def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
 
 
 def suite_config(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the suite that is asked for, with its keys of the command line."""
+    """Compose the requested suite with its keys of the command line."""
     files = [file for folder in config_folders() for file in sorted(folder.glob("evaluation/*.yaml"))]
     nodes = {file.stem: yaml.safe_load(file.read_text()) for file in files}
     nodes = {name: node for name, node in nodes.items() if node and "_target_" in node}
@@ -161,17 +161,17 @@ def check_files(request: dict[str, Any]) -> None:
 
 
 def draws(request: dict[str, Any]) -> bool:
-    """Return whether images are drawn from a network, of a run or of a file, while they are scored."""
+    """True if images are sampled from a network while they are scored."""
     return request["run"] is not None or request["checkpoint"] is not None
 
 
 def drawn(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the request of a run, with the default number of samples."""
+    """The request of a run, with the default number of samples."""
     return {**request, "num_samples": request["num_samples"] or NUM_SAMPLES}
 
 
 def features_folder(request: dict[str, Any], out: Path) -> Path:
-    """Return where finished parts of features are kept."""
+    """Folder of finished parts of features."""
     folder = Path(request["features"] or out.parent / "features")
     for key in ("samples", "images"):
         looked_at = request[key] and Path(request[key]).resolve()
@@ -221,7 +221,7 @@ class FileSamples:
         return fingerprint(self.path)
 
     def labels(self) -> np.ndarray:
-        """Return the class of each image (N,)."""
+        """Class of each image (N,)."""
         labels, names = read_labels(self.path) if self.path.suffix == ".npz" else (None, "image files")
         if labels is None or labels.shape != (self.count,):
             rule = "must be an .npz with a label (arr_1) for each image (arr_0)"
@@ -229,7 +229,7 @@ class FileSamples:
         return labels
 
     def settle(self, suite: Suite) -> PartFolder | None:
-        """Return where the features of parts are kept; None where a detector is quick with all images."""
+        """Folder of the features of parts; None where a detector is quick with all images."""
         return suite.parts_named("samples", {"samples": self.sha256}, self.images)
 
     def record(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class DrawnSamples:
         self._kept_in = features_folder(request, self.out)
 
     def labels(self) -> np.ndarray:
-        """Return the class of each image (N,)."""
+        """Class of each image (N,)."""
         labels = self._source.labels(self.count)
         if labels is None:
             raise ValueError(f"{self.name} is unconditional: its samples have no labels")

@@ -20,7 +20,7 @@ def summary(
     manifest: LatentManifest,
     takes: Estimate,
 ) -> str:
-    """Return what a user wants to see before a run starts."""
+    """Describe a run before it starts."""
     train, resolved, cost = config["train"], details["resolved"], details["cost"]
     num_parameters = f"{sum(parameter.numel() for parameter in net.parameters()) / 1e6:.2f}M parameters"
     resumed = f", resumed at step {resumed_step}" if resumed_step else ""
@@ -71,7 +71,7 @@ def warnings(
     memory: int,
     disk: int,
 ) -> list[str]:
-    """Return the warnings before `steps` more steps, with `memory` and `disk` bytes free."""
+    """Warn of `steps` more steps with `memory` and `disk` bytes free."""
     train, found, num_trained = config["train"], class_warnings(manifest), manifest.num_trained
     if train["batch_size"] > num_trained:
         rule = f"a step sees some of the {num_trained} entries more than once"
@@ -118,7 +118,7 @@ def shortages(
 
 
 def duration(sec: float) -> str:
-    """Return a time as one number for people."""
+    """A time as one number for people."""
     for unit, size in (("days", 24 * 3600), ("h", 3600), ("min", 60)):
         if sec >= 2 * size:
             return f"{sec / size:.0f} {unit}"

@@ -42,7 +42,7 @@ def summarise(newest: Path) -> Path | None:
 
 
 def fixed(record: Any) -> dict[str, Any] | None:
-    """Return what records must share to be compared; None for other files of JSON."""
+    """The settings that records share to be compared; None for other JSON files."""
     drawn = record
     for key in ("samples", "drawn"):
         drawn = drawn.get(key) if isinstance(drawn, dict) else None
@@ -61,7 +61,7 @@ def _chosen(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _rows(settings: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return of each setting what differs between it and others of the same kind, and its kind."""
+    """The settings of each record that differ from others of its kind, and its kind."""
     kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for chosen in settings:
         kinds.setdefault(tuple(chosen[group] for group in MAY_DIFFER), []).append(chosen)
@@ -90,7 +90,7 @@ def _heading(record: dict[str, Any]) -> str:
 
 
 def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
-    """Return one line for each record, its scores to four digits, the best of each in bold."""
+    """One line for each record, scores to four digits, the best of each in bold."""
     keys = list(records[0]["values"])
     best = {key: _best(records, key) for key in keys}
     lines = [[*rows[0], *keys, "GFLOPs per image"], ["---"] * (len(rows[0]) + len(keys) + 1)]

@@ -120,7 +120,7 @@ def check_init_shapes(config: dict[str, Any]) -> None:
 
 
 def _check_unseen(config: dict[str, Any], weights: Weights, num_heads: int | None) -> None:
-    """Check what the shapes of the weights to start from do not tell."""
+    """Check heads and classes, which the shapes of weights do not tell."""
     train, own_heads = config["train"], config["model"].get("num_heads")
     if num_heads is not None and own_heads != num_heads:
         raise ValueError(
@@ -229,7 +229,6 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
 
 
 def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str, Any]:
-    """Decide what the configuration leaves open, the same on all ranks."""
     saved = run.manifest()["resolved"] if run.has_results() else {}
     chosen = launch.broadcast_from_main(partial(_precision, config, saved, launch))
     resolved = resolve_auto(config, saved | chosen, launch.device, launch.world_size) | chosen
@@ -256,7 +255,6 @@ def _precision(config: dict[str, Any], saved: dict[str, Any], launch: Launch) ->
 
 
 def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:
-    """Load the weights that a new run starts from, and return their record."""
     source = config["train"]["init_from"]
     if not source or latest_checkpoint(run.path):
         return None
@@ -268,7 +266,6 @@ def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[s
 
 
 def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
-    """Compile the blocks of a network in place, and return it with its ranks synchronised."""
     # A sweep runs its jobs in one process: nothing of the last one may be left.
     AcceleratorState._reset_state()
     torch._dynamo.reset()
@@ -325,7 +322,7 @@ def _mask_coverage(
     masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
     batch_size: int,
 ) -> float:
-    """Return the fraction of tokens that masks keep, once the plan has checked their counts."""
+    """The fraction of tokens that masks keep, once the plan has checked their counts."""
     if masks_to_tokens is None:
         return 0.0
     if plan.force_keep_overflow == "error":

@@ -11,8 +11,8 @@ import torch
 
 from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
-from builders.rules import OBJECTIVES
 from builders.sampling import _settings
+from builders.schemas import OBJECTIVES
 from diffusion import Branch, FlowPath, ddpm_sampler, sde_sampler
 from tests.runs import composed
 

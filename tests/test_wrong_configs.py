@@ -22,7 +22,7 @@ import sample
 import train
 from benchmarks import advise
 from builders import config as configuration
-from builders import rules, sampling, scoring
+from builders import rules, sampling, schemas, scoring
 from builders.trainer import check_files, check_init_from
 from data import convert, encode
 from evaluation.detectors import inception
@@ -531,7 +531,7 @@ RULES = [
 
 # Where rules are told: modules, classes and functions.
 TOLD_BY = [
-    rules, configuration, mechanics, command_line, errors,
+    rules, schemas, configuration, mechanics, command_line, errors,
     routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__,
     layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, check_files, check_init_from,
     checkpoint.find_checkpoint, checkpoint._checkpoints_of, sampling._settings, sampling.read_run, sample.main,

@@ -64,7 +64,7 @@ class Batches:
             yield self._of_step(now, stored)
 
     def generator(self, step: int, index: int) -> torch.Generator:
-        """Return the generator of micro-batch `index` of the global batch of a step."""
+        """Seed a generator for micro-batch `index` of the global batch of a step."""
         state = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
         return torch.Generator(self.device).manual_seed(int(state[0]))
 

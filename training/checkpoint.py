@@ -127,19 +127,19 @@ class CheckpointFolder:
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of each complete checkpoint, oldest first."""
+    """(step, folder) of each complete checkpoint, oldest first."""
     found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run, or None."""
+    """The newest checkpoint of a run, or None."""
     found = steps_in(run_folder / "checkpoints")
     return found[-1][1] if found else None
 
 
 def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], None] = print) -> Path:
-    """Return the folder of a checkpoint: that of a step, a name or a path; None: the newest intact one."""
+    """Find a checkpoint by step, name or path; None: the newest intact one."""
     if asked is None:
         return _newest_intact(run_folder, show)
     named = dict(steps_in(run_folder / "checkpoints")).get(int(asked)) if asked.isdigit() else None
@@ -151,7 +151,6 @@ def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], N
 
 
 def _told(step: int, folder: Path) -> str:
-    """Return a step with the date and the size of its checkpoint."""
     written = datetime.fromtimestamp(folder.stat().st_mtime)
     size = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
     return f"{step} ({written:%Y-%m-%d %H:%M}, {size / 2**20:.1f} MiB)"
@@ -182,7 +181,7 @@ def _newest_intact(run_folder: Path, show: Callable[[str], None]) -> Path:
 
 
 def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """Return what is wrong with files of a checkpoint, all by default; None if they are intact."""
+    """The damage of files of a checkpoint, all by default; None if they are intact."""
     sums = checkpoint / SUMS
     if not checkpoint.is_dir():
         return "it is not a folder"
@@ -202,7 +201,7 @@ def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | Non
 
 
 def instead_of(damaged: Path, names: Iterable[str]) -> str:
-    """Return what to use in place of a damaged checkpoint: the newest that has its files intact."""
+    """The newest checkpoint with intact files beside a damaged one, in words."""
     for step, path in reversed(steps_in(damaged.parent)):
         if path != damaged and damage_of(path, names) is None:
             return f"step {step} is intact, in {path}"
@@ -225,7 +224,7 @@ def _discard(checkpoint: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a file or link that is in its place."""
+    """Remove a folder, or a file or link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -233,7 +232,7 @@ def _remove(path: Path) -> None:
 
 
 def _apart(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of nested dictionaries, by their keys joined by /, and the rest."""
+    """Split nested dictionaries into tensors, by their keys joined by /, and the rest."""
     tensors, rest = {}, {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):

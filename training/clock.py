@@ -74,7 +74,6 @@ class Clock:
         return reserve_sec + (self.longest_sec["evaluation"] if evaluation else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
         return {
             "train_time_sec": self.train_time_sec,
             "window_start_sec": self.window_start_sec,

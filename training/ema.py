@@ -37,7 +37,7 @@ class EMA:
         self.num_updates += 1 - skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averaged weights by the network's own names, and the number of updates."""
+        """The averaged weights by the network's names, and the number of updates."""
         return {**self.net.state_dict(), "num_updates": int(self.num_updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

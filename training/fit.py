@@ -75,7 +75,7 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
 
 
 def _again() -> str:
-    """Return how to resume, with the command where a person has given it."""
+    """The way to resume, with the command where a person has given it."""
     if Path(sys.argv[0]).name != "train.py" or "TORCHELASTIC_RUN_ID" in os.environ:
         return AGAIN
     launcher = ["accelerate", "launch"] if "ACCELERATE_MIXED_PRECISION" in os.environ else ["python"]

@@ -65,7 +65,7 @@ class MetricsFile:
         self._warned = False
 
     def state(self) -> dict[str, Any]:
-        """Return what to open the file with again, once its content is on the disk."""
+        """The state to open the file with again, once its content is on the disk."""
         if not self._waiting:
             os.fsync(self._descriptor)
         return {"size": self._size, "waiting": self._waiting.decode()}
@@ -156,7 +156,7 @@ class Recorder:
             self.tracker.close(HURRIED_SEC if hurried else CLOSE_WITHIN_SEC)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size of the file, and the lines that are not in it yet."""
+        """The size of the file, and the lines that are not in it yet."""
         return self.launch.broadcast_from_main(lambda: self.metrics_file.state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,5 +165,5 @@ class Recorder:
 
 
 def without_pictures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a line of text can hold."""
+    """The values that a line of text can hold."""
     return {key: value for key, value in values.items() if not isinstance(value, np.ndarray)}

@@ -49,7 +49,7 @@ class RunFolder:
         self.failure_file, self._lock = self.path / ".failure.json", None
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest; empty before the run has started."""
+        """Read the manifest; empty before the run has started."""
         if not self.manifest_file.is_file():
             return {}
         manifest = read_json(self.manifest_file)
@@ -58,7 +58,7 @@ class RunFolder:
         return manifest
 
     def config(self) -> dict[str, Any]:
-        """Return the configuration of a run that was started, which may come from anywhere."""
+        """Read the configuration of a run, which may come from anywhere."""
         try:
             with self.config_file.open("rb") as opened:
                 text = read_bounded(opened, MAX_CONFIG_BYTES).decode()
@@ -86,7 +86,6 @@ class RunFolder:
         return manifest.get("status") in ("finished", "stopped") and manifest.get("step", 0) > 0
 
     def is_finished(self, total_steps: int) -> bool:
-        """Return whether the run has done `total_steps`."""
         manifest = self.manifest()
         return manifest.get("status") == "finished" and manifest.get("step") == total_steps
 
@@ -223,7 +222,7 @@ class RunFolder:
 
 
 def is_in(key: str, groups: Iterable[str]) -> bool:
-    """Return whether a dotted key is one of `groups`, or in one."""
+    """True for a dotted key that is one of `groups`, or in one."""
     return any(key == group or key.startswith(f"{group}.") for group in groups)
 
 
@@ -241,12 +240,12 @@ def _check_events(events: Iterator[yaml.Event]) -> None:
 
 
 def depends_on_total_steps(config: dict[str, Any]) -> bool:
-    """Return whether what a step does depends on the total number of steps."""
+    """True if a step depends on the total number of steps."""
     return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return what differs between the manifests of two starts of a run, and what that means."""
+    """Describe the differences between the manifests of two starts of a run."""
     said = []
     if old["num_processes"] != new["num_processes"]:
         streamed = "note" in new["data"]

@@ -48,7 +48,7 @@ def interleaved_seconds(
 
 
 def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Return the median over repeats of how much faster the second was."""
+    """Median over repeats of the ratio of times."""
     return median(a / b for a, b in zip(slow, fast, strict=True))
 
 
@@ -79,7 +79,7 @@ def product_flops_per_sec(device: torch.device, dtype: torch.dtype, size: int, r
 
 
 def specified_peak(device: torch.device, bf16: bool) -> float | None:
-    """Return the FLOPs per second that a device is specified for in bf16; None where we do not know them."""
+    """FLOPs per second that a device is specified for in bf16; None where unknown."""
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" and bf16 else None
 
 
@@ -91,7 +91,7 @@ def micro_loss(
     device: torch.device,
     routing: Callable[[tuple[float, ...]], Any],
 ) -> Callable[[tuple[float, ...]], torch.Tensor]:
-    """Return losses(ratios) of a micro-batch of zeros; `routing` turns the ratios of the routes into one."""
+    """Build losses(ratios) of a micro-batch of zeros; `routing` turns the ratios of the routes into one."""
 
     def losses(ratios: tuple[float, ...]) -> torch.Tensor:
         x = torch.zeros(num_samples, *net.latent_shape, device=device)
@@ -105,7 +105,7 @@ def micro_loss(
 def micro_step(
     losses: Callable[[tuple[float, ...]], torch.Tensor], precond: nn.Module, net: nn.Module
 ) -> Callable[[tuple[float, ...]], None]:
-    """Return step(ratios): forward and backward of a micro-batch, without a trace."""
+    """Build step(ratios): forward and backward of a micro-batch, without a trace."""
 
     def step(ratios: tuple[float, ...]) -> None:
         try:
@@ -118,12 +118,12 @@ def micro_step(
 
 
 def no_sync(precond: nn.Module) -> Any:
-    """Return a context in which a backward pass leaves the gradients of other ranks alone."""
+    """Leave the gradients of other ranks alone in a backward pass."""
     return precond.net.no_sync() if hasattr(precond.net, "no_sync") else nullcontext()
 
 
 def most_graphs(num_lengths: int) -> int:
-    """Return how many graphs the blocks may need: one for each length, and another where one runs in fp32."""
+    """Graphs of the blocks at most: one for each length, and another where a block runs in fp32."""
     return 2 * num_lengths + 4
 
 
@@ -145,7 +145,7 @@ class SpeedCheck:
         self.step, self.predict, self.device, self.recorder = step, predict, device, recorder
 
     def __call__(self, ratios: tuple[float, ...]) -> None:
-        """Measure at the ratios of a step, record and show what was found."""
+        """Measure at the ratios of a step, record and show the result."""
         predicted = self.predict(ratios)
         if predicted == 1:
             return
@@ -188,14 +188,14 @@ def spread(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float]:
 
 
 def verdict(low: float, high: float, predicted: float) -> str:
-    """Return what is wrong with speed-ups from `low` to `high`; an empty string if nothing is."""
+    """What is wrong with speed-ups from `low` to `high`; empty if nothing is."""
     if high > MAX_SPREAD * low:
         return NOISY
     return SLOW if high < MIN_SHARE * predicted else ""
 
 
 def describe_check(found: Mapping[str, Any]) -> str:
-    """Return the record of a speed check in words."""
+    """The record of a speed check in words."""
     low, high = found["range"]
     repeats, predicted = f"{low:.2f}x to {high:.2f}x", f"{found['predicted_speedup']:.2f}x by FLOPs"
     if found["verdict"] == NOISY:

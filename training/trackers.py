@@ -11,8 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from runtime.errors import check_choice
+
 CLOSE_WITHIN_SEC = 60.0
 TABLE = "last_values"
+WANDB_MODES = ("offline", "online", "disabled")
 Values = dict[str, float | np.ndarray]  # numbers, and pictures (height, width, C) uint8
 
 
@@ -74,6 +77,8 @@ class BackgroundTracker:
 
 def check_wandb(given: dict[str, Any]) -> None:
     """Raise a ValueError if an environment variable of wandb differs from the key, which takes precedence."""
+    if "mode" in given:
+        check_choice("tracker.mode", given["mode"], WANDB_MODES)
     for variable, key in (("WANDB_MODE", "mode"), ("WANDB_PROJECT", "project")):
         asked = os.environ.get(variable)
         if asked and key in given and asked != given[key]:
@@ -146,6 +151,6 @@ class TensorBoardTracker:
 
 
 def markdown(heading: str, values: dict[str, Any]) -> str:
-    """Return a table of two columns."""
+    """A table of two columns."""
     rows = [f"| `{key}` | {value} |" for key, value in values.items()]
     return "\n".join([f"| {heading} | value |", "|---|---|", *rows])

@@ -86,7 +86,7 @@ def load_weights(net: nn.Module, source: str | Path, label_table: bool = True) -
 
 
 def find_mismatch(net: nn.Module, weights: Weights, label_table: bool = True) -> Mismatch | None:
-    """Return where weights differ in name or shape from a network, which may be on the meta device."""
+    """Find the first tensor that differs from a network, which may be on the meta device."""
     found = {name: tuple(tensor.shape) for name, tensor in _fitted(net, weights, label_table).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
     names = sorted(expected.keys() | found.keys())
@@ -95,12 +95,12 @@ def find_mismatch(net: nn.Module, weights: Weights, label_table: bool = True) ->
 
 
 def is_own_checkpoint(source: str | Path) -> bool:
-    """Return whether weights lie in a checkpoint of this project, whose run says what they predict."""
+    """True for weights in a checkpoint of this project, whose run says what they predict."""
     return STEP_FOLDER.fullmatch(_weights_file(Path(source)).parent.name) is not None
 
 
 def metadata_in(file: Path) -> dict[str, str]:
-    """Return the text in the header of a `.safetensors` file; empty for other files."""
+    """Read the text in the header of a `.safetensors` file; empty for other files."""
     if file.suffix != ".safetensors":
         return {}
     _shapes_in(file)  # that it can be read
@@ -165,7 +165,7 @@ def _content(file: Path, shapes_only: bool) -> Any:
 
 
 def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a `.safetensors` file by name, without reading the tensors."""
+    """Shapes in a `.safetensors` file by name, without reading the tensors."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file")
     try:
@@ -237,7 +237,7 @@ def _tensor_groups(content: Any, num_taken: int, num_numbers: int) -> Iterator[t
 
 
 def _num_classes(content: Mapping[str, Any]) -> int | None:
-    """Return what scripts of DiT, SiT and REPA (args) and LightningDiT (config) save beside weights."""
+    """num_classes as scripts of DiT, SiT and REPA (args) and LightningDiT (config) save it."""
     args, config = content.get("args"), content.get("config")
     args = vars(args) if isinstance(args, argparse.Namespace) else args
     for node in (args, config.get("data") if isinstance(config, dict) else None):
@@ -263,7 +263,6 @@ def _check_switches(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 def _renamed(
     tensors: Mapping[str, torch.Tensor], rename: Callable[[str], str], file: Path
 ) -> dict[str, torch.Tensor]:
-    """Return tensors by other names, which must be as many."""
     sources: dict[str, str] = {}
     for name in tensors:
         if (other := sources.setdefault(rename(name), name)) != name:
@@ -279,7 +278,7 @@ def _without_prefixes(name: str) -> str:
 
 
 def _own_name(name: str, num_first: int) -> str:
-    """Return the name that a tensor has here; `num_first` is the number of blocks named `blocks`."""
+    """The name of a tensor here; `num_first` is the number of blocks named `blocks`."""
     if num_first and name.startswith(LEGACY):
         index, _, rest = name.removeprefix(LEGACY).partition(".")
         name = f"blocks.{num_first + int(index)}.{rest}" if index.isdecimal() else name
@@ -312,5 +311,5 @@ def _fitted(net: nn.Module, weights: Weights, label_table: bool) -> dict[str, to
 
 
 def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare values where both are there: on the meta device they are not."""
+    """True on the meta device, which has no values."""
     return a.is_meta or b.is_meta or torch.allclose(a.float(), b.to(a.device).float(), atol=1e-2)

@@ -54,7 +54,7 @@ class Window:
         self.sums[SUMS.index("num_forced_bypassed")] += num_tokens
 
     def values(self) -> dict[str, Any]:
-        """Return what is logged: means over the steps that applied, on all ranks."""
+        """Means over the steps that applied, on all ranks."""
         # SYNC: the sums come to the host.
         sums = dict(zip(SUMS, self.launch.sum(self.sums).div(self.launch.world_size).tolist(), strict=True))
         applied, num_steps = sums["applied"], sums["applied"] + sums["skipped"]
@@ -84,7 +84,7 @@ class Window:
         self.clock.start_window()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of each rank, so that a resumed window adds up bitwise."""
+        """The sums of each rank, so that a resumed window adds up bitwise."""
         return {"sums": self.launch.gather(self.sums).tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

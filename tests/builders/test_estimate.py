@@ -194,7 +194,7 @@ def test_hopeless_runs_are_refused_unless_the_user_insists(takes, steps, message
 def test_a_hopeless_run_ends_before_anything_is_written_or_its_memory_taken(tmp_path, monkeypatch, free):
     monkeypatch.setattr(f"builders.trainer.free_{free}", lambda _: 0)
     if free == "memory":
-        monkeypatch.setattr("builders.trainer.EMA", None)  # is not reached
+        monkeypatch.setattr("builders.trainer.build_ema", None)  # is not reached
     with pytest.raises(ValueError, match=f"of {free} are needed"):
         tiny_trainer(tmp_path / "run")
     assert not (tmp_path / "run").exists()
