@@ -136,7 +136,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
         build_router(config)(torch.zeros(1, net.num_tokens, 1), 1)  # it checks its own keys
     build_route_plan(config, net)
     build_loss(config, net)
-    build_optimizer(config, net)
+    build_optimizer(config, net.named_parameters())
     build_ema(config, net)
     check_sampling(config)
     return config

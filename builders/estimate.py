@@ -12,6 +12,7 @@ import psutil
 import torch
 import torch.nn as nn
 
+from builders.network import build_optimizer
 from models.cost import Cost
 from runtime.launch import Launch
 from runtime.machine import return_freed_memory
@@ -29,9 +30,9 @@ CGROUPS = {
     Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-# Bytes a weight takes: itself, its gradient, the two averages of AdamW, the average that samples are drawn
-# from. A checkpoint has all but the gradient.
-WEIGHT, GRADIENT, OPTIMIZER, AVERAGE = 4, 4, 8, 4
+# Bytes a weight takes, beside its share of the optimizer: itself, its gradient, the average that samples are
+# drawn from. A checkpoint has all but the gradient.
+WEIGHT, GRADIENT, AVERAGE = 4, 4, 4
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,31 @@ class Estimate:
         return self.weights + self.activations
 
 
-def weights_alone(net: nn.Module) -> Estimate:
+def weights_alone(config: dict[str, Any], net: nn.Module) -> Estimate:
     """Memory of weights, gradients, optimizer and average; the network may be on the meta device."""
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
-    return Estimate(0.0, num_parameters * (WEIGHT + GRADIENT + OPTIMIZER + AVERAGE), 0, 0)
+    num_bytes = num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(config, net)
+    return Estimate(0.0, num_bytes, 0, 0)
+
+
+def optimizer_bytes(config: dict[str, Any], net: nn.Module) -> int:
+    """Bytes of the state of the optimizer, from a step of stand-ins with one number each."""
+    sizes = {name: parameter.numel() for name, parameter in net.named_parameters()}
+    small = {
+        name: nn.Parameter(torch.zeros([1] * parameter.ndim, device="cpu"))
+        for name, parameter in net.named_parameters()
+    }
+    optimizer = build_optimizer(config, small.items())
+    for parameter in small.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(torch.zeros((), device="cpu"))
+    states = {p: state for each in optimizer.optimizers.values() for p, state in each.state.items()}
+    return sum(
+        sizes[name] * value.nbytes
+        for name, parameter in small.items()
+        for value in states.get(parameter, {}).values()
+        if isinstance(value, torch.Tensor) and value.ndim  # counters have no dimension
+    )
 
 
 def estimate(
@@ -82,11 +104,12 @@ def estimate(
     num_saved = train["keep_last"] + 1  # the oldest goes once the newest is there
     if train["milestone_every"]:
         num_saved += train["total_steps"] // train["milestone_every"]
+    weights = weights_alone(config, net).weights
     return Estimate(
         step_sec=flops / (rate * launch.world_size),
-        weights=weights_alone(net).weights,
+        weights=weights,
         activations=two + (three - two) * (micro_batch_size - 2),
-        checkpoints=cost.num_parameters * (WEIGHT + OPTIMIZER + AVERAGE) * num_saved,
+        checkpoints=(weights - GRADIENT * cost.num_parameters) * num_saved,
     )
 
 

@@ -1,6 +1,6 @@
 """Build what a configuration names: backbone, plan of routes, objective, sampler, guidance."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -39,13 +39,15 @@ def build_route_plan(config: dict[str, Any], net: Backbone) -> RoutePlan:
     return RoutePlan(net.routes, net.num_tokens, config["train"]["total_steps"], **config["routing"])
 
 
-def build_optimizer(config: dict[str, Any], net: nn.Module) -> Optimizer:
-    """Build the optimizer of a network's weights."""
+def build_optimizer(
+    config: dict[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Optimizer:
+    """Build the optimizer of the parameters of a network."""
     node = dict(config["optimizer"])
     options = {key: node.pop(key) for key in OURS["optimizer"] if key in node}
     options = check_arguments("optimizer", Optimizer, options)
     check_options(node)
-    return Optimizer(build_node({"optimizer": node}, "optimizer")(net.named_parameters()), **options)
+    return Optimizer(build_node({"optimizer": node}, "optimizer")(named_parameters), **options)
 
 
 def build_ema(config: dict[str, Any], net: nn.Module) -> EMA:

@@ -1,4 +1,4 @@
-"""Rules across groups of a training configuration, and those of data and evaluation, before these are opened."""
+"""Rules across groups of a training configuration, and of data and evaluation before they are opened."""
 
 import math
 from pathlib import Path

@@ -158,7 +158,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
 
     memory, folder = free_memory(launch), run.path / "checkpoints"
     with torch.device("meta"):  # before its memory is taken
-        least = weights_alone(build_net(config))
+        least = weights_alone(config, build_net(config))
     launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
 
     torch.manual_seed(config["seed"])
@@ -170,7 +170,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     precond = build_precond(config, prepared)
     bare_loss = build_loss(config, net)
     loss = torch.autocast(device.type, torch.bfloat16, enabled=bf16)(bare_loss)
-    optimizer = build_optimizer(config, net)
+    optimizer = build_optimizer(config, net.named_parameters())
 
     recorder = Recorder(launch, run)
     networks = (net, ema.net, bare_loss)

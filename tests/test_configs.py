@@ -235,7 +235,7 @@ def test_every_experiment_builds_takes_a_step_and_says_what_it_reproduces(experi
     assert f" experiment={experiment} " in f"{header['command'][0]} "
     config["model"] |= {"hidden_size": 32, "num_heads": 4, "input_size": 8}
     net = build_net(config)
-    precond, optimizer = build_precond(config, net), build_optimizer(config, net)
+    precond, optimizer = build_precond(config, net), build_optimizer(config, net.named_parameters())
     x, labels = torch.randn(2, *net.latent_shape), torch.tensor([0, 1])
     build_loss(config, net)(precond, x, labels).mean().backward()
     optimizer.step(torch.tensor(0.0))

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-from builders.estimate import CGROUPS, Estimate, free_disk, free_memory, kept_bytes
+from builders.estimate import CGROUPS, Estimate, free_disk, free_memory, kept_bytes, optimizer_bytes
 from builders.evaluators import drawing_flops
+from builders.network import build_net
 from builders.summary import check_resources, duration, warnings
 from data import LatentManifest
 from runtime.launch import ALONE, Launch
@@ -92,6 +93,17 @@ def test_what_is_drawn_takes_its_time(tmp_path, capsys):
 
 def test_a_loss_that_needs_two_images_is_estimated(tmp_path):
     tiny_run(tmp_path / "run", "diffusion=flow", "diffusion.loss.contrastive_weight=0.05")
+
+
+@pytest.mark.parametrize(
+    ("choice", "bytes_of_weight"),
+    [("adamw", (8, 8)), ("sgd", (4, 4)), ("sgd optimizer.momentum=0", (0, 0)), ("muon", (4, 8))],
+)
+def test_the_state_of_an_optimizer_is_counted(choice, bytes_of_weight):
+    net = build_net(config := validated(*TINY, *f"optimizer={choice}".split()))
+    matrices = sum(p.numel() for name, p in net.named_parameters() if p.ndim == 2 and "blocks." in name)
+    others = sum(p.numel() for p in net.parameters()) - matrices
+    assert optimizer_bytes(config, net) == bytes_of_weight[0] * matrices + bytes_of_weight[1] * others
 
 
 def told(capsys, label):
