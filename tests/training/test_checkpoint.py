@@ -181,26 +181,22 @@ def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path):
             check_init_from(str(own), "edm")
 
 
+KEYS = [("ema", None), ("ema", "model"), ("ema_state_dict", "model_state_dict")]
+KEYS += [("model", None), ("state_dict", None), (None, None)]
+
+
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod.model."])
-@pytest.mark.parametrize("key", ["ema", "model", "state_dict", None])
-def test_published_weights_load_by_name(tmp_path, prefix, key):
+@pytest.mark.parametrize(("key", "raw"), KEYS)
+def test_published_weights_load_by_name(tmp_path, prefix, key, raw):
+    """Averaged ones where raw ones are beside them."""
     weights = {prefix + name: tensor for name, tensor in other_weights().items()}
     # The public training scripts save their arguments as a Namespace beside the weights.
     content = {key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights
+    content |= {raw: small_dit().state_dict(), "opt": {}} if raw else {}
     torch.save(content, tmp_path / "weights.pt")
     net = small_dit()
-    load_weights(net, tmp_path / "weights.pt")
+    assert load_weights(net, tmp_path / "weights.pt")["entry"] == key
     assert all(torch.equal(tensor, other_weights()[name]) for name, tensor in net.state_dict().items())
-
-
-def test_averaged_weights_are_preferred_over_raw_ones(tmp_path):
-    """As the public DiT and SiT training scripts save them."""
-    for average, raw in (("ema", "model"), ("ema_state_dict", "model_state_dict")):
-        content = {raw: small_dit().state_dict(), average: other_weights(), "opt": {}}
-        torch.save(content, tmp_path / "weights.pt")
-        net = small_dit()
-        assert load_weights(net, tmp_path / "weights.pt")["entry"] == average
-        assert torch.equal(net.x_embedder.proj.weight, other_weights()["x_embedder.proj.weight"])
 
 
 def test_bad_weights_are_refused_in_one_line(tmp_path):

@@ -137,21 +137,24 @@ def test_a_masked_run_resumes_bitwise(tmp_path, latents):
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "parts")
 
 
-@pytest.mark.parametrize("overflow", ["grow", "bypass"])
-def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, overflow):
+@pytest.mark.parametrize(("overflow", "optimizer"), [("grow", "adamw"), ("bypass", "sgd"), ("grow", "muon")])
+def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, overflow, optimizer):
     """Fake tensors have no values: whatever asks for one fails."""
     options = (
         "train.grad_clip=0.1",
+        "train.log_every=2",
         "train.micro_batch_size=4",
         "model/router=norm",
         "model.router.weight=0.5",
         "ema.warmup=true",
     )
-    trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options, f"routing.force_keep_overflow={overflow}")
+    options += (f"routing.force_keep_overflow={overflow}", f"optimizer={optimizer}")
+    trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options)
+    trainer.train_step(next(trainer.batches.from_step(0)))  # looks at its batch and its outcome, on purpose
     loader = iter(trainer.batches.read(1))
     stored = [next(loader), next(loader)]
     trainer.batches.read = lambda step: stored
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trainer.train_step(next(trainer.batches.from_step(1)))  # step 0 looks at its batch, on purpose
+        trainer.train_step(next(trainer.batches.from_step(1)))
         with pytest.raises(DataDependentOutputException):
             trainer.log_training()  # which does ask

@@ -17,7 +17,6 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.runs import interrupted, metrics, tiny_run, tiny_trainer
-from training.fit import run_training
 from training.recorder import MetricsFile
 from training.trackers import BackgroundTracker, TensorBoardTracker, WandbTracker
 
@@ -72,25 +71,16 @@ def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
 
 def test_a_tracker_that_does_not_end_is_abandoned():
     for_ever, said = Event(), []
-    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait()), said.append, {})
+    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait() and fail()), said.append, {})
     start = time.monotonic()
     for step in range(100):
         tracker.log({"loss": 1.0}, step)
     tracker.close(0.2)
     assert time.monotonic() - start < 5
-    assert len(said) == 1
-    assert "it did not end within 0.2 s" in said[0]
-    for_ever.set()
-
-
-def test_an_abandoned_tracker_reports_nothing_more():
-    for_ever, said = Event(), []
-    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait() and fail()), said.append, {})
-    tracker.log({"loss": 1.0}, 0)
-    tracker.close(0.2)
     for_ever.set()
     tracker._thread.join()
-    assert len(said) == 1
+    assert len(said) == 1, "it reports nothing more"
+    assert "it did not end within 0.2 s" in said[0]
 
 
 def test_lines_of_steps_that_will_be_run_again_are_cut_off(tmp_path):
@@ -103,7 +93,7 @@ def test_lines_of_steps_that_will_be_run_again_are_cut_off(tmp_path):
     assert metrics(tmp_path) == [{"step": 1, "loss": 1.0}]
 
 
-@pytest.mark.parametrize(("cut", "kept"), [(1, 1), (2, 1), (20, 1), (21, 1), (22, 1), (41, 0), (42, 0)])
+@pytest.mark.parametrize(("cut", "kept"), [(1, 1), (22, 1), (42, 0)])
 def test_a_truncated_file_continues_with_complete_lines(tmp_path, cut, kept):
     """At any byte."""
     path, said = tmp_path / "metrics.jsonl", []
@@ -152,20 +142,12 @@ def test_numbers_that_are_not_finite_are_null_with_a_warning(tmp_path):
     assert said == [f"warning: val_loss_dense=nan of step 4 is not finite: null in {tmp_path}/metrics.jsonl"]
 
 
-def test_a_run_continues_without_its_tracker(tmp_path, capsys):
-    tiny_run(tmp_path / "plain")
-    trainer, run = tiny_trainer(tmp_path / "tracked")
-    trainer.recorder.tracker = BackgroundTracker(Remembering(at_open=fail), trainer.recorder.show, {})
-    run_training(trainer, run)
-    assert metrics(tmp_path / "tracked") == metrics(tmp_path / "plain")
-    assert capsys.readouterr().out.count("the tracker is switched off") == 1
-
-
 def test_a_tracker_without_disk_space_does_not_stop_a_run(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("a file where the folder should be")
     tiny_run(tmp_path / "run", "tracker=tensorboard")
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 6]
+    tiny_run(tmp_path / "plain")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
     assert capsys.readouterr().out.count("the tracker is switched off") == 1
 
 
