@@ -116,7 +116,7 @@ def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
     state = {"updates of the average": trainer.ema.num_updates}
     state |= {f"average/{name}": parameter for name, parameter in trainer.ema.net.named_parameters()}
     for name, parameter in trainer.net.named_parameters():
-        kept = trainer.optimizer.state[parameter]
+        kept = trainer.optimizer.optimizers["all"].state[parameter]
         state |= {name: parameter, **{f"{key}/{name}": value for key, value in kept.items()}}
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
