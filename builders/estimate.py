@@ -62,10 +62,8 @@ def weights_alone(config: dict[str, Any], net: nn.Module) -> Estimate:
 def optimizer_bytes(config: dict[str, Any], net: nn.Module) -> int:
     """Bytes of the state of the optimizer, from a step of stand-ins with one number each."""
     sizes = {name: parameter.numel() for name, parameter in net.named_parameters()}
-    small = {
-        name: nn.Parameter(torch.zeros([1] * parameter.ndim, device="cpu"))
-        for name, parameter in net.named_parameters()
-    }
+    ranks = {name: parameter.ndim for name, parameter in net.named_parameters()}
+    small = {name: nn.Parameter(torch.zeros([1] * rank, device="cpu")) for name, rank in ranks.items()}
     optimizer = build_optimizer(config, small.items())
     for parameter in small.values():
         parameter.grad = torch.zeros_like(parameter)

@@ -46,9 +46,7 @@ class SamplingConfig:
 
     checkpoint: str | None = None  # a step, a name or a path; None: the newest; or, without run, a file
     objective: str | None = None  # of a file of other code: edm, flow, sit or ddpm
-    latents: str | None = (
-        None  # of a file of other code: a folder of its latents; None: those of sd-vae-ft-ema
-    )
+    latents: str | None = None  # of a file of other code: a folder of its latents; None: sd-vae-ft-ema's
     num_samples: int | None = None
     batch_size: int | None = None  # images drawn together, a part; None: by memory
     first_seed: int = 0
@@ -110,9 +108,14 @@ def open_run(
         ValueError: with the key, the value and the rule.
     """
     config, details = read_run(path)
+    weights = _weights_of(Path(path), checkpoint, launch)
+    return _open(Path(path), config, details, weights, sampler, guidance, launch)
+
+
+def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
     # The first rank chooses: a run that still trains may save in between.
-    chosen = launch.broadcast_from_main(partial(find_checkpoint, Path(path), checkpoint, launch.print))
-    return _open(Path(path), config, details, chosen / "ema.safetensors", sampler, guidance, launch)
+    chosen = launch.broadcast_from_main(partial(find_checkpoint, run, checkpoint, launch.print))
+    return chosen / "ema.safetensors"
 
 
 def open_weights_file(
@@ -176,14 +179,12 @@ def check_sampling(request: dict[str, Any]) -> None:
 
 def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
     """Open the source of the requested images; return it with their name and the record of their making."""
-    config, _ = read_source(request)
+    config, details = read_source(request)
     settings = _settings(request, config)
-    parts = {group: settings[group] for group in ("sampler", "guidance")}
-    if request["run"] is None:
-        parts |= {"objective": request["objective"], "latents": request["latents"]}
-        run = open_weights_file(request["checkpoint"], **parts, launch=launch)
-    else:
-        run = open_run(request["run"], request["checkpoint"], **parts, launch=launch)
+    path = weights = Path(request["run"] or request["checkpoint"])
+    if request["run"] is not None:
+        weights = _weights_of(path, request["checkpoint"], launch)
+    run = _open(path, config, details, weights, settings["sampler"], settings["guidance"], launch)
     manifest = _manifest_of(request, run.details)
     if settings["class_label"] in manifest.untrained_classes:
         raise ValueError(f"class_label={settings['class_label']} has no images in the training data")

@@ -22,15 +22,10 @@ MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
 # What a resumed run may change: none of it changes the weights that a step gives.
 FREE_KEYS = ("run_name", "output_dir", "wait", "decoding", "data.encoder", "model.gradient_checkpointing")
 FREE_KEYS += ("sweep_metric", "evaluation", "guidance", "sampler", "tracker")
-FREE_KEYS += ("train.log_every", "train.save_every", "train.eval_every", "train.sample_every")
-FREE_KEYS += ("train.total_steps", "train.max_time_sec", "train.max_skipped_steps", "train.num_workers")
-FREE_KEYS += (
-    "train.check_resources",
-    "train.check_speed",
-    "train.keep_last",
-    "train.milestone_every",
-    "train.keep_freed_memory",
-)
+FREE_OF_TRAIN = ("log_every", "save_every", "eval_every", "sample_every", "keep_last", "milestone_every")
+FREE_OF_TRAIN += ("total_steps", "max_time_sec", "max_skipped_steps", "num_workers", "keep_freed_memory")
+FREE_OF_TRAIN += ("check_resources", "check_speed")
+FREE_KEYS += tuple(f"train.{key}" for key in FREE_OF_TRAIN)
 # What a resumed run must not change where it scores its samples: a score must mean the same all along.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
 
