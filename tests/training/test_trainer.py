@@ -293,11 +293,12 @@ def test_the_optimizer_is_as_configured(tmp_path):
     assert set(group["params"]) == set(trainer.net.parameters())
 
 
-def test_the_learning_rate_grows_in_as_many_steps_as_asked(tmp_path, monkeypatch):
-    rates, step = [], torch.optim.AdamW.step
-    watched = lambda self, *rest: rates.append(self.param_groups[0]["lr"]) or step(self, *rest)  # noqa: E731
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
-    tiny_run(tmp_path, "optimizer.warmup_steps=4", "optimizer.lr=0.01", "train.total_steps=6")
+def test_the_learning_rate_grows_in_as_many_steps_as_asked(tmp_path):
+    options = ("optimizer.warmup_steps=4", "optimizer.lr=0.01", "train.total_steps=6")
+    trainer, run = tiny_trainer(tmp_path, *options)
+    optimizer, step, rates = trainer.optimizer, trainer.optimizer.step, []
+    optimizer.step = lambda skipped: rates.append(optimizer.groups[0]["lr"]) or step(skipped)
+    run_training(trainer, run)
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
 
