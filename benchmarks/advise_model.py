@@ -34,8 +34,8 @@ from benchmarks.advise import (
     windows_of,
 )
 from routing import Adapter, Route, attach, detach, num_tokens_kept, resolve_routes
-from routing.families import adapter_of
-from routing.proof import State
+from routing.adapters.families import adapter_of
+from routing.adapters.proof import State
 from runtime.provenance import PROJECT
 from training.speed import interleaved_seconds
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from benchmarks.results import Record, Rows, markdown
 from routing import Route, Routing, attach
-from routing.families import FAMILIES, Sizes, routable
+from routing.adapters.families import FAMILIES, Sizes, routable
 from runtime.machine import has_fast_bf16, start_process
 from runtime.provenance import environment
 from runtime.tables import aligned

@@ -1,12 +1,14 @@
-"""Which tokens travel: the routes of TREAD, and the gather and scatter that carry tokens around layers."""
+"""Which tokens travel: the routes of TREAD, and the gather and scatter that carry tokens around layers.
 
-from routing.adapter import Adapter, BlockList, Kept
-from routing.attached import attach, detach
-from routing.plan import RoutePlan, grow_ratio
-from routing.proof import prove
-from routing.propose import propose_adapter
+`routing.adapters`, routes in other people's transformers, is imported when one of its names is used.
+"""
+
+import importlib
+from typing import Any
+
 from routing.routers import grid_router, norm_router, random_router
 from routing.routes import Route, Router, Routing, from_simpletuner, resolve_routes
+from routing.schedule import RoutePlan, grow_ratio
 from routing.tokens import (
     end_route,
     gather_tokens,
@@ -19,11 +21,11 @@ from routing.tokens import (
 __all__ = [
     "Adapter",
     "BlockList",
-    "Kept",
     "Route",
     "RoutePlan",
     "Router",
     "Routing",
+    "TokenSelection",
     "attach",
     "detach",
     "end_route",
@@ -41,3 +43,10 @@ __all__ = [
     "start_route",
     "with_prefix",
 ]
+ADAPTERS = ("Adapter", "BlockList", "TokenSelection", "attach", "detach", "propose_adapter", "prove")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ADAPTERS:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module("routing.adapters"), name)

@@ -1,7 +1,7 @@
 """A batch on a CUDA device that is not there, by fake tensors: a device and a shape, no values.
 
 Tensors left on another device fail, and so do reads of a value and copies to the host. What needs a driver is
-left to the tests marked gpu: backward, autocast, generators, FLUX (SYNC in routing/families/flux.py).
+left to the tests marked gpu: backward, autocast, generators, FLUX (SYNC in routing/adapters/families).
 """
 
 from functools import partial
@@ -184,7 +184,7 @@ def test_a_routed_pass_of_a_model_with_routes(monkeypatch, name, router):
         model = family.build()
     attach(model, [Route(0.5, 1, 2)], router=router)
     # Seeds are numbers of the host, and a generator needs a driver.
-    monkeypatch.setattr("routing.attached._draw_seed", lambda generator: 0)
+    monkeypatch.setattr("routing.adapters.attached._draw_seed", lambda generator: 0)
     monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))
     outputs = [leaf for leaf in tree_leaves(model(**arguments)) if isinstance(leaf, torch.Tensor)]
     assert {tensor.device.type for tensor in outputs} == {"cuda"}

@@ -195,7 +195,7 @@ def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):
         kept.append(ids_keep)
         return end_route(x, ids_keep, original)
 
-    monkeypatch.setattr("routing.attached.end_route", watched)
+    monkeypatch.setattr("routing.adapters.attached.end_route", watched)
     run(tmp_path, ROUTES, "rank=4")
     assert len(kept) == 4  # one window for each step, none where it is evaluated
     touched = torch.arange(16).view(4, 4)[:, 1:].flatten()

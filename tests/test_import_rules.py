@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "tests": OWN,
 }
 # Stand-ins for the forward of any model or block.
-ANY_CALL = {("routing/attached.py", "forward"), ("routing/attached.py", "__call__")}
+ANY_CALL = {("routing/adapters/attached.py", "forward"), ("routing/adapters/attached.py", "__call__")}
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft"}
 HEAVY |= {"torchdiffeq", "torchao", "bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
 WITH_HYDRA = {"runtime/config.py", "runtime/command_line.py", "runtime/sweep.py"}
@@ -99,7 +99,7 @@ def test_rules_hold(file):
         ("training/trainer.py", "from builders import rules"),
         ("data/latents.py", "from builders import config"),
         ("builders/config.py", "import train"),
-        ("routing/plan.py", "from runtime import files"),
+        ("routing/schedule.py", "from runtime import files"),
         ("examples/finetune.py", "from benchmarks import runs"),
         ("training/trainer.py", "import hydra"),
         ("runtime/targets.py", "import hydra"),

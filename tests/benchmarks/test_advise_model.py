@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.advise_model import advise_model, similarity
 from routing import Route, attach
-from routing.families import FAMILIES, Sizes, adapter_of
+from routing.adapters.families import FAMILIES, Sizes, adapter_of
 
 SIZES = Sizes(width=32, num_heads=2, depth=12, side=4, batch=2, num_text=5)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import families
-from routing.families import Sizes
+from routing.adapters.families import Sizes
 
 
 @pytest.mark.parametrize("name", families.WIDTHS)

@@ -441,9 +441,7 @@ def test_wan_takes_the_tokens_of_an_image_beside_the_text():
 
 def test_unknown_models_and_blocks_that_do_not_fit_are_refused():
     model = FAMILIES["sd3"].build()
-    with pytest.raises(
-        ValueError, match=r"routing knows no Linear: pass a class that `python -m routing\.families`"
-    ):
+    with pytest.raises(ValueError, match=r"routing knows no Linear: pass a class that `python -m routing\."):
         attach(nn.Linear(2, 2), [WINDOW])
     with pytest.raises(ValueError, match="routing knows no DistributedDataParallel"):
         attach(type("DistributedDataParallel", (nn.Module,), {})(), [WINDOW])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from routing import Adapter, BlockList, Route, attach, detach, random_router
-from routing.families import FAMILIES, Sizes, __main__, routable
-from routing.families.__main__ import MAX_ERROR, built
-from routing.proof import Proof, prove
+from routing.adapters.families import FAMILIES, Sizes, __main__, routable
+from routing.adapters.families.__main__ import MAX_ERROR, built
+from routing.adapters.proof import Proof, prove
 from tests.programs import ROOT
 
 FAST = ("FluxTransformer2DModel", "SD3Transformer2DModel", "AuraFlowTransformer2DModel")
@@ -328,5 +328,5 @@ def test_a_class_that_cannot_be_routed_says_why(monkeypatch):
 def test_the_page_has_the_table_of_the_installed_version():
     text, is_right = __main__.table([*__main__.classes()])
     assert is_right
-    page = (ROOT / "routing/families/README.md").read_text()
+    page = (ROOT / "routing/adapters/README.md").read_text()
     assert f"diffusers {version('diffusers')}" in page and page.endswith(text + "\n")

@@ -7,9 +7,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from routing import Adapter, BlockList, Route, attach, prove
-from routing.families import FAMILIES, Sizes, routable
-from routing.families.__main__ import MAX_ERROR, built
-from routing.propose import propose_adapter
+from routing.adapters.families import FAMILIES, Sizes, routable
+from routing.adapters.families.__main__ import MAX_ERROR, built
+from routing.adapters.propose import propose_adapter
 from tests.routing.test_proof import by_speed
 
 # No length is that of another: 36 tokens, 7 of text, heads of 48 channels.

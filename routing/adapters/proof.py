@@ -1,0 +1,258 @@
+"""Whether an adapter is right: routes compared with the same network hiding the tokens that bypass.
+
+There all tokens go through the window, attention does not see the keys of those that bypass, and where it
+ends they get back the state that they had before. Nothing is gathered: positions, modulation and masks are
+those of the model itself.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from routing.adapters.adapter import Adapter, BlockList
+from routing.adapters.attached import attach, detach
+from routing.routes import Route, Routing, resolve_routes
+from routing.tokens import num_tokens_kept
+
+SAME = 1e-9  # of what routes change: then no other way to hide keys is tried
+MAX_ERROR = 0.01  # of what routes change: rounding in bf16 stays below, in fp64 differences are below 1e-9
+OF_LAYERS = inspect.signature(F.multi_head_attention_forward)  # what torch's own layers call
+
+
+class Proof(NamedTuple):
+    """Largest differences, over the largest change that routes make."""
+
+    dense: float  # at ratio 0, from the model without routes
+    routed: float  # from the model with hidden keys
+
+    @property
+    def passes(self) -> bool:
+        """True if nothing differs at ratio 0, and less than MAX_ERROR with routes."""
+        return self.dense == 0 and self.routed < MAX_ERROR
+
+
+class _HiddenKeys(TorchFunctionMode):
+    """Attention that does not see the tokens that are `hidden`, (N, T + S) bool, or sees all: None.
+
+    Args:
+        num_first: how much of what attention has besides comes first in it, whatever the order elsewhere;
+            None: all.
+        queries_alone: of the tokens alone, while others are among the keys.
+        between: in what attends between the blocks of a window, too.
+    """
+
+    def __init__(self, num_first: int | None, queries_alone: bool, between: bool):
+        super().__init__()
+        self.num_first, self.queries_alone, self.between = num_first, queries_alone, between
+        self.hidden: torch.Tensor | None = None
+        self.was_seen, self.sample = False, -1
+
+    def hide(self, hidden: torch.Tensor, block: nn.Module, args: tuple) -> None:
+        """Hide other tokens, from a block on."""
+        self.hidden = hidden
+
+    def after(self, block: nn.Module, args: tuple, output: Any) -> None:
+        """Hide nothing behind a block, if others than its tokens attend there."""
+        self.hidden = self.hidden if self.between else None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:  # (L, N, D)
+            given = OF_LAYERS.bind(*args, **kwargs).arguments
+            query, padding = given["query"], given.get("key_padding_mask")  # of floats, from torch's layers
+            hidden = self._keys(len(query), len(given["key"]), query.shape[1])
+            if hidden is not None:
+                return func(**{**given, "key_padding_mask": _hide(padding, hidden, query[0])})
+        if func is F.scaled_dot_product_attention:  # (N, ..., L, D)
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            query = given["query"]
+            sizes = query.shape[-2], given["key"].shape[-2], len(query)
+            hidden = None if given.get("is_causal") else self._keys(*sizes)
+            if hidden is not None:
+                return func(**{**given, "attn_mask": _hide(given.get("attn_mask"), hidden, query)})
+        return func(*args, **kwargs)
+
+    def _keys(self, num_queries: int, num_keys: int, num_samples: int) -> torch.Tensor | None:
+        """Return which keys (N, L) to hide; None where the tokens are not among them."""
+        if self.hidden is None:
+            return None
+        num_others = num_keys - self.hidden.shape[1]
+        alone = self.queries_alone and num_queries == self.hidden.shape[1]
+        num_first = num_others if self.num_first is None else self.num_first
+        if not (num_queries == num_keys or alone) or num_others < max(num_first, 0):
+            return None
+        self.was_seen = True
+        return F.pad(self._of(num_samples), (num_first, num_others - num_first))
+
+    def _of(self, num_samples: int) -> torch.Tensor:
+        """Return what is hidden of the samples of an attention: of all, or of one after another."""
+        if num_samples == len(self.hidden):
+            return self.hidden
+        self.sample = (self.sample + 1) % len(self.hidden)
+        return self.hidden[self.sample][None]
+
+
+def _hide(mask: torch.Tensor | None, hidden: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return an additive mask that hides keys (N, L) as well as those of another mask."""
+    hidden = hidden.view(len(hidden), *(1,) * (query.ndim - 2), -1)
+    if mask is None:
+        mask = query.new_zeros(())
+    elif mask.dtype == torch.bool:
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    return mask.to(query.dtype).masked_fill(hidden, -torch.inf)
+
+
+def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
+    """Hold an adapter against a network with hidden keys; the model is left as it was.
+
+    Args:
+        model: without routes; its dropout is off here.
+        arguments: of its forward, by name. The rows of a batch must differ.
+
+    Raises:
+        ValueError: the model refuses to be routed, routes change nothing, or the attention cannot be seen.
+    """
+    state = {module: module.training for module in model.modules()}
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # a kernel that torch's own layers take without hooks
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _prove(model, adapter, arguments, route)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        for module, training in state.items():
+            module.training = training
+
+
+def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
+    attach(model, [route], adapter=adapter)  # raises what does not fit
+    detach(model)
+    layers = [(spec, block) for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
+    (route,) = resolve_routes([route], len(layers), key="route")
+    window = layers[route.start_layer_idx : route.end_layer_idx + 1]
+    P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments)
+
+    start = State(*window[0], P)
+    with start.reading():
+        plain = _output(model, arguments)
+    N, T = start.value.shape[0], start.value.shape[1] - S[start.spec.name]
+    noise = torch.rand(N, T, generator=torch.Generator().manual_seed(0)).to(start.value.device)
+    num_kept = num_tokens_kept(T, route.selection_ratio)
+    hidden = noise.argsort(dim=1).argsort(dim=1) >= num_kept  # (N, T)
+    hidden_in = {name: F.pad(hidden, (0, num_suffix)) for name, num_suffix in S.items()}  # (N, T + S)
+
+    attach(model, [route], adapter=adapter)
+    try:
+        dense = _output(model, {**arguments, "routing": Routing(0)})
+        routed = _output(model, {**arguments, "routing": Routing(route.selection_ratio, noise=[noise])})
+    finally:
+        detach(model)
+    effect = _apart(routed, plain)
+    if not effect > 0:
+        raise ValueError("routes change nothing: the output does not depend on the blocks of the window")
+    # How attention has others beside the tokens: one must be right.
+    ways = product((None, P if start.spec.joint else 0), (True, False), (True, False))
+    apart: list[float] = []
+    for way in ways:
+        output = _hiding(model, arguments, window, hidden_in, P, _HiddenKeys(*way))
+        apart += [] if output is None else [_apart(output, routed) / effect]
+        if apart and apart[-1] < SAME:
+            break
+    if not apart:
+        raise ValueError(
+            "no attention to the tokens was seen: blocks must call F.scaled_dot_product_attention, or be "
+            "torch's own layers"
+        )
+    return Proof(_apart(dense, plain) / effect, min(apart))
+
+
+class State:
+    """The tokens (N, T + S, D) of a model where a block starts or ends."""
+
+    def __init__(self, spec: BlockList, block: nn.Module, num_prefix_tokens: int):
+        self.spec, self.block = spec, block
+        self.first = num_prefix_tokens if spec.joint else 0
+        self.signature = inspect.signature(type(block).forward)
+        self.value: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep the tokens that the block is given, and those that it returns."""
+
+        def before(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            arguments = self.signature.bind(block, *args, **kwargs).arguments
+            self.value = self.spec.batch_first(arguments[self.spec.tokens])[:, self.first :]
+
+        def after(block: nn.Module, args: tuple, output: Any) -> None:
+            self.output = self.of(output)
+
+        pre = self.block.register_forward_pre_hook(before, with_kwargs=True)
+        with pre, self.block.register_forward_hook(after):
+            yield
+
+    def of(self, output: Any) -> torch.Tensor:
+        """Return the tokens in what the block returns."""
+        return self.spec.tokens_of(output)[:, self.first :]
+
+    def replaced(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
+        """Return the output of the block with other tokens where (N, T + S) says so."""
+        x = self.spec.tokens_of(output)
+        by = F.pad(by, (0, 0, 0, where.shape[1] - by.shape[1]))  # of a list with another S
+        tokens = torch.where(where.unsqueeze(-1), by, x[:, self.first :])
+        return self.spec.with_tokens(output, torch.cat([x[:, : self.first], tokens], dim=1))
+
+
+def _hiding(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    window: Sequence[tuple[BlockList, nn.Module]],
+    hidden_in: Mapping[str, torch.Tensor],
+    num_prefix_tokens: int,
+    keys: _HiddenKeys,
+) -> torch.Tensor | None:
+    """Return the output of a model that hides tokens in a window, which rejoin as they were; None where no
+    attention to them was seen.
+
+    Args:
+        hidden_in: (N, T + S) bool of each list of blocks, by its name.
+    """
+    start, end = (State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
+
+    def rejoin(block: nn.Module, args: tuple, output: Any) -> Any:
+        keys.hidden = None
+        return end.replaced(output, hidden_in[end.spec.name], start.value)
+
+    hooks = [
+        block.register_forward_pre_hook(partial(keys.hide, hidden_in[spec.name])) for spec, block in window
+    ]
+    hooks += [block.register_forward_hook(keys.after) for _, block in window]
+    hooks.append(end.block.register_forward_hook(rejoin))
+    try:
+        with start.reading(), keys:
+            output = _output(model, arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return output if keys.was_seen else None
+
+
+def _output(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:
+    """Return all floating-point outputs of a model in one row."""
+    output = tree_leaves(model(**arguments))
+    return torch.cat([x.flatten() for x in output if isinstance(x, torch.Tensor) and x.is_floating_point()])
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()

@@ -1,0 +1,560 @@
+"""An adapter found by watching a model run: a proposal to read, proved before it is given.
+
+The model runs twice, with another image: what changes in the arguments of its first block are the tokens of
+the image. Whatever else of a block has as many entries is taken to be indexed by token, and gathered in the
+ways that are known here, until the routes compute what `prove` says they must. The model stays as it was.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, combinations, product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from routing.adapters.adapter import Adapter, Arguments, BlockList
+from routing.adapters.families.parts import TablePerSample
+from routing.adapters.proof import Proof, prove
+from routing.routes import Route
+
+FOUR = " " * 4
+ROUTES = (Route(0.5, 0, -1), Route(0.75, 0, -1))  # what is right by chance for one is not for both
+# Raised by an adapter that is not right, or by blocks that do not fit what it gathers.
+WRONG = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, AssertionError)
+
+
+class Proposal(NamedTuple):
+    """An adapter, its source, and how far its routes were from what they must compute."""
+
+    source: str
+    adapter: Adapter
+    proof: Proof
+
+
+Count = Callable[[nn.Module, Arguments], int]
+
+
+def propose_adapter(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    image: str = "hidden_states",
+    *,
+    num_prefix_tokens: Count | None = None,
+    num_suffix_tokens: Count | None = None,
+) -> Proposal:
+    """Return an adapter for a model that is not known, to be reviewed and passed to `attach`.
+
+    Args:
+        arguments: of the model's forward, by name, at least two samples, which differ. Only these will be
+            accepted together with routing. Let no length or sum of two be that of another: tokens, text,
+            channels.
+        image: which of them becomes the tokens that may bypass: a tensor, or a list of one for each sample.
+        num_prefix_tokens, num_suffix_tokens: those of the adapter, where no shape tells their number, or
+            references or padding are in `image` itself. The source calls them.
+
+    Raises:
+        ValueError: what was seen, where that is not enough for an adapter.
+    """
+    lists = _watch(model, arguments, image)
+    longest = max(lists, key=lambda each: len(each.calls))
+    prefixes = suffixes = _lengths(model, arguments, image)
+    P = num_prefix_tokens(model, arguments) if num_prefix_tokens else 0
+    if num_prefix_tokens:
+        prefixes = {**prefixes, P: _Count("num_prefix_tokens(model, arguments)", num_prefix_tokens)}
+        first = longest.first
+        for each in lists:
+            if each.first == first and 0 < first < P:  # others come first in the image itself
+                each.first, each.num_tokens = P, each.num_tokens - (P - first)
+    if num_suffix_tokens:
+        suffixes = {longest.num_suffix: _Count("num_suffix_tokens(model, arguments)", num_suffix_tokens)}
+    failed: list[tuple[float, bool, str]] = []
+    known = (lists, longest, prefixes, suffixes, (*arguments, "return_dict"))
+    for adapter, source in chain(_drafts(*known, whole=False), _drafts(*known, whole=True)):
+        whole = adapter.whole_between_blocks
+        try:
+            if P and adapter.num_prefix_tokens(model, arguments) != P:
+                raise ValueError(f"nothing was seen of the {P} tokens that num_prefix_tokens returns")
+            proofs = [prove(model, adapter, arguments, route) for route in ROUTES]
+        except WRONG as error:
+            failed.append((torch.inf, whole, f"{source}\n{type(error).__name__}: {error}"))
+            continue
+        proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
+        if all(proof.passes for proof in proofs):  # no NaN is
+            counts = {"num_prefix_tokens": num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
+            return Proposal(_file(source, [name for name, count in counts.items() if count]), adapter, proof)
+        apart = max(proof)
+        failed.append((apart, whole, f"{source}\nthe routes differ by {apart:.1g} of what they change"))
+    *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
+    raise ValueError(
+        f"no adapter for {type(model).__name__} was right; correct by hand what is wrong in the closest, and "
+        f"try it with routing.prove:\n{closest}"
+    )
+
+
+def _file(source: str, counts: Sequence[str]) -> str:
+    """Return a file with an adapter, which calls counts of the caller's."""
+    first = "from routing import Adapter, BlockList\n"
+    if "TablePerSample" in source:
+        first += "from routing.adapters.families.parts import TablePerSample\n"
+    first += "".join(f"# Put your {name} here, which is called below.\n" for name in counts)
+    return f"{first}\nadapter = {source}"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a value is gathered by token: as Python of its name, and as a call."""
+
+    text: Callable[[str], str]
+    call: Callable[..., Any]
+
+
+def _by(method: str, way: _Way, *dim: int) -> _Way:
+    """Return a way that gathers what another one gives by a method of `TokenSelection`."""
+    rest = "".join(f", {d}" for d in dim)
+    return _Way(
+        lambda name: f"kept.{method}({way.text(name)}{rest})",
+        lambda x, kept: getattr(kept, method)(way.call(x, kept), *dim),
+    )
+
+
+def _per_sample(way: _Way) -> _Way:
+    return _Way(
+        lambda name: f"TablePerSample({way.text(name)})",
+        lambda x, kept: TablePerSample(way.call(x, kept)),
+    )
+
+
+AS_IT_IS = _Way(lambda name: name, lambda x, kept: x)
+FOR_ALL = _Way(lambda name: f"{name}.unsqueeze(0)", lambda x, kept: x.unsqueeze(0))
+SAMPLES_SECOND = _Way(
+    lambda name: f"kept.gather({name}.transpose(0, 1)).transpose(0, 1)",
+    lambda x, kept: kept.gather(x.transpose(0, 1)).transpose(0, 1),
+)
+LEADING = _Way(  # what is the same for all tokens of the image
+    lambda name: f"{name}[: kept.num_prefix_tokens + kept.ids.shape[1]]",
+    lambda x, kept: x[: kept.num_prefix_tokens + kept.ids.shape[1]],
+)
+NUM_KEPT = _Way(lambda name: "kept.ids.shape[1]", lambda x, kept: kept.ids.shape[1])
+
+
+class _Count(NamedTuple):
+    """What tells a number of tokens: as Python, and as a call."""
+
+    text: str
+    call: Count
+
+
+ONE = _Count("1", lambda model, arguments: 1)
+
+
+def _size(name: str) -> _Count:
+    return _Count(f'arguments["{name}"].shape[1]', lambda model, arguments: arguments[name].shape[1])
+
+
+def _longest_of(name: str) -> _Count:
+    text = f'max(map(len, arguments["{name}"]))'
+    return _Count(text, lambda model, arguments: max(map(len, arguments[name])))
+
+
+def _learned(name: str) -> _Count:
+    return _Count(f"model.{name}.shape[-2]", lambda model, arguments: getattr(model, name).shape[-2])
+
+
+def _sum(a: _Count, b: _Count) -> _Count:
+    return _Count(
+        f"{a.text} + {b.text}", lambda model, arguments: a.call(model, arguments) + b.call(model, arguments)
+    )
+
+
+class _Call(NamedTuple):
+    """A block that was called: its arguments by name, its output, and how many were called before."""
+
+    arguments: dict[str, Any]
+    output: Any
+    place: int
+
+
+@dataclass
+class _List:
+    """A list of blocks that carries the image.
+
+    Args:
+        tokens: the argument with the image; empty where none was found.
+        first: where the image begins in it.
+        num_tokens, num_suffix: T, and S.
+        num_prefix: P, of whatever is indexed by token, which `tokens` may not have.
+        behind: how many others may come behind the tokens, in whatever is indexed by token.
+        output: at which place of a tuple a block returns its tokens.
+        sequence_first: samples are in the second dimension of what is indexed by token.
+    """
+
+    name: str
+    calls: list[_Call]
+    num_samples: int
+    tokens: str = ""
+    first: int = 0
+    num_tokens: int = 0
+    num_suffix: int = 0
+    num_prefix: int = 0
+    behind: Sequence[int] = ()
+    output: int | None = None
+    sequence_first: bool = False
+
+    @property
+    def length(self) -> int:
+        """T + S."""
+        return self.num_tokens + self.num_suffix
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What blocks were given beside the tokens."""
+        pairs = [pair for call in self.calls for pair in call.arguments.items()]
+        return {name: value for name, value in pairs if value is not None and name != self.tokens}
+
+    def sizes(self) -> set[int]:
+        """Return all sizes of tensors that blocks were given beside the tokens."""
+        return {size for x in tree_leaves(self.given) if isinstance(x, torch.Tensor) for size in x.shape}
+
+    def find(self, changed: Mapping[str, Any], before: "_List | None") -> None:
+        """Find the tokens in what another image changes: all of it in the first list, in a later one what the
+        list before returned, or as many.
+        """
+        for self.sequence_first in (False, True):
+            pairs = {name: (x, changed[name]) for name, x in self.calls[0].arguments.items()}
+            pairs = {
+                name: tuple(map(self.batch_first, pair))
+                for name, pair in pairs.items()
+                if isinstance(pair[0], torch.Tensor) and pair[0].ndim == 3 and not torch.equal(*pair)
+            }
+            pairs = {name: pair for name, pair in pairs.items() if len(pair[0]) == self.num_samples}
+            if before is None:
+                places = iter([(name, *_changed(*pair)) for name, pair in pairs.items()])
+            else:
+                places = before.places({name: x for name, (x, _) in pairs.items()})
+            if place := next(places, None):
+                self.tokens, self.first, self.num_tokens = place
+                self.num_suffix = pairs[self.tokens][0].shape[1] - self.first - self.num_tokens
+                self._find_output()
+                return
+
+    def batch_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is indexed by token with samples first, and the other way round."""
+        return x.transpose(0, 1) if self.sequence_first else x
+
+    def places(self, sequences: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, int]]:
+        """Yield where the image may be in what comes after this list: the name, the first token, and T."""
+        T, tokens = self.num_tokens, self.result()
+        for name, x in sequences.items():
+            for first in range(x.shape[1] - T + 1):
+                if torch.equal(x[:, first : first + T], tokens):
+                    yield name, first, T
+        yield from ((name, 0, T) for name, x in sequences.items() if x.shape[1] == self.length)
+
+    def _find_output(self) -> None:
+        """Find which output of a block is the tokens of the next one."""
+        output, following = self.calls[0].output, self.calls[:2][-1].arguments[self.tokens]
+        if isinstance(output, torch.Tensor):
+            return
+        same = [i for i, x in enumerate(output) if isinstance(x, torch.Tensor) and x.shape == following.shape]
+        equal = [i for i in same if torch.equal(output[i], following)]
+        if len(equal or same) != 1:
+            raise ValueError(f"no output of a block of {self.name} is {self.tokens} of the next one")
+        (self.output,) = equal or same
+
+    def result(self) -> torch.Tensor:
+        """Return the image (N, T, D) after the last block."""
+        output = self.calls[-1].output
+        x = output if self.output is None else output[self.output]
+        return self.batch_first(x)[:, self.first : self.first + self.num_tokens]
+
+    def spec(self, ways: Mapping[str, _Way], suffix: _Count | None) -> BlockList:
+        """Return the list for an adapter.
+
+        Args:
+            suffix: counts S of this list; None: that of the adapter.
+        """
+        by_token = {name: way.call for name, way in ways.items()}
+        return BlockList(
+            self.name,
+            self.tokens,
+            self.first > 0,
+            self.output,
+            by_token,
+            self.shared(ways),
+            self.sequence_first,
+            suffix and suffix.call,
+        )
+
+    def shared(self, ways: Mapping[str, _Way]) -> tuple[str, ...]:
+        """Return the arguments that are not gathered."""
+        return tuple(name for name in self.given if name not in ways)
+
+    def source(self, ways: Mapping[str, _Way], suffix: _Count | None) -> str:
+        """Return the list as it stands in an adapter."""
+        parts = [f'"{self.name}"']
+        parts += [f'tokens="{self.tokens}"'] if self.tokens != "hidden_states" else []
+        parts += ["joint=True"] if self.first else []
+        parts += [f"output={self.output}"] if self.output is not None else []
+        if ways:
+            texts = {name: f"lambda value, kept: {way.text('value')}" for name, way in ways.items()}
+            lines = "".join(f'{FOUR * 4}"{name}": {text},\n' for name, text in texts.items())
+            parts.append(f"by_token={{\n{lines}{FOUR * 3}}}")
+        if shared := self.shared(ways):
+            parts.append(f"shared={_names(shared)}")
+        parts += ["sequence_first=True"] if self.sequence_first else []
+        parts += [f"num_suffix_tokens=lambda model, arguments: {suffix.text}"] if suffix else []
+        lines = "".join(f"{FOUR * 3}{part},\n" for part in parts)
+        return f"{FOUR * 2}BlockList(\n{lines}{FOUR * 2}),\n"
+
+    def variants(self) -> list[dict[str, _Way]]:
+        """Return ways to gather the arguments that are indexed by token, by name."""
+        ways = {name: self._ways(value) for name, value in self.given.items()}
+        ways = {name: found for name, found in ways.items() if found}
+        return [dict(zip(ways, chosen, strict=True)) for chosen in product(*ways.values())]
+
+    def _ways(self, value: Any) -> list[_Way]:
+        """Return how a value may be gathered by token; nothing where it is not indexed by it."""
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, tuple | list):
+            return self._of_sequence(value)
+        if isinstance(value, dict):
+            ways = {key: self._ways(part) for key, part in value.items()}
+            ways = {key: found for key, found in ways.items() if found}
+            chosen = product(*ways.values()) if ways else ()
+            return [_of_entries(dict(zip(ways, each, strict=True))) for each in chosen]
+        return [NUM_KEPT] if type(value) is int and value == self.length else []
+
+    def _of_sequence(self, value: Sequence[Any]) -> list[_Way]:
+        parts = [self._ways(part) for part in value]
+        texts = [[way.text("x") for way in part] for part in parts]
+        kind = list if isinstance(value, list) else tuple
+        if parts and all(text == texts[0] for text in texts):
+            return [_of_all(kind, way) for way in parts[0]]
+        found = product(*(part or [AS_IT_IS] for part in parts))
+        return [_of_places(ways) for ways in found if any(way is not AS_IT_IS for way in ways)]
+
+    def _of_tensor(self, x: torch.Tensor) -> list[_Way]:
+        if self.sequence_first and x.shape[:2] == (self.length, self.num_samples):
+            return [SAMPLES_SECOND]
+        joint_length = self.num_prefix + self.length
+        joint = ("gather_joint",) if self.first else ("gather_joint", "gather_leading")
+        if x.shape[-1] == joint_length:  # a mask: if it hides too little to tell, one that needs no prefix
+            joint = joint[::-1]
+        start, method = (joint_length, "gather_between") if self.first else (self.length, "gather_leading")
+        with_others = {start + number: (method,) for number in self.behind}
+        methods = {**with_others, joint_length: joint, self.length: ("gather",)}
+        dims = {dim: methods[size] for dim, size in enumerate(x.shape) if size in methods}
+        if dims and x.shape[0] in (1, self.num_samples):
+            first = min(dims)  # alone, where a table happens to have as many channels as there are tokens
+            each = [dims, {first: dims[first]}] if len(dims) > 1 else [dims]
+            return [way for of_dims in each for way in _of_dims(of_dims)]
+        found = [_by(method, FOR_ALL) for method in dims.get(0, ())]  # a table for all samples
+        found = [*found, *map(_per_sample, found)]
+        return [*found, LEADING] if found and x.ndim == 1 else found
+
+
+def _changed(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
+    """Return the first token that differs, and how many there are up to the last one."""
+    where = (x != other).any(dim=2).any(dim=0).nonzero().flatten()
+    return int(where[0]), int(where[-1] - where[0]) + 1
+
+
+def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[_Way]:
+    """Yield ways to gather along dimensions, each by one of its methods."""
+    for chosen in product(*methods.values()):
+        way = AS_IT_IS
+        for dim, method in zip(methods, chosen, strict=True):
+            way = _by(method, way, dim)
+        yield way
+
+
+def _of_all(kind: type, way: _Way) -> _Way:
+    return _Way(
+        lambda name: f"{kind.__name__}({way.text('x')} for x in {name})",
+        lambda value, kept: kind(way.call(x, kept) for x in value),
+    )
+
+
+def _of_places(ways: Sequence[_Way]) -> _Way:
+    return _Way(
+        lambda name: "(" + " ".join(f"{way.text(f'{name}[{i}]')}," for i, way in enumerate(ways)) + ")",
+        lambda value, kept: tuple(way.call(x, kept) for way, x in zip(ways, value, strict=True)),
+    )
+
+
+def _of_entries(ways: Mapping[str, _Way]) -> _Way:
+    def text(name: str) -> str:
+        entries = (f"{key!r}: {way.text(f'{name}[{key!r}]')}" for key, way in ways.items())
+        return f"{{**{name}, {', '.join(entries)}}}"
+
+    return _Way(
+        text, lambda value, kept: {**value, **{key: way.call(value[key], kept) for key, way in ways.items()}}
+    )
+
+
+def _drafts(
+    lists: Sequence[_List],
+    longest: _List,
+    prefixes: Mapping[int, _Count],
+    suffixes: Mapping[int, _Count],
+    accepts: Sequence[str],
+    whole: bool,
+) -> Iterator[tuple[Adapter, str]]:
+    """Yield adapters, with their source, of the lists with as many tokens before the image as the longest
+    has, or none, and none or a known number behind it; then without the first of them, which may prepare
+    the image for what comes.
+    """
+    joint = next((each for each in (longest, *lists) if each.first), longest)
+    P, S = joint.first, longest.num_suffix
+    for number, known, side, where in ((P, prefixes, "prefix", joint), (S, suffixes, "suffix", longest)):
+        if number and number not in known:
+            raise ValueError(
+                f"{where.tokens} of {where.name} has {number} {side} tokens beside those of the image, which "
+                f"no argument explains: pass num_{side}_tokens, which returns how many"
+            )
+    alike = [each for each in lists if each.first in (0, P) and each.num_suffix in (0, *suffixes)]
+    for some in (alike[start:] for start in range(alike.index(longest) + 1)):
+        sizes = set.union(*(each.sizes() for each in some))
+        # Tables and masks may have a prefix that the tokens do not have.
+        numbers = [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]
+        for number, behind in product(numbers, ((), (*prefixes, S))):
+            for each in some:
+                each.num_prefix, each.behind = number, behind
+            for ways in product(*(each.variants() for each in some)):
+                texts = " ".join(way.text("") for of_list in ways for way in of_list.values())
+                has_prefix = (
+                    any(each.first for each in some) or "gather_joint" in texts or LEADING.text("") in texts
+                )
+                prefix = {"num_prefix_tokens": prefixes[number]} if has_prefix else {}
+                yield _draft(list(zip(some, ways, strict=True)), prefix, suffixes, accepts, whole)
+
+
+def _draft(
+    lists: Sequence[tuple[_List, Mapping[str, _Way]]],
+    counts: Mapping[str, _Count],
+    suffixes: Mapping[int, _Count],
+    accepts: Sequence[str],
+    whole: bool,
+) -> tuple[Adapter, str]:
+    """Return an adapter, and its source, of lists with ways to gather their arguments."""
+    own = [suffixes.get(each.num_suffix) for each, _ in lists]
+    if len({each.num_suffix for each, _ in lists}) == 1 and own[0]:
+        counts, own = {**counts, "num_suffix_tokens": own[0]}, [None for _ in lists]
+    specs = [each.spec(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True)]
+    given = {name: count.call for name, count in counts.items()}
+    adapter = Adapter(specs, accepts, **given, whole_between_blocks=whole)
+    sources = "".join(each.source(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True))
+    parts = [f"block_lists=(\n{sources}{FOUR})", f"accepts={_names(accepts)}"]
+    parts += [f"{name}=lambda model, arguments: {count.text}" for name, count in counts.items()]
+    parts += ["whole_between_blocks=True"] if whole else []
+    lines = "".join(f"{FOUR}{part},\n" for part in parts)
+    return adapter, f"Adapter(\n{lines})\n"
+
+
+def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_List]:
+    """Return the lists of blocks that carry the image, one after another."""
+    if not all(isinstance(x, torch.Tensor) for x in tree_leaves(arguments.get(image))):
+        raise ValueError(f"image={image} must be a tensor among the arguments, or a list of tensors")
+    if len(arguments[image]) < 2:
+        raise ValueError(f"{image} has one sample: give two, which differ")
+    calls = _calls(model, arguments)
+    changed = _calls(model, {**arguments, image: tree_map(torch.randn_like, arguments[image])})
+    lists: list[_List] = []
+    for name, of_list in calls.items():
+        before = lists[-1] if lists else None
+        if before and of_list[0].place < before.calls[-1].place:
+            continue  # it runs between the blocks of that one
+        found = _List(name, of_list, len(arguments[image]))
+        found.find(changed[name][0].arguments, before)
+        lists += [found] if found.tokens else []
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} has no list of blocks, run one after another, whose attention "
+            f"(F.scaled_dot_product_attention, or torch's own layers) sees the tokens of image={image!r}"
+        )
+    return lists
+
+
+def _lengths(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, _Count]:
+    """Return numbers of tokens that may be beside those of the image, and what tells each: a text, as states,
+    words or a list of states; learned tokens; what becomes a single token; and two of these.
+    """
+    num_samples, integers = len(arguments[image]), (torch.int32, torch.int64)
+    others = {name: value for name, value in arguments.items() if name != image}
+    tensors = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}
+    found = [_size(name) for name, x in tensors.items() if x.ndim >= 3]
+    found += [_size(name) for name, x in tensors.items() if x.ndim == 2 and x.dtype in integers]
+    for name, value in others.items():
+        parts = value if isinstance(value, list) and len(value) == num_samples else [None]
+        found += (
+            [_longest_of(name)] if all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in parts) else []
+        )
+    for name, x in model.named_parameters(recurse=False):
+        found += [_learned(name)] if x.ndim == 2 or (x.ndim == 3 and len(x) == 1) else []
+    found += [ONE] if any(x.ndim in (1, 2) and len(x) == num_samples for x in tensors.values()) else []
+    lengths: dict[int, _Count] = {}
+    for count in (*found, *(_sum(*pair) for pair in combinations(found, 2))):
+        lengths.setdefault(count.call(model, arguments), count)
+    return lengths
+
+
+class _Attention(TorchFunctionMode):
+    """Counts how often torch attends."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.count += func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Call]]:
+    """Run a model; return the calls of each list of blocks that attend, and ran once, one after another."""
+    kinds = nn.ModuleList | nn.Sequential
+    lists = {name: blocks for name, blocks in model.named_modules() if isinstance(blocks, kinds)}
+    seen: list[tuple[str, int, _Call]] = []
+    attention, started, attending = _Attention(), [], set()
+
+    def start(block: nn.Module, args: tuple) -> None:
+        started.append(attention.count)
+
+    def watching(name: str, i: int, signature: inspect.Signature) -> Any:
+        def watch(block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            bound = signature.bind(block, *args, **kwargs)
+            values = dict(list(bound.arguments.items())[1:])
+            for parameter in signature.parameters.values():
+                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                    values |= values.pop(parameter.name, {})
+            seen.append((name, i, _Call(values, output, len(seen))))
+            attending.update([name] if attention.count > started.pop() else [])
+
+        return watch
+
+    with ExitStack() as hooks, torch.no_grad(), attention:
+        for module in model.modules():
+            hooks.callback(setattr, module, "training", module.training)
+        model.eval()
+        for name, blocks in lists.items():
+            for i, block in enumerate(blocks):
+                watch = watching(name, i, inspect.signature(type(block).forward))
+                hooks.enter_context(block.register_forward_pre_hook(start))
+                hooks.enter_context(block.register_forward_hook(watch, with_kwargs=True))
+        model(**arguments)
+    found: dict[str, list[_Call]] = {}
+    for name, _, call in seen:
+        found.setdefault(name, []).append(call)
+    order = {name: [i for of, i, _ in seen if of == name] for name in found}
+    whole = [name for name in attending if order[name] == list(range(len(lists[name])))]
+    inner = {name for name in whole for of in whole if name.startswith(f"{of}.")}
+    return {name: calls for name, calls in found.items() if name in whole and name not in inner}
+
+
+def _names(names: Sequence[str]) -> str:
+    return "(" + " ".join(f'"{name}",' for name in names) + ")"
