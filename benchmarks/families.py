@@ -1,41 +1,32 @@
 """Step time of diffusers' transformers, routed against dense, beside what the FLOPs promise.
 
-    python -m benchmarks.families OUT    every class that can be routed, at one width; it resumes
-
-The stage `families` of `python -m benchmarks.gpu` takes five of them, at their published widths. The models
-are of their real classes, with random weights: 12 blocks, 77 tokens of text; one route, blocks 2 to depth-4,
-ratio 0.5. A step is a forward and a backward pass to all weights, in bf16 where the device is fast at it.
-FLOPs are those of matrix products, attention included, as in models/cost.py; torch counts them while one step
-of each kind runs.
+The stage `families` of `python -m benchmarks.gpu`: five classes at their published widths, with random
+weights, 12 blocks and 77 tokens of text; one route, blocks 2 to depth-4, ratio 0.5. A step is a forward and a
+backward pass to all weights, in bf16 where the device is fast at it. FLOPs are those of matrix products,
+attention included, as in models/cost.py; torch counts them while one step of each kind runs.
+`python -m tests.routing.family_speed` times every class that can be routed, at one width.
 """
 
-import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from math import isqrt
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 
-from benchmarks.results import Record, Rows, markdown
+from benchmarks.results import Rows
 from routing import Route, Routing, attach
-from routing.adapters.families import FAMILIES, Sizes, routable
-from runtime.machine import has_fast_bf16, start_process
-from runtime.provenance import environment
-from runtime.tables import aligned
+from runtime.machine import has_fast_bf16
 from training.speed import interleaved_seconds, speedup
 
-DEPTH, NUM_TEXT = 12, 77
+DEPTH, NUM_TEXT, TEXT_DIM, POOLED_DIM = 12, 77, 48, 24
 RATIO, ROUTE = 0.5, Route(0.5, 2, -4)
 NUM_TOKENS, BATCH_TOKENS, REPEATS = (1024, 4096), 16384, 5  # of an image, of all samples
-OF_ALL = Sizes(512, 8, DEPTH, 32, 2, NUM_TEXT)  # what two cores do in minutes
 COLUMNS = {
     "setting": "{}",
     "parameters": "{:.3g}",
@@ -56,46 +47,75 @@ WIDTHS = {
     "AuraFlowTransformer2DModel": (3072, 12),
     "WanTransformer3DModel": (1536, 12),
 }
+Built = tuple[nn.Module, dict[str, Any]]  # a model, and arguments of its forward
 
 
-def main() -> None:
-    """Time every class that is not in the record, and print it."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.families", None, __doc__, formatter_class=raw)
-    parser.add_argument("out", type=Path, help="folder of the record")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
-    asked = parser.parse_args()
-    device = start_process().device
-    asked.out.mkdir(parents=True, exist_ok=True)
-    record = Record("families_all", asked.out, environment(device) | {"tiny": asked.tiny})
-    sizes, repeats = (Sizes(depth=DEPTH), 1) if asked.tiny else (OF_ALL, REPEATS)
-    for name in tqdm([name for name in routable() if name not in record.done()], unit="class"):
-        try:
-            record.add(name, measure(name, sizes, repeats, device))
-        except (RuntimeError, ValueError, TypeError) as error:  # the same command tries again
-            record.add(name, [{"failed": f"{type(error).__name__}: {error}"}])
-    print(aligned(markdown(record.rows, COLUMNS)))
-    sys.exit(record.done() != record.started())
+class Size(NamedTuple):
+    """Of a model, and of a batch of images of side x side tokens."""
+
+    width: int
+    num_heads: int
+    side: int
+    batch: int
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
-    """Return what measures each class at each length; see `benchmarks.gpu`."""
+    """Plan a measurement of each class at each length; see `benchmarks.gpu`."""
     settings = {}
     for num_tokens in (16,) if tiny else NUM_TOKENS:
-        for name, size in WIDTHS.items():
-            size, batch, repeats = ((64, 1), 1, 1) if tiny else (size, BATCH_TOKENS // num_tokens, REPEATS)
-            sizes = Sizes(*size, DEPTH, isqrt(num_tokens), batch, NUM_TEXT)
-            settings[f"{name}, {num_tokens} tokens"] = partial(measure, name, sizes, repeats, device)
+        for name, width in WIDTHS.items():
+            width, batch, repeats = ((64, 1), 1, 1) if tiny else (width, BATCH_TOKENS // num_tokens, REPEATS)
+            size = Size(*width, isqrt(num_tokens), batch)
+            build = partial(published, name, size)
+            settings[f"{name}, {num_tokens} tokens"] = partial(measure, build, size, repeats, device)
     return settings
 
 
-def measure(name: str, sizes: Sizes, repeats: int, device: torch.device) -> Rows:
-    """Return the row of a class at a size."""
+def published(name: str, size: Size) -> Built:
+    """Build a class as it was published, with fewer blocks and narrower texts, and its inputs."""
+    import diffusers
+
+    width, num_heads, side, N = size
+    first = width // num_heads // 8  # FLUX: 16, 56 and 56 of 128 channels rotate by plane, row and column
+    heads = {"num_attention_heads": num_heads, "attention_head_dim": width // num_heads}
+    deep, pooled = {**heads, "num_layers": DEPTH}, {"pooled_projections": torch.randn(N, POOLED_DIM)}
+    text, time = {"encoder_hidden_states": torch.randn(N, NUM_TEXT, TEXT_DIM)}, torch.rand(N)
+    if name == "FluxTransformer2DModel":
+        options = {**heads, "num_layers": DEPTH // 3, "num_single_layers": DEPTH - DEPTH // 3}
+        options |= {"joint_attention_dim": TEXT_DIM, "pooled_projection_dim": POOLED_DIM}
+        options["axes_dims_rope"] = (first, *((width // num_heads - first) // 2,) * 2)
+        ids = torch.cartesian_prod(torch.zeros(1), *(torch.arange(float(side)),) * 2)  # (T, 3)
+        inputs = {"hidden_states": torch.randn(N, side**2, 64), "timestep": time, **pooled}
+        inputs |= {"img_ids": ids, "txt_ids": torch.zeros(NUM_TEXT, 3)}
+    elif name == "SD3Transformer2DModel":
+        options = {**deep, "sample_size": 2 * side, "pos_embed_max_size": side}
+        options |= {"joint_attention_dim": TEXT_DIM, "caption_projection_dim": width}
+        options["pooled_projection_dim"] = POOLED_DIM
+        inputs = {"hidden_states": torch.randn(N, 16, 2 * side, 2 * side), "timestep": 1000 * time, **pooled}
+    elif name == "PixArtTransformer2DModel":
+        options = {**deep, "sample_size": 2 * side, "use_additional_conditions": False}
+        options |= {"cross_attention_dim": width, "caption_channels": TEXT_DIM}
+        inputs = {"hidden_states": torch.randn(N, 4, 2 * side, 2 * side), "timestep": 1000 * time}
+        inputs["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
+    elif name == "AuraFlowTransformer2DModel":
+        options = {**heads, "num_mmdit_layers": DEPTH // 6, "num_single_dit_layers": DEPTH - DEPTH // 6}
+        options |= {"sample_size": 2 * side, "pos_embed_max_size": side**2}
+        options |= {"joint_attention_dim": TEXT_DIM, "caption_projection_dim": width}
+        inputs = {"hidden_states": torch.randn(N, 4, 2 * side, 2 * side), "timestep": time}
+    else:  # Wan: 4 frames of half the side
+        options = {**deep, "text_dim": TEXT_DIM, "ffn_dim": 4 * width}
+        inputs = {"hidden_states": torch.randn(N, 16, 4, side, side), "timestep": 1000 * time}
+    return getattr(diffusers, name)(**options), inputs | text
+
+
+def measure(build: Callable[[], Built], size: Size, repeats: int, device: torch.device) -> Rows:
+    """Time a step of what `build` gives, dense and routed in turn: one row."""
     torch.manual_seed(0)
     with device:  # billions of weights are drawn where they are needed
-        model, inputs = FAMILIES[name].build(sizes)
+        model, inputs = build()
     attach(model.train(), [ROUTE])
     steps = {ratio: partial(_step, model, inputs, device, ratio) for ratio in (0.0, RATIO)}
+    steps[0.0]()  # a first step may count what later ones do not run
     flops = {}
     for ratio, step in steps.items():
         with FlopCounterMode(display=False) as counter:
@@ -104,9 +124,9 @@ def measure(name: str, sizes: Sizes, repeats: int, device: torch.device) -> Rows
     times = interleaved_seconds(steps, device, repeats)
     return [
         {
-            "width": sizes.width,
-            "num_tokens": sizes.side**2,
-            "samples": sizes.batch,
+            "width": size.width,
+            "num_tokens": size.side**2,
+            "samples": size.batch,
             "precision": "bf16" if has_fast_bf16(device) else "fp32",
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "dense_sec": median(times[0.0]),
@@ -123,7 +143,3 @@ def _step(model: nn.Module, inputs: dict[str, Any], device: torch.device, ratio:
         outputs = tree_leaves(model(**inputs, routing=Routing(ratio)))  # Z-Image has one for each sample
     sum(x.float().square().mean() for x in outputs if isinstance(x, torch.Tensor)).backward()
     model.zero_grad(set_to_none=True)
-
-
-if __name__ == "__main__":
-    main()

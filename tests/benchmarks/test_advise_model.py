@@ -7,14 +7,15 @@ import torch
 
 from benchmarks.advise_model import advise_model, similarity
 from routing import Route, attach
-from routing.adapters.families import FAMILIES, Sizes, adapter_of
+from routing.adapters.families import adapter_of
+from tests.routing.models import Sizes, build
 
 SIZES = Sizes(width=32, num_heads=2, depth=12, side=4, batch=2, num_text=5)
 
 
 def built(name, sizes=SIZES):
     torch.manual_seed(0)
-    model, arguments = FAMILIES[name].build(sizes)
+    model, arguments = build(name, sizes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

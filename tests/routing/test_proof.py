@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from routing import Adapter, BlockList, Route, attach, detach, random_router
-from routing.adapters.families import FAMILIES, Sizes, __main__, routable
-from routing.adapters.families.__main__ import MAX_ERROR, built
+from routing.adapters.families import FAMILIES, REFUSED, __main__
 from routing.adapters.proof import Proof, prove
 from tests.programs import ROOT
+from tests.routing.models import MODELS, Sizes, built
 
 FAST = ("FluxTransformer2DModel", "SD3Transformer2DModel", "AuraFlowTransformer2DModel")
 FAST += ("WanTransformer3DModel", "HunyuanVideoTransformer3DModel", "QwenImageTransformer2DModel")
+MAX_ERROR = 1e-6  # in double precision, of what routes change
 WINDOWS = [Route(0.5, 1, -2), Route(0.75, 0, -1), Route(0.25, 2, 2)]
 
 
@@ -23,20 +24,20 @@ def by_speed(names):
     return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", by_speed(routable()))
+@pytest.mark.parametrize("name", by_speed(FAMILIES))
 def test_routes_are_those_of_a_network_that_hides_what_bypasses(name):
-    model, arguments = built(FAMILIES[name], Sizes())
+    model, arguments = built(name)
     before = [*model.parameters()]
     for window in WINDOWS:
-        proof = prove(model, FAMILIES[name].adapter, arguments, window)
+        proof = prove(model, FAMILIES[name], arguments, window)
         assert proof.dense == 0 and proof.routed < MAX_ERROR
-    assert type(model).forward is type(built(FAMILIES[name], Sizes())[0]).forward and model.training
+    assert type(model).forward is type(built(name)[0]).forward and model.training
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
 def of_family(name):
-    model, arguments = built(FAMILIES[name], Sizes())
-    return model, FAMILIES[name].adapter, arguments
+    model, arguments = built(name)
+    return model, FAMILIES[name], arguments
 
 
 def num_routed(model, adapter, arguments):
@@ -53,7 +54,7 @@ def num_routed(model, adapter, arguments):
     return found[0]
 
 
-@pytest.mark.parametrize("name", by_speed(routable()))
+@pytest.mark.parametrize("name", by_speed(FAMILIES))
 def test_all_tokens_of_the_image_are_routed_and_no_others(name):
     assert num_routed(*of_family(name)) == Sizes().side ** 2
 
@@ -153,10 +154,10 @@ class OtherProcessor:
     """Attends in a way that no adapter knows."""
 
 
-@pytest.mark.parametrize("name", by_speed(routable()))
+@pytest.mark.parametrize("name", by_speed(FAMILIES))
 def test_a_class_refuses_what_its_adapter_does_not_know(name):
-    model, arguments = built(FAMILIES[name], Sizes())
-    accepts, own = FAMILIES[name].adapter.accepts, [*inspect.signature(type(model).forward).parameters][1:]
+    model, arguments = built(name)
+    accepts, own = FAMILIES[name].accepts, [*inspect.signature(type(model).forward).parameters][1:]
     wrong = {key: {key: object()} for key in own if key not in accepts}
     further = [key for key in own if key.endswith("attention_kwargs") and key in accepts]
     wrong |= {rf"{key}\.other": {key: {"other": 1}} for key in further}
@@ -231,11 +232,11 @@ def test_what_a_family_cannot_route_it_refuses_by_itself(name, change, message):
 
 @pytest.mark.slow
 def test_a_reference_as_large_as_the_image_attends_to_all_of_itself_between_the_blocks():
-    model, arguments = built(FAMILIES["Flux3Transformer2DModel"], Sizes())
+    model, arguments = built("Flux3Transformer2DModel")
     positions = Sizes().positions.to(arguments["img_ids"])
     arguments["image_cond_hidden_states"] = torch.randn_like(arguments["hidden_states"])
     arguments["image_cond_ids"] = torch.nn.functional.pad(positions, (0, 1)) + 10
-    proof = prove(model, FAMILIES["Flux3Transformer2DModel"].adapter, arguments, WINDOWS[0])
+    proof = prove(model, FAMILIES["Flux3Transformer2DModel"], arguments, WINDOWS[0])
     assert proof.dense == 0 and proof.routed < MAX_ERROR
 
 
@@ -291,42 +292,30 @@ def without(adapter, key, gather):
     ids=["first positions", "positions of the first sample", "joint"],
 )
 def test_a_wrong_adapter_is_seen(name, key, gather):
-    model, arguments = built(FAMILIES[name], Sizes())
-    assert prove(model, without(FAMILIES[name].adapter, key, gather), arguments, WINDOWS[0]).routed > 0.01
+    model, arguments = built(name)
+    assert prove(model, without(FAMILIES[name], key, gather), arguments, WINDOWS[0]).routed > 0.01
 
 
 def kept_first(table, kept):
     return table[: kept.num_prefix_tokens + kept.ids.shape[1]]
 
 
-def test_the_table_says_what_is_known_of_every_class(monkeypatch):
-    names = [*__main__.classes()]
-    assert set(FAMILIES) <= set(names), "the class of another version"
-    monkeypatch.delitem(FAMILIES, "T5FilmDecoder")
-    found = [__main__.tried(name) for name in ("SD3Transformer2DModel", "T5FilmDecoder")]
-    assert found == [("passes", "`transformer_blocks`"), ("not known", "")]
-
-
-def test_what_fails_is_told(monkeypatch):
-    family = FAMILIES["SD3Transformer2DModel"]
-    wrong = replace(family, adapter=replace(family.adapter, block_lists=()))
-    monkeypatch.setitem(FAMILIES, "SD3Transformer2DModel", wrong)
-    text, is_right = __main__.table(["SD3Transformer2DModel"])
-    assert not is_right and "| `SD3Transformer2DModel` | fails | ValueError" in text
-
-
-def test_a_class_that_cannot_be_routed_says_why(monkeypatch):
-    model, _ = built(FAMILIES["SD3Transformer2DModel"], Sizes())
-    refused = replace(FAMILIES["SD3Transformer2DModel"], adapter=None, refused="it does not want to")
-    monkeypatch.setitem(FAMILIES, "SD3Transformer2DModel", refused)
-    with pytest.raises(ValueError, match=r"^SD3Transformer2DModel cannot be routed: it does not want to$"):
-        attach(model, WINDOWS[:1])
-    assert __main__.tried("SD3Transformer2DModel") == ("refused", "it does not want to")
-
-
-@pytest.mark.slow
 def test_the_page_has_the_table_of_the_installed_version():
-    text, is_right = __main__.table([*__main__.classes()])
-    assert is_right
+    """The words of rows are right: each that can be routed is proved above, on a small model."""
+    kinds = __main__.classes()
+    assert FAMILIES.keys() == MODELS.keys() and FAMILIES.keys() | REFUSED.keys() == kinds.keys()
     page = (ROOT / "routing/adapters/README.md").read_text()
-    assert f"diffusers {version('diffusers')}" in page and page.endswith(text + "\n")
+    assert f"diffusers {version('diffusers')}" in page
+    assert page.endswith(f"\n{__main__.table(kinds)}\n")
+
+
+def test_classes_that_are_not_known_or_have_changed_are_told(monkeypatch):
+    name, kinds = "SD3Transformer2DModel", __main__.classes()
+    changed = type(name, (), {"forward": lambda self, hidden_states, timestep: None})
+    assert "| fails | forward takes no block_controlnet_hidden_states, " in __main__.table({name: changed})
+    monkeypatch.delitem(FAMILIES, name)
+    assert __main__.row(name, kinds[name]) == (name, "not known", "")
+    monkeypatch.setitem(REFUSED, name, "it does not want to")
+    with pytest.raises(ValueError, match=rf"^{name} cannot be routed: it does not want to$"):
+        attach(built(name)[0], WINDOWS[:1])
+    assert __main__.row(name, kinds[name]) == (name, "refused", "it does not want to")

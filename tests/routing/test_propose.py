@@ -7,10 +7,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from routing import Adapter, BlockList, Route, attach, prove
-from routing.adapters.families import FAMILIES, Sizes, routable
-from routing.adapters.families.__main__ import MAX_ERROR, built
+from routing.adapters.families import FAMILIES
 from routing.adapters.propose import propose_adapter
-from tests.routing.test_proof import by_speed
+from tests.routing.models import Sizes, built
+from tests.routing.test_proof import MAX_ERROR, by_speed
 
 # No length is that of another: 36 tokens, 7 of text, heads of 48 channels.
 SIZES = Sizes(width=96, num_heads=2, depth=12, side=6, batch=2, num_text=7)
@@ -46,13 +46,13 @@ SEEN = {
 @pytest.mark.parametrize("name", SEEN)
 def test_what_was_seen_is_told_of_a_class_whose_adapter_is_not_found(name):
     with pytest.raises(ValueError, match=SEEN[name]):
-        propose_adapter(*built(FAMILIES[name], SIZES), IMAGES.get(name, "hidden_states"))
+        propose_adapter(*built(name, SIZES), IMAGES.get(name, "hidden_states"))
 
 
-@pytest.mark.parametrize("name", by_speed(routable()))
+@pytest.mark.parametrize("name", by_speed(FAMILIES))
 def test_a_proposal_is_what_was_written_by_hand(name):
-    model, arguments = built(FAMILIES[name], SIZES)
-    by_hand = FAMILIES[name].adapter
+    model, arguments = built(name, SIZES)
+    by_hand = FAMILIES[name]
     num_suffix_tokens = by_hand.block_lists[-1].num_suffix_tokens or by_hand.num_suffix_tokens
     counts = {"num_prefix_tokens": by_hand.num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
     given = counts if name in COUNTED else {}
@@ -213,7 +213,7 @@ def test_a_count_of_tokens_that_were_not_seen_is_refused():
 
 @pytest.mark.slow
 def test_a_text_as_long_as_the_channels_that_the_image_lacks_is_not_gathered():
-    model, arguments = built(FAMILIES["WanTransformer3DModel"], SIZES._replace(num_text=60))  # 36 + 60 = 96
+    model, arguments = built("WanTransformer3DModel", SIZES._replace(num_text=60))  # 36 + 60 = 96
     source = propose_adapter(model, arguments).source
     assert 'shared=("encoder_hidden_states", "temb",)' in source
 

@@ -1,83 +1,50 @@
-"""Transformers of diffusers whose tokens may be routed, by the names of their classes: a file for each line.
+"""Transformers of diffusers by the names of their classes: whose tokens may be routed, and which cannot be.
 
-Written against the signatures of diffusers, which is imported only where a model is built or its text is
-counted. Layers are counted through all lists of a model: FLUX's and AuraFlow's double blocks first, then the
-single ones.
-
-`python -m routing.adapters.families` says what is known of each class of the installed version, and tries it.
+Written against the signatures of diffusers, which is imported only where a text is counted. A row says what
+`attach` must know of a class; tests/routing proves each row on a small model.
 """
 
 import torch.nn as nn
 
 from routing.adapters.adapter import Adapter, plain_forward
-from routing.adapters.families import (
-    ace_step,
-    allegro,
-    anyflow,
-    auraflow,
-    bria_fibo,
-    chroma,
-    cogvideox,
-    cogview,
-    cosmos,
-    dit,
-    easyanimate,
-    ernie,
-    flux,
-    flux2,
-    flux3,
-    flux_like,
-    helios,
-    hidream,
-    hunyuan_dit,
-    hunyuan_image,
-    hunyuan_video,
-    ideogram,
-    joyimage,
-    kandinsky,
-    krea,
-    latte,
-    longcat_audio,
-    ltx,
-    lumina,
-    minimax_h3,
-    minimax_music3,
-    mochi,
-    motif_video,
-    nucleus,
-    omnigen,
-    pixart,
-    proteina,
-    prx,
-    qwen_image,
-    sana,
-    sana_video,
-    sd3,
-    stable_audio,
-    stable_audio3,
-    t5_film,
-    unet,
-    wan,
-    z_image,
-)
-from routing.adapters.families.parts import Built, Family, Sizes
+from routing.adapters.families.images import IMAGES
+from routing.adapters.families.videos import SOUND, VIDEOS
 
-# fmt: off
-LINES = (
-    ace_step, allegro, anyflow, auraflow, bria_fibo, chroma, cogvideox, cogview, cosmos, dit,
-    easyanimate, ernie, flux, flux2, flux3, flux_like, helios, hidream, hunyuan_dit, hunyuan_image,
-    hunyuan_video, ideogram, joyimage, kandinsky, krea, latte, longcat_audio, ltx, lumina,
-    minimax_h3, minimax_music3, mochi, motif_video, nucleus, omnigen, pixart, proteina, prx,
-    qwen_image, sana, sana_video, sd3, stable_audio, stable_audio3, t5_film, unet, wan, z_image,
-)
-# fmt: on
-FAMILIES: dict[str, Family] = {}
-for _line in LINES:
-    FAMILIES |= _line.FAMILIES
+FAMILIES: dict[str, Adapter] = IMAGES | VIDEOS | SOUND
+REFUSED = {
+    "AnyFlowFARTransformer3DModel": "its attention takes a block mask over chunks of frames at their places",
+    "Cosmos3OmniTransformer": "its tokens are packed in one row, without a dimension of samples",
+    "HunyuanDiT2DModel": "skip connections join blocks of the first half to the second",
+    "Kandinsky6SRTransformer3DModel": "its attention chooses among tiles of 8 x 8 tokens",
+    "LatteTransformer3DModel": (
+        "its blocks attend within frames and along frames in turn, each over tokens in a grid"
+    ),
+    "MiniMaxH3Transformer3DModel": (
+        "its blocks take positions and modulation that all samples of a batch share"
+    ),
+    "MiniMaxMusic3RVQDepthDecoder": (
+        "it predicts the codes of one audio frame one after another: its tokens are codebooks"
+    ),
+    "PriorTransformer": "the image is a single token, the embedding that CLIP gives it",
+    "RFD4ProteinaTransformer": ("between blocks all residues update those of pairs, by which blocks attend"),
+    "SanaTransformer2DModel": "its blocks convolve over the grid of tokens",
+    "SanaVideoTransformer3DModel": "its blocks convolve over the grid of tokens and its frames",
+    "SanaWMTransformer3DModel": "its blocks convolve over the grid of tokens and its frames",
+    "TransformerTemporalModel": (
+        "the tokens of a row are frames at one place, and the places of an image are samples"
+    ),
+    "WanAnimateTransformer3DModel": (
+        "between its blocks the tokens of each frame attend to the face of that frame"
+    ),
+    "WanAnimate2Transformer3DModel": "its attention lays tokens out by frame, and masks them by their places",
+    "WanVACETransformer3DModel": (
+        "its control blocks give hints for all tokens, which it adds between its other blocks"
+    ),
+}
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Return the adapter that a class has, or the one for a model of diffusers.
+    """Find the adapter of a class: its own `routing_adapter`, or the row of a model of diffusers.
 
     Raises:
         ValueError: the class is not known, or cannot be routed.
@@ -85,22 +52,15 @@ def adapter_of(model: nn.Module) -> Adapter:
     if isinstance(adapter := getattr(type(model), "routing_adapter", None), Adapter):
         return adapter
     for kind in type(model).__mro__:
-        known = kind.__module__.startswith("diffusers.") and kind.__name__ in FAMILIES
-        if known and plain_forward(type(model)) is kind.forward:  # a class that shards it is derived from it
-            family = FAMILIES[kind.__name__]
-            if family.adapter is None:
-                raise ValueError(f"{kind.__name__} cannot be routed: {family.refused}")
-            return family.adapter
+        name = kind.__name__
+        if not kind.__module__.startswith("diffusers.") or plain_forward(type(model)) is not kind.forward:
+            continue  # a class that shards a model is derived from the one that is known, with its forward
+        if name in REFUSED:
+            raise ValueError(f"{name} cannot be routed: {REFUSED[name]}")
+        if name in FAMILIES:
+            return FAMILIES[name]
     raise ValueError(
-        f"routing knows no {type(model).__name__}: pass a class that "
-        "`python -m routing.adapters.families` lists, not its wrapper (peft: get_base_model()), "
-        "or an adapter with it: routing.propose_adapter writes one"
+        f"routing knows no {type(model).__name__}: pass a class that `python -m routing.adapters.families` "
+        "lists, not its wrapper (peft: get_base_model()), or an adapter with it: routing.propose_adapter "
+        "writes one"
     )
-
-
-def routable() -> list[str]:
-    """Return the names of the classes that are known."""
-    return [name for name, family in FAMILIES.items() if family.adapter]
-
-
-__all__ = ["FAMILIES", "Built", "Family", "Sizes", "adapter_of", "routable"]

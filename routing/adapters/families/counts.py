@@ -1,0 +1,162 @@
+"""Counts and checks of one class each: what no row of a table can say."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+
+from routing.adapters.adapter import Arguments
+from routing.adapters.families.parts import Count
+
+GIST = ("min_num_gist_tokens", "max_num_gist_tokens", "gist_step", "gist_min_text_len", "gist_max_text_len")
+IDEOGRAM_IMAGE = 2  # the role of a token, as Ideogram counts them
+# Z-Image: the patches of an argument that is not accepted; image and text are padded to multiples.
+Z_PATCH_SIZE, Z_MULTIPLE = 2, 32
+
+
+def fibo_2_gists(model: nn.Module, arguments: Arguments) -> list[int]:
+    """Count the tokens that sum up the text of each sample."""
+    from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
+
+    text, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
+    # SYNC: the model does the same
+    lengths = [text.shape[2]] * text.shape[0] if mask is None else mask.sum(dim=1).tolist()
+    return compute_gist_count(lengths, *(model.config[key] for key in GIST))
+
+
+def fibo_2_prefix(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens of the text, which come last where they are padded."""
+    counts = fibo_2_gists(model, arguments)
+    return counts[0] if len(set(counts)) == 1 else 0
+
+
+def fibo_2_suffix(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens of images to edit, and those of the text where they come last."""
+    counts, patch_size = fibo_2_gists(model, arguments), model.config.patch_size
+    num_context_tokens = sum(
+        (latents.shape[2] // patch_size) * (latents.shape[3] // patch_size)
+        for latents in arguments.get("context_latents") or ()
+    )
+    return num_context_tokens + (max(counts) if len(set(counts)) > 1 else 0)
+
+
+def flux_3_references(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens of reference images, an argument of their own."""
+    reference = arguments.get("image_cond_hidden_states")
+    return 0 if reference is None else reference.shape[1]
+
+
+def hidream_padding(model: nn.Module, arguments: Arguments) -> int:
+    """Count the padding behind the image: a square has none, others are as long as the largest."""
+    height, width = arguments["hidden_states"].shape[-2:]
+    return 0 if height == width else model.max_seq - height * width // model.config.patch_size**2
+
+
+def hidream_others(model: nn.Module, arguments: Arguments) -> int:
+    """Count the padding, the text of T5, and two of Llama: one for all blocks, one for each."""
+    num_t5 = arguments["encoder_hidden_states_t5"].shape[-2]
+    num_llama = arguments["encoder_hidden_states_llama3"][0].shape[-2]
+    return hidream_padding(model, arguments) + num_t5 + 2 * num_llama
+
+
+def history(names: Sequence[str], patch_size: Sequence[int] | None = None) -> Count:
+    """Count the tokens of earlier frames, `latents_NAME` (N, C, frames, height, width) each.
+
+    Args:
+        names: of one patch, of two patches for a token along each axis, and of four.
+        patch_size: None: that of the model.
+    """
+
+    def count(model: nn.Module, arguments: Arguments) -> int:
+        total = 0
+        for name, stride in zip(names, (1, 2, 4), strict=True):
+            latents = arguments.get(f"latents_{name}")
+            if latents is not None and arguments.get(f"indices_latents_{name}") is not None:
+                patches = zip(latents.shape[2:], patch_size or model.config.patch_size, strict=True)
+                total += math.prod(math.ceil(size / (stride * patch)) for size, patch in patches)
+        return total
+
+    return count
+
+
+def ideogram_prefix(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens before the image, which must come last, at one place in all samples."""
+    is_image = arguments["indicator"] == IDEOGRAM_IMAGE  # (N, P + T)
+    num_image_tokens = int(is_image[0].sum())  # SYNC: shapes depend on it
+    first = is_image.shape[1] - num_image_tokens
+    if not num_image_tokens or is_image[:, :first].any() or not is_image[:, first:].all():
+        raise ValueError("indicator: the tokens of the image must come last, as many in all samples")
+    return first
+
+
+def joyimage_references(model: nn.Module, arguments: Arguments) -> int:
+    """Count references and padding, which come after the image: the first shape of each sample."""
+    lengths = {math.prod(first) for first, *_ in arguments["shape_list"]}
+    if len(lengths) != 1:
+        raise ValueError(f"shape_list: images of one batch must have as many tokens, found {sorted(lengths)}")
+    return arguments["hidden_states"].shape[1] - lengths.pop()
+
+
+def lumina_2_prefix(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens of the text without its padding, which the model leaves out before its blocks."""
+    lengths = arguments["encoder_attention_mask"].sum(dim=1).tolist()  # SYNC: the model does the same
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"encoder_attention_mask: texts of {lengths} tokens leave the images of a batch at different "
+            "places, routing takes texts of one length"
+        )
+    return int(lengths[0])
+
+
+def qwen_references(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens of reference images; with layers, of the last entry, which they are taken from."""
+    shapes = arguments["img_shapes"][0]  # as in the model, those of all samples
+    others = shapes[1:] if isinstance(shapes, list) else []
+    return sum(map(math.prod, others[-1:] if model.config.use_layer3d_rope else others))
+
+
+def qwen_21_prefix(model: nn.Module, arguments: Arguments) -> int:
+    """Count the tokens of text and reference images, which come before those of the image."""
+    num_text_tokens = int((~arguments["img_mask"][0]).sum())  # SYNC: the model does the same
+    num_target_tokens = math.prod(arguments["img_shapes"][0][-1])
+    return num_text_tokens + arguments["hidden_states"].shape[1] - num_target_tokens
+
+
+def z_image_suffix(model: nn.Module, arguments: Arguments) -> int:
+    """Count the padding of the image and the longest text, in a batch of images of one size."""
+    images, texts = arguments["x"], arguments["cap_feats"]
+    if any(not isinstance(image, torch.Tensor) or image.shape != images[0].shape for image in images):
+        raise ValueError("x: routing takes one image a sample, all of one size")
+    _, frames, height, width = images[0].shape
+    num_tokens = frames * (height // Z_PATCH_SIZE) * (width // Z_PATCH_SIZE)
+    return _padded(num_tokens) - num_tokens + max(_padded(len(text)) for text in texts)
+
+
+def _padded(num_tokens: int) -> int:
+    return -(-num_tokens // Z_MULTIPLE) * Z_MULTIPLE
+
+
+def ace_step_backend(model: nn.Module, arguments: Arguments) -> None:
+    """Refuse backends that find the window of attention by the place of a token in the sequence."""
+    for layer in model.layers:
+        if (backend := layer.self_attn.processor._attention_backend) is not None:
+            raise ValueError(f"the attention backend {backend} of AceStep does not go together with routing")
+
+
+def joyimage_items(model: nn.Module, arguments: Arguments) -> None:
+    """Refuse images that are given in a row (N, items, C, frames, H, W)."""
+    if arguments["hidden_states"].ndim != 5:
+        raise ValueError("hidden_states: reference items of JoyImage do not go together with routing")
+
+
+def motif_decoder(model: nn.Module, arguments: Arguments) -> None:
+    """Refuse decoder layers: they start from the tokens before all blocks."""
+    if model.num_decoder_layers:
+        raise ValueError(f"num_decoder_layers of {type(model).__name__} does not go together with routing")
+
+
+def continuous_inputs(model: nn.Module, arguments: Arguments) -> None:
+    """Refuse patches and codes, which have norms and positions of their own."""
+    if not model.is_input_continuous:
+        raise ValueError("Transformer2DModel goes together with routing for continuous inputs alone")
