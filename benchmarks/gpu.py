@@ -35,7 +35,7 @@ from runtime.provenance import PROJECT, environment
 from runtime.tables import aligned
 
 LIMIT_SEC, GRACE_SEC = 420, 60  # of a stage: when its rows should have ended, and when it is ended
-TIME_IS_UP = 3
+TIME_IS_UP, DEVICE_LOST = 3, 4
 
 
 class Stage(NamedTuple):
@@ -82,7 +82,11 @@ def main() -> None:
         return
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.here:
-        sys.exit(run_stage(asked.stages[0], asked.out, asked.tiny, asked.limit))
+        status = run_stage(asked.stages[0], asked.out, asked.tiny, asked.limit)
+        if status == DEVICE_LOST:  # what frees memory at exit would abort
+            sys.stdout.flush()
+            os._exit(status)
+        sys.exit(status)
     ends = {name: run_apart(name, asked.out, asked.tiny, asked.limit) for name in asked.stages}
     for name, end in ends.items():
         print(f"\n{name}: {end}")
@@ -109,6 +113,7 @@ def run_apart(name: str, out: Path, tiny: bool, limit_sec: float) -> str:
                 os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
             copying.join()
     ends = {0: "done", 1: "some rows have failed", TIME_IS_UP: "time is up: the same command resumes"}
+    ends[DEVICE_LOST] = "the device failed: the same command resumes"
     return ends.get(process.returncode, f"ended with status {process.returncode}")
 
 
@@ -122,7 +127,9 @@ def _copy(source: Any, log: Path) -> None:
 
 
 def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
-    """Measure row after row while there is time; return 0, 1 if rows have failed, or `TIME_IS_UP`."""
+    """Measure row after row while there is time; return 0, 1 if rows have failed, `TIME_IS_UP`, or
+    `DEVICE_LOST` where a row has left a device that no other one can use.
+    """
     start, row_sec, stage = time.perf_counter(), 0.0, STAGES[name]
     device = start_process().device
     record = Record(f"gpu_{name}", out, environment(device) | {"tiny": tiny})
@@ -145,9 +152,21 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
         record.add(setting, rows)
         print(f"{aligned(markdown(rows, stage.columns))}\n({row_sec:.0f} s)", flush=True)
         gc.collect()  # compiled blocks refer to themselves
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if not _recover(device):
+            return DEVICE_LOST
     return int(record.done() != record.started())
+
+
+def _recover(device: torch.device) -> bool:
+    """Free what a row has left on the device; False if the device fails at that, too."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except RuntimeError:  # an illegal memory access stays with the process
+        traceback.print_exc()
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -48,6 +48,16 @@ def rows_in(out):
     return [tuple(row.values()) for row in read_results(file)]
 
 
+def test_a_stage_ends_where_a_row_has_left_a_device_that_fails(tmp_path, stage, monkeypatch):
+    stage(first=failing, second=lambda: [{"ms": 1.0}])
+    monkeypatch.setattr(gpu, "_recover", lambda device: False)  # as after an illegal memory access
+    assert gpu.run_stage("score", tmp_path, True, 60) == gpu.DEVICE_LOST
+    monkeypatch.undo()
+    stage(first=lambda: [{"ms": 2.0}], second=lambda: [{"ms": 1.0}])
+    assert gpu.run_stage("score", tmp_path, True, 60) == 0
+    assert [name for name, *_ in rows_in(tmp_path)] == ["second", "first"]
+
+
 def test_a_stage_records_each_setting_and_continues_after_a_failure(tmp_path, stage):
     stage(first=lambda: [{"ms": 1.0}, {"ms": 2.0}], second=failing, third=lambda: [{"ms": 3.0}])
     assert gpu.run_stage("score", tmp_path, True, 60) == 1
