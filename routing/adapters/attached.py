@@ -274,9 +274,9 @@ class _Attached:
             for blocks in lists:
                 del blocks.routed_passes[thread]
 
-    def _list(self, model: nn.Module, spec: BlockList) -> "_HandingOut":
+    def _list(self, model: nn.Module, spec: BlockList) -> "_RoutedBlocks":
         blocks, length = model.get_submodule(spec.name), sum(layer.spec is spec for layer in self.layers)
-        if not isinstance(blocks, _HandingOut) or len(blocks) != length:
+        if not isinstance(blocks, _RoutedBlocks) or len(blocks) != length:
             changed = (
                 f"{spec.name} of {type(model).__name__} was replaced, or is no longer of {length} blocks"
             )
@@ -378,7 +378,7 @@ class _RoutedPass:
             return block
         if window.is_done:
             return _Ended(block, idx)
-        return _StandIn(block, self.layers[idx], window, idx)
+        return _RoutedBlock(block, self.layers[idx], window, idx)
 
     def _window(self) -> _Window | None:
         """Return the window in which the last block is."""
@@ -454,7 +454,7 @@ class _Residuals(Sequence):
             return self.routed_pass.residual(self.values[i])
 
 
-class _StandIn:
+class _RoutedBlock:
     """What a routed pass calls in place of a block of a window.
 
     It refers to its own window alone: through the pass, what gradient checkpointing saves would be a cycle.
@@ -531,7 +531,7 @@ class _Ended:
         return getattr(self._block, name)
 
 
-class _HandingOut:
+class _RoutedBlocks:
     """A list of blocks that hands out stand-ins during a routed pass."""
 
     first_idx = 0  # of its first block, through all lists
@@ -555,11 +555,11 @@ class _HandingOut:
         return self.routed_passes.get(threading.get_ident()) if self.routed_passes else None
 
 
-class _RoutedModuleList(_HandingOut, nn.ModuleList):
+class _RoutedModuleList(_RoutedBlocks, nn.ModuleList):
     pass
 
 
-class _RoutedSequential(_HandingOut, nn.Sequential):
+class _RoutedSequential(_RoutedBlocks, nn.Sequential):
     pass
 
 

@@ -700,7 +700,9 @@ def test_a_pass_without_backward_leaves_nothing_behind():
     run(model, arguments)
     gc.collect()
     assert not [
-        found for found in gc.get_objects() if type(found).__name__ in ("_RoutedPass", "_Window", "_StandIn")
+        found
+        for found in gc.get_objects()
+        if type(found).__name__ in ("_RoutedPass", "_Window", "_RoutedBlock")
     ]
 
 
