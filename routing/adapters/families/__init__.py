@@ -53,11 +53,10 @@ def adapter_of(model: nn.Module) -> Adapter:
         return adapter
     for kind in type(model).__mro__:
         name = kind.__name__
-        if not kind.__module__.startswith("diffusers.") or plain_forward(type(model)) is not kind.forward:
-            continue  # a class that shards a model is derived from the one that is known, with its forward
-        if name in REFUSED:
-            raise ValueError(f"{name} cannot be routed: {REFUSED[name]}")
-        if name in FAMILIES:
+        known = kind.__module__.startswith("diffusers.") and name in FAMILIES | REFUSED
+        if known and plain_forward(type(model)) is kind.forward:  # a class that shards it is derived from it
+            if name in REFUSED:
+                raise ValueError(f"{name} cannot be routed: {REFUSED[name]}")
             return FAMILIES[name]
     raise ValueError(
         f"routing knows no {type(model).__name__}: pass a class that `python -m routing.adapters.families` "
