@@ -48,8 +48,8 @@ browser: setup ## the page of runs in a browser that nobody sees; installs one w
 	$(BIN)/python -m pytest tests/training/test_browser.py $(PYTEST_ARGS)
 
 twins: setup ## the twin study and its page, a day or two of two cores: the same command goes on; ARGS="digits --arms dense routed"
-	$(BIN)/python -m benchmarks.twins $(TWINS) $(ARGS)
-	$(BIN)/python -m benchmarks.claims $(TWINS)
+	$(BIN)/python -m study.twins $(TWINS) $(ARGS)
+	$(BIN)/python -m study.claims $(TWINS)
 
 soak: setup ## kill runs at random moments, 100 times each way (an hour), and count what was lost
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)

@@ -20,6 +20,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 SOURCES = ("*.py", "configs/**/*.yaml", *(f"{package}/**/*.py" for package in OWN_PACKAGES))
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity")
 PACKAGES += ("pillow",)
+RECORDS = (":!benchmarks/results", ":!study/results")  # results, not code
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "command": " ".join([os.path.relpath(sys.argv[0], PROJECT), *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD"),
         "source_sha256": source_sha256(),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".", *RECORDS)),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -16,7 +16,6 @@ from hydra.types import RunMode
 from joblib import cpu_count
 from omegaconf.errors import OmegaConfBaseException
 
-from benchmarks.published import read_header, read_rows
 from builders import config as configuration
 from builders.auto import resolve_auto
 from builders.kept_tokens import KeptTokensLoss
@@ -30,6 +29,7 @@ from models.blocks import BLOCKS
 from routing import RoutePlan, norm_router
 from runtime.config import build_node
 from runtime.provenance import flatten
+from study.published import read_header, read_rows
 from tests.runs import ROOT, validated
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem != "auto"]

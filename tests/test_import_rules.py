@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"models", "routing", "diffusion", "data", "evaluation", "training", "runtime", "builders"}
-PACKAGES = ROOMS | {"benchmarks", "examples", "tests"}
+PACKAGES = ROOMS | {"benchmarks", "study", "examples", "tests"}
 ENTRY_POINTS = {"train", "sample", "fid"}
 OWN = PACKAGES | ENTRY_POINTS
 # Programs may import all rooms, and use @hydra.main.
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "builders": ROOMS,
     "examples": ROOMS | {"examples"},
     "benchmarks": ROOMS | {"benchmarks", "examples"} | ENTRY_POINTS,
+    "study": ROOMS | {"study", "benchmarks"},
     "tests": OWN,
 }
 # Stand-ins for the forward of any model or block.

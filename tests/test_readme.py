@@ -13,9 +13,7 @@ import yaml
 from benchmarks import (
     advise,  # noqa: F401  registers its schema
     gpu,
-    twins,
 )
-from benchmarks.published import read_header, read_rows
 from builders import config as configuration
 from builders import recipe
 from builders.sampling import SampleConfig
@@ -27,10 +25,12 @@ from evaluation.files import PUBLISHED
 from examples import finetune
 from models import export  # noqa: F401  it registers its schema
 from runtime.provenance import flatten
+from study import twins
+from study.published import read_header, read_rows
 from tests.runs import ROOT, composed
 
 FOLDERS = ("training", "routing", "models", "diffusion", "data", "evaluation", "benchmarks")
-SOURCES = (*FOLDERS, "builders", "runtime", "configs", "examples", "tests")
+SOURCES = (*FOLDERS, "study", "builders", "runtime", "configs", "examples", "tests")
 PAPERS = {
     "TREAD",
     "DiT",
@@ -106,7 +106,7 @@ def test_commands_compose_and_validate(command, monkeypatch):
     if words[:3] == ["python", "-m", "benchmarks.gpu"]:
         gpu.parse(shlex.split(command, comments=True)[3:])
         return
-    if words[:3] == ["python", "-m", "benchmarks.twins"]:
+    if words[:3] == ["python", "-m", "study.twins"]:
         twins.parse(shlex.split(command, comments=True)[3:])
         return
     program, overrides = overrides_of(command)
@@ -146,16 +146,19 @@ def test_examples_run(example, tmp_path, monkeypatch):
 
 
 def test_the_page_of_benchmarks_names_every_program():
-    named = set(re.findall(r"python -m benchmarks\.(\w+)", PAGES["benchmarks"]))
-    files = (ROOT / "benchmarks").glob("*.py")
-    assert named == {file.stem for file in files if "if __name__ ==" in file.read_text()}
+    named = set(re.findall(r"python -m (benchmarks|study)\.(\w+)", PAGES["benchmarks"]))
+    files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "study").glob("*.py")]
+    programs = {(file.parent.name, file.stem) for file in files if "if __name__ ==" in file.read_text()}
+    assert named == programs
 
 
 def test_records_that_are_named_exist():
     pages = [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]
     texts = [page.read_text() for page in pages]
-    named = {name for text in texts for name in re.findall(r"benchmarks/results/([\w.-]+\.csv)", text)}
-    assert named <= {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
+    named = {
+        name for text in texts for name in re.findall(r"((?:benchmarks|study)/results/[\w.-]+\.csv)", text)
+    }
+    assert all((ROOT / name).is_file() for name in named)
     assert len(named) >= 7
 
 

@@ -9,12 +9,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from benchmarks.published import expected_config, read_header
 from builders.network import build_net
 from builders.sampling import open_weights_file
 from data import LatentManifest
 from models import cost_of
 from routing import Routing
+from study.published import expected_config, read_header
 
 WIDTH, HEADS, PATCH, CHANNELS, CLASSES = 384, 6, 2, 4, 10
 STACKS = ("encoder_blocks", "middle_blocks", "decoder_blocks")

@@ -1,4 +1,4 @@
-"""Published rows beside what was measured: `python -m benchmarks.published [FOLDER ...] [--write]`.
+"""Published rows beside what was measured: `python -m study.published [FOLDER ...] [--write]`.
 
 A row is an `expected:` line in the header of a file of configs/experiment/: metrics, and after `with` the
 keys that training and sampling have beside the file's own; UNKNOWN is a value that was not published. A dense

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import twins
-from benchmarks.effects import Records
 from benchmarks.results import Record, read_results
 from builders.network import build_net
 from models import cost_of
+from study import twins
+from study.records import Records
 from tests.programs import start
 from tests.runs import tiny_run, validated
 from training.arms import Run
@@ -85,7 +85,7 @@ def test_the_cost_of_a_run_is_that_of_its_steps_as_they_were_routed(tmp_path):
 
 @pytest.mark.slow
 def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
-    asked = ("-m benchmarks.twins", str(tmp_path), "digits", "--tiny", "--seeds=0", "--jobs=1")
+    asked = ("-m study.twins", str(tmp_path), "digits", "--tiny", "--seeds=0", "--jobs=1")
     first = start(*asked, "--arms", "routed").stdout
     (file,) = tmp_path.glob("twins_digits_*.csv")
     rows = read_results(file)
@@ -128,7 +128,7 @@ def test_the_rehearsal_of_another_machine_counts_for_none_but_a_rehearsal(tmp_pa
 
 @pytest.mark.slow
 def test_steps_of_arms_are_timed_in_turn_and_read_by_claims(tmp_path):
-    asked = ("-m benchmarks.twins", str(tmp_path), "mixture", "--time", "--tiny")
+    asked = ("-m study.twins", str(tmp_path), "mixture", "--time", "--tiny")
     start(*asked, "--arms", "dense", "routed")
     (file,) = tmp_path.glob("twins_steps_*.csv")
     rows = read_results(file)

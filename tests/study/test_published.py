@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import published
-from benchmarks.published import PAGE, TABLE, Row, fits, main, read_records, read_rows, table
 from data import LatentManifest, LatentWriter
 from runtime.tables import aligned
+from study import published
+from study.published import PAGE, TABLE, Row, fits, main, read_records, read_rows, table
 from tests.inception import write_random_weights
 from tests.programs import start
 

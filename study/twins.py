@@ -1,10 +1,10 @@
 """The twin study: networks that differ in one thing, over seeds, each at the learning rate that suits it.
 
-    python -m benchmarks.twins OUT                                all studies; the same command goes on
-    python -m benchmarks.twins OUT digits --arms dense routed     some
-    python -m benchmarks.twins OUT digits --arms routed --change model.mlp_ratio=3
+    python -m study.twins OUT                                all studies; the same command goes on
+    python -m study.twins OUT digits --arms dense routed     some
+    python -m study.twins OUT digits --arms routed --change model.mlp_ratio=3
                                                                   a changed arm, beside those that are there
-    python -m benchmarks.twins OUT --time                         the time of a step of each arm: alone!
+    python -m study.twins OUT --time                         the time of a step of each arm: alone!
 
 Of each arm a short training at each of three learning rates chooses the one with the lowest held-out dense
 loss, on a seed of its own; then the seeds are trained by train.py, and samples scored by it and fid.py. OUT
@@ -134,7 +134,7 @@ COLUMNS = {
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return what the command line asks."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.twins", None, __doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser("python -m study.twins", None, __doc__, formatter_class=raw)
     parser.add_argument("out", type=Path, help="folder of the runs and the records")
     parser.add_argument(
         "studies", nargs="*", metavar="study", help=f"some of {', '.join(STUDIES)}; none: all"

@@ -1,0 +1,1 @@
+import runtime.openmp  # noqa: F401 before torch
