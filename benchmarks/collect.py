@@ -1,80 +1,74 @@
-"""Copy records of `benchmarks.gpu` into the project, and fill the tables of README.md and RESULTS.md.
+"""Merge records of `benchmarks.gpu` into the project, and fill the tables of README.md and RESULTS.md.
 
 A table stands between `<!-- benchmarks.gpu NAME -->` and `<!-- end -->` and is written here alone; without a
 record it is empty.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import yaml
 
-from benchmarks.results import markdown, read_environment, read_results
+from benchmarks.results import (
+    NOT_ENDED,
+    Rows,
+    code_of,
+    done_in,
+    markdown,
+    read_environment,
+    read_results,
+    write_record,
+)
 from runtime.files import write_text
 from runtime.provenance import environment
 
 PAGES = ("README.md", "RESULTS.md")
 TABLE = re.compile(r"(<!-- benchmarks\.gpu (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SPEED = ("setting", "images_per_sec", "utilisation", "speedup_over_dense", "share_of_predicted")
-XL = [{"setting": "XL/2", "step": step} for step in ("dense", "routed")]
-BASE_ROUTED = {"setting": "256 tokens", "step": "routed"}
-CHECKPOINTED = {"setting": "XL/2, checkpointing", "step": "dense"}
-GUIDED = {"setting": "bf16, eager, batch 4", "evaluation": "guided"}
-# What, the target, stage, column, format.
-TARGETS = [
-    ("B/2, XL/2, batch 256: share of predicted speed-up", "95 %", "step", "share_of_predicted", "{:.0%}"),
-    ("XL/2, batch 256: utilisation, dense and routed", "50 %, 45 %", "step", "utilisation", "{:.0%}"),
-    ("the same: outside of forward and backward", "6 %", "step", "share_outside", "{:.1%}"),
-    ("XL/2, dense: memory, then with checkpointing", "fits, half", "step", "peak_memory_gib", "{:.0f} GiB"),
-    ("XL/2, batch 4, bf16: guided, one forward against two", "1.5x", "sample", "speedup_over_two", "{:.2f}x"),
-    ("XL/2, 40 Heun steps as sample.py: share of the peak", "45 %", "sample", "share_of_peak", "{:.0%}"),
-    ("the same against eager fp32", "4x", "sample", "speedup_over_eager", "{:.2f}x"),
-    ("the same, guided: cost over unguided", "2.1x", "sample", "cost_over_unguided", "{:.2f}x"),
-]
-TARGET_ROWS = {
-    "share_of_predicted": [BASE_ROUTED, XL[1]],
-    "utilisation": XL,
-    "share_outside": XL,
-    "peak_memory_gib": [XL[0], CHECKPOINTED],
-    "speedup_over_two": [GUIDED],
-    "share_of_peak": [{"evaluation": "default"}],
-    "speedup_over_eager": [{"evaluation": "default"}],
-    "cost_over_unguided": [{"evaluation": "default, guided"}],
-}
 Columns = Mapping[str, Mapping[str, str]]  # of each stage's table, key -> format
 
 
-def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
-    """Copy the records of a folder, and fill the tables from all records of the project.
+def collect(out: Path, columns: Columns, whole: Collection[str], project: Path, tiny: bool) -> None:
+    """Merge the records of a folder into those of the project, and fill the tables from all of these.
 
     Args:
+        whole: stages whose records are replaced instead: their rows belong together.
         tiny: the records are of a rehearsal, for a copy of the project.
     """
-    files = sorted(out.glob("gpu_*.csv"))
+    files = {file: read_environment(file) for file in sorted(out.glob("gpu_*.csv"))}
     if not files:
         raise ValueError(f"{out} has no record: python -m benchmarks.gpu {out} writes them")
-    for file in files:
-        if read_environment(file)["tiny"] != str(tiny):
+    for file, about in files.items():
+        if about["tiny"] != str(tiny):
             raise ValueError(f"{file} is {'not ' if tiny else ''}of a rehearsal (--tiny)")
-    results = project / "benchmarks" / "results"
-    results.mkdir(parents=True, exist_ok=True)
     here = environment(torch.device("cpu"))
-    for file in files:
-        text = file.read_text()
-        # A copy of the code without its newest history cannot name its commit.
-        same_code = f"# source_sha256: {here['source_sha256']}\n" in text
-        if same_code and here["commit"] and not here["uncommitted_changes"]:
-            text = re.sub("# commit: .*", f"# commit: {here['commit']}", text, count=1)
-            text = re.sub("# uncommitted_changes: .*", "# uncommitted_changes: False", text, count=1)
-        write_text(results / file.name, text)
-        print(f"recorded in {results / file.name}")
+    for file, about in files.items():
+        target = project / "benchmarks" / "results" / file.name
+        rows = read_results(file)
+        for row in rows:
+            # A copy of the code without its newest history cannot name its commit.
+            if row["commit"] == code_of(here) and here["commit"] and not here["uncommitted_changes"]:
+                row["commit"] = here["commit"]
+        if target.exists() and file.name.split("_")[1] not in whole:
+            rows = merged(read_results(target), rows)
+        write_record(target, rows, about)
+        print(f"recorded in {target}")
     for page in PAGES:
+        results = project / "benchmarks" / "results"
         write_text(project / page, filled((project / page).read_text(), results, columns))
 
 
+def merged(earlier: Rows, rows: Rows) -> Rows:
+    """Rows with each setting once: newer ones replace earlier ones unless they failed where those did not."""
+    ended = {row["setting"] for row in rows if row.get("failed") != NOT_ENDED}
+    new = ended - (done_in(earlier) - done_in(rows))
+    return [row for row in earlier if row["setting"] not in new] + [r for r in rows if r["setting"] in new]
+
+
 def filled(text: str, results: Path, columns: Columns) -> str:
-    """Return a page with its tables written again."""
+    """A page with its tables written again."""
     tables = {name: of_stage(results, name, form) for name, form in columns.items()}
     speed = {key: columns["step"][key] for key in SPEED}
     tables["speed"] = of_stage(results, "step", speed, lambda row: row.get("step") == "routed")
@@ -88,7 +82,7 @@ def of_stage(
     columns: Mapping[str, str],
     chosen: Callable[[Mapping[str, str]], bool] = lambda row: True,
 ) -> str:
-    """Return the table of each record of a stage, and where it is from; an empty one without records."""
+    """The table of each record of a stage, and where it is from; an empty one without records."""
     tables = []
     for file in sorted(results.glob(f"gpu_{stage}_*.csv")):
         rows = [row for row in read_results(file) if chosen(row)]
@@ -100,29 +94,32 @@ def of_stage(
 
 
 def caption(file: Path, stage: str) -> str:
-    """Return where a record comes from."""
+    """Where a record comes from."""
     found = read_environment(file)
     device = found["processor"] if found["device"] == "cpu" else found["device"]
     version = re.search(r'"torch": "([^"]+)"', found["versions"])[1]
-    code = f"commit {found['commit'][:7]}"
-    if found["commit"] == "None":
-        code = f"sha256 {found['source_sha256'][:12]} of the code"
-    code += " with uncommitted changes" if found["uncommitted_changes"] == "True" else ""
-    code += " (a rehearsal)" if found["tiny"] == "True" else ""
+    commits = dict.fromkeys(
+        re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", row["commit"]) for row in read_results(file)
+    )
+    code = f"commit {', '.join(commits)}" + (" (a rehearsal)" if found["tiny"] == "True" else "")
     what = f"`python -m benchmarks.gpu OUT {stage}` at {code}, {found['date']}, {device}, torch {version}"
     return f"{what} ([record](benchmarks/results/{file.name}))."
 
 
 def targets(results: Path) -> str:
-    """Return what was aimed at, beside what the records of CUDA devices say."""
+    """What was aimed at, beside what the records of CUDA devices say."""
     cells = []
-    for what, target, stage, key, form in TARGETS:
-        files = sorted(results.glob(f"gpu_{stage}_NVIDIA*.csv"))
-        rows = [row for file in files for row in read_results(file) if row.get(key)]
-        found = [
-            " and ".join(form.format(float(row[key])) for row in rows if wanted.items() <= row.items()) or "-"
-            for wanted in TARGET_ROWS[key]
-        ]
-        measured = ", ".join(found) if set(found) != {"-"} else ""
-        cells.append({"on a GPU": what, "target": target, "measured": measured})
+    for row in yaml.safe_load((Path(__file__).parent / "targets.yaml").read_text()):
+        cells.append({"on a GPU": row["what"], "target": row["target"]})
+        cells[-1]["measured"] = _reached(results, row["rows"], **row["shown"])
     return markdown(cells, dict.fromkeys(cells[0], "{}"), everything=True)
+
+
+def _reached(results: Path, rows: Sequence[Mapping[str, str]], stage: str, column: str, form: str) -> str:
+    files = sorted(results.glob(f"gpu_{stage}_NVIDIA*.csv"))
+    filled = [row for file in files for row in read_results(file) if row.get(column)]
+    cells = (
+        [form.format(float(row[column])) for row in filled if own.items() <= row.items()] for own in rows
+    )
+    texts = [" and ".join(each) or "-" for each in cells]
+    return ", ".join(texts) if set(texts) != {"-"} else ""

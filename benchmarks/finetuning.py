@@ -97,7 +97,7 @@ def main() -> None:
     sizes = Sizes(32, 4, 4, 4) if asked.tiny else Sizes()
     about = environment(torch.device("cpu")) | {"tiny": asked.tiny}
     asked.out.mkdir(parents=True, exist_ok=True)
-    record = Record("finetuning_twins", asked.out, about, fixed=("tiny",))
+    record = Record("finetuning_twins", asked.out, about)
     work = Work(asked.out.resolve(), sizes, record, asked.jobs, about["commit"])
     work.prepare()
     for kind in LRS:

@@ -2,7 +2,7 @@
 seconds.
 
 The recipe of `data=glyphs` as it stands: 256 tokens, S/2, 62 classes, batch 256, one seed. Each turn trains
-one of both 2,000 steps further by `train.py`, which scores it in the end.
+one of both 500 steps further by `train.py`, which scores it in the end.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 from benchmarks.results import Rows
 from runtime.provenance import PROJECT
 
-STEPS, TURNS = 2000, 25  # a turn
+STEPS, TURNS = 500, 100  # a turn, which a short loan of a GPU has time for
 SCORES = ("fd_classifier", "label_accuracy", "val_loss_dense_ema")
 MODELS = {"dense": "model=dit", "routed": "model=tread"}
 TINY = (
@@ -49,7 +49,7 @@ COLUMNS = {
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
-    """Return what trains each run on, in turn; see `benchmarks.gpu`."""
+    """What trains each run on, in turn; see `benchmarks.gpu`."""
     steps, turns, overrides = (1, 2, TINY) if tiny else (STEPS, TURNS, ())
     folder = (out / "twins").resolve()
     return {
@@ -60,7 +60,7 @@ def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], 
 
 
 def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], folder: Path) -> Rows:
-    """Train one run to a step; return its scores beside those of the dense one after the same seconds."""
+    """Train one run to a step: its scores beside those of the dense one after the same seconds."""
     if total_steps > steps and not (folder / kind).exists():
         raise ValueError(f"{folder / kind} is gone: start in another folder")
     data = ("data=glyphs", f"data.path={folder / 'latents'}", "evaluation=glyphs")
@@ -76,7 +76,7 @@ def train_on(kind: str, total_steps: int, steps: int, overrides: Sequence[str], 
 
 
 def scores_of(run: Path) -> Rows:
-    """Return step, images, seconds of training and scores of each evaluation of a run."""
+    """Step, images, seconds of training and scores of each evaluation of a run."""
     found, rates = [], []
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         if "images_per_sec" in line:
@@ -90,7 +90,7 @@ def scores_of(run: Path) -> Rows:
 
 
 def at_second(scores: Sequence[Mapping[str, Any]], key: str, train_sec: float) -> float | None:
-    """Return a score after so many seconds of training, between evaluations on a line; None outside."""
+    """A score after so many seconds of training, between evaluations on a line; None outside."""
     seconds = [found["train_sec"] for found in scores]
     if not seconds[0] <= train_sec <= seconds[-1]:
         return None

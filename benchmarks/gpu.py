@@ -6,7 +6,8 @@
     python -m benchmarks.gpu --collect OUT          records to benchmarks/results/, figures to the pages
 
 OUT gets a record and a log of each stage, written after every row. The same command resumes where it was
-stopped, and measures again what has failed. benchmarks/README.md says what each stage does.
+stopped, and measures again what has failed. What the project has recorded of the same device and torch is
+left out, unless `--again` is given. benchmarks/README.md says what each stage does.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import torch
 
 from benchmarks import check, evaluation_speed, families, glyphs, sampling, train_step
 from benchmarks.collect import collect
-from benchmarks.results import Record, Rows, markdown, read_results
+from benchmarks.results import NOT_ENDED, RESULTS, Record, Rows, done_in, markdown, read_results
 from runtime.config import run_main
 from runtime.errors import UserError
 from runtime.machine import start_process
@@ -35,14 +36,24 @@ from runtime.provenance import PROJECT, environment
 from runtime.tables import aligned
 
 LIMIT_SEC, GRACE_SEC = 420, 60  # of a stage: when its rows should have ended, and when it is ended
-TIME_IS_UP, DEVICE_LOST = 3, 4
+TIME_IS_UP, DEVICE_FAILED = 3, 4
+ENDS = {
+    0: "done",
+    1: "some rows have failed",
+    TIME_IS_UP: "time is up: the same command resumes",
+    DEVICE_FAILED: "an error of CUDA has ended it: the same command goes on with the other rows",
+}
 
 
 class Stage(NamedTuple):
-    """What measures each setting, in order, and how its rows are shown."""
+    """What measures each setting, from short to long, and how its rows are shown.
+
+    `has_state`: a setting continues what the one before left in the folder of the records.
+    """
 
     plan: Callable[[torch.device, bool, Path], dict[str, Callable[[], Rows]]]  # device, tiny, records' folder
     columns: dict[str, str]
+    has_state: bool = False
 
 
 STAGES = {
@@ -51,18 +62,19 @@ STAGES = {
     "sample": Stage(sampling.plan, sampling.COLUMNS),
     "score": Stage(evaluation_speed.plan, evaluation_speed.COLUMNS),
     "families": Stage(families.plan, families.COLUMNS),
-    "twins": Stage(glyphs.plan, glyphs.COLUMNS),
+    "twins": Stage(glyphs.plan, glyphs.COLUMNS, has_state=True),
 }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line asks."""
+    """The request of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", None, __doc__, formatter_class=raw)
     parser.add_argument("out", type=Path, help="folder of the records")
     parser.add_argument("stages", nargs="*", metavar="stage", help="none: all")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same code in seconds")
     parser.add_argument("--limit", type=float, default=LIMIT_SEC, help="seconds for each stage")
+    parser.add_argument("--again", action="store_true", help="measure what is recorded in the project, too")
     parser.add_argument("--here", action="store_true", help="run one stage in this process, without a log")
     parser.add_argument("--collect", action="store_true", help="put the records of OUT into the project")
     parser.add_argument("--into", type=Path, default=PROJECT, help="with --collect: a copy of the project")
@@ -78,16 +90,14 @@ def main() -> None:
     asked = parse()
     if asked.collect:
         columns = {name: stage.columns for name, stage in STAGES.items()}
-        collect(asked.out, columns, asked.into, asked.tiny)
+        whole = {name for name, stage in STAGES.items() if stage.has_state}
+        collect(asked.out, columns, whole, asked.into, asked.tiny)
         return
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.here:
-        status = run_stage(asked.stages[0], asked.out, asked.tiny, asked.limit)
-        if status == DEVICE_LOST:  # what frees memory at exit would abort
-            sys.stdout.flush()
-            os._exit(status)
-        sys.exit(status)
-    ends = {name: run_apart(name, asked.out, asked.tiny, asked.limit) for name in asked.stages}
+        sys.exit(run_stage(asked.stages[0], asked.out, asked.tiny, asked.limit, asked.again))
+    options = ["--tiny"] * asked.tiny + ["--again"] * asked.again
+    ends = {name: run_apart(name, asked.out, asked.limit, *options) for name in asked.stages}
     for name, end in ends.items():
         print(f"\n{name}: {end}")
         for file in asked.out.glob(f"gpu_{name}_*.csv"):
@@ -95,13 +105,13 @@ def main() -> None:
     sys.exit(any(end != "done" for end in ends.values()))
 
 
-def run_apart(name: str, out: Path, tiny: bool, limit_sec: float) -> str:
-    """Run a stage in a process of its own, so that none brings down another; return in words how it ended."""
+def run_apart(name: str, out: Path, limit_sec: float, *options: str) -> str:
+    """Run a stage in a process of its own, so that none brings down another; how it ended, in words."""
     command = [sys.executable, "-m", "benchmarks.gpu", str(out), name, "--here", f"--limit={limit_sec}"]
-    command += ["--tiny"] * tiny
+    command += options
     print(f"\n{name}: the log is {out / name}.log", flush=True)
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": PROJECT, "process_group": 0}
-    with subprocess.Popen(command, **options) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=PROJECT, process_group=0, **pipes) as process:
         copying = threading.Thread(target=_copy, args=(process.stdout, out / f"{name}.log"))
         copying.start()
         try:
@@ -112,9 +122,7 @@ def run_apart(name: str, out: Path, tiny: bool, limit_sec: float) -> str:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
             copying.join()
-    ends = {0: "done", 1: "some rows have failed", TIME_IS_UP: "time is up: the same command resumes"}
-    ends[DEVICE_LOST] = "the device failed: the same command resumes"
-    return ends.get(process.returncode, f"ended with status {process.returncode}")
+    return ENDS.get(process.returncode, f"ended with status {process.returncode}")
 
 
 def _copy(source: Any, log: Path) -> None:
@@ -126,14 +134,24 @@ def _copy(source: Any, log: Path) -> None:
             sys.stdout.flush()
 
 
-def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
-    """Measure row after row while there is time; return 0, 1 if rows have failed, `TIME_IS_UP`, or
-    `DEVICE_LOST` where a row has left a device that no other one can use.
+def run_stage(name: str, out: Path, tiny: bool, limit_sec: float, again: bool = False) -> int:
+    """Measure setting after setting while there is time.
+
+    Args:
+        again: measure what the committed record of this device has, too.
+
+    Returns:
+        0; 1 if rows have failed; TIME_IS_UP; DEVICE_FAILED.
     """
     start, row_sec, stage = time.perf_counter(), 0.0, STAGES[name]
     device = start_process().device
     record = Record(f"gpu_{name}", out, environment(device) | {"tiny": tiny})
     settings = stage.plan(device, tiny, out)
+    committed = RESULTS / record.file.name
+    if committed.exists() and not (tiny or again or stage.has_state):
+        recorded = done_in(read_results(committed))
+        print(f"{len(settings.keys() & recorded)} settings are recorded in {committed}", flush=True)
+        settings = {setting: measure for setting, measure in settings.items() if setting not in recorded}
     # What failed or was cut off is measured again when all others have had their turn.
     for setting, measure in sorted(settings.items(), key=lambda item: item[0] in record.started()):
         if setting in record.done():
@@ -141,7 +159,7 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
         row_start = time.perf_counter()
         if row_start - start + row_sec > limit_sec:  # one takes about as long as the one before
             return TIME_IS_UP
-        record.add(setting, [{"failed": "started and not ended"}])
+        record.add(setting, [{"failed": NOT_ENDED}])
         print(setting, flush=True)
         try:
             rows = measure()
@@ -151,21 +169,22 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float) -> int:
         row_sec = time.perf_counter() - row_start
         record.add(setting, rows)
         print(f"{aligned(markdown(rows, stage.columns))}\n({row_sec:.0f} s)", flush=True)
-        gc.collect()  # compiled blocks refer to themselves
-        if not _recover(device):
-            return DEVICE_LOST
-    return int(record.done() != record.started())
+        if not clear(device):
+            print(f"{setting}: CUDA does not go on in this process; the same command resumes", flush=True)
+            return DEVICE_FAILED
+    return int(not settings.keys() <= record.done())
 
 
-def _recover(device: torch.device) -> bool:
-    """Free what a row has left on the device; False if the device fails at that, too."""
-    try:
-        if device.type == "cuda":
+def clear(device: torch.device) -> bool:
+    """Free the memory of a setting; False where an error of CUDA has broken the process."""
+    gc.collect()  # compiled blocks refer to themselves
+    if device.type == "cuda":
+        try:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-    except RuntimeError:  # an illegal memory access stays with the process
-        traceback.print_exc()
-        return False
+        except RuntimeError:  # every further call raises the same error
+            traceback.print_exc()
+            return False
     return True
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from runtime.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
+NOT_ENDED = "started and not ended"
+OF_ROWS = ("commit", "source_sha256", "uncommitted_changes")  # in a record that is continued
 Rows = list[dict[str, Any]]
 
 
@@ -25,7 +27,7 @@ def write_results(
         environment: of `runtime.provenance`, taken before the measurement.
     """
     file = _file_of(name, environment, folder)
-    _write(file, rows, {"date": date.today().isoformat(), **environment})
+    write_record(file, rows, {"date": date.today().isoformat(), **environment})
     print(f"recorded in {file}")
     return file
 
@@ -33,56 +35,79 @@ def write_results(
 class Record:
     """The record of a stage, written after every setting, which the same command continues.
 
-    Args:
-        fixed: keys of the environment that must be the same.
+    Each row names its commit. A rehearsal (`tiny`) and a measurement do not share a record.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        environment: Mapping[str, Any],
-        fixed: Sequence[str] = ("source_sha256", "tiny"),
-    ):
-        self.file, self.rows = _file_of(name, environment, folder), []
-        self.environment = {"date": date.today().isoformat(), **environment}
+    def __init__(self, name: str, folder: Path, environment: Mapping[str, Any]):
+        self.file, self.rows, self.commit = _file_of(name, environment, folder), [], commit_of(environment)
+        shared = {key: value for key, value in environment.items() if key not in OF_ROWS}
+        self.environment = {"date": date.today().isoformat(), **shared}
         if self.file.exists():
             earlier, self.rows = read_environment(self.file), read_results(self.file)
-            for key in fixed:
-                if earlier[key] != str(environment[key]):
-                    now = f"{earlier[key]}, not {environment[key]}"
-                    raise ValueError(f"{self.file} is of {key} {now}: give another folder")
+            if earlier["tiny"] != str(environment["tiny"]):
+                now = f"{earlier['tiny']}, not {environment['tiny']}"
+                raise ValueError(f"{self.file} is of tiny {now}: give another folder")
             self.environment["date"] = earlier["date"]
 
     def add(self, setting: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of a setting, in place of those that had failed."""
         kept = [row for row in self.rows if row["setting"] != setting]
-        self.rows = [*kept, *({"setting": setting, **row} for row in rows)]
-        _write(self.file, self.rows, self.environment)
+        self.rows = [*kept, *({"setting": setting, **row, "commit": self.commit} for row in rows)]
+        write_record(self.file, self.rows, self.environment)
 
     def started(self) -> set[str]:
-        """Return the settings that have rows."""
+        """The settings that have rows."""
         return {row["setting"] for row in self.rows}
 
     def done(self) -> set[str]:
-        """Return the settings of which no row has failed."""
-        return self.started() - {row["setting"] for row in self.rows if row.get("failed")}
+        """The settings of which no row has failed."""
+        return done_in(self.rows)
+
+
+def done_in(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The settings of which no row has failed."""
+    return {row["setting"] for row in rows} - {row["setting"] for row in rows if row.get("failed")}
+
+
+def commit_of(environment: Mapping[str, Any]) -> str:
+    """The commit of an environment; in a copy of the code without its history the hash of the code."""
+    commit = environment["commit"] or code_of(environment)
+    return commit + (" with uncommitted changes" if environment["uncommitted_changes"] else "")
+
+
+def code_of(environment: Mapping[str, Any]) -> str:
+    """The hash of the code of an environment, in place of a commit."""
+    return f"sha256 {environment['source_sha256'][:12]}"
+
+
+def write_record(file: Path, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
+    """Write rows below where they come from."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    for key, value in environment.items():
+        text.write(f"# {key}: {json.dumps(value) if isinstance(value, dict) else value}\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, text.getvalue())
 
 
 def read_results(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a record."""
+    """The rows of a record."""
     with file.open(newline="") as f:
         return list(csv.DictReader(line for line in f if not line.startswith("#")))
 
 
 def read_environment(file: Path) -> dict[str, str]:
-    """Return the first lines of a record, as text by key."""
+    """The first lines of a record, as text by key."""
     lines = (line[2:].rstrip("\n") for line in file.open() if line.startswith("# "))
     return {key: value for key, _, value in (line.partition(": ") for line in lines)}
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], everything: bool = False) -> str:
-    """Return rows, fresh or read from a record, as a table.
+    """Rows, fresh or read from a record, as a table.
 
     Args:
         columns: key -> format; "{}" is given what there is, the others a number.
@@ -95,13 +120,13 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], ever
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
-    """Return the columns of times: median, least and most in milliseconds, and how many there were."""
+    """The columns of times: median, least and most in milliseconds, and how many there were."""
     ms = [1000 * sec for sec in seconds]
     return {"ms": median(ms), "ms_least": min(ms), "ms_most": max(ms), "n": len(ms)}
 
 
 def measured(what: str, unit: str, *values: float) -> dict[str, Any]:
-    """Return the row of one quantity that was measured once or several times."""
+    """The row of one quantity that was measured once or several times."""
     middle = {"median": median(values), "least": min(values), "most": max(values)}
     return {"what": what, "unit": unit, **middle, "n": len(values)}
 
@@ -110,19 +135,6 @@ def _file_of(name: str, environment: Mapping[str, Any], folder: Path) -> Path:
     where = environment["processor"] if environment["device"] == "cpu" else environment["device"]
     slug = re.sub(r"[^A-Za-z0-9]+", "-", where).strip("-")
     return folder / f"{name}_{slug}_torch-{environment['versions']['torch'].split('+')[0]}.csv"
-
-
-def _write(file: Path, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    for key, value in environment.items():
-        text.write(f"# {key}: {json.dumps(value) if isinstance(value, dict) else value}\n")
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, text.getvalue())
 
 
 def _cell(value: Any, form: str) -> str:

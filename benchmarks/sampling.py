@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -76,19 +77,16 @@ COLUMNS = {
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
-    """Return what measures whole samples, then each precision, compiled and not, at each batch."""
+    """What measures each precision, compiled and not, batch by batch, then whole samples."""
     size, batches, whole_batch, repeats = (TINY, (2,), 2, 1) if tiny else (XL, BATCHES, WHOLE_BATCH, REPEATS)
-    whole = partial(whole_samples, size, whole_batch, device)
     turn_sec = 0.0 if tiny else TURN_SEC[device.type]
     settings: dict[str, Callable[[], Rows]] = {}
+    for batch, precision, how in product(batches, PRECISIONS[device.type], ("compiled", "eager")):
+        measure = partial(evaluations, size, batch, precision, how == "compiled", repeats, device)
+        settings[f"{precision}, {how}, batch {batch}"] = measure
     settings["as sample.py"] = partial(as_sampled, size, device, repeats, turn_sec)
-    settings[f"bf16, compiled, batch {whole_batch}, whole samples"] = whole
-    for precision in PRECISIONS[device.type]:
-        for how in ("compiled", "eager"):
-            for batch in batches:
-                measure = partial(evaluations, size, batch, precision, how == "compiled", repeats, device)
-                settings[f"{precision}, {how}, batch {batch}"] = measure
-    return settings
+    whole = partial(whole_samples, size, whole_batch, device)
+    return settings | {f"bf16, compiled, batch {whole_batch}, whole samples": whole}
 
 
 def main() -> None:

@@ -89,11 +89,7 @@ def standard_settings(device: torch.device) -> list[Setting]:
 
     usual, fp32_block = of(size, tokens_at_once // 256), "model.fp32_after_route=true"
     checkpointing = "model.gradient_checkpointing=true"
-    settings = []
-    if on_gpu:  # what is wanted most comes first
-        settings.append(Setting("XL/2", of("xl_2", 256)))
-        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, checkpointing), check=False))
-    settings.append(Setting("256 tokens", usual, plain=True))
+    settings = [Setting("256 tokens", usual, plain=True)]  # from short to long: the time of a GPU may end
     for side in (16, 64, 128):
         num_tokens = (side // 2) ** 2
         overrides = of(size, tokens_at_once // num_tokens)
@@ -102,8 +98,10 @@ def standard_settings(device: torch.device) -> list[Setting]:
         settings.append(Setting(f"masks, {coverage:.0%}", usual, mask_coverage=coverage))
     settings.append(Setting("256 tokens, fp32 block", (*usual, fp32_block), check=not on_gpu))
     if on_gpu:
-        settings.append(Setting("XL/2, fp32 block", of("xl_2", 256, fp32_block), check=False))
         settings.append(Setting("256 tokens, whole network", usual, whole=True, check=False))
+        settings.append(Setting("XL/2", of("xl_2", 256)))
+        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, checkpointing), check=False))
+        settings.append(Setting("XL/2, fp32 block", of("xl_2", 256, fp32_block), check=False))
         # CUDA graphs keep their memory between turns: at 256 the others would not fit beside them.
         settings.append(Setting("XL/2, batch 64, whole network", of("xl_2", 64), whole=True, check=False))
     return settings

@@ -103,8 +103,8 @@ class Bound:
     def findings(self, records: Records) -> list[Finding]:
         """What all values say."""
         files = records.files(f"{self.record}_[A-Z]*")  # then comes the device
-        rows = [row for file in files for row in read_results(file) if row.get(self.column)]
-        rows = [row for row in rows if all(row[key] in values for key, values in self.where.items())]
+        rows = [read_environment(file) | row for file in files for row in read_results(file)]
+        rows = [row for row in rows if row.get(self.column) and self._counts(row)]
         divisors = [float(row[self.divided_by]) if self.divided_by else 1.0 for row in rows]
         values = [float(row[self.column]) / by for row, by in zip(rows, divisors, strict=True)]
         if not values:
@@ -112,7 +112,11 @@ class Bound:
         verdicts = {self._holds(value) for value in values}
         outcome = OPEN if len(verdicts) > 1 else CONFIRMED if verdicts == {True} else REFUTED
         text = f"{self.name}: {min(values):.2f} to {max(values):.2f}x"
-        return [Finding(outcome, text, self.n or str(len(values)), commits_of(files))]
+        commits = dict.fromkeys(row["commit"][:7] for row in rows)
+        return [Finding(outcome, text, self.n or str(len(values)), tuple(commits))]
+
+    def _counts(self, row: Mapping[str, str]) -> bool:
+        return all(row[key] in values for key, values in self.where.items())
 
     def _holds(self, value: float) -> bool:
         bounds = ((operator.gt, self.above), (operator.ge, self.at_least), (operator.le, self.at_most))
@@ -139,11 +143,6 @@ def read_claims() -> list[Claim]:
 
 
 CLAIMS = read_claims()
-
-
-def commits_of(files: Sequence[Path]) -> tuple[str, ...]:
-    """Where records come from, shortened."""
-    return tuple(dict.fromkeys(read_environment(file)["commit"][:7] for file in files))
 
 
 def outcome_of(effect: Effect, higher: bool) -> str:

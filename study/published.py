@@ -27,7 +27,7 @@ from training.run_folder import FREE_KEYS, RunFolder
 
 EXPERIMENTS = PROJECT / "configs" / "experiment"
 PAGE = PROJECT / "RESULTS.md"
-TABLE = re.compile(r"(<!-- benchmarks\.published -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- study\.published -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS = ("experiment", "with", "metric", "expected", "measured", "difference", "commit")
 HEADER = re.compile(r"^# (\w+): *(.*(?:\n#  .*)*)", re.MULTILINE)
 UNKNOWN = "UNKNOWN"
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_header(experiment: str) -> dict[str, list[str]]:
-    """Return the lines of an experiment's header by their first word."""
+    """The lines of an experiment's header by their first word."""
     found = {}
     for word, text in HEADER.findall((EXPERIMENTS / f"{experiment}.yaml").read_text()):
         found.setdefault(word, []).append(re.sub(r"\s*\n# +", " ", text))
@@ -92,7 +92,7 @@ def read_header(experiment: str) -> dict[str, list[str]]:
 
 
 def read_rows() -> list[Row]:
-    """Return the rows of all experiments on ImageNet."""
+    """The rows of all experiments on ImageNet."""
     rows = []
     for file in sorted(EXPERIMENTS.glob("imagenet*.yaml")):
         header = read_header(file.stem)
@@ -105,7 +105,7 @@ def read_rows() -> list[Row]:
 
 
 def expected_config(experiment: str, *keys: str) -> dict[str, Any]:
-    """Return the configuration that a run of an experiment has, but for its paths."""
+    """The configuration of a run of an experiment, but for its paths."""
     return composed([f"experiment={experiment}", "data.path=FOLDER", "train.init_from=null", *keys])
 
 
@@ -130,7 +130,7 @@ def _config_of(path: str) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], records: Sequence[dict[str, Any]]) -> str:
-    """Return a line for each record of each row; an empty one where there is none."""
+    """A line for each record of each row; an empty one where there is none."""
     lines = []
     for row in rows:
         found = [record for record in records if fits(record, row)]
@@ -153,7 +153,7 @@ def _line(row: Row, record: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _compared(value: float, expected: str) -> tuple[str, str]:
-    """Return a measured value and its difference, with as many decimal places as were printed."""
+    # with as many decimal places as were printed
     if expected == UNKNOWN:
         return f"{value:.2f}", "?"
     places = len(expected.partition(".")[2])
@@ -161,7 +161,7 @@ def _compared(value: float, expected: str) -> tuple[str, str]:
 
 
 def fits(record: dict[str, Any], row: Row) -> bool:
-    """Return whether a record is of the training, the sampling and the scores that a row is about."""
+    """True if a record is of the training, the sampling and the scores that a row is about."""
     if not row.values.keys() & record["values"].keys():  # a name has the number of samples
         return False
     protocol, drawn, config = record["protocol"], record["samples"]["drawn"], record["config"]
@@ -182,7 +182,6 @@ def fits(record: dict[str, Any], row: Row) -> bool:
 
 
 def _is_run_of(config: dict[str, Any], row: Row) -> bool:
-    """Return whether a run is of a row's training, and starts from the run that it must start from."""
     if any(not _alike(config, row.config, key, FREE) for key in row.config):
         return False
     start = config["train"]["init_from"]
@@ -197,7 +196,7 @@ def _is_run_of(config: dict[str, Any], row: Row) -> bool:
 
 
 def _alike(found: dict[str, Any], wanted: dict[str, Any], key: str, free: set[str]) -> bool:
-    """Return whether two configurations agree on a key and on those below it, but for the free ones."""
+    """True if two configurations agree on a key and on those below it, but for the free ones."""
     one, other = (flatten(finite(config.get(key)), key) for config in (found, wanted))
     changed = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
     return all(any(f"{name}.".startswith(f"{prefix}.") for prefix in free) for name in changed)

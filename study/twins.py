@@ -54,7 +54,7 @@ ROUTED = ("model=tread",)
 
 
 def route(changed: str) -> tuple[str, ...]:
-    """Return the overrides of the published route with one of its keys changed."""
+    """The overrides of the published route with one of its keys changed."""
     return (*ROUTED, f"model.routes.0.{changed}")
 
 
@@ -90,12 +90,12 @@ class Study:
 
 
 def series(key: str, values: Iterable[Any]) -> dict[str, tuple[str, ...]]:
-    """Return dense and routed arms at several values of a key."""
+    """Dense and routed arms at several values of a key."""
     return {f"{arm}, {key}={v}": (*own, f"model.{key}={v}") for v in values for arm, own in TWINS.items()}
 
 
 def sampled(tiny: bool) -> tuple[str, str]:
-    """Return how many samples are scored, and in how many steps they are drawn."""
+    """How many samples are scored, and in how many steps they are drawn."""
     num_samples, num_steps = (20, 2) if tiny else (NUM_SAMPLES, NUM_STEPS)
     return f"evaluation.num_samples={num_samples}", f"sampler.num_steps={num_steps}"
 
@@ -132,7 +132,7 @@ COLUMNS = {
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line asks."""
+    """The request of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m study.twins", None, __doc__, formatter_class=raw)
     parser.add_argument("out", type=Path, help="folder of the runs and the records")
@@ -168,15 +168,14 @@ def main() -> None:
             record = Record("twins_steps", asked.out, about)
             record.add(name, time_steps(study, arms, asked.tiny))
         else:
-            record = Record(f"twins_{name}", asked.out, about, fixed=("tiny",))
-            work = Work(name, study, arms, asked, record, about)
-            complete &= work.done()
+            record = Record(f"twins_{name}", asked.out, about)
+            complete &= Work(name, study, arms, asked, record).done()
         print(f"\n{name}\n{aligned(markdown(record.rows, COLUMNS | {'ms': '{:.1f}'}))}", flush=True)
     sys.exit(not complete)
 
 
 def arms_of(study: Study, chosen: Sequence[str] | None, change: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return overrides by name of arm, those of a changed arm with the change in its name."""
+    """Overrides by name of arm; a changed arm has the change in its name."""
     arms = {name: own for name, own in study.arms.items() if chosen is None or name in chosen}
     return {", ".join([name, *change]): (*own, *change) for name, own in arms.items()}
 
@@ -191,11 +190,8 @@ class Work:
         arms: Mapping[str, Sequence[str]],
         asked: argparse.Namespace,
         record: Record,
-        about: Mapping[str, Any],
     ):
         self.name, self.study, self.arms, self.asked, self.record = name, study, arms, asked, record
-        changed = " with uncommitted changes" if about["uncommitted_changes"] else ""
-        self.commit = f"{about['commit']}{changed}"
         self.steps = TINY_STEPS if asked.tiny else study.steps
         # Here: what composes a configuration cannot be run by two threads.
         self.factors = {arm: self._factor(arm) for arm in arms}
@@ -274,7 +270,7 @@ class Work:
         if scored:
             last = {**same, **{key: rows[-1][key] for key in ("step", "gflop")}}
             rows += [{**last, **self._guided(run, guidance)} for guidance in GUIDED.get(arm, CFG)]
-        return [{**row, "commit": self.commit} for row in rows]
+        return rows
 
     def _guided(self, run: Path, guidance: str) -> dict[str, Any]:
         """Return the scores of the end of a run under guidance, as keys of fid.py."""

@@ -3,19 +3,21 @@
 import json
 import re
 import shutil
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from benchmarks import glyphs, gpu
+from benchmarks import check, glyphs, gpu
 from benchmarks.collect import PAGES, TABLE, collect, filled, targets
-from benchmarks.results import RESULTS, Record, markdown, read_environment, read_results, write_results
+from benchmarks.results import RESULTS, Record, code_of, markdown, read_results, write_results
 from runtime.provenance import environment
 from tests.programs import start
 from tests.runs import ROOT
 
 COLUMNS = {name: stage.columns for name, stage in gpu.STAGES.items()}
 HERE = environment(torch.device("cpu")) | {"tiny": True}
+COMMIT = {"commit": "0123456789", "uncommitted_changes": False}
 
 
 def failing():
@@ -45,17 +47,7 @@ def project(tmp_path):
 
 def rows_in(out):
     (file,) = out.glob("gpu_score_*.csv")
-    return [tuple(row.values()) for row in read_results(file)]
-
-
-def test_a_stage_ends_where_a_row_has_left_a_device_that_fails(tmp_path, stage, monkeypatch):
-    stage(first=failing, second=lambda: [{"ms": 1.0}])
-    monkeypatch.setattr(gpu, "_recover", lambda device: False)  # as after an illegal memory access
-    assert gpu.run_stage("score", tmp_path, True, 60) == gpu.DEVICE_LOST
-    monkeypatch.undo()
-    stage(first=lambda: [{"ms": 2.0}], second=lambda: [{"ms": 1.0}])
-    assert gpu.run_stage("score", tmp_path, True, 60) == 0
-    assert [name for name, *_ in rows_in(tmp_path)] == ["second", "first"]
+    return [(row["setting"], row.get("ms", ""), row.get("failed", "")) for row in read_results(file)]
 
 
 def test_a_stage_records_each_setting_and_continues_after_a_failure(tmp_path, stage):
@@ -75,7 +67,7 @@ def test_settings_that_were_cut_off_are_measured_after_the_others(tmp_path, stag
     stage(first=cut_off, second=lambda: [{"ms": 2.0}])
     with pytest.raises(KeyboardInterrupt):
         gpu.run_stage("score", tmp_path, True, 60)
-    assert rows_in(tmp_path) == [("first", "started and not ended")]
+    assert rows_in(tmp_path) == [("first", "", "started and not ended")]
     stage(first=lambda: [{"ms": 1.0}], second=lambda: [{"ms": 2.0}])
     assert gpu.run_stage("score", tmp_path, True, 60) == 0
     assert [name for name, *_ in rows_in(tmp_path)] == ["second", "first"]
@@ -91,17 +83,59 @@ def test_no_setting_starts_that_would_exceed_the_limit(tmp_path, stage, monkeypa
     assert [name for name, *_ in rows_in(tmp_path)] == ["first", "second", "third"]
 
 
-@pytest.mark.parametrize("key", ["source_sha256", "tiny"])
-def test_a_record_of_other_code_is_not_continued(tmp_path, key):
-    Record("gpu_score", tmp_path, HERE).add("first", [{"ms": 1.0}])
-    assert Record("gpu_score", tmp_path, HERE).done() == {"first"}
-    with pytest.raises(ValueError, match=f"is of {key} .*: give another folder"):
-        Record("gpu_score", tmp_path, HERE | {key: "another"})
+def test_a_record_continues_across_commits_and_not_from_a_rehearsal(tmp_path):
+    Record("gpu_score", tmp_path, HERE | COMMIT).add("first", [{"ms": 1.0}])
+    changed = HERE | {"commit": None, "uncommitted_changes": True}
+    record = Record("gpu_score", tmp_path, changed)
+    record.add("second", [{"ms": 1.0}])
+    assert record.done() == {"first", "second"}
+    changed_code = f"{code_of(HERE)} with uncommitted changes"
+    assert [row["commit"] for row in read_results(record.file)] == ["0123456789", changed_code]
+    with pytest.raises(ValueError, match=r"is of tiny .*: give another folder"):
+        Record("gpu_score", tmp_path, HERE | {"tiny": False})
+
+
+def test_what_the_project_has_recorded_is_measured_again_if_asked(tmp_path, stage, monkeypatch):
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    stage(first=failing, second=lambda: [{"ms": 4.0}])
+    record = Record("gpu_score", tmp_path / "results", HERE | {"tiny": False})
+    record.add("first", [{"ms": 1.0}])
+    assert gpu.run_stage("score", tmp_path, False, 60) == 0
+    assert [name for name, *_ in rows_in(tmp_path)] == ["second"]
+    assert gpu.run_stage("score", tmp_path, False, 60, again=True) == 1
+    assert [name for name, *_ in rows_in(tmp_path)] == ["second", "first"]
+
+
+def test_a_broken_device_ends_the_stage_after_its_row(tmp_path, stage, monkeypatch):
+    monkeypatch.setattr(gpu, "clear", lambda device: False)
+    stage(first=failing, second=lambda: [{"ms": 2.0}])
+    assert gpu.run_stage("score", tmp_path, True, 60) == gpu.DEVICE_FAILED
+    assert [name for name, *_ in rows_in(tmp_path)] == ["first"]
+    assert gpu.run_stage("score", tmp_path, True, 60) == gpu.DEVICE_FAILED
+    assert [name for name, *_ in rows_in(tmp_path)] == ["first", "second"], "the others come first"
+
+
+REPORT = """<testsuites><testsuite>
+<testcase name="a"><properties><property name="check" value='{"what": "a: loss", "failed": ""}'/></properties>
+<failure message="CUDA error:
+  unknown"/></testcase>
+<testcase name="b"/><testcase name="c"><skipped/></testcase></testsuite></testsuites>"""
+
+
+def test_checks_of_tests_are_rows():
+    rows = check.rows_of(ElementTree.ElementTree(ElementTree.fromstring(REPORT)))
+    assert rows == [{"what": "a: loss", "failed": ""}, {"what": "a", "failed": "CUDA error: unknown"}]
+    others = re.sub(r'<testcase name="a">.*?</testcase>', "", REPORT, flags=re.S)
+    assert check.rows_of(ElementTree.ElementTree(ElementTree.fromstring(others))) == [
+        {"what": "1 passed, 1 skipped", "failed": ""}
+    ]
+    skipped = ElementTree.fromstring(others.replace('<testcase name="b"/>', ""))
+    assert check.rows_of(ElementTree.ElementTree(skipped))[0]["failed"] == "no test has passed"
 
 
 def test_a_stage_that_does_not_end_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_SEC", 0)
-    assert "cut off" in gpu.run_apart("score", tmp_path, True, 0.5)
+    assert "cut off" in gpu.run_apart("score", tmp_path, 0.5, "--tiny")
 
 
 def test_a_table_shows_what_there_is():
@@ -140,37 +174,42 @@ def test_targets_are_beside_what_was_measured(tmp_path):
 def test_a_rehearsal_is_not_taken_for_a_measurement(tmp_path, project, tiny, message):
     write_results("gpu_score", [{"setting": "a"}], HERE | {"tiny": not tiny}, tmp_path)
     with pytest.raises(ValueError, match=message):
-        collect(tmp_path, COLUMNS, project, tiny)
+        collect(tmp_path, COLUMNS, (), project, tiny)
     assert not (project / "benchmarks").exists()
+    with pytest.raises(ValueError, match="has no record"):
+        collect(project, COLUMNS, (), project, tiny)
 
 
-def test_a_record_without_a_commit_gets_that_of_the_same_code(tmp_path, project, monkeypatch):
-    clean = HERE | {"commit": "0123456789", "uncommitted_changes": False}
-    monkeypatch.setattr("benchmarks.collect.environment", lambda device: clean)
-    for name, source in (("gpu_score", clean["source_sha256"]), ("gpu_families", "another")):
-        copied = clean | {"commit": None, "uncommitted_changes": True, "source_sha256": source}
-        write_results(name, [{"setting": "a"}], copied, tmp_path)
-    collect(tmp_path, COLUMNS, project, tiny=True)
-    files = (project / "benchmarks" / "results").iterdir()
-    commits = {file.name[:9]: read_environment(file)["commit"] for file in files}
-    assert commits == {"gpu_score": "0123456789", "gpu_famil": "None"}
-    text = (project / "RESULTS.md").read_text()
-    assert "at commit 0123456 (a rehearsal)" in text
-    assert "at sha256 another of the code with uncommitted changes (a rehearsal)" in text
+def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
+    """A row without a commit gets the one of the same code; a failure replaces no result."""
+    monkeypatch.setattr("benchmarks.collect.environment", lambda device: HERE | COMMIT)
+    results = project / "benchmarks" / "results"
+    for folder, commit, failing in ((results, "fedcba9876", "b"), (tmp_path, code_of(HERE), "a")):
+        record = Record("gpu_score", folder, HERE | COMMIT)
+        record.commit = commit
+        for setting in ("a", "b", "c"):
+            record.add(setting, [{"failed": "it" if setting == failing else ""}])
+    record.add("c", [{"failed": "started and not ended"}])
+    record.add("d", [{"failed": "it"}])
+    collect(tmp_path, COLUMNS, (), project, tiny=True)
+    rows = [
+        (row["setting"], row["commit"], row["failed"]) for row in read_results(results / record.file.name)
+    ]
+    old, new = "fedcba9876", "0123456789"
+    assert rows == [("a", old, ""), ("c", old, ""), ("b", new, ""), ("d", new, "it")]
+    assert "at commit fedcba9, 0123456 (a rehearsal)" in (project / "RESULTS.md").read_text()
+    collect(tmp_path, COLUMNS, ("score",), project, tiny=True)
+    assert {row["commit"] for row in read_results(results / record.file.name)} == {new}, "as a whole"
 
 
 def test_a_record_is_shown_on_both_pages(tmp_path, project):
     rates = {"dense": 12.3, "routed": 45.6}
     rows = [{"setting": "XL/2", "step": step, "images_per_sec": rate} for step, rate in rates.items()]
-    write_results("gpu_step", rows, HERE, tmp_path)
-    collect(tmp_path, COLUMNS, project, tiny=True)
+    record = Record("gpu_step", tmp_path, HERE)
+    record.add("XL/2", rows)
+    collect(tmp_path, COLUMNS, (), project, tiny=True)
     shown = {page: re.findall(r"12\.30|45\.60", (project / page).read_text()) for page in PAGES}
     assert shown == {"README.md": ["45.60"], "RESULTS.md": ["12.30", "45.60"]}
-
-
-def test_an_empty_folder_has_nothing_to_collect(tmp_path, project):
-    with pytest.raises(ValueError, match="has no record"):
-        collect(tmp_path, COLUMNS, project, tiny=False)
 
 
 def test_twins_are_compared_after_the_same_seconds(tmp_path):

@@ -20,13 +20,14 @@ DIGITS = ("routed", "dense")
 
 
 def row(arm, seed, step, gflop, guidance="none", **scores):
-    same = {"part": "training", "lr": "0.001", "commit": "0123456789"}
+    same = {"part": "training", "lr": "0.001"}
     return {"arm": arm, "seed": seed, "step": step, "gflop": gflop, "guidance": guidance, **same, **scores}
 
 
 @pytest.fixture(scope="module")
 def about():
-    return environment(torch.device("cpu")) | {"tiny": False}
+    of_code = {"commit": "0123456789", "uncommitted_changes": False}
+    return environment(torch.device("cpu")) | of_code | {"tiny": False}
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder, about)
     for kind, gain, lr in (("full", 1.2, 0.0003), ("lora", 0.9, 0.01)):
         for seed, wobble in enumerate((0.99, 1.0, 1.01)):
             for arm, loss in (("dense", 0.5), ("ratio 0.25", 0.5 * gain * wobble)):
-                ends = {"kind": kind, "arm": arm, "seed": seed, "commit": "0123456789", "lr": lr}
+                ends = {"kind": kind, "arm": arm, "seed": seed, "lr": lr}
                 scores = [
                     {"step": 5, "val_loss_dense": 9},
                     {"step": 9, "val_loss_dense": loss, "fd_pixel": 1},

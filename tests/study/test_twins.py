@@ -116,13 +116,13 @@ def test_the_rehearsal_of_another_machine_counts_for_none_but_a_rehearsal(tmp_pa
     asked = twins.parse([str(tmp_path), "mixture", "--arms", "dense"])
     about = {"device": "cpu", "processor": "x", "versions": {"torch": "0"}, "commit": "x"}
     about |= {"uncommitted_changes": False, "tiny": False}
-    own = Record("twins_mixture", tmp_path, about, fixed=("tiny",))
+    own = Record("twins_mixture", tmp_path, about)
     for processor, tiny in (("rehearsed", True), ("another", False)):
         record = Record("twins_mixture", tmp_path, about | {"processor": processor, "tiny": tiny})
         record.add(processor, [{"arm": "dense"}])
         record.add(f"{processor}, failed", [{"failed": "it"}])
     own.add("another, failed", [{"arm": "dense"}])
-    work = twins.Work("mixture", twins.STUDIES["mixture"], {}, asked, own, about)
+    work = twins.Work("mixture", twins.STUDIES["mixture"], {}, asked, own)
     assert work._done() == {"another", "another, failed"}
 
 
@@ -143,9 +143,9 @@ def test_steps_of_arms_are_timed_in_turn_and_read_by_claims(tmp_path):
 def test_an_arm_of_equal_flops_gets_as_many_steps_as_the_dense_ones_cost(tmp_path):
     """Changed ones, too; all others get the steps of the study."""
     asked = twins.parse([str(tmp_path), "mixture", "--arms", "dense", "routed", "routed, equal FLOPs"])
-    study, same = twins.STUDIES["mixture"], {"commit": "x", "uncommitted_changes": False}
+    study = twins.STUDIES["mixture"]
     for change in ([], ["optimizer.weight_decay=0.1"]):
         arms = twins.arms_of(study, asked.arms, change)
-        factors = [*twins.Work("mixture", study, arms, asked, None, same).factors.values()]
+        factors = [*twins.Work("mixture", study, arms, asked, None).factors.values()]
         cost = cost_of(build_net(configured("mixture", "routed")))
         assert factors == [1.0, 1.0, pytest.approx(cost.dense_training_flops / cost.routed_training_flops)]

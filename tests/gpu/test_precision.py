@@ -1,0 +1,254 @@
+"""Results of a device against float64 on the CPU, and of compiled blocks against eager ones."""
+
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.evaluation_speed import features, random_detectors
+from benchmarks.runs import compose_config, perturb
+from builders.network import build_net, build_precond
+from diffusion import CFG, Branch, edm_sampler
+from evaluation import FeatureStatistics, frechet_distance, precision_recall
+from evaluation.detectors.inception import NUM_POOL_FEATURES
+from evaluation.precision import strict_fp32
+from models import token_mask
+from routing import Routing
+from runtime.config import build_node
+from runtime.machine import can_compile
+
+CPU = torch.device("cpu")
+TINY = ("model.hidden_size=32", "model.num_heads=4", "model.depth=7", "model.patch_size=2")
+BATCH_SIZE, GUIDANCE_SCALE, NUM_SAMPLING_STEPS = 8, 1.5, 5
+# Of norms, relative to float64. On a CPU 9e-8, 3e-7 and 2e-6 were measured at S/2 in fp32 and 1e-4, 4e-3 and
+# 4e-3 in bf16, on an H200 3e-4 of the gradients in TF32, which has three more bits of mantissa than bf16.
+BOUNDS = {
+    "fp32": {"loss": 3e-6, "gradients": 1e-5, "samples": 5e-5},
+    "bf16": {"loss": 1e-3, "gradients": 2e-2, "samples": 2e-2},
+}
+BOUNDS["tf32"] = {what: bound / 8 for what, bound in BOUNDS["bf16"].items()}
+# Features as above, where 1e-6 was measured; sums in float64; counts of images, a few of them at an edge.
+FEATURE_BOUND = 5e-5
+SCORE_BOUNDS = {"Frechet distance": 1e-9, "precision": 5e-3, "recall": 5e-3}
+
+
+class DrawnByGenerator(TorchFunctionMode):
+    """Draw on the device of the generator, then move: the same numbers on every device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        generator, device = kwargs.get("generator"), kwargs.get("device")
+        if generator is None or device is None:
+            return function(*args, **kwargs)
+        return function(*args, **{**kwargs, "device": generator.device}).to(device)
+
+
+def in_double(net):
+    """A copy in float64, between a preconditioning and a loss in fp32, whose own rounding is 1e-7."""
+
+    def to_double(_, inputs):
+        return tuple(x.double() if x.is_floating_point() else x for x in inputs)
+
+    net = deepcopy(net).double()
+    net.register_forward_pre_hook(to_double)
+    return net
+
+
+@contextmanager
+def computing(precision, device):
+    """Run fp32 products in TF32, or products of a forward pass in bf16, if that is the precision."""
+    allowed, bf16 = precision == "tf32", precision == "bf16"
+    with strict_fp32(), torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+        torch.backends.cuda.matmul.allow_tf32 = allowed  # strict_fp32 restores it
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            yield
+
+
+def relative(found, wanted):
+    """The norm of the difference of all tensors over the norm of those that are wanted."""
+    wanted = [tensor.detach().cpu().double() for tensor in wanted]
+    apart = [a.detach().cpu().double() - b for a, b in zip(found, wanted, strict=True)]
+    return (torch.nn.utils.get_total_norm(apart) / torch.nn.utils.get_total_norm(wanted)).item()
+
+
+def model(kind, tiny):
+    """Configuration and network of a routed or a dense DiT, with no weights at zero."""
+    size = ("data.input_size=8", *TINY) if tiny else ("data.input_size=32", "model/size=s_2")
+    data = ("data=synthetic", "data.num_classes=1000", "model.class_dropout_prob=0.5")
+    config = compose_config((f"model={'tread' if kind == 'routed' else 'dit'}", *data, *size))
+    torch.manual_seed(0)
+    net = build_net(config)
+    perturb(net)
+    return config, net
+
+
+def batch(config, device):
+    """Latents and labels, the same on every device."""
+    sizes, generator = config["data"], torch.Generator().manual_seed(1)
+    shape = (BATCH_SIZE, sizes["in_channels"], sizes["input_size"], sizes["input_size"])
+    x = torch.randn(shape, generator=generator)
+    return x.to(device), torch.randint(sizes["num_classes"], (BATCH_SIZE,), generator=generator).to(device)
+
+
+def loss_and_gradients(config, net, device, precision, masked=False, draw_on=CPU):
+    """The losses of samples and the gradients of all parameters, as in a training step."""
+    precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
+    x, labels = batch(config, device)
+    masks = {}  # arguments of the loss
+    if masked:
+        mask = torch.zeros(len(x), *x.shape[2:], device=device)
+        mask[:, : mask.shape[1] // 4] = 1  # fewer tokens than a route keeps
+        masks = {"routing": Routing(force_keep=token_mask(mask, config["model"]["patch_size"])), "mask": mask}
+    with computing(precision, device):
+        losses = loss_fn(precond, x, labels, generator=torch.Generator(draw_on).manual_seed(0), **masks)
+    with computing("tf32" if precision == "tf32" else "fp32", device):
+        losses.mean().backward()
+    gradients = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    return {"loss": [losses.detach()], "gradients": gradients}
+
+
+@torch.no_grad()
+def samples(config, net, device, precision):
+    """Guided samples of a few steps."""
+    noise, labels = batch(config, device)
+    denoise = CFG(GUIDANCE_SCALE)(Branch(build_precond(config, net).eval(), labels))
+    with computing(precision, device):
+        return {"samples": [edm_sampler(denoise, noise, num_steps=NUM_SAMPLING_STEPS)]}
+
+
+def errors(kind, config, reference, net, device):
+    """Rows that compare a network on a device with the same in float64 on the CPU."""
+    ways = {kind: loss_and_gradients}
+    if kind == "routed":  # it samples as a dense one does
+        ways["routed, masks"] = partial(loss_and_gradients, masked=True)
+    else:
+        ways["dense, guided"] = samples
+    rows = []
+    for name, way in ways.items():
+        with DrawnByGenerator():
+            wanted = way(config, in_double(reference), CPU, "fp32")
+            for precision in ("fp32", *["tf32"] * (device.type == "cuda"), "bf16"):
+                rows += apart(f"{name}, {precision}", way(config, net, device, precision), wanted, precision)
+    return rows
+
+
+def apart(name, found, wanted, precision):
+    """Rows that compare tensors with others."""
+    bounds = BOUNDS[precision]
+    return [(f"{name}: {what}", relative(found[what], wanted[what]), bounds[what]) for what in wanted]
+
+
+@pytest.mark.parametrize("kind", ["dense", "routed"])
+def test_precision(device, tiny, kind, check):
+    config, net = model(kind, tiny)
+    check(errors(kind, config, net, deepcopy(net).to(device), device))
+
+
+def test_scores(device, tiny, check):
+    """Features of the Inception network, and scores of features, are those of the CPU."""
+    num_images, count, length = (4, 500, 256) if tiny else (64, 5000, NUM_POOL_FEATURES)
+    images = np.random.default_rng(0).integers(0, 256, (num_images, 64, 64, 3), dtype=np.uint8)
+    found, wanted = (detector(images) for detector in random_detectors(device, CPU))
+    for what in wanted:
+        check([(f"Inception network: {what}", relative([found[what]], [wanted[what]]), FEATURE_BOUND)])
+    both = features(count, length, 1), features(count, length, 2)
+    found, wanted = (scores_of(*(part.to(where) for part in both)) for where in (device, CPU))
+    check([(what, abs(found[what] / wanted[what] - 1), bound) for what, bound in SCORE_BOUNDS.items()])
+
+
+def scores_of(reference, samples):
+    """The scores of features, accumulated and compared on their device."""
+    moments = []
+    for part in (reference, samples):
+        statistics = FeatureStatistics(part.shape[1], part.device)
+        for rows in part.split(64):
+            statistics.update(rows)
+        moments += [statistics.mean, statistics.covariance]
+    precision, recall = precision_recall(reference, samples)
+    return {"Frechet distance": frechet_distance(*moments), "precision": precision, "recall": recall}
+
+
+@pytest.mark.parametrize("kind", ["routed", "dense"])
+def test_compiled_blocks(device, tiny, kind, check):
+    if not can_compile(device):
+        pytest.skip("needs a compiler")
+    torch._dynamo.reset()  # which clears the counters in some versions of torch
+    config, net = model(kind, tiny)
+    way = partial(loss_and_gradients, config, net.to(device), device, draw_on=device)
+    precisions = ("fp32",) if tiny else ("fp32", "bf16")
+    eager = {precision: way(precision) for precision in precisions}
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for block in net.blocks:
+        block.compile(dynamic=False)
+    for precision in precisions:
+        check(apart(f"{kind}, {precision}", way(precision), eager[precision], precision))
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs
+    check([(f"{kind}: blocks that ran without being compiled", float(compiled == 0), 0)])
+
+
+@pytest.fixture(scope="module")
+def routed():
+    with torch.random.fork_rng():
+        return model("routed", tiny=True)
+
+
+@torch.no_grad()
+def a_weight_off(net):
+    net.blocks[3].attn.proj.weight[0, 0] += 1
+
+
+def other_tokens(net):
+    router, T = net.router, net.num_tokens
+    net.router = lambda *args, **kwargs: ((router(*args, **kwargs) + 1) % T).sort(dim=1).values
+
+
+@torch.no_grad()
+def weights_in_tf32(net):
+    for parameter in net.parameters():
+        parameter.copy_(((parameter.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32))
+
+
+def another_label_dropout(net):
+    net.class_dropout_prob = 0.6
+
+
+@pytest.mark.parametrize("spoil", [a_weight_off, other_tokens, weights_in_tf32, another_label_dropout])
+def test_another_computation_is_seen(routed, spoil):
+    config, net = routed
+    spoilt = deepcopy(net)
+    spoil(spoilt)
+    exceeded = {what for what, error, bound in errors("routed", config, net, spoilt, CPU) if error > bound}
+    assert {"routed, fp32: loss", "routed, fp32: gradients", "routed, masks, fp32: gradients"} <= exceeded
+    if spoil == weights_in_tf32:
+        found = errors("dense", config, net, spoilt, CPU)
+        assert "dense, guided, fp32: samples" in {what for what, error, bound in found if error > bound}
+
+
+def test_all_devices_draw_the_same():
+    generators = [torch.Generator().manual_seed(0) for _ in range(3)]
+    with DrawnByGenerator():
+        pairs = zip(generators, (CPU, "meta"), strict=False)
+        here, there = (torch.randn(3, generator=generator, device=device) for generator, device in pairs)
+    assert torch.equal(here, torch.randn(3, generator=generators[2])) and there.device.type == "meta"
+    assert torch.equal(generators[0].get_state(), generators[1].get_state()), '"meta" alone draws nothing'
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_tf32_is_allowed_where_it_is_asked_for(before):
+    def allowed():
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    at_first = allowed()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = before
+    try:
+        for precision in ("fp32", "tf32", "bf16"):
+            with computing(precision, CPU):
+                assert allowed() == (precision == "tf32",) * 2
+            assert allowed() == (before, before)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = at_first
