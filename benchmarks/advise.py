@@ -161,7 +161,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-    """Return precision, compilation and batch size of the manifest of the run, with those of the request."""
+    """Precision, compilation and batch size of the manifest of the run, with those of the request."""
     resolved = details.get("resolved")
     resolved = resolved if isinstance(resolved, dict) else {}
     batch_size = request["batch_size"] or resolved.get("micro_batch_size")
@@ -201,7 +201,7 @@ def similarity(
     batch_size: int,
     device: torch.device,
 ) -> np.ndarray:
-    """Return the mean cosine similarity of tokens before and after each block: (depth + 1, depth + 1).
+    """The mean cosine similarity of tokens before and after each block: (depth + 1, depth + 1).
 
     Entry [i, j] compares the state before block i with that before block j; index depth is the state after
     the last block. The network is dense, at the noise levels of its training, on entries that it was not
@@ -240,7 +240,7 @@ def measure(
     repeats: int,
     device: torch.device,
 ) -> list[Candidate]:
-    """Return all candidates, with the time of a forward and backward pass at the precision of the run."""
+    """All candidates, with the time of a forward and backward pass at the precision of the run."""
     depth, T, batch_size = len(net.blocks), net.num_tokens, resolved["micro_batch_size"]
     bf16 = resolved.get("mixed_precision") == "bf16"
     if resolved.get("compile"):
@@ -280,7 +280,7 @@ def measure(
 
 
 def windows_of(depth: int) -> list[tuple[int, int]]:
-    """Return the first and last blocks of the windows that published results allow."""
+    """The first and last blocks of the windows that published results allow."""
     return [window for window in product((1, 2, 3), range(depth - 5, depth - 2)) if window[0] < window[1]]
 
 
@@ -293,7 +293,7 @@ def candidate(
     alike: np.ndarray,
     name: str = "",
 ) -> Candidate:
-    """Return what times and similarities say of routes."""
+    """What times and similarities say of routes."""
     faster = [a / b for a, b in zip(dense_sec, routed_sec, strict=True)]
     return Candidate(
         tuple(routes),
@@ -308,7 +308,7 @@ def candidate(
 
 
 def recommend(candidates: Sequence[Candidate], depth: int, words: Words) -> tuple[Candidate | None, str]:
-    """Return the candidate to take by the rule above, None for none, and the advice in words."""
+    """The candidate to take by the rule above, None for none, and the advice in words."""
     if hardly_trained(candidates):
         return None, HARDLY_TRAINED
     (best,) = (c for c in candidates if c.routes == resolve_routes([PUBLISHED], depth) and not c.name)
@@ -331,19 +331,19 @@ def recommend(candidates: Sequence[Candidate], depth: int, words: Words) -> tupl
 
 
 def hardly_trained(candidates: Sequence[Candidate]) -> bool:
-    """Return whether all states are so alike that the similarity cannot rank candidates."""
+    """True if all states are so alike that the similarity cannot rank candidates."""
     return min(c.similarity for c in candidates) > NEARLY_ALIKE
 
 
 def override(routes: Sequence[Route], depth: int) -> str:
-    """Return routes for the command line, their ends counted from the last block as in `model/routes`."""
+    """Routes for the command line, their ends counted from the last block as in `model/routes`."""
     given = [asdict(replace(route, end_layer_idx=route.end_layer_idx - depth)) for route in routes]
     texts = (", ".join(f"{key}: {value}" for key, value in each.items()) for each in given)
     return f"'model.routes=[{', '.join(f'{{{text}}}' for text in texts)}]'"
 
 
 def report(candidates: Sequence[Candidate], best: Candidate | None, notes: Sequence[str]) -> str:
-    """Return the table, and what is to be said below it, as markdown."""
+    """The table, and what is to be said below it, as markdown."""
     lines = [
         "| blocks bypassed | ratio | tokens kept | predicted | measured | half of the repeats | ms "
         "| similarity at end | |",

@@ -54,7 +54,7 @@ class Advice(NamedTuple):
 
 
 def square(output: Any) -> torch.Tensor:
-    """Return the mean square of a model's first output, in place of a loss."""
+    """The mean square of a model's first output, in place of a loss."""
     return tree_leaves(output)[0].float().square().mean()
 
 
@@ -119,7 +119,7 @@ def _without_routes(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def similarity(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any]) -> tuple[np.ndarray, int]:
-    """Return the mean cosine similarity of the tokens before any two blocks, and after the last: (depth + 1,
+    """The mean cosine similarity of the tokens before any two blocks, and after the last: (depth + 1,
     depth + 1), and T.
     """
     layers = [(spec, block) for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
@@ -136,7 +136,7 @@ def similarity(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any])
 
 
 def _candidates(depth: int) -> dict[str, tuple[Route, ...]]:
-    """Return routes by name: none, windows at each ratio, and recommendations that fit the depth."""
+    """Routes by name: none, windows at each ratio, and recommendations that fit the depth."""
     routes = {"dense": ()}
     for (start, end), ratio in product(windows_of(depth), RATIOS):
         routes[f"{start} to {end} at {ratio}"] = (Route(ratio, start, end),)

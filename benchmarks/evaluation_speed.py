@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
-    """Return what measures each part of scoring; see `benchmarks.gpu`."""
+    """What measures each part of scoring; see `benchmarks.gpu`."""
     length, num_reference, num_samples = (64, 200, 400) if tiny else (NUM_POOL_FEATURES, 10_000, 50_000)
     batch_size, image_size, repeats = (2, 64, 1) if tiny else (64, 256, 3)
     return {
@@ -47,7 +47,7 @@ def features(count: int, length: int, seed: int) -> torch.Tensor:
 
 
 def random_detectors(*devices: torch.device) -> list[InceptionDetector]:
-    """Return the network with the same random weights on each device."""
+    """The network with the same random weights on each device."""
     net = inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False)
     for parameter in net.parameters():
         if parameter.ndim == 4:  # else hardly anything is left of the images behind 48 layers

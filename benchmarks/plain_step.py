@@ -116,7 +116,7 @@ class PlainStep:
         torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1e-4)
 
     def loss(self, generator: torch.Generator | None) -> torch.Tensor:
-        """Return the mean loss of the batch, [EDM] Table 1 with sigma_data 0.5."""
+        """The mean loss of the batch, [EDM] Table 1 with sigma_data 0.5."""
         x, options = self.x, {"generator": generator, "device": self.x.device}
         N, T = len(x), self.net.pos_embed.shape[1]
         sigma = (1.2 * torch.randn(N, 1, 1, 1, **options) - 1.2).exp()

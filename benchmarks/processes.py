@@ -109,6 +109,15 @@ class Worker:
         self.process.join()
 
 
+def take_turns(workers: Mapping[str, Worker], word: str, repeats: int) -> dict[str, list[Any]]:
+    """Answers of workers that take turns, so that a machine that is busy slows all of them."""
+    found = {name: [] for name in workers}
+    for _ in range(repeats):
+        for name, worker in workers.items():
+            found[name].append(worker.ask(word))
+    return found
+
+
 def serve(connection: Connection, ready: Any, answers: Mapping[str, Callable[[], Any]]) -> None:
     """Report that all is built, and answer requests until the other side closes the connection."""
     connection.send(ready)

@@ -52,7 +52,7 @@ class Setting:
 
 
 def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
-    """Return the overrides of the dense or the routed run of a setting."""
+    """The overrides of the dense or the routed run of a setting."""
     own = setting.overrides
     if kind == "dense":
         own = tuple(override for override in own if not override.startswith(ROUTED_KEYS))
@@ -79,13 +79,13 @@ def write_latents(path: Path, setting: Setting) -> None:
 
 
 def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration that train.py would have with these overrides."""
+    """The configuration that train.py would have with these overrides."""
     with user_mistakes():
         return configuration.validate(composed(overrides))
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """Return what Hydra would give train.py with these overrides."""
+    """What Hydra would give train.py with these overrides."""
     configuration.register("train", Config)
     with initialize_config_dir(config_dir=str(PROJECT / "configs"), version_base="1.3"):
         return compose("config", overrides=["run_name=benchmark", *overrides])
@@ -106,7 +106,7 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
 def describe(
     net: nn.Module, resolved: dict[str, Any], config: dict[str, Any], coverage: float
 ) -> dict[str, Any]:
-    """Return the columns of what is timed; model FLOPs do not count what checkpointing recomputes."""
+    """The columns of what is timed; model FLOPs do not count what checkpointing recomputes."""
     with torch.device("meta"):
         unchecked = build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
     cost = cost_of(unchecked, mask_coverage=coverage)

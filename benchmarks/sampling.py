@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from benchmarks.processes import Worker, serve
+from benchmarks.processes import Worker, serve, take_turns
 from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import compose_config, perturb
 from benchmarks.train_step import peaks_of, seconds_of
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_sec: float) -> Rows:
-    """Time a few steps of each way, in turn, each in a process of its own; return a row for each."""
+    """Time a few steps of each way, in turn, each in a process of its own: a row for each."""
     peak, _ = peaks_of(device)["bf16"]
     with ExitStack() as stack:
         workers = {}
@@ -109,10 +109,7 @@ def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_s
             arguments = (size, asked, "guided" in name, turn_sec)
             workers[name] = stack.enter_context(Worker(name, drawing, *arguments))
             print(f"  {name}: {workers[name].ready}", flush=True)  # it has warmed up, alone
-        seconds = {name: [] for name in workers}
-        for _ in range(repeats):
-            for name, worker in workers.items():
-                seconds[name].append(worker.ask("draw"))
+        seconds = take_turns(workers, "draw", repeats)
         rows = {}
         for name, worker in workers.items():
             row = {"evaluation": name, **worker.ready, "peak_memory_gib": worker.ask("memory")}
@@ -161,7 +158,7 @@ def drawing(
 
 
 def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Module:
-    """Return a dense network with random weights in its preconditioning; size: keys of its data and model."""
+    """A dense network with random weights in its preconditioning; size: keys of its data and model."""
     config = compose_config(("model=dit", *size))
     torch.manual_seed(0)
     with device:  # weights are drawn where they are needed
@@ -178,7 +175,7 @@ def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Mod
 def evaluations(
     size: tuple[str, ...], batch: int, precision: str, compiled: bool, repeats: int, device: torch.device
 ) -> Rows:
-    """Time one evaluation in each way, in turn; return a row for each."""
+    """Time one evaluation in each way, in turn: a row for each."""
     precond = build(size, device, compiled)
     noise, labels = inputs(precond, batch, device)
     sigma = torch.ones((), device=device)
@@ -228,7 +225,7 @@ def whole_samples(size: tuple[str, ...], batch: int, device: torch.device) -> Ro
 
 
 def inputs(precond: nn.Module, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noise (batch, C, H, W) and labels (batch,)."""
+    """Noise (batch, C, H, W) and labels (batch,)."""
     net, generator = precond.net, torch.Generator(device).manual_seed(0)
     shape = (batch, *net.latent_shape)
     noise = torch.randn(shape, generator=generator, device=device)
@@ -238,7 +235,7 @@ def inputs(precond: nn.Module, batch: int, device: torch.device) -> tuple[torch.
 def within(
     precision: str, device: torch.device, function: Callable[..., Any], *arguments: Any
 ) -> Callable[[], Any]:
-    """Return what calls a function in a precision."""
+    """What calls a function in a precision."""
 
     def call() -> Any:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
@@ -249,7 +246,7 @@ def within(
 
 
 def rate(num_images: int, sec: float) -> dict[str, float]:
-    """Return images per second, and hours for 50,000."""
+    """Images per second, and hours for 50,000."""
     return {"images_per_sec": num_images / sec, "hours_50k": 50_000 * sec / num_images / 3600}
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.plain_step import PlainDiT, PlainStep
-from benchmarks.processes import Worker, serve
+from benchmarks.processes import Worker, serve, take_turns
 from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
 from evaluation.precision import strict_fp32
@@ -80,7 +80,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # latents and labels
 
 
 def standard_settings(device: torch.device) -> list[Setting]:
-    """Return the rows of the table in README, for a CPU or for a GPU."""
+    """The rows of the table in README, for a CPU or for a GPU."""
     on_gpu = device.type == "cuda"
     size, tokens_at_once = ("b_2", 65536) if on_gpu else ("s_2", 4096)
 
@@ -108,7 +108,7 @@ def standard_settings(device: torch.device) -> list[Setting]:
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
-    """Return what measures each setting; see `benchmarks.gpu`."""
+    """What measures each setting; see `benchmarks.gpu`."""
     settings = TINY_SETTINGS if tiny else standard_settings(device)
     repeats, peaks = 1 if tiny else REPEATS[device.type], peaks_of(device)
     return {setting.name: partial(measure, setting, repeats, peaks) for setting in settings}
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
-    """Compare with the plain step, then time all kinds of step in turn; return a row for each."""
+    """Compare with the plain step, then time all kinds of step in turn: a row for each."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         overrides = {kind: overrides_of(setting, kind, folder) for kind in ("dense", "routed")}
@@ -167,10 +167,7 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
             shown = {key: worker.ready[key] for key in ("batch_size", "mixed_precision", "compile", "routes")}
             print(f"  {name}: {shown}", flush=True)
             worker.ask("warm up")
-        seconds = {name: [] for name in workers}
-        for _ in range(repeats):
-            for name, worker in workers.items():
-                seconds[name].append(worker.ask("step"))
+        seconds = take_turns(workers, "step", repeats)
         rows = []
         for name, worker in workers.items():
             row = {"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage}
@@ -192,7 +189,7 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
 
 
 def unknown_to_plain(config: dict[str, Any]) -> list[str]:
-    """Return what the plain step cannot follow in a configuration."""
+    """What the plain step cannot follow in a configuration."""
     model = config["model"]
     unknown = [f"model.{key}={model[key]}" for key, known in PLAIN_KNOWS.items() if model[key] != known]
     unknown += ["several routes"] if len(model["routes"]) > 1 else []
@@ -212,7 +209,7 @@ def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:
 
 
 def timing(seconds: Sequence[float], row: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
-    """Return time, images per second and utilisation of a step."""
+    """Time, images per second and utilisation of a step."""
     peak, source = peaks[row["mixed_precision"]]
     return spread(seconds) | {
         "images_per_sec": row["batch_size"] / median(seconds),
@@ -223,7 +220,7 @@ def timing(seconds: Sequence[float], row: dict[str, Any], peaks: Peaks) -> dict[
 
 
 def peaks_of(device: torch.device) -> Peaks:
-    """Return the FLOPs per second of large products: as specified, else the best of several measured."""
+    """FLOPs per second of large products: as specified, else the best of several measured."""
     size, peaks = PRODUCT_SIZES[device.type], {}
     for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
         if peak := specified_peak(device, precision == "bf16"):
@@ -306,7 +303,7 @@ def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
 
 
 def errors(trainer: Trainer, batch: Batch, step: PlainStep) -> tuple[float, float]:
-    """Return the relative errors of loss and gradients of a trainer against those of the plain step."""
+    """Relative errors of loss and gradients of a trainer against those of the plain step."""
     expected = step.loss(torch.Generator(trainer.launch.device).manual_seed(0))
     expected.backward()
     loss = _pass(trainer, batch)
@@ -318,7 +315,7 @@ def errors(trainer: Trainer, batch: Batch, step: PlainStep) -> tuple[float, floa
 
 
 def _pass(trainer: Trainer, batch: Batch) -> torch.Tensor:
-    """Run forward and backward, as a step does for a micro-batch without masks, and return the loss."""
+    """Run forward and backward, as a step does for a micro-batch without masks: the loss."""
     generator = torch.Generator(trainer.launch.device).manual_seed(0)
     loss = trainer.loss(trainer.precond.train(), *batch, generator=generator).mean()
     loss.backward()
@@ -326,7 +323,7 @@ def _pass(trainer: Trainer, batch: Batch) -> torch.Tensor:
 
 
 def plain_step(trainer: Trainer, batch: Batch) -> PlainStep:
-    """Return the plain step with the weights of a trainer's network."""
+    """The plain step with the weights of a trainer's network."""
     net = trainer.net
     (route,) = net.routes or [None]
     num_kept = num_tokens_kept(net.num_tokens, route.selection_ratio) if route else net.num_tokens
@@ -340,7 +337,7 @@ def plain_step(trainer: Trainer, batch: Batch) -> PlainStep:
 
 
 def share_outside(trainer: Trainer, step: Callable[[], None]) -> float | None:
-    """Return the share of a step that is neither forward nor backward, the median over turns.
+    """The share of a step that is neither forward nor backward, the median over turns.
 
     None under masks, where a pass alone would be another one.
     """
@@ -375,7 +372,7 @@ def _warm_up(step: Callable[[], None], device: torch.device) -> None:
 
 
 def _turn(step: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of a step; on a GPU the mean of 3 to 10, about a second, after one untimed."""
+    """The seconds of a step; on a GPU the mean of 3 to 10, about a second, after one untimed."""
     if device.type != "cuda":
         return seconds_of(step, device)
     num_steps = min(10, max(3, round(1 / seconds_of(step, device))))
@@ -391,7 +388,7 @@ def _hand_back(device: torch.device) -> None:
 
 
 def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
-    """Return how long a call takes, until the device is done."""
+    """How long a call takes, until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

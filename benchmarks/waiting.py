@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(num_busy: int, seconds: float, repeats: int) -> Rows:
-    """Return a row for each way of waiting, beside `num_busy` busy processes."""
+    """A row for each way of waiting, beside `num_busy` busy processes."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     try:

@@ -19,7 +19,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import Worker, on_own_cores, start_program
+from benchmarks.processes import Worker, on_own_cores, start_program, take_turns
 from benchmarks.results import Record, Rows, markdown, read_environment, read_results, spread
 from benchmarks.runs import QUIET, compose_config
 from benchmarks.train_step import ours
@@ -197,7 +196,7 @@ class Work:
         self.factors = {arm: self._factor(arm) for arm in arms}
 
     def done(self) -> bool:
-        """Do it; return whether nothing failed."""
+        """Do it; True if nothing failed."""
         self._do("searches", [(arm, SEARCH_SEED, lr) for arm in self.arms for lr in LRS])
         chosen = {arm: chosen_lr([*self._of_others(), *self.record.rows], arm) for arm in self.arms}
         seeds = [(arm, seed, chosen[arm]) for seed in self.asked.seeds for arm in self.arms]
@@ -205,11 +204,10 @@ class Work:
         return all(chosen.values()) and self.record.started() <= self._done()
 
     def _done(self) -> set[str]:
-        """Return the settings that a record has."""
         return self.record.done() | {row["setting"] for row in self._of_others()}
 
     def _of_others(self) -> Rows:
-        """Return what has not failed on other machines, or with another torch."""
+        """Rows that have not failed, of other machines or another torch."""
         files = {*self.asked.out.glob(f"twins_{self.name}_*.csv")} - {self.record.file}
         same = [file for file in sorted(files) if read_environment(file)["tiny"] == str(self.asked.tiny)]
         return [row for file in same for row in read_results(file) if not row.get("failed")]
@@ -222,31 +220,27 @@ class Work:
         recorded = f"{len(units) - len(todo)} more are recorded"
         print(f"{self.name}: {len(todo)} {what}, {recorded}; logs are in {self.asked.out}", flush=True)
         for setting, ended in on_own_cores(self.asked.jobs, calls):
-            self._add(setting, ended)
-
-    def _add(self, setting: str, ended: Future[Rows]) -> None:
-        try:
-            self.record.add(setting, ended.result())
-        except (OSError, ValueError) as error:  # the same command tries again
-            self.record.add(setting, [{"failed": f"{error} ({self.run_of(setting)}.log)"}])
+            try:
+                self.record.add(setting, ended.result())
+            except (OSError, ValueError) as error:  # the same command tries again
+                self.record.add(setting, [{"failed": f"{error} ({self.run_of(setting)}.log)"}])
 
     def _factor(self, arm: str) -> float:
-        """Return for how many times the steps of the study an arm is trained."""
         if not arm.startswith(LONGER):  # changed ones, too
             return 1.0
         task = (f"data={self.study.data}", *self.study.task)
         return gflop_a_step((*task, *TWINS["dense"])) / gflop_a_step((*task, *self.arms[arm]))
 
     def setting(self, arm: str, seed: int, lr: float) -> str:
-        """Return the name of a training."""
+        """The name of a training."""
         return f"{self.name}: {arm}, lr {lr:g}, seed {seed}"
 
     def run_of(self, setting: str) -> Path:
-        """Return the folder of a training."""
+        """The folder of a training."""
         return self.asked.out.resolve() / named(setting)
 
     def _train(self, setting: str, arm: str, seed: int, lr: float) -> Rows:
-        """Train once; return a row for each evaluation, and for each scale of guidance in the end."""
+        """Train once: a row for each evaluation, and for each scale of guidance in the end."""
         out, search = self.asked.out.resolve(), seed == SEARCH_SEED
         run = self.run_of(setting)
         own = [f"data={self.study.data}", *self.study.task, *self.arms[arm], f"optimizer.lr={lr}"]
@@ -273,7 +267,7 @@ class Work:
         return rows
 
     def _guided(self, run: Path, guidance: str) -> dict[str, Any]:
-        """Return the scores of the end of a run under guidance, as keys of fid.py."""
+        """The scores of the end of a run under guidance, as keys of fid.py."""
         out, data = run / "scores" / f"{named(guidance)}.json", self.study.data
         if not out.exists():
             drawn = (*guidance.split(), *(each.partition(".")[2] for each in sampled(self.asked.tiny)))
@@ -283,12 +277,12 @@ class Work:
 
 
 def named(text: str) -> str:
-    """Return a text as the name of a file, which may stand in an override of Hydra."""
+    """A text as the name of a file, which may stand in an override of Hydra."""
     return re.sub(r"[^\w.-]+", "_", text)
 
 
 def evaluations_of(run: Path) -> Rows:
-    """Return step, cost, scores and the mean loss of training since the last one, of each evaluation."""
+    """Step, cost, scores and the mean loss of training since the last one, of each evaluation."""
     rows, losses, read = [], [], Run(RunFolder(run))
     for line in read.lines:
         if line.get("loss") is not None:
@@ -302,7 +296,7 @@ def evaluations_of(run: Path) -> Rows:
 
 
 def chosen_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float | None:
-    """Return the learning rate whose search ended with the lowest held-out loss; None if some failed."""
+    """The learning rate whose search ended with the lowest held-out loss; None if some failed."""
     found = {
         float(row["lr"]): float(row[LOSS])
         for row in rows
@@ -312,7 +306,7 @@ def chosen_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float | None:
 
 
 def gflop_a_step(overrides: Sequence[str]) -> float:
-    """Return what a training step costs, by the cost model."""
+    """The cost of a training step, by the cost model."""
     with torch.device("meta"):
         net = build_net(config := compose_config(overrides))
     return config["train"]["batch_size"] * cost_of(net).routed_training_flops / 1e9
@@ -332,10 +326,7 @@ def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> R
             overrides = (*task, *own, *(TINY if tiny else ()), *QUIET)
             workers[name] = stack.enter_context(Worker(name, ours, folder, overrides))
             workers[name].ask("warm up")
-        seconds = {name: [] for name in workers}
-        for _ in range(TURNS):
-            for name, worker in workers.items():
-                seconds[name].append(worker.ask("step"))
+        seconds = take_turns(workers, "step", TURNS)
     return [{"arm": name, **spread(found)} for name, found in seconds.items()]
 
 

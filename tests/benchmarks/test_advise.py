@@ -1,6 +1,5 @@
 import json
 import shlex
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from tests.runs import tiny_run, tiny_trainer, validated
 WORDS = Words(lambda routes: f"take {len(routes)}", "go without")
 
 
-def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9, spread=0.0):
+def candidate(start, end, ratio=0.5, measured=1.2, alike=0.9, spread=0.0, name=""):
     quartiles = (measured - spread, measured + spread)
-    return Candidate((Route(ratio, start, end),), (8,), 1.3, measured, quartiles, 0.1, alike)
+    return Candidate((Route(ratio, start, end),), (8,), 1.3, measured, quartiles, 0.1, alike, name)
 
 
 def advise(*arguments):
@@ -24,62 +23,45 @@ def advise(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("others", "expected"),
+    ("published", "other", "expected", "said"),
     [
-        ([], (2, 8)),
+        ({}, {}, (2, 8), "Recommended: take 1"),
         # Faster, and its tokens rejoin a state that is as much alike.
-        ([candidate(1, 9, measured=1.3)], (1, 9)),
-        # Faster, but less alike; alike, but not faster by enough; faster by chance.
-        ([candidate(1, 9, measured=1.5, alike=0.88)], (2, 8)),
-        ([candidate(1, 9, measured=1.25, alike=0.95)], (2, 8)),
-        ([candidate(1, 9, measured=1.5, spread=0.3)], (2, 8)),
+        ({}, {"measured": 1.3}, (1, 9), "Recommended: take 1"),
+        # Faster, but less alike; alike, but not faster by enough; faster by chance; recommended by others.
+        ({}, {"measured": 1.5, "alike": 0.88}, (2, 8), "Recommended: take 1"),
+        ({}, {"measured": 1.25, "alike": 0.95}, (2, 8), "Recommended: take 1"),
+        ({}, {"measured": 1.5, "spread": 0.3}, (2, 8), "Recommended: take 1"),
+        ({}, {"measured": 1.6, "alike": 0.95, "name": "max_speed"}, (2, 8), "Recommended: take 1"),
+        # The published window is not worth it, and another one is; none is.
+        ({"measured": 1.03}, {"measured": 1.07, "spread": 0.01}, (1, 9), "Recommended: take 1"),
+        (
+            {"measured": MIN_SPEEDUP - 0.01},
+            {"measured": 1.5, "alike": 0.5},
+            None,
+            "No route is worth it here (a step with blocks 2 to 8 at a ratio of 0.5 is 1.04x to 1.04x as "
+            "fast (1.30x by FLOPs)): go without.",
+        ),
+        # Repeats do not agree; all states are alike.
+        (
+            {"measured": 1.1, "spread": 0.5},
+            {"spread": 0.5},
+            None,
+            "No advice (a step with blocks 2 to 8 at a ratio of 0.5",
+        ),
+        ({"measured": 0.1, "alike": 0.99}, {"measured": 1.6, "alike": 0.985}, None, "No advice yet"),
+        ({"measured": 1.5, "alike": 0.99}, {"measured": 1.6, "alike": 0.985}, None, "No advice yet"),
     ],
 )
-def test_the_published_window_unless_another_is_faster_and_as_alike(others, expected):
-    best, advice = recommend([candidate(2, 8), *others], 12, WORDS)
-    (route,) = best.routes
-    assert (route.start_layer_idx, route.end_layer_idx) == expected
-    assert advice == f"Recommended: take {len(best.routes)}"
-
-
-@pytest.mark.parametrize("measured", [0.1, 1.5])
-def test_a_network_that_has_hardly_been_trained_gets_no_advice(measured):
-    fresh = [candidate(2, 8, measured=measured, alike=0.99), candidate(1, 9, measured=1.6, alike=0.985)]
-    best, advice = recommend(fresh, 12, WORDS)
-    assert best is None
-    assert advice.startswith("No advice yet")
-    said = report(fresh, best, [advice])
-    assert "Recommended" not in said and "dense twin" not in said
-
-
-def test_another_window_is_taken_where_the_published_one_is_not_worth_it():
-    slow, fast = candidate(2, 8, measured=1.03), candidate(1, 9, measured=1.07, spread=0.01)
-    assert recommend([slow, fast], 12, WORDS)[0] is fast
-
-
-def test_repeats_that_do_not_agree_give_no_advice():
-    best, advice = recommend([candidate(2, 8, measured=1.1, spread=0.5)], 12, WORDS)
-    assert best is None
-    assert advice.startswith(
-        "No advice (a step with blocks 2 to 8 at a ratio of 0.5 is 0.60x to 1.60x as fast (1.30x by FLOPs)): "
-    )
-
-
-def test_what_others_recommend_is_shown_and_not_recommended():
-    fast = replace(candidate(1, 9, measured=1.6, alike=0.95), name="max_speed")
-    best, _ = recommend([candidate(2, 8), fast], 12, WORDS)
-    assert best == candidate(2, 8)
-    assert "| 1 to 9 | 0.5 | 8 | 1.30x | 1.60x | 1.60x to 1.60x | 100.0 | 0.950 | max_speed |" in report(
-        [best, fast], best, []
-    )
-
-
-def test_where_routes_save_nothing_the_dense_twin_is_recommended():
-    slow = [candidate(2, 8, measured=MIN_SPEEDUP - 0.01), candidate(1, 9, measured=1.5, alike=0.5)]
-    best, advice = recommend(slow, 12, WORDS)
-    assert best is None
-    assert ": go without." in advice
-    assert "1.30x by FLOPs" in advice
+def test_the_published_window_unless_another_is_faster_and_as_alike(published, other, expected, said):
+    found = [candidate(2, 8, **published), candidate(1, 9, **other)]
+    best, advice = recommend(found, 12, WORDS)
+    windows = best and (best.routes[0].start_layer_idx, best.routes[0].end_layer_idx)
+    assert windows == expected
+    assert advice.startswith(said)
+    text = report(found, best, [advice])
+    assert ("recommended" in text) == (best is not None)
+    assert ("| max_speed |" in text) == ("name" in other)
 
 
 def test_the_recommendation_is_an_override_of_the_command_line():
