@@ -200,15 +200,10 @@ def trainer(tmp_path):
 
 def test_a_step_that_is_not_skipped_or_moves_nothing_is_seen(trainer):
     step = trainer.optimizer.step
-
-    def always_step():
-        trainer.optimizer.found_inf = torch.zeros(())
-        step()
-
-    trainer.optimizer.step = always_step
+    trainer.optimizer.step = lambda skipped: step(torch.zeros_like(skipped))
     (_, changed, _), _ = spoil_one_step(trainer)
     assert changed > len(trainer.parameters)
-    trainer.optimizer.step = lambda: None
+    trainer.optimizer.step = lambda skipped: None
     _, (_, stayed, _) = spoil_one_step(trainer)
     assert stayed >= len(trainer.parameters)
 
