@@ -11,7 +11,6 @@ import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from joblib import cpu_count
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,11 +36,10 @@ from routing import Route
 from runtime.command_line import one_line
 from runtime.config import (
     check_arguments,
-    check_keys,
     compose_config,
     config_folders,
-    missing_keys,
     register_with_hydra,
+    to_plain,
 )
 from runtime.provenance import flatten
 from runtime.sweep import key_of, sweep_arguments, swept_keys
@@ -70,7 +68,6 @@ def register(program: str, schema: type) -> None:
         "latent_manifest": partial(_manifest_key, read_manifest),
         "shard_manifest": partial(_manifest_key, read_shard_manifest),
         "recipe": recipe,
-        "share_of_cores": lambda num_jobs: max(1, cpu_count() // max(1, num_jobs)),
     }
     register_with_hydra(program, schema, resolvers)
 
@@ -178,11 +175,7 @@ def _without_weights(path: str, checkpoint: str | None) -> Precond:
 def resolve(cfg: DictConfig) -> dict[str, Any]:
     """Resolve a configuration into plain types, and check keys, targets and arguments."""
     check_keys(cfg)
-    missing = missing_keys(OmegaConf.to_container(cfg))
-    if missing:
-        hint = " (a latent folder, see data/README.md)" if "data.path" in missing else ""
-        raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{hint}")
-    config = OmegaConf.to_container(cfg, resolve=True)
+    config = to_plain(cfg, {"data.path": " (a latent folder, see data/README.md)"})
     check_targets(config, allowed_targets(config_folders()))
     _check_arguments(config)
     check_finite(config)

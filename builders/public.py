@@ -1,7 +1,7 @@
-"""Networks in files of weights: of DiT, SiT, REPA, LightningDiT, SPRINT, TREAD, and of `models.export`.
+"""Networks in files of weights: of DiT, SiT, REPA, LightningDiT, SPRINT, TREAD, and of `builders.export`.
 
 A file of public code says its architecture by names and shapes, but not what it predicts: DiT, SiT and TREAD
-look alike. A file of `models.export` carries its configuration.
+look alike. A file of `builders.export` carries its configuration.
 """
 
 from dataclasses import asdict, replace
@@ -33,7 +33,7 @@ def read_weights_file(
 
     Args:
         objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file of
-            `models.export`.
+            `builders.export`.
         latents: a latent folder whose manifest says how the latents of other code are scaled and decoded,
             and their size where a file does not (SPRINT); None: they are those of sd-vae-ft-ema, of 256x256
             images where a file does not say it.
@@ -88,7 +88,7 @@ def read_weights_file(
 
 
 def carries_configuration(file: Path) -> bool:
-    """True for a file of `models.export`."""
+    """True for a file of `builders.export`."""
     return CONFIG in metadata_in(file)
 
 

@@ -127,7 +127,7 @@ def open_weights_file(
     guidance: Node | None = None,
     launch: Launch = ALONE,
 ) -> OpenedRun:
-    """Load a network from a file of other code, or from one that `models.export` wrote.
+    """Load a network from a file of other code, or from one that `builders.export` wrote.
 
     Args:
         objective, latents: what a file of other code predicts, and of what, see `builders.public`.

@@ -4,7 +4,8 @@
     python -m data.convert format=repa source=vae-sd.zip out=latents/NAME
 
 What the format does not say is assumed, printed, and checked against the numbers of a sample before anything
-is written.
+is written; the keys from stored_as on replace an assumption. data/README.md has the formats. Then: python -m
+data.report path=latents/NAME
 """
 
 from collections.abc import Iterator
@@ -13,12 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
-from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
-from builders import config as configuration
 from data.classes import class_warnings
 from data.encoders import PUBLISHED
 from data.importers import (
@@ -34,7 +32,7 @@ from data.importers import (
 from data.latents import check_labels, open_latents
 from data.manifest import LatentManifest
 from data.writer import NEXT_STEPS, LatentWriter, check_out
-from runtime.config import run_main, user_mistakes
+from runtime.config import command, run_main
 from runtime.errors import check_choice, check_not_negative, check_positive
 
 NUM_SAMPLED = 512
@@ -45,11 +43,11 @@ ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale", "shift", "std")
 
 @dataclass
 class ConvertConfig:
-    """What `data.convert` is asked; None means: as the format is assumed to be."""
+    """The keys of `data.convert`; None: as the format is assumed to be."""
 
-    format: str = MISSING
-    source: str = MISSING
-    out: str = MISSING
+    format: str
+    source: str
+    out: str
     num_classes: int | None = None  # None: the largest label + 1
     num_held_out: int = 0
     stored_as: str | None = None  # samples, mean_logvar or mean_std
@@ -61,26 +59,21 @@ class ConvertConfig:
     std: float | None = None  # of what the network sees
 
 
-configuration.register("convert", ConvertConfig)
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="convert")
-def main(cfg: DictConfig) -> None:
+@command("convert", ConvertConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
     """Check the request and a sample of the source, then convert."""
-    with user_mistakes():
-        request = configuration.resolve(cfg)
-        chosen, path = check_request(request), Path(request["source"])
-        source = chosen.open(path)
-        told = {key: value for key, value in source.told.items() if request.get(key) is None}
-        chosen = replace(chosen, **told)
-        print("\n  ".join([f"format={request['format']}: {chosen.about}. Assumed:", *chosen.assumptions()]))
-        sampled = check_numbers(chosen, source, path)
-        manifest = describe(request, chosen, source, sampled)
-        with LatentWriter(request["out"], manifest) as writer:
-            bar = {"total": -(-manifest.count // ENTRIES_AT_ONCE), "desc": "convert", "unit": "piece"}
-            for start, stored in tqdm(pieces(chosen, source), **bar):
-                labels = None if source.labels is None else source.labels[start : start + len(stored)]
-                writer.append(stored, labels)
+    chosen, path = check_request(request), Path(request["source"])
+    source = chosen.open(path)
+    told = {key: value for key, value in source.told.items() if request.get(key) is None}
+    chosen = replace(chosen, **told)
+    print("\n  ".join([f"format={request['format']}: {chosen.about}. Assumed:", *chosen.assumptions()]))
+    sampled = check_numbers(chosen, source, path)
+    manifest = describe(request, chosen, source, sampled)
+    with LatentWriter(request["out"], manifest) as writer:
+        bar = {"total": -(-manifest.count // ENTRIES_AT_ONCE), "desc": "convert", "unit": "piece"}
+        for start, stored in tqdm(pieces(chosen, source), **bar):
+            labels = None if source.labels is None else source.labels[start : start + len(stored)]
+            writer.append(stored, labels)
     print(f"{request['out']}: {manifest.count} entries of {manifest.num_classes} classes")
     for warning in class_warnings(open_latents(request["out"]).manifest):
         print(f"warning: {warning}")

@@ -1,7 +1,11 @@
-"""Encode images as a latent folder.
+"""Encode images as a latent folder: centre crop of [ADM], autoencoder, moments of each image and its flip.
 
     python -m data.encode source=IMAGES out=latents/NAME
+    python -m data.encode source=IMAGES out=latents/NAME encoder=FOLDER resolution=512
     python -m data.encode source=IMAGES out=latents/NAME masks=MASKS conditioning_type=segmentation
+
+IMAGES is a folder of class folders, a zip of one, or a text file with a path and a class on each line. Then:
+python -m data.report path=latents/NAME. data/README.md explains the keys.
 
 The ranks share the images in parts. Finished parts are kept in OUT.partial, so that the same command resumes
 where it was stopped, on any number of processes; the first rank joins them in the end.
@@ -15,14 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
 import torch
 from joblib import cpu_count
-from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
-from builders import config as configuration
 from data.classes import class_warnings, first_classes, untrained_classes_of
 from data.encoders import Encoder, load_encoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
@@ -32,7 +33,7 @@ from data.manifest import FILES, LatentManifest
 from data.masks import MaskFiles, pool_mask, read_mask
 from data.parts import EncodedParts, Part
 from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
-from runtime.config import run_main, user_mistakes
+from runtime.config import command, run_main
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import Launch
 from runtime.lock import Lock
@@ -47,10 +48,10 @@ MAX_HELD_OUT = 5000
 
 @dataclass
 class EncodeConfig:
-    """What `data.encode` can be asked."""
+    """The keys of `data.encode`."""
 
-    source: str = MISSING  # a folder of class folders, a zip of one, or a list
-    out: str = MISSING
+    source: str  # a folder of class folders, a zip of one, or a list
+    out: str
     encoder: str = "sd-vae-ft-ema"  # or sd-vae-ft-mse, sdxl, identity, a folder, OWNER/NAME on the hub
     resolution: int = 256
     hflip: bool = True
@@ -61,28 +62,23 @@ class EncodeConfig:
     skip_corrupt: bool = False
 
 
-configuration.register("encode", EncodeConfig)
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="encode")
-def main(cfg: DictConfig) -> None:
-    """Check the request, encode the parts that are missing, and join all."""
-    with user_mistakes():
-        request = configuration.resolve(cfg)
-        check_request(request)
-        check_sources(request)
-        launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
-        encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
-        job = plan(request, encoder)
-        lock = lock_of(Path(request["out"]))
-        try:
-            todo = launch.broadcast_from_main(partial(begin, job, lock, launch))
-            encode_parts(job, todo, encoder, launch)
-            launch.barrier()
-            if launch.is_main:
-                finish(job, launch)
-        finally:
-            lock.release()
+@command("encode", EncodeConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
+    """Check the request, encode the missing parts, and join all of them."""
+    check_request(request)
+    check_sources(request)
+    launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
+    encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
+    job = plan(request, encoder)
+    lock = lock_of(Path(request["out"]))
+    try:
+        todo = launch.broadcast_from_main(partial(begin, job, lock, launch))
+        encode_parts(job, todo, encoder, launch)
+        launch.barrier()
+        if launch.is_main:
+            finish(job, launch)
+    finally:
+        lock.release()
 
 
 def check_request(request: dict[str, Any]) -> None:

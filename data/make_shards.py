@@ -1,14 +1,14 @@
 """Write a latent folder as WebDataset shards, for data that does not fit the disks it is trained on.
 
-    python -m data.make_shards latents/NAME shards/NAME
+    python -m data.make_shards path=latents/NAME out=shards/NAME
 
 The entries are shuffled over all classes. The folder can be put on a server; `data=stream
 data.path=FOLDER_OR_URL` trains on it. data/README.md states the format.
 """
 
-import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -17,12 +17,20 @@ from data.latents import LatentDataset, open_latents
 from data.manifest import FILES, to_json
 from data.shards import SHARDS_FILE
 from data.writer import claimed, hash_blocks
-from runtime.config import run_main, user_mistakes
+from runtime.config import command, run_main
 from runtime.errors import check_positive
 from runtime.files import write_json
 
-SHARD_ENTRIES = 2048
 WRITE_SEED = 0
+
+
+@dataclass
+class ShardsConfig:
+    """The keys of `data.make_shards`."""
+
+    path: str  # a latent folder
+    out: str  # the folder of shards to write
+    entries: int = 2048  # of a shard
 
 
 def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
@@ -55,18 +63,12 @@ def _write_shard(file: Path, dataset: LatentDataset, ids: np.ndarray) -> None:
             tar.write({"__key__": f"{i:09d}", "latents.npy": dataset.stored[i], **label})
 
 
-def main() -> None:
-    """Parse the command line and write the shards."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m data.make_shards", description=__doc__, formatter_class=raw)
-    parser.add_argument("path", type=Path, metavar="LATENTS", help="a latent folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder of shards to write")
-    parser.add_argument("--entries", type=int, default=SHARD_ENTRIES, help="of a shard; default: %(default)s")
-    arguments = parser.parse_args()
-    with user_mistakes():
-        check_positive("--entries", arguments.entries)
-        write_shards(open_latents(arguments.path), arguments.out, arguments.entries)
-    print(f"Train on it: python train.py data=stream data.path={arguments.out}")
+@command("make_shards", ShardsConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
+    """Write the shards."""
+    check_positive("entries", request["entries"])
+    write_shards(open_latents(request["path"]), Path(request["out"]), request["entries"])
+    print(f"Train on it: python train.py data=stream data.path={request['out']}")
 
 
 if __name__ == "__main__":

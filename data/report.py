@@ -1,11 +1,12 @@
 """Show what a latent folder holds: images of each class, spread of the latents, and a sheet of pictures.
 
-python -m data.report latents/NAME
-python -m data.report latents/NAME --encoder FOLDER --out sheet.png
+python -m data.report path=latents/NAME
+python -m data.report path=latents/NAME encoder=FOLDER out=sheet.png
 """
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,22 @@ import torch
 from data.classes import class_warnings
 from data.encoders import encoder_for, image_decoder
 from data.latents import MEASURED_ENTRIES, LatentDataset, open_latents
-from runtime.config import run_main, user_mistakes
+from runtime.config import command, run_main
 from runtime.machine import start_process
 
 CLASSES_SHOWN = 10
 SHEET_COLUMNS, SHEET_ROWS = 8, 6
 NAME_LENGTH = 18
 DARKENED = 0.75
+
+
+@dataclass
+class ReportConfig:
+    """The keys of `data.report`."""
+
+    path: str
+    encoder: str | None = None  # its folder; None: the manifest's
+    out: str | None = None  # the picture; None: PATH_report.png, beside the folder
 
 
 def describe(dataset: LatentDataset) -> list[str]:
@@ -123,22 +133,16 @@ def _short(value: float | tuple[float, ...]) -> str:
     return ", ".join(f"{number:.6g}" for number in (value if isinstance(value, tuple) else (value,)))
 
 
-def main() -> None:
+@command("report", ReportConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
     """Print the numbers, then draw the sheet."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m data.report", description=__doc__, formatter_class=raw)
-    parser.add_argument("path", type=Path, metavar="PATH")
-    parser.add_argument("--encoder", help="path of the encoder; default: the manifest's")
-    parser.add_argument("--out", type=Path, help="the picture; default: PATH_report.png, beside the folder")
-    arguments = parser.parse_args()
-    path, launch = arguments.path, start_process(tf32=False)
+    path, launch = Path(request["path"]), start_process(tf32=False)
     name = path.resolve().name
-    file = arguments.out or path.resolve().with_name(f"{name}_report.png")
-    with user_mistakes():
-        dataset = open_latents(path)
-        print("\n".join([f"folder     {path}", *describe(dataset), *count_classes(dataset)]))
-        print("\n".join([*describe_masks(dataset), *measure(dataset)]))
-        draw_sheet(dataset, file, launch.device, arguments.encoder, name)
+    file = Path(request["out"] or path.resolve().with_name(f"{name}_report.png"))
+    dataset = open_latents(path)
+    print("\n".join([f"folder     {path}", *describe(dataset), *count_classes(dataset)]))
+    print("\n".join([*describe_masks(dataset), *measure(dataset)]))
+    draw_sheet(dataset, file, launch.device, request["encoder"], name)
     print(f"picture    {file}")
 
 

@@ -1,13 +1,14 @@
 """Check every block of a latent folder, or of a folder of shards, against the checksums of its manifest.
 
-python -m data.verify latents/NAME
+python -m data.verify path=latents/NAME
 """
 
-import argparse
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from joblib import cpu_count
@@ -17,9 +18,16 @@ from data.latents import open_latents
 from data.manifest import FILES, LatentManifest, read_manifest
 from data.shards import SHARDS_FILE, open_shards
 from data.writer import hash_block
-from runtime.config import run_main, user_mistakes
+from runtime.config import command, run_main
 
 HEADER_BYTES = 128  # of the .npy files that data.LatentWriter writes
+
+
+@dataclass
+class VerifyConfig:
+    """The keys of `data.verify`."""
+
+    path: str  # a latent folder, or a folder of shards
 
 
 def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
@@ -50,7 +58,6 @@ def _damage(path: Path, manifest: LatentManifest, name: str, block: int, expecte
 
 
 def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
-    """Return which entries lie in a range of bytes of a file."""
     arrays = {FILES[key]: array for key, array in manifest.arrays().items()}
     if name not in arrays:
         return ""
@@ -60,19 +67,10 @@ def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
     return f", entries {first} to {min(manifest.count - 1, last)}"
 
 
-def main() -> None:
-    """Parse the command line and check the folder."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m data.verify", description=__doc__, formatter_class=raw)
-    parser.add_argument("path", type=Path, metavar="PATH")
-    path = parser.parse_args().path
-    with user_mistakes():
-        num_blocks = verify(path)
-    print(f"{path}: all {num_blocks} blocks are intact")
-
-
-def verify(path: Path) -> int:
-    """Check a folder, print what is damaged, and return the number of its blocks."""
+@command("verify", VerifyConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
+    """Check a folder and print what is damaged."""
+    path = Path(request["path"])
     manifest, found = read_manifest(path), []
     total = sum(len(digests) for digests in (manifest.checksums or {}).values())
     for damage in tqdm(damages(path, manifest), total=total, desc="verify", unit="block"):
@@ -88,7 +86,7 @@ def verify(path: Path) -> int:
     if unknown:
         raise ValueError(f"{path / min(unknown)} has no checksums in the manifest: it cannot be checked")
     (open_shards if is_shards else open_latents)(str(path))
-    return total
+    print(f"{path}: all {total} blocks are intact")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from runtime.lock import Lock
 
 _CHUNK = 2**22
 NEXT_STEPS = """\
-Look at it: python -m data.report {out}
+Look at it: python -m data.report path={out}
 Train on it: python train.py model=tread data=latents data.path={out}"""
 
 

@@ -1,21 +1,20 @@
 """Download the files of the ADM suite: the weights of the Inception network, and reference batches.
 
-    python -m evaluation.fetch                             lists them
-    python -m evaluation.fetch inception imagenet256       downloads them into evaluation_files/
-    python -m evaluation.fetch random                      draws weights at random, for trials
+    python -m evaluation.fetch                                    lists them
+    python -m evaluation.fetch "files=[inception,imagenet256]"    downloads them into evaluation_files/
+    python -m evaluation.fetch "files=[random]"                   draws weights at random, for trials
 
 A broken download resumes where it stopped. A file is moved to its place when it has the length that the
 server gives, and the published sha256, or else the MD5 that the server gives; what could not be checked is
 printed.
 """
 
-import argparse
 import base64
 import hashlib
 import http.client
-import sys
 import time
 import urllib.request
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +22,8 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from evaluation.files import PUBLISHED, PublishedFile
+from runtime.config import command, run_main
+from runtime.errors import check_choice
 from runtime.files import sha256
 from runtime.lock import Lock
 from runtime.servers import SILENCE_SEC, Rate, answered, check_redirect
@@ -30,6 +31,14 @@ from runtime.servers import SILENCE_SEC, Rate, answered, check_redirect
 _CHUNK = 2**20
 RESUME = "the same command resumes"
 RANDOM = "random"
+
+
+@dataclass
+class FetchConfig:
+    """The keys of `evaluation.fetch`."""
+
+    files: list[str] = field(default_factory=list)
+    folder: str = "evaluation_files"
 
 
 def fetch(published: PublishedFile, folder: Path) -> Path:
@@ -135,40 +144,33 @@ def _check_transfer(file: Path, length: int | None, md5: bytes | None) -> None:
             )
 
 
-def main() -> None:
+@command("fetch", FetchConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
     """List or download."""
-    listing = "\n".join(f"  {key:12} {file.about}\n  {'':12} {file.url}" for key, file in PUBLISHED.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m evaluation.fetch",
-        description=__doc__,
-        epilog=f"files:\n{listing}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*PUBLISHED, RANDOM)))
-    parser.add_argument("--folder", type=Path, default=Path("evaluation_files"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in (*PUBLISHED, RANDOM)]
-    if unknown:
-        sys.exit(f"error: NAME={unknown[0]} must be one of {', '.join((*PUBLISHED, RANDOM))}")
-    if not arguments.names:
-        print(f"{listing}\n\nDownload with `python -m evaluation.fetch NAME ...`.")
-    for name in arguments.names:
+    folder = Path(request["folder"])
+    for name in request["files"]:
+        check_choice("files", name, (*PUBLISHED, RANDOM))
+    if not request["files"]:
+        for name, published in PUBLISHED.items():
+            print(f"  {name:12} {published.about}\n  {'':12} {published.url}")
+        print('\nDownload with `python -m evaluation.fetch "files=[NAME,...]"`.')
+    for name in request["files"]:
         if name == RANDOM:
             from evaluation.detectors.random_weights import write_random_weights
 
-            file = write_random_weights(arguments.folder / "inception-random.pth")
+            file = write_random_weights(folder / "inception-random.pth")
             print(f"{file}: scores by it mean nothing (weights={file} allow_unpublished_weights=true)")
             continue
         published = PUBLISHED[name]
         try:
-            file = fetch(published, arguments.folder)
+            file = fetch(published, folder)
         except (OSError, ValueError) as error:
             expected = f" with sha256 {published.sha256}" if published.sha256 else ""
-            copy = f"copy {published.url}{expected} to {arguments.folder / published.name}"
-            sys.exit(f"error: {name}: {error}. Without a connection, {copy}")
+            copy = f"copy {published.url}{expected} to {folder / published.name}"
+            raise ValueError(f"{name}: {error}. Without a connection, {copy}") from error
         note = "" if published.sha256 else "  (none is published: compare it with that of other users)"
         print(f"{file}  sha256 {sha256(file)}{note}")
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

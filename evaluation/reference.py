@@ -83,7 +83,8 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
     """
     if not path.exists():
         raise FileNotFoundError(
-            f"reference={path} not found; `python -m evaluation.fetch imagenet256` downloads that of ImageNet"
+            f"reference={path} not found; `python -m evaluation.fetch files=[imagenet256]` downloads that of "
+            "ImageNet"
         )
     if path.suffix != ".npz":
         return Reference(images=open_images(path), path=path)

@@ -17,12 +17,14 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
+from joblib import cpu_count
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -38,8 +40,40 @@ INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Callable[..., Any]]) -> None:
     """Tell Hydra the schema of a program and the resolvers of interpolations."""
     ConfigStore.instance().store(name=f"{program}{SCHEMA}", node=schema)
-    for name, resolver in resolvers.items():
+    share_of_cores = {"share_of_cores": lambda num_jobs: max(1, cpu_count() // max(1, num_jobs))}
+    for name, resolver in {**resolvers, **share_of_cores}.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def command(
+    name: str, schema: type, about: str
+) -> Callable[[Callable[[dict[str, Any]], None]], Callable[[], None]]:
+    """Decorate the main function of a program without groups, `python -m ROOM.NAME KEY=VALUE ...`.
+
+    Args:
+        schema: a dataclass of its keys; those without a default must be given.
+        about: the text of --help, which lists the keys below it.
+    """
+    register_with_hydra(name, schema, {})
+    quiet = [{f"override hydra/{key}": "none"} for key in ("job_logging", "hydra_logging")]
+    options = {
+        "help": {"template": f"{about}\nKeys (set as KEY=VALUE):\n\n$CONFIG\n"},
+        "run": {"dir": "."},
+        "sweep": {"dir": "runs", "subdir": "."},
+        "output_subdir": None,
+        "job": {"chdir": False},
+    }
+    node = {"defaults": [f"{name}{SCHEMA}", "_self_", *quiet], "hydra": options}
+    ConfigStore.instance().store(name=name, node=node)
+
+    def decorate(main: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        def checked(cfg: DictConfig) -> None:
+            with user_mistakes():
+                main(to_plain(cfg))
+
+        return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(checked)
+
+    return decorate
 
 
 @contextmanager
@@ -173,6 +207,20 @@ def missing_keys(node: Any, key: str = "") -> list[str]:
     children = node.items() if isinstance(node, dict) else enumerate(node)
     nested = (missing_keys(child, f"{key}.{name}" if key else str(name)) for name, child in children)
     return [missing for keys in nested for missing in keys]
+
+
+def to_plain(cfg: DictConfig, hints: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Check keys and types against the schema, resolve interpolations, and return plain types.
+
+    Args:
+        hints: what to add to the error, by the key that is missing.
+    """
+    check_keys(cfg)
+    missing = missing_keys(OmegaConf.to_container(cfg))
+    if missing:
+        more = "".join(hint for key, hint in (hints or {}).items() if key in missing)
+        raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{more}")
+    return OmegaConf.to_container(cfg, resolve=True)
 
 
 def is_sweep() -> bool:

@@ -38,8 +38,8 @@ BATCH_NORM = {
 MAX_NUMBERS = 2**22  # of one constant of the graph; its largest has 2048 x 1008
 EXPECTED = (
     f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 "
-    f"{WEIGHTS_SHA256}), or classify_image_graph_def.pb; `python -m evaluation.fetch inception` downloads "
-    "the first, `python -m evaluation.fetch random` makes some for a trial"
+    f"{WEIGHTS_SHA256}), or classify_image_graph_def.pb; `python -m evaluation.fetch files=[inception]` "
+    "downloads the first, `python -m evaluation.fetch files=[random]` makes some for a trial"
 )
 # What damaged bytes make torch.load raise is not documented.
 LOAD_ERRORS = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError, TypeError, LookupError)

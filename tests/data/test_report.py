@@ -1,5 +1,4 @@
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -8,6 +7,7 @@ from PIL import Image
 
 from data import LatentManifest, LatentWriter, open_latents, report
 from tests.photos import write_autoencoder
+from tests.runs import composed
 
 
 @pytest.fixture
@@ -37,14 +37,13 @@ def write(path, vae, scale=1.0, **changes):
     return open_latents(path)
 
 
-def call(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
-    report.main()
+def call(path, *overrides):
+    report.main(composed(f"path={path}", *overrides, config_name="report"))
 
 
 def test_numbers_and_picture(tmp_path, vae, monkeypatch, capsys):
     write(tmp_path / "a", vae, scale=0.5, class_names=("cat", "dog", "eel", "fly"))
-    call(monkeypatch, tmp_path / "a")
+    call(tmp_path / "a")
     out = capsys.readouterr().out
     assert "classes    4, with 0 to 300 entries, median 150" in out
     assert "300  0 cat" in out and "200  1 dog" in out and "100  3 fly" in out
@@ -101,7 +100,7 @@ def test_masks_are_shown(tmp_path, vae, monkeypatch, capsys):
         )
         with LatentWriter(tmp_path / name, manifest) as writer:
             writer.append(np.random.default_rng(0).standard_normal((4, 4, 16, 16)), None, masks)
-        call(monkeypatch, tmp_path / name)
+        call(tmp_path / name)
         pictures[name] = np.asarray(Image.open(tmp_path / f"{name}_report.png").convert("L")).astype(int)
     out = capsys.readouterr().out
     assert "masks      none" in out
@@ -134,7 +133,7 @@ def test_another_autoencoder_gives_numbers_but_no_picture(tmp_path, vae, monkeyp
     write(tmp_path / "a", vae, scale=0.5)
     other = write_autoencoder(tmp_path / "other", seed=1)
     with pytest.raises(SystemExit, match=r"encoder=.*other has weights"):
-        call(monkeypatch, tmp_path / "a", "--encoder", other)
+        call(tmp_path / "a", f"encoder={other}")
     assert "std 1.0" in capsys.readouterr().out
     assert not (tmp_path / "a_report.png").exists()
 
@@ -143,11 +142,11 @@ def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
     manifest = LatentManifest(3, (1, 8, 8), "float32", "samples", 0, "identity")
     with LatentWriter(tmp_path / "a", manifest) as writer:
         writer.append(np.random.default_rng(0).uniform(-1, 1, (3, 1, 8, 8)), None)
-    call(monkeypatch, tmp_path / "a", "--out", tmp_path / "new" / "sheet.png")
+    call(tmp_path / "a", f"out={tmp_path}/new/sheet.png")
     assert (tmp_path / "new" / "sheet.png").stat().st_size > 2000
     assert "classes    none" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path / "a")
-    call(monkeypatch, ".")
+    call(".")
     assert (tmp_path / "a_report.png").exists()
     with pytest.raises(SystemExit, match=r"data.path=.*nowhere must be a latent folder"):
-        call(monkeypatch, tmp_path / "nowhere")
+        call(tmp_path / "nowhere")

@@ -1,11 +1,10 @@
-import sys
-
 import numpy as np
 import pytest
 
 from data import LatentManifest, LatentWriter, open_latents, read_manifest, verify
 from data.make_shards import write_shards
 from data.writer import hash_blocks
+from tests.runs import composed
 
 BLOCK = 1000
 
@@ -81,36 +80,35 @@ def test_what_is_missing_cut_or_too_long_is_found(folder):
     assert found(folder) == [f"{folder / 'labels.npy'}: block 0 cannot be read: No such file or directory"]
 
 
-def call(path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["verify", str(path)])
-    verify.main()
+def call(path):
+    verify.main(composed(f"path={path}", config_name="verify"))
 
 
-def test_verify_names_damaged_blocks_and_fails(folder, monkeypatch, capsys):
-    call(folder, monkeypatch)
+def test_verify_names_damaged_blocks_and_fails(folder, capsys):
+    call(folder)
     assert "all 24 blocks are intact" in capsys.readouterr().out
     data = bytearray((folder / "latents.npy").read_bytes())
     data[2500] ^= 1
     (folder / "latents.npy").write_bytes(data)
     with pytest.raises(SystemExit, match=r".*1 of 24 blocks are damaged"):
-        call(folder, monkeypatch)
+        call(folder)
     assert "latents.npy: block 2 (bytes 2000 to 3000, entries 1 to 2)" in capsys.readouterr().out
 
 
-def test_folders_without_checksums_are_refused(folder, monkeypatch, tmp_path):
+def test_folders_without_checksums_are_refused(folder, tmp_path):
     text = (folder / "manifest.json").read_text()
     head, _, _ = text.partition('"checksums"')
     (folder / "manifest.json").write_text(head + '"checksums": {}, "format_version": 1}')
     with pytest.raises(SystemExit, match=r"labels.npy has no checksums in the manifest"):
-        call(folder, monkeypatch)
+        call(folder)
     (folder / "manifest.json").write_text(head + '"checksums": null, "format_version": 1}')
     with pytest.raises(SystemExit, match=r".* was written without checksums: it cannot be checked"):
-        call(folder, monkeypatch)
+        call(folder)
     with pytest.raises(SystemExit, match=r"data.path=.*must be a latent folder"):
-        call(tmp_path, monkeypatch)
+        call(tmp_path)
 
 
-def test_shards_are_checked_as_well(folder, monkeypatch, tmp_path, capsys):
+def test_shards_are_checked_as_well(folder, tmp_path, capsys):
     dataset = open_latents(folder)
     with pytest.raises(ValueError, match="conditioning_type=mask: shards hold no masks"):
         write_shards(dataset, tmp_path / "shards", 4)
@@ -118,13 +116,13 @@ def test_shards_are_checked_as_well(folder, monkeypatch, tmp_path, capsys):
     with LatentWriter(tmp_path / "b", manifest) as writer:
         writer.append(np.zeros((6, 1, 8, 8)), None)
     write_shards(open_latents(tmp_path / "b"), tmp_path / "shards", 4)
-    call(tmp_path / "shards", monkeypatch)
+    call(tmp_path / "shards")
     assert "all 3 blocks" in capsys.readouterr().out
     listing = (tmp_path / "shards" / "shards.json").read_text()
     (tmp_path / "shards" / "shards.json").write_text('{"train-000000.tar": 4}')
     with pytest.raises(SystemExit, match="1 of 3 blocks are damaged"):
-        call(tmp_path / "shards", monkeypatch)
+        call(tmp_path / "shards")
     (tmp_path / "shards" / "shards.json").write_text(listing)
     (tmp_path / "shards" / "train-000001.tar").write_bytes(b"x")
     with pytest.raises(SystemExit, match="1 of 3 blocks are damaged"):
-        call(tmp_path / "shards", monkeypatch)
+        call(tmp_path / "shards")

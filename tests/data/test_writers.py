@@ -53,7 +53,7 @@ def program(request, tmp_path):
     manifest = LatentManifest(20, (1, 4, 4), "float32", "samples", 0, "identity")
     with LatentWriter(tmp_path / "in", manifest) as writer:
         writer.append(np.zeros((20, 1, 4, 4)), None)
-    return ["data.make_shards", tmp_path / "in", tmp_path / "out"]
+    return ["data.make_shards", f"path={tmp_path}/in", f"out={tmp_path}/out"]
 
 
 def test_a_second_writer_names_the_first_and_exits(tmp_path, program):

@@ -217,7 +217,9 @@ def test_a_local_server_may_redirect_to_another(server, tmp_path):
 
 def test_without_a_connection_the_manual_way_is_printed(tmp_path):
     nobody = {"https_proxy": "http://127.0.0.1:9"}
-    result = start("-m evaluation.fetch", "inception", "--folder", tmp_path, check=False, variables=nobody)
+    result = start(
+        "-m evaluation.fetch", "files=[inception]", f"folder={tmp_path}", check=False, variables=nobody
+    )
     assert result.returncode == 1
     assert result.stderr.startswith("error: inception: ")
     for part in (
@@ -232,6 +234,6 @@ def test_the_program_lists_and_refuses():
     listing = start("-m evaluation.fetch")
     assert all(file.url in listing.stdout for file in PUBLISHED.values())
     assert "Warning" not in listing.stderr
-    unknown = start("-m evaluation.fetch", "cifar", check=False)
+    unknown = start("-m evaluation.fetch", "files=[cifar]", check=False)
     assert unknown.returncode == 1
-    assert unknown.stderr == f"error: NAME=cifar must be one of {', '.join((*PUBLISHED, RANDOM))}\n"
+    assert unknown.stderr == f"error: files=cifar must be one of {', '.join((*PUBLISHED, RANDOM))}\n"

@@ -120,7 +120,7 @@ def test_images_of_another_kind_are_refused(detector, images):
 
 
 def test_random_weights_are_used_and_marked(tmp_path):
-    start("-m evaluation.fetch", "random", "--folder", tmp_path)
+    start("-m evaluation.fetch", "files=[random]", f"folder={tmp_path}")
     file = tmp_path / "inception-random.pth"
     with pytest.raises(ValueError, match="not the published one"):
         InceptionDetector(file)
@@ -211,7 +211,7 @@ def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     def refused(file, *words, **options):
         with pytest.raises((ValueError, FileNotFoundError)) as found:
             InceptionDetector(file, **options)
-        for word in (str(file), "python -m evaluation.fetch inception", *words):
+        for word in (str(file), "python -m evaluation.fetch files=[inception]", *words):
             assert word in str(found.value)
         assert "\n" not in str(found.value)
 

@@ -1,0 +1,47 @@
+"""Write the averaged weights of a run as one `.safetensors` file that carries its configuration.
+
+python -m builders.export run=runs/NAME output=tread.safetensors
+python sample.py checkpoint=tread.safetensors
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from builders.public import CONFIG, MANIFEST
+from builders.sampling import UNGUIDED, open_run, read_run
+from runtime.config import command, run_main
+from runtime.files import atomic_write
+from runtime.output import check_free
+
+
+@dataclass
+class ExportConfig:
+    """The keys of `builders.export`."""
+
+    run: str
+    output: str
+    checkpoint: str | None = None  # a step, a name or a path; None: the newest
+    overwrite: bool = False
+
+
+@command("export", ExportConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
+    """Read a run and write its network."""
+    output = Path(request["output"])
+    if output.suffix != ".safetensors":
+        raise ValueError(f"output={output} must end in .safetensors")
+    check_free("output", output, [], request["overwrite"])
+    run = open_run(request["run"], request["checkpoint"], guidance=UNGUIDED)
+    config, _ = read_run(request["run"])
+    texts = {CONFIG: json.dumps(config), MANIFEST: json.dumps(run.details["data"]["manifest"])}
+    with atomic_write(output) as partial:
+        save_file(run.precond.net.state_dict(), partial, metadata=texts)
+    print(f"{output}: sample.py checkpoint={output} draws from it")
+
+
+if __name__ == "__main__":
+    run_main(main)
