@@ -174,7 +174,6 @@ def _without_weights(path: str, checkpoint: str | None) -> Precond:
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
     """Resolve a configuration into plain types, and check keys, targets and arguments."""
-    check_keys(cfg)
     config = to_plain(cfg, {"data.path": " (a latent folder, see data/README.md)"})
     check_targets(config, allowed_targets(config_folders()))
     _check_arguments(config)
