@@ -6,7 +6,6 @@ from data.digits import digits
 from data.encoders import (
     IdentityEncoder,
     KLEncoder,
-    encode_images,
     encoder_for,
     image_decoder,
     load_encoder,
@@ -47,7 +46,6 @@ __all__ = [
     "centre_crop",
     "count_forced",
     "digits",
-    "encode_images",
     "encoder_for",
     "entries_by_step",
     "glyphs",

@@ -28,24 +28,22 @@ def check_names(names: Sequence[str], what: str) -> None:
 
 
 def untrained_classes_of(labels: np.ndarray | None, num_classes: int) -> tuple[int, ...]:
-    """Return the classes without a label in `labels`, ascending."""
+    """The classes without a label in `labels`, ascending."""
     if labels is None:
         return ()
     return tuple(np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0).tolist())
 
 
 def first_classes(manifest: LatentManifest) -> str:
-    """Return the number of classes, and the first names with their numbers."""
+    """The number of classes, and the first names with their numbers."""
     if not manifest.num_classes:
         return "none"
-    names = manifest.class_names or ()
-    shown = ", ".join(f"{i} {name}" for i, name in enumerate(names[:NAMES_SHOWN]))
-    more = ", ..." if names[NAMES_SHOWN:] else ""
-    return str(manifest.num_classes) + (f": {shown}{more}" if names else ", numbers without names")
+    names = [f"{i} {name}" for i, name in enumerate(manifest.class_names or ())]
+    return str(manifest.num_classes) + (f": {_some(names)}" if names else ", numbers without names")
 
 
 def class_warnings(manifest: LatentManifest) -> list[str]:
-    """Return a line for numbers that differ from the names, and one for classes without images."""
+    """A line for numbers that differ from the names, and one for classes without images."""
     found, names = [], manifest.class_names or ()
     moved = [f"class {i} is {name}" for i, name in enumerate(names) if name.isdecimal() and int(name) != i]
     if moved:
@@ -65,7 +63,7 @@ def _some(parts: list[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
-    """Return ascending numbers as 1, 3-7."""
+    """Ascending numbers as 1, 3-7."""
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
     runs = np.split(np.asarray(numbers), breaks)
     return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

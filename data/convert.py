@@ -66,7 +66,10 @@ def main(request: dict[str, Any]) -> None:
     source = chosen.open(path)
     told = {key: value for key, value in source.told.items() if request.get(key) is None}
     chosen = replace(chosen, **told)
-    print("\n  ".join([f"format={request['format']}: {chosen.about}. Assumed:", *chosen.assumptions()]))
+    known = {**assumed(chosen), "pixel_range": chosen.pixel_range}
+    print(
+        f"format={request['format']}, assumed: {' '.join(f'{key}={value}' for key, value in known.items())}"
+    )
     sampled = check_numbers(chosen, source, path)
     manifest = describe(request, chosen, source, sampled)
     with LatentWriter(request["out"], manifest) as writer:
@@ -80,8 +83,13 @@ def main(request: dict[str, Any]) -> None:
     print(NEXT_STEPS.format(out=request["out"]))
 
 
+def assumed(chosen: Format) -> dict[str, Any]:
+    """The assumptions, as the keys that replace them."""
+    return {key: getattr(chosen, key) for key in ASSUMED}
+
+
 def check_request(request: dict[str, Any]) -> Format:
-    """Check the request, and return its format with the assumptions that it replaces."""
+    """Check the request, and replace assumptions of its format."""
     check_choice("format", request["format"], list(FORMATS))
     if request["stored_as"] is not None:
         check_choice("stored_as", request["stored_as"], STORED_AS)
@@ -89,10 +97,9 @@ def check_request(request: dict[str, Any]) -> Format:
         if request[key] is not None:
             check_positive(key, request[key])
     check_not_negative("num_held_out", request["num_held_out"])
-    if (request["scale"] is None) != (request["shift"] is None):  # the other would be that of the format
-        given, missing = ("scale", "shift") if request["shift"] is None else ("shift", "scale")
-        rule = f"needs {missing} as well (shift=0 scale=1 change nothing)"
-        raise ValueError(f"{given}={request[given]} {rule}")
+    for given, other in (("scale", "shift"), ("shift", "scale")):
+        if request[given] is not None and request[other] is None:  # the format's would not belong to it
+            raise ValueError(f"{given}={request[given]} needs {other} as well")
     encoder = PUBLISHED.get(request["encoder"], request["encoder"])
     is_scale_known = request["scale"] is not None or request["format"] in TELL_THEIR_SCALE
     if encoder not in (None, SD_VAE, SD_VAE_MSE) and not is_scale_known:
@@ -101,9 +108,10 @@ def check_request(request: dict[str, Any]) -> Format:
     if not Path(request["source"]).exists():
         raise FileNotFoundError(f"source={request['source']} not found")
     check_out(request["out"])
-    given = {key: request[key] for key in ASSUMED} | {"encoder": encoder}
-    given = {key: value for key, value in given.items() if value is not None}
-    return replace(FORMATS[request["format"]], **given)
+    given = {**{key: request[key] for key in ASSUMED}, "encoder": encoder}
+    return replace(
+        FORMATS[request["format"]], **{k: value for k, value in given.items() if value is not None}
+    )
 
 
 def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
@@ -111,8 +119,7 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
     if not source.count:
         raise ValueError(f"source={path} holds no entries")
     if chosen.hflip and source.at is None:
-        some = "maskdit_lmdb, repa, lightningdit, edm2"
-        raise ValueError(f"hflip=true needs a format whose entries can be read in any order: {some}")
+        raise ValueError("hflip=true needs a format whose entries can be read in any order, not tars")
     if chosen.hflip and source.count % 2:
         raise ValueError(f"source={path}: {source.count} entries are not images and their flips: hflip=false")
     half = source.count // 2 if chosen.hflip else source.count
@@ -133,7 +140,6 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
 
 
 def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: np.ndarray) -> LatentManifest:
-    """Return the manifest of the folder to write."""
     num_classes = request["num_classes"] or (0 if source.labels is None else int(source.labels.max()) + 1)
     if source.labels is not None:
         check_labels(source.labels, num_classes, Path(request["source"]))
@@ -148,7 +154,7 @@ def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: n
         origin={
             "format": request["format"],
             "source": request["source"],
-            "assumed": {key: getattr(chosen, key) for key in ASSUMED},
+            "assumed": assumed(chosen),
         },
         **{key: getattr(chosen, key) for key in ("encoder", "scale", "shift", "std", "pixel_range")},
     )

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from data.embedded import pixel_manifest, write_once
-from data.encoders import IdentityEncoder, encode_images
+from data.embedded import write_once, write_pixels
 from data.latents import LatentDataset, open_latents
 
 
@@ -25,7 +24,6 @@ def _write(path: str, foreground_masks: bool) -> None:
     source = load_digits()
     # Grey levels 0..16 -> 0..255.
     images = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
-    kind, classes = "segmentation" if foreground_masks else None, tuple(map(str, source.target_names))
-    manifest = pixel_manifest(images, len(images), 297, classes, kind)
-    masks = images[:, 0] if foreground_masks else None
-    encode_images(path, [(images, source.target, masks)], IdentityEncoder(), manifest)
+    masks, kind = (images[:, 0], "segmentation") if foreground_masks else (None, None)
+    batches, classes = [(images, source.target, masks)], tuple(map(str, source.target_names))
+    write_pixels(path, batches, images, len(images), 297, classes, kind)

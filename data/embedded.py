@@ -1,6 +1,6 @@
 """What embedded data sets share: small images of installed packages, written once as a latent folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,12 @@ import torch
 
 from data.encoders import IdentityEncoder
 from data.manifest import LatentManifest
+from data.writer import LatentWriter
 from runtime.lock import Lock
 
 
 def write_once(path: str, write: Callable[[], None]) -> None:
-    """Write the folder `path` unless it is there."""
+    """Write the folder `path` unless it exists."""
     folder = Path(path)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -23,32 +24,40 @@ def write_once(path: str, write: Callable[[], None]) -> None:
                 write()
 
 
-def pixel_manifest(
-    images: np.ndarray,
+def write_pixels(
+    path: str,
+    batches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    typical: np.ndarray,
     count: int,
     num_held_out: int,
     class_names: tuple[str, ...],
     conditioning_type: str | None = None,
     origin: dict[str, Any] | None = None,
-) -> LatentManifest:
-    """Return the manifest of images like these, (N, C, H, W) uint8, stored as pixels.
+) -> None:
+    """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks or None.
 
-    The network sees mean 0 and standard deviation 0.5, EDM's sigma_data.
+    Args:
+        typical: images (N, C, H, W); the network sees them with mean 0 and standard deviation 0.5, EDM's
+            sigma_data.
     """
-    pixels = IdentityEncoder().encode(torch.from_numpy(images))
-    return LatentManifest(
+    encoder = IdentityEncoder()
+    pixels = encoder.encode(torch.from_numpy(typical))
+    manifest = LatentManifest(
         count=count,
-        shape=images.shape[1:],
+        shape=typical.shape[1:],
         dtype="float16",
         kind="samples",
         num_classes=len(class_names),
-        encoder=IdentityEncoder.name,
+        encoder=encoder.name,
         shift=pixels.mean().item(),
         scale=0.5 / pixels.std().item(),
         std=0.5,
-        resolution=images.shape[-1],
+        resolution=typical.shape[-1],
         class_names=class_names,
         num_held_out=num_held_out,
         conditioning_type=conditioning_type,
         origin=origin,
     )
+    with LatentWriter(path, manifest) as writer:
+        for images, labels, masks in batches:
+            writer.append(encoder.encode(torch.from_numpy(images)).numpy(), labels, masks)

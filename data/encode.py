@@ -82,7 +82,6 @@ def main(request: dict[str, Any]) -> None:
 
 
 def check_request(request: dict[str, Any]) -> None:
-    """Check the values of the request."""
     check_out(request["out"])
     check_positive("resolution", request["resolution"])
     if request["num_held_out"] is not None:
@@ -94,7 +93,6 @@ def check_request(request: dict[str, Any]) -> None:
 
 
 def check_sources(request: dict[str, Any]) -> None:
-    """Raise a FileNotFoundError unless the sources are there."""
     for key in ("source", "masks"):
         if request[key] is not None and not Path(request[key]).exists():
             raise FileNotFoundError(f"{key}={request[key]} not found")
@@ -102,16 +100,16 @@ def check_sources(request: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What is encoded; the manifest is that without corrupt images."""
+    """What is encoded."""
 
     request: dict[str, Any]
     images: ImageList
     masks: MaskFiles | None
-    manifest: LatentManifest
+    manifest: LatentManifest  # as it is if no image is corrupt
     parts: EncodedParts
 
     def positions(self, part: int) -> range:
-        """Return the positions of the images of a part."""
+        """Positions of the images of a part."""
         return range(part * PART_IMAGES, min((part + 1) * PART_IMAGES, len(self.images.names)))
 
 
@@ -121,8 +119,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
     masks = MaskFiles(request["masks"], images.names) if request["masks"] else None
     resolution, count, num_held_out = request["resolution"], len(images.names), request["num_held_out"]
     if resolution % encoder.factor:
-        rule = f"must be a multiple of {encoder.factor} for encoder={encoder.name}"
-        raise ValueError(f"resolution={resolution} {rule}")
+        raise ValueError(f"resolution={resolution} must be a multiple of {encoder.factor} for {encoder.name}")
     manifest = LatentManifest(
         count=count,
         shape=tuple(encoder.encode(torch.zeros(1, 3, resolution, resolution, dtype=torch.uint8)).shape[1:]),
@@ -163,13 +160,15 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
 def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
     """Take the lock of `out`, print what the source holds, and return the parts to do."""
     images, out = job.images, job.request["out"]
-    launch.print(f"{len(images.names)} images in {job.request['source']}")
-    launch.print(f"classes: {first_classes(job.manifest)}")
-    for warning in class_warnings(job.manifest):
-        launch.print(f"warning: {warning}")
+    lines = [
+        f"{len(images.names)} images in {job.request['source']}",
+        f"classes: {first_classes(job.manifest)}",
+    ]
+    lines += [f"warning: {warning}" for warning in class_warnings(job.manifest)]
     if images.ignored:
         some = ", ".join(images.ignored[:CORRUPT_SHOWN])
-        launch.print(f"{len(images.ignored)} files are not images and are ignored: {some}")
+        lines.append(f"{len(images.ignored)} files are not images and are ignored: {some}")
+    launch.print("\n".join(lines))
     lock.acquire()
     check_out(out)
     todo = job.parts.start()

@@ -2,10 +2,7 @@
 
 import hashlib
 import re
-import ssl
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +12,6 @@ import torch
 
 from data.latents import LatentDataset
 from data.manifest import LatentManifest, Numbers
-from data.writer import LatentWriter
 from runtime.files import read_json
 
 IDENTITY = "identity"
@@ -29,7 +25,6 @@ FILES_ON_THE_HUB = ("config.json", "diffusion_pytorch_model.safetensors")
 ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # 8 images of 256x256 at a time; fixed, so that no result depends on free memory. RESULTS.md has the cost.
 PIXELS_AT_ONCE = 8 * 256 * 256
-TIMEOUT_SEC = 10
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
 MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder from outside
 
@@ -37,8 +32,8 @@ MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder from outside
 class Encoder(Protocol):
     """Turns images into stored latents and latents into images.
 
-    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are those of a manifest. An image has `factor`
-    times the side of its latents, which have `latent_channels` channels (None: as many as the image).
+    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are the manifest's. An image has `factor` times
+    the side of its latents, which have `latent_channels` channels (None: as many as the image).
     """
 
     name: str
@@ -123,7 +118,7 @@ class KLEncoder:
 
 
 def is_at_hand(name: str) -> bool:
-    """Return whether an encoder is on this machine: pixels, a folder, or in the cache of the hub."""
+    """True if an encoder is on this machine: pixels, a folder, or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -131,10 +126,9 @@ def is_at_hand(name: str) -> bool:
         return True
     name = PUBLISHED.get(name, name)
     try:
-        found = [try_to_load_from_cache(name, file) for file in FILES_ON_THE_HUB]
+        return all(isinstance(try_to_load_from_cache(name, file), str) for file in FILES_ON_THE_HUB)
     except HFValidationError:  # it cannot be a name there
         return False
-    return all(isinstance(file, str) for file in found)
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
@@ -150,7 +144,7 @@ def encoder_for(
     bf16: bool = False,
     official: bool = False,
 ) -> Encoder:
-    """Return the encoder that made the latents of a manifest.
+    """Load the encoder that made the latents of a manifest.
 
     Args:
         encoder: its path or name; None: the manifest's.
@@ -175,7 +169,7 @@ def encoder_for(
 
 
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
-    """Return a hash of the values, independent of the file and the names."""
+    """Hash the values, whatever the file and the names."""
     arrays = (tensor.detach().cpu().float().contiguous().numpy() for tensor in tensors.values())
     digests = sorted(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
@@ -193,7 +187,7 @@ def to_uint8(images: torch.Tensor, official: bool = False) -> torch.Tensor:
 def image_decoder(
     manifest: LatentManifest, encoder: Encoder, official: bool = False
 ) -> Callable[[torch.Tensor], np.ndarray]:
-    """Return a function from what the network gives, (N, C, H, W), to images (N, H, W, channels) uint8."""
+    """Build the function from a network's latents (N, C, H, W) to images (N, H, W, channels) uint8."""
     black, white = manifest.pixel_range
 
     def decode(latents: torch.Tensor) -> np.ndarray:
@@ -208,71 +202,52 @@ def image_decoder(
 def real_images(
     dataset: LatentDataset, ids: np.ndarray, encoder: Encoder
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the images (N, H, W, channels) uint8 that entries of a data set decode to, and their labels."""
+    """Decode entries of a data set to images (N, H, W, channels) uint8; return them with their labels."""
     stored, labels = dataset.read(ids)
     images = image_decoder(dataset.manifest, encoder)(dataset.manifest.to_means(stored))
     return images, None if labels is None else labels.numpy()
-
-
-def encode_images(
-    path: str | Path,
-    batches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
-    encoder: Encoder,
-    manifest: LatentManifest,
-) -> None:
-    """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks or None."""
-    with LatentWriter(path, manifest) as writer:
-        for images, labels, masks in batches:
-            latents = encoder.encode(torch.from_numpy(images))
-            writer.append(latents.numpy(), labels, masks)
 
 
 def _slices(batch: torch.Tensor, pixels: int) -> tuple[torch.Tensor, ...]:
     return batch.split(max(1, PIXELS_AT_ONCE // pixels))
 
 
-def _load_autoencoder(asked: str, name: str) -> torch.nn.Module:
+def _load_autoencoder(request: str, name: str) -> torch.nn.Module:
     from diffusers import AutoencoderKL
     from diffusers.utils import logging
 
     on_the_hub = not Path(name).is_dir()
     if Path(name).is_absolute() and on_the_hub:
-        raise ValueError(f"encoder={asked} not found: give its folder, encoder=FOLDER")
+        raise ValueError(f"encoder={request} not found: give its folder, encoder=FOLDER")
     if on_the_hub and not ON_THE_HUB.fullmatch(name):
         known = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
-        raise ValueError(f"encoder={asked} must be one of {known}, or OWNER/NAME of one on the hub")
+        raise ValueError(f"encoder={request} must be one of {known}, or OWNER/NAME of one on the hub")
     logging.set_verbosity(logging.CRITICAL)  # errors are reported once, below
     logging.disable_progress_bar()
-
-    def load(local_files_only: bool) -> torch.nn.Module:
-        net, info = AutoencoderKL.from_pretrained(
-            name, use_safetensors=True, output_loading_info=True, local_files_only=local_files_only
-        )
-        missing = info["missing_keys"]
-        if missing:  # diffusers initializes them at random with a warning
-            raise ValueError(f"encoder={asked} lacks {len(missing)} tensors, such as {min(missing)}")
-        return net
-
+    load = partial(AutoencoderKL.from_pretrained, name, use_safetensors=True, output_loading_info=True)
     try:
         if not on_the_hub:
             _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
-        return load(local_files_only=True)
+        net, info = load(local_files_only=True)
     except LOADING_ERRORS as error:
         if not on_the_hub:
-            reason = _first_line(error)
-            raise ValueError(f"encoder={asked} cannot be read as an AutoencoderKL: {reason}") from error
-    try:
-        _reach_the_hub()
-        return load(local_files_only=False)
-    except LOADING_ERRORS as error:
-        raise ValueError(
-            f"encoder={asked} is not in the cache and cannot be downloaded ({_first_line(error)}): run "
-            f"`hf download {name} --local-dir FOLDER` on a machine with internet, then give encoder=FOLDER"
-        ) from error
+            raise ValueError(
+                f"encoder={request} cannot be read as an AutoencoderKL: {_line(error)}"
+            ) from error
+        try:
+            net, info = load()
+        except LOADING_ERRORS as error:
+            raise ValueError(
+                f"encoder={request} is not in the cache and cannot be downloaded ({_line(error)}): run `hf "
+                f"download {name} --local-dir FOLDER` on a machine with internet, then give encoder=FOLDER"
+            ) from error
+    if missing := info["missing_keys"]:  # diffusers initializes them at random with a warning
+        raise ValueError(f"encoder={request} lacks {len(missing)} tensors, such as {min(missing)}")
+    return net
 
 
 def _normalisation(config: Mapping[str, Any], name: str) -> tuple[Numbers, Numbers, float]:
-    """Return scale and shift of an autoencoder's config.json, and the standard deviation that they promise.
+    """Read scale and shift from an autoencoder's config.json, and the standard deviation that they promise.
 
     As in the pipelines of diffusers: (z - shift_factor) * scaling_factor, of unit variance, or
     (z - latents_mean) / latents_std * scaling_factor.
@@ -304,21 +279,5 @@ def _check_depth(config: Any) -> None:
             raise ValueError(f"{key} of its config.json has {count} blocks, must be at most {MAX_BLOCKS}")
 
 
-def _reach_the_hub() -> None:
-    """Raise an OSError without a network: the libraries would retry for half a minute first."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise OSError("HF_HUB_OFFLINE is set")
-    try:
-        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
-        urllib.request.urlopen(request, timeout=TIMEOUT_SEC).close()
-    except urllib.error.HTTPError:
-        return  # the server answers
-    except urllib.error.URLError as error:
-        if not isinstance(error.reason, ssl.SSLError):  # which the libraries explain
-            raise OSError(f"{constants.ENDPOINT}: {error.reason}") from error
-
-
-def _first_line(error: Exception) -> str:
+def _line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]

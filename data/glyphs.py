@@ -15,8 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
-from data.embedded import pixel_manifest, write_once
-from data.encoders import IdentityEncoder, encode_images
+from data.embedded import write_once, write_pixels
 from data.latents import LatentDataset, open_latents
 from data.manifest import FILES
 
@@ -62,7 +61,7 @@ def glyphs(
 
 
 def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images (count, 1, 32, 32) uint8 from an index on, and labels: the classes in turn."""
+    """Draw the images (count, 1, 32, 32) uint8 from an index on, and labels: the classes in turn."""
     indices = range(first, first + count)
     labels = np.array(indices) % len(CHARACTERS)
     draws = np.stack([np.random.default_rng((seed, index)).random(NUM_DRAWS) for index in indices])
@@ -77,9 +76,8 @@ def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarr
 def _write(path: str, origin: dict[str, int]) -> None:
     num_images, seed = origin["num_images"], origin["seed"]
     typical, _ = draw_glyphs(seed, 0, NUM_TYPICAL)
-    held_out = num_images // HELD_OUT_SHARE
-    manifest = pixel_manifest(typical, num_images, held_out, tuple(CHARACTERS), origin=origin)
-    encode_images(path, _batches(path, num_images, seed), IdentityEncoder(), manifest)
+    held_out, batches = num_images // HELD_OUT_SHARE, _batches(path, num_images, seed)
+    write_pixels(path, batches, typical, num_images, held_out, tuple(CHARACTERS), origin=origin)
 
 
 def _batches(path: str, num_images: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray, None]]:
@@ -90,7 +88,7 @@ def _batches(path: str, num_images: int, seed: int) -> Iterator[tuple[np.ndarray
 
 
 def _ink(font: int, label: int, moves: np.ndarray) -> np.ndarray:
-    """Return how much of each pixel is ink, (32, 32) uint8, after moves (6,) in [-1, 1]."""
+    """Draw the share of ink in each pixel, (32, 32) uint8, after moves (6,) in [-1, 1]."""
     angle, shear, shift = MAX_ANGLE * moves[0], MAX_SHEAR * moves[1], MAX_SHIFT * moves[4:6]
     cos, sin = math.cos(angle), math.sin(angle)
     # From a place in the image to one in the master, both relative to their middles.

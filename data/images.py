@@ -77,7 +77,7 @@ class Files:
         return self._archive.open(self._stored[name])
 
     def folders(self, parent: str) -> set[str]:
-        """Return the names of the folders in a folder ("" or a path that ends with a slash), empty or not."""
+        """Names of the folders in a folder ("" or a path that ends with a slash), empty or not."""
         if self._archive is None:
             found = {path.name for path in (self.path / parent).iterdir() if path.is_dir()}
         else:
@@ -86,7 +86,7 @@ class Files:
         return {name for name in found if not _is_hidden(name)}
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file; raise a ValueError for a member that declares too many."""
+        """Size of a file in bytes; raise a ValueError for a member that declares too many."""
         if self._archive is None:
             return (self.path / name).stat().st_size
         size = self._archive.getinfo(self._stored[name]).file_size
@@ -113,14 +113,11 @@ class NpzImages:
                     shape, fortran_order, dtype = read_header(member)
                     size -= member.tell()
             if dtype != np.uint8 or len(shape) != 4 or min(shape) < 1:
-                reason = "it is empty" if 0 in shape else "bytes 0 to 255"
-                raise ValueError(f"arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C): {reason}")
-            if shape[3] > MAX_CHANNELS >= shape[1]:
-                order = "channels first: images.transpose(0, 2, 3, 1) puts them last"
-                raise ValueError(f"arr_0 is {shape}, {order}, (N, H, W, C)")
-            if fortran_order:
-                raise ValueError(f"arr_0 {shape} is in Fortran order: save np.ascontiguousarray(images)")
-            if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS or shape[3] > MAX_CHANNELS:
+                raise ValueError(f"arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C), not empty")
+            if fortran_order or shape[3] > MAX_CHANNELS:
+                order = f"C order with at most {MAX_CHANNELS} channels last"
+                raise ValueError(f"arr_0 is {shape}, must be in {order}: save np.ascontiguousarray(images)")
+            if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS:
                 raise ValueError(f"arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels")
             check_size("arr_0", shape, dtype, size)
         except FileNotFoundError:
@@ -145,7 +142,7 @@ class NpzImages:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
     def cost(self) -> None:
-        """Return None: what images in files cost is in their record, if anywhere."""
+        """None: the cost of images in files is in their record, if anywhere."""
 
 
 class ImageFiles:
@@ -186,7 +183,7 @@ class ImageFiles:
                 yield part, np.stack([image.result() for image in images])
 
     def cost(self) -> None:
-        """Return None."""
+        """None, as of an array."""
 
     def _read(self, name: str) -> np.ndarray:
         try:
@@ -204,8 +201,6 @@ def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | 
     """Open images in a folder, an .npz, or a zip."""
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} not found")
-    if Path(path).suffix == ".npy":
-        raise ValueError(f"{path} is a single array: np.savez(FILE, images) writes an .npz of it")
     if Path(path).suffix != ".npz":
         return ImageFiles(path, resolution)
     if resolution:
@@ -219,7 +214,7 @@ def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
 
 
 def to_pixels(image: Image.Image, resolution: int | None = None) -> np.ndarray:
-    """Return the bytes (H, W, 3) of an image.
+    """Turn an image into bytes (H, W, 3).
 
     Args:
         resolution: convert it to RGB, crop and resize it to this size, as [ADM]; None: it must be RGB.
@@ -271,7 +266,7 @@ def _skip(member: BinaryIO, num_bytes: int) -> None:
 
 
 def normalized_name(name: str) -> str:
-    """Return the name of a member of a zip with `/` as separator, without a leading `./` or `/`."""
+    """Name of a member of a zip with `/` as separator, without a leading `./` or `/`."""
     name = name.replace("\\", "/")
     return posixpath.normpath(name).lstrip("/") + ("/" if name.endswith("/") else "")
 

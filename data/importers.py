@@ -1,18 +1,20 @@
 """Latents in the formats of other codebases: readers, assumptions about them, and checks of these.
 
-Nothing in these files says how they were scaled, whether the second half of eight channels is a log-variance
-or a standard deviation, or whether flips are among them. So each format comes with assumptions, which are
-printed and checked against the numbers of a sample.
+These files do not say how they were scaled, whether the second half of eight channels is a log-variance or a
+standard deviation, or whether flips are among them. So each format comes with assumptions, which are printed
+and checked against the numbers of a sample.
 
 Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 """
 
 import io
 import math
+import sys
 import tarfile
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -43,41 +45,28 @@ SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
 @dataclass(frozen=True)
 class Source:
-    """An opened set of foreign latents.
-
-    Args:
-        labels: (count,) int64, or None.
-        at: returns one entry (C', H, W); None where they can only be read in order.
-        in_order: yields the entries, where `at` is None.
-        told: what the source itself says, in place of assumptions of its Format.
-    """
+    """An opened set of foreign latents."""
 
     count: int
-    labels: np.ndarray | None
-    at: Callable[[int], np.ndarray] | None = None
-    in_order: Callable[[], Iterator[np.ndarray]] | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
+    labels: np.ndarray | None  # (count,) int64
+    at: Callable[[int], np.ndarray] | None = None  # gives one entry (C', H, W); None: they are read in order
+    in_order: Callable[[], Iterator[np.ndarray]] | None = None  # gives all entries, where `at` is None
+    told: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # by the source, in place of assumptions of its Format
 
     def entries(self) -> Iterator[np.ndarray]:
-        """Yield each entry (C', H, W) in order."""
         return map(self.at, range(self.count)) if self.at else self.in_order()
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a foreign format is read, and the assumptions about it; the other fields are those of the manifest.
+    """How a foreign format is read, and the assumptions about it; from `encoder` on, keys of the manifest."""
 
-    Args:
-        stored_as: samples of the posterior, its mean and log-variance, or its mean and standard deviation.
-        scaled: scale and shift were applied before storing.
-        hflip: entry count/2 + i is the flip of entry i.
-    """
-
-    about: str
     open: Callable[[Path], Source]
-    stored_as: str
-    scaled: bool
-    hflip: bool = False
+    stored_as: str  # samples of the posterior, its mean and log-variance, or its mean and standard deviation
+    scaled: bool = False  # scale and shift were applied before storing
+    hflip: bool = False  # entry count/2 + i is the flip of entry i
     encoder: str = SD_VAE
     scale: float | tuple[float, ...] = 0.18215
     shift: float | tuple[float, ...] = 0.0
@@ -98,37 +87,18 @@ class Format:
         return np.concatenate([mean, logvar.clip(*LOGVAR_RANGE)], axis=1)
 
     def means(self, entries: np.ndarray) -> np.ndarray:
-        """Return the samples, or the means of the moments, of entries (N, C', H, W), unscaled."""
+        """The samples, or the means of the moments, of entries (N, C', H, W), unscaled."""
         stored = self.to_stored(entries)
         return stored if self.stored_as == "samples" else np.split(stored, 2, axis=1)[0]
 
-    def assumptions(self) -> list[str]:
-        """Describe the assumptions."""
-        entry = {
-            "samples": "a sample of the posterior",
-            "mean_logvar": "mean, then log-variance of the posterior",
-            "mean_std": "mean, then standard deviation of the posterior",
-        }[self.stored_as]
-        each = "entry count/2 + i is the flip of entry i" if self.hflip else "each entry is an image"
-        applied = "were" if self.scaled else "were not"
-        made_by = f"made by encoder={self.encoder} from pixels in {list(self.pixel_range)}"
-        return [
-            f"an entry is {entry} (stored_as={self.stored_as})",
-            f"scale and shift {applied} applied to it (scaled={str(self.scaled).lower()})",
-            f"{each} (hflip={str(self.hflip).lower()})",
-            f"{made_by}; the network sees a standard deviation of {self.std:g} (std={self.std:g}) by "
-            f"scale={self.scale}, shift={self.shift}",
-        ]
-
 
 def contradiction(chosen: Format, entries: np.ndarray) -> str | None:
-    """Return what in a sample of entries (N, C', H, W) contradicts the assumptions."""
+    """Compare a sample of entries (N, C', H, W) with the assumptions; None: they agree."""
     if entries.dtype.kind not in "fiu":
         return f"they are {entries.dtype}, not numbers"
     if not np.isfinite(entries).all():
         return "there are values that are not finite"
-    wrong = _moments_contradiction(chosen.stored_as, entries)
-    if wrong:
+    if wrong := _moments_contradiction(chosen.stored_as, entries):
         return wrong
     seen = (chosen.means(entries) - _column(chosen.shift)) * _column(chosen.scale)  # by the network
     std, means = float(seen.std()), seen.mean(axis=(0, 2, 3))
@@ -143,7 +113,7 @@ def contradiction(chosen: Format, entries: np.ndarray) -> str | None:
 
 
 def hflip_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
-    """Return what contradicts that `second` (N, C, H, W) are the flips of `first`."""
+    """Check that `second` (N, C, H, W) are the flips of `first`; None: they are."""
     flipped, plain = _correlation(first[..., ::-1], second), _correlation(first, second)
     unrelated = _correlation(np.roll(first, 1, axis=0)[..., ::-1], second)
     if flipped > max(plain, unrelated) + HFLIP_MARGIN:
@@ -153,19 +123,17 @@ def hflip_contradiction(first: np.ndarray, second: np.ndarray) -> str | None:
 
 
 def _moments_contradiction(stored_as: str, entries: np.ndarray) -> str | None:
-    channels = entries.shape[1]
-    if channels % 2:
-        return (
-            None if stored_as == "samples" else f"{channels} channels are not two halves: stored_as=samples"
-        )
-    negative = (np.split(entries, 2, axis=1)[1] < 0).mean()
-    half = "the second half of the channels is"
-    if stored_as != "mean_std" and not negative:
+    if entries.shape[1] % 2:
+        odd = f"{entries.shape[1]} channels are not two halves: stored_as=samples"
+        return None if stored_as == "samples" else odd
+    half, negative = "the second half of the channels is", (np.split(entries, 2, axis=1)[1] < 0).mean()
+    if stored_as == "mean_std":
+        text = f"{half} negative in places, so not a standard deviation: stored_as=mean_logvar"
+        return text if negative else None
+    if not negative:
         return f"{half} never negative, as standard deviations are: stored_as=mean_std"
-    if stored_as == "mean_std" and negative:
-        return f"{half} negative in places, so not a standard deviation: stored_as=mean_logvar"
     if stored_as == "samples" and negative >= MOSTLY:
-        return f"nearly all of {half.removesuffix(' is')} is negative: stored_as=mean_logvar"
+        return "nearly all of the second half of the channels is negative: stored_as=mean_logvar"
     return None
 
 
@@ -178,7 +146,7 @@ def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) ->
     for tar in tars:
         for key, data in _members(tar, "cls", suffix):
             keys.append(key)
-            classes.append(_class(data, f"{tar}: {key}.cls"))
+            classes.append(_number(data, f"{tar}: {key}.cls"))
     labels = np.array(classes, dtype=np.int64)
 
     def entries() -> Iterator[np.ndarray]:
@@ -203,12 +171,10 @@ def open_lmdb(path: Path) -> Source:
         environment = lmdb.open(str(path), readonly=True, lock=False, readahead=False, subdir=path.is_dir())
         _check_size(environment, path)
         transaction = environment.begin()
-        count = _decimal(_value(transaction, "length", path), f"source={path}: length")
+        count = _number(_value(transaction, "length", path), f"source={path}: length", sys.maxsize)
     except lmdb.Error as error:
-        inner = [folder.name for folder in sorted(path.glob("*")) if (folder / "data.mdb").is_file()]
-        hint = f"; there is one in {path / inner[0]}" if inner else ""
-        raise ValueError(f"source={path} is not an LMDB: {error}{hint}") from error
-    classes = (_class(_value(transaction, f"y-{i}", path), f"source={path}: y-{i}") for i in range(count))
+        raise ValueError(f"source={path} is not an LMDB, the folder with data.mdb: {error}") from error
+    classes = (_number(_value(transaction, f"y-{i}", path), f"source={path}: y-{i}") for i in range(count))
     labels = np.array(list(classes), dtype=np.int64)
 
     def at(i: int) -> np.ndarray:
@@ -255,13 +221,10 @@ def open_safetensors(path: Path) -> Source:
             counts = [tensors.get_slice(key).get_shape()[0] for key in SHARD_KEYS]
             labels.append(tensors.get_tensor("labels").numpy())
         except (SafetensorError, IndexError) as error:
-            raise ValueError(
-                f"{file} is damaged, or lacks one of {', '.join(SHARD_KEYS)}: {error}"
-            ) from error
+            rule = f"is damaged, or lacks one of {', '.join(SHARD_KEYS)}"
+            raise ValueError(f"{file} {rule}: {error}") from error
         if len(set(counts)) > 1:
-            raise ValueError(
-                f"{file} has {counts} entries of {', '.join(SHARD_KEYS)}: must be as many of each"
-            )
+            raise ValueError(f"{file} has {counts} entries of {', '.join(SHARD_KEYS)}: must be equal")
         opened.append(tensors)
     starts = list(accumulate(map(len, labels), initial=0))
     half = starts[-1]
@@ -279,9 +242,7 @@ def open_safetensors(path: Path) -> Source:
 
 def _channel_statistics(file: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} not found: it has the mean and the standard deviation of each channel"
-        )
+        raise FileNotFoundError(f"{file} not found")
     check_stored(file)
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
@@ -331,17 +292,10 @@ def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]
         raise ValueError(f"{tar}: {key} must hold both .{wanted} and .{partner}")
 
 
-def _decimal(data: bytes, name: str) -> int:
-    if not data.strip().isdigit():
-        raise ValueError(f"{name} is {data[:20]!r}, must be a number 0, 1, ...")
+def _number(data: bytes, name: str, bound: int = MAX_CLASSES) -> int:
+    if not data.strip().isdigit() or int(data) >= bound:
+        raise ValueError(f"{name} is {data[:20]!r}, must be a number 0, 1, ..., less than {bound}")
     return int(data)
-
-
-def _class(data: bytes, name: str) -> int:
-    number = _decimal(data, name)
-    if number >= MAX_CLASSES:
-        raise ValueError(f"{name} is {data[:20]!r}, must be less than {MAX_CLASSES}")
-    return number
 
 
 def _check_size(environment: Any, path: Path) -> None:
@@ -373,45 +327,16 @@ def _column(value: float | tuple[float, ...]) -> np.ndarray:
 
 
 FORMATS = {
-    "tread_wds": Format(
-        "WebDataset of the official TREAD code: KEY.latent.npy and KEY.cls",
-        lambda path: open_tars(path, "latent.npy", parse_array),
-        stored_as="samples",
-        scaled=True,
-    ),
-    "maskdit_lmdb": Format(
-        "LMDB of MaskDiT, the folder with data.mdb",
-        open_lmdb,
-        stored_as="mean_logvar",
-        scaled=False,
-        hflip=True,
-    ),
-    "maskdit_wds": Format(
-        "WebDataset of MaskDiT's lmdb2wds.py: KEY.latent, a pickled array, and KEY.cls",
-        lambda path: open_tars(path, "latent", unpickle_array),
-        stored_as="mean_logvar",
-        scaled=False,
-    ),
-    "repa": Format(
-        "zip or folder of REPA's preprocessing (vae-sd): .npy files and dataset.json",
-        open_npy_zip,
-        stored_as="mean_std",
-        scaled=False,
-        encoder=SD_VAE_MSE,
-    ),
+    "tread_wds": Format(partial(open_tars, suffix="latent.npy", decode=parse_array), "samples", scaled=True),
+    "maskdit_lmdb": Format(open_lmdb, "mean_logvar", hflip=True),
+    "maskdit_wds": Format(partial(open_tars, suffix="latent", decode=unpickle_array), "mean_logvar"),
+    "repa": Format(open_npy_zip, "mean_std", encoder=SD_VAE_MSE),
     "lightningdit": Format(
-        "LightningDiT's extract_features.py: a folder of .safetensors files and latents_stats.pt",
-        open_safetensors,
-        stored_as="samples",
-        scaled=False,
-        hflip=True,
-        encoder="hustvl/vavae-imagenet256-f16d32-dinov2",
+        open_safetensors, "samples", hflip=True, encoder="hustvl/vavae-imagenet256-f16d32-dinov2"
     ),
     "edm2": Format(
-        "zip or folder of EDM2's dataset_tool encode: .npy files and dataset.json",
         open_npy_zip,
-        stored_as="mean_std",
-        scaled=False,
+        "mean_std",
         encoder=SD_VAE_MSE,
         # [EDM2]: each channel is brought to mean 0 and standard deviation 0.5.
         scale=tuple(0.5 / std for std in (4.17, 4.62, 3.71, 3.28)),

@@ -25,11 +25,7 @@ MEASURED_ENTRIES, ENTRIES_AT_ONCE = 4096, 256
 
 
 class LatentDataset:
-    """Latents, labels and masks, read by index, with a fixed part held out.
-
-    Args:
-        encoder: path of the encoder, if not the manifest's.
-    """
+    """Latents, labels and masks, read by index, with a fixed part held out."""
 
     def __init__(
         self,
@@ -37,21 +33,20 @@ class LatentDataset:
         labels: np.ndarray | None,
         manifest: LatentManifest,
         masks: np.ndarray | None = None,
-        encoder: str | None = None,
+        encoder: str | None = None,  # its path, if not the manifest's
     ):
         self.stored, self.labels, self.masks, self.encoder = stored, labels, masks, encoder
         order = np.random.default_rng(HELD_OUT_SEED).permutation(manifest.count)
         self.held_out_ids = np.sort(order[: manifest.num_held_out])
         self.train_ids = np.sort(order[manifest.num_held_out :])
         trained = None if labels is None else labels[self.train_ids]
-        self.manifest = replace(
-            manifest, untrained_classes=untrained_classes_of(trained, manifest.num_classes)
-        )
+        untrained = untrained_classes_of(trained, manifest.num_classes)
+        self.manifest = replace(manifest, untrained_classes=untrained)
 
     def read(
         self, ids: np.ndarray, flipped: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the stored latents (N, C', H, W) and labels (N,) int64 of entries `ids` of the folder.
+        """Read the stored latents (N, C', H, W) and labels (N,) int64 of entries `ids` of the folder.
 
         Args:
             flipped: (N,) 1 for the flip, 0 for the image; None for the images.
@@ -62,7 +57,7 @@ class LatentDataset:
         return torch.from_numpy(_read_in_order(self.stored, ids, flipped)), labels
 
     def read_masks(self, ids: np.ndarray, flipped: np.ndarray | None = None) -> torch.Tensor:
-        """Return the weight of each position of entries `ids`, (N, H, W) fp32 in [0, 1]."""
+        """Read the weight of each position of entries `ids`, (N, H, W) fp32 in [0, 1]."""
         masks = torch.from_numpy(_read_in_order(self.masks, ids))
         if flipped is not None:
             masks = torch.where(torch.from_numpy(flipped).bool()[:, None, None], masks.flip(-1), masks)
@@ -70,11 +65,11 @@ class LatentDataset:
         return (masks > 0).float() if is_segmentation else masks.float() / 255
 
     def spread_ids(self, max_count: int) -> np.ndarray:
-        """Return entries from all over the folder, each once."""
+        """Choose entries from all over the folder, each once."""
         return np.unique(np.linspace(0, self.manifest.count - 1, max_count).astype(int))
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return mean (C,) and standard deviation (C,) of what a network sees, and that over all channels.
+        """Mean (C,) and standard deviation (C,) of what a network sees, and the deviation over all channels.
 
         At most MEASURED_ENTRIES are read.
         """
@@ -100,15 +95,13 @@ class LatentDataset:
         self.__dict__.update({**state, **opened})
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest, and a fingerprint of it, of the labels and of some entries."""
+        """The manifest, and a fingerprint of it, of the labels and of some entries."""
         manifest = {**asdict(self.manifest), "origin": None}  # however they were made
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
-        if self.labels is not None:
-            digest.update(self.labels.tobytes())
         ids = self.spread_ids(NUM_FINGERPRINT_ENTRIES)
-        digest.update(self.stored[ids].tobytes())
-        if self.masks is not None:
-            digest.update(self.masks[ids].tobytes())
+        masks = None if self.masks is None else self.masks[ids]
+        for array in (self.labels, self.stored[ids], masks):
+            digest.update(b"" if array is None else array.tobytes())
         return {"fingerprint": digest.hexdigest(), "manifest": {**manifest, "checksums": None}}
 
 

@@ -22,20 +22,14 @@ MAX_LABEL_BYTES = 512  # of what dataset.json says of a file, beside what it say
 
 @dataclass(frozen=True)
 class ImageList:
-    """Names of images, what opens one, and their classes.
-
-    Args:
-        labels: (count,) int64; None for images without classes.
-        class_names: None where the classes have numbers only.
-        ignored: files that are not images.
-    """
+    """Names of images, and their classes."""
 
     names: list[str]
     open: Callable[[str], BinaryIO]
-    labels: np.ndarray | None
+    labels: np.ndarray | None  # (count,) int64; None for images without classes
     num_classes: int
-    class_names: tuple[str, ...] | None
-    ignored: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None  # None where the classes have numbers only
+    ignored: tuple[str, ...] = ()  # files that are not images
 
 
 def list_images(path: str | Path) -> ImageList:
@@ -68,7 +62,7 @@ def list_images(path: str | Path) -> ImageList:
 
 
 def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
-    """Return the labels (count,) that dataset.json gives, {"labels": [[name, label], ...]}; None for none."""
+    """Read the labels (count,) of dataset.json, {"labels": [[name, label], ...]}; None: it has none."""
     what = f"{files.path}/{LABELS_FILE}"
     try:
         with files.open(LABELS_FILE) as file:
@@ -141,10 +135,10 @@ def _from_list(path: Path) -> ImageList:
         raise FileNotFoundError(f"source={path}: {missing[0]} not found ({share})")
     if all(re.fullmatch(r"-?\d+", c) for c in classes):
         numbers = [int(c) for c in classes]
-        wrong = [number for number in numbers if not 0 <= number < MAX_CLASSES]
-        if wrong:
-            rule = f"must be 0, 1, ..., and less than {MAX_CLASSES}"
-            raise ValueError(f"source={path}: class {wrong[0]} {rule}")
+        if wrong := [number for number in numbers if not _is_label(number)]:
+            raise ValueError(
+                f"source={path}: class {wrong[0]} must be 0, 1, ..., and less than {MAX_CLASSES}"
+            )
         grouped = np.array(numbers, dtype=np.int64), max(numbers) + 1, None
     else:
         grouped = _numbered(classes, f"source={path}")
@@ -152,7 +146,7 @@ def _from_list(path: Path) -> ImageList:
 
 
 def _depth_of_classes(names: list[str]) -> int:
-    """Return how many folders are around all class folders."""
+    """Count the folders around all class folders."""
     folders = [name.split("/")[:-1] for name in names]
     depth = 0
     while all(len(parts) > depth + 1 and parts[depth] == folders[0][depth] for parts in folders):

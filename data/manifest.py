@@ -30,51 +30,32 @@ Numbers = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class LatentManifest:
-    """What a latent folder holds.
-
-    Args:
-        shape: (C, H, W) of the stored latents of one image; C is twice the latent's channels for `moments`.
-        kind: `samples`, or `moments`: mean, then log-variance, along the channels.
-        num_classes: 0 for data without classes.
-        encoder: `identity`, a folder, or OWNER/NAME of a public autoencoder.
-        encoder_hash: hash of its weights; None for an encoder without weights, or where it is not known.
-        pixel_range: black and white in the encoder's pixels.
-        scale, shift: the network sees (latent - shift) * scale; numbers, or one for each channel.
-        std: the standard deviation of what the network sees, as the scale promises; None promises nothing.
-        hflip: each entry holds the image and, at index 1, its flip, encoded separately.
-        resolution: side of the images in pixels.
-        class_names: one for each class, in the order of the labels.
-        untrained_classes: those that no entry to train on has, ascending.
-        num_held_out: this many entries, always the same, are never trained on.
-        conditioning_type: None without masks; `mask`: bytes 0..255 weight the loss of each position from 0 to
-            1; `segmentation`: every byte other than 0 weights it 1.
-        origin: how the latents were made.
-        block_bytes, checksums: SHA-256 of each block of block_bytes of each file, by the file's name.
-
-    Raises:
-        ValueError: with the key, the value and the rule.
-    """
+    """What a latent folder holds; a ValueError names the key, the value and the rule."""
 
     count: int
-    shape: tuple[int, int, int]
+    shape: tuple[
+        int, int, int
+    ]  # (C, H, W) as stored of one image; C is twice the latent's channels for `moments`
     dtype: str
-    kind: str
-    num_classes: int
-    encoder: str
-    encoder_hash: str | None = None
-    pixel_range: tuple[float, float] = (-1.0, 1.0)
-    scale: Numbers = 1.0
+    kind: str  # `samples`, or `moments`: mean, then log-variance, along the channels
+    num_classes: int  # 0: data without classes
+    encoder: str  # `identity`, a folder, or OWNER/NAME of a public autoencoder
+    encoder_hash: str | None = None  # of its weights; None: it has none, or they are not known
+    pixel_range: tuple[float, float] = (-1.0, 1.0)  # black and white in the encoder's pixels
+    scale: Numbers = 1.0  # the network sees (latent - shift) * scale; a number, or one for each channel
     shift: Numbers = 0.0
-    std: float | None = None
-    hflip: bool = False
-    resolution: int | None = None
-    class_names: tuple[str, ...] | None = None
-    untrained_classes: tuple[int, ...] = ()
-    num_held_out: int = 0
-    conditioning_type: str | None = None
-    origin: dict[str, Any] | None = None
+    std: float | None = None  # what the network sees, as the scale promises; None promises nothing
+    hflip: bool = False  # each entry holds the image and, at index 1, its flip, encoded separately
+    resolution: int | None = None  # side of the images in pixels
+    class_names: tuple[str, ...] | None = None  # in the order of the labels
+    untrained_classes: tuple[int, ...] = ()  # without an entry to train on, ascending
+    num_held_out: int = 0  # entries, always the same, that are never trained on
+    conditioning_type: str | None = (
+        None  # of masks: bytes weight the loss (`mask`), or all but 0 (`segmentation`)
+    )
+    origin: dict[str, Any] | None = None  # how the latents were made
     block_bytes: int = BLOCK_BYTES
-    checksums: dict[str, list[str]] | None = None
+    checksums: dict[str, list[str]] | None = None  # SHA-256 of each block of block_bytes, by the file's name
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
@@ -84,15 +65,16 @@ class LatentManifest:
         self._check("count", _is_count(self.count), "greater than 0")
         shape = self.shape
         is_square = len(shape) == 3 and shape[1] == shape[2] and all(map(_is_count, shape))
-        self._check("shape", is_square, "(channels, size, size)")
-        self._check("shape", math.prod(shape) <= MAX_NUMBERS, f"of at most {MAX_NUMBERS} numbers")
+        is_square = is_square and math.prod(shape) <= MAX_NUMBERS
+        self._check("shape", is_square, f"(channels, size, size), at most {MAX_NUMBERS} numbers")
         is_even = self.kind != "moments" or shape[0] % 2 == 0
         self._check("shape", is_even, "of an even number of channels for kind=moments")
         is_part = isinstance(self.num_held_out, int) and 0 <= self.num_held_out < self.count
         self._check("num_held_out", is_part, f"in [0, {self.count - 1}], of count={self.count}")
         self._check("hflip", isinstance(self.hflip, bool), "true or false")
-        is_known = self.conditioning_type in CONDITIONING_TYPES
-        self._check("conditioning_type", is_known, "null, mask or segmentation")
+        self._check(
+            "conditioning_type", self.conditioning_type in CONDITIONING_TYPES, "null, mask or segmentation"
+        )
         self._check("encoder", isinstance(self.encoder, str), "a name")
         self._check("encoder_hash", isinstance(self.encoder_hash, str | None), "a hash or null")
         is_size = self.resolution is None or _is_count(self.resolution)
@@ -165,7 +147,7 @@ class LatentManifest:
         return (self.count, *((2,) if self.hflip else ()), *self.shape)
 
     def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return type and shape of each array beside the manifest, by its key in FILES."""
+        """Type and shape of each array beside the manifest, by its key in FILES."""
         found = {"latents": (self.dtype, self.stored_shape)}
         if self.num_classes:
             found["labels"] = ("int64", (self.count,))
@@ -204,7 +186,7 @@ class LatentManifest:
                 )
 
     def std_warning(self, std: torch.Tensor) -> str | None:
-        """Return a warning where the standard deviation of what the network sees is far from the promised."""
+        """Warn if the standard deviation of what the network sees is far from the promised one."""
         if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
             return None
         fitting = "another scale"
@@ -242,7 +224,6 @@ def load_manifest(file: BinaryIO, name: str) -> LatentManifest:
 
 
 def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
-    """Rebuild a manifest from parsed JSON."""
     try:
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
         return LatentManifest(**{**fields, **lists})
@@ -251,7 +232,6 @@ def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
 
 
 def to_json(manifest: LatentManifest) -> str:
-    """Return the text of a manifest's file."""
     return json.dumps(asdict(manifest), indent=2) + "\n"
 
 
@@ -265,5 +245,5 @@ def _is_count(value: Any) -> bool:
 
 @lru_cache
 def _column(value: Numbers, device: torch.device) -> float | torch.Tensor:
-    """Return numbers that broadcast to (N, C, H, W); cached, since a copy to the device synchronizes."""
+    """Numbers that broadcast to (N, C, H, W); cached, since a copy to the device synchronizes."""
     return torch.tensor(value, device=device).view(-1, 1, 1) if isinstance(value, tuple) else value

@@ -30,7 +30,6 @@ class MaskFiles:
             raise ValueError(f"masks={path} has no mask for {missing[0]}: {rule} ({share})")
 
     def open(self, name: str) -> BinaryIO:
-        """Open the mask of an image."""
         return self._files.open(self._by_stem[_stem(name)])
 
 

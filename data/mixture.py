@@ -39,7 +39,7 @@ class MixtureDataset(LatentDataset):
     def posterior_mean(
         self, x_t: torch.Tensor, alpha: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return E[x | x_t, class] (N, C, H, W) in fp64, of x_t = alpha x + sigma eps, both (N, 1, 1, 1)."""
+        """E[x | x_t, class] (N, C, H, W) in fp64, of x_t = alpha x + sigma eps, both (N, 1, 1, 1)."""
         basis = torch.from_numpy(_cosines(x_t.shape[-1])).to(x_t.device)
         y = (basis @ x_t.double() @ basis.T).flatten(1).unsqueeze(1)  # (N, 1, P)
         alpha, sigma = (value.double().view(-1, 1, 1) for value in (alpha, sigma))
@@ -75,10 +75,7 @@ def mixture(
     variances = (1 - SHARE_OF_MEANS) * spectrum
     spread = np.sqrt(SHARE_OF_MEANS * spectrum)
     means = spread * rng.standard_normal((num_classes, num_components, spectrum.size))
-    labels, component = (
-        rng.integers(num_classes, size=num_entries),
-        rng.integers(num_components, size=num_entries),
-    )
+    labels, component = (rng.integers(n, size=num_entries) for n in (num_classes, num_components))
     drawn = means[labels, component] + np.sqrt(variances) * rng.standard_normal((num_entries, spectrum.size))
     basis = _cosines(input_size)
     stored = (basis.T @ drawn.reshape(-1, *shape) @ basis).astype(np.float32)
@@ -96,5 +93,5 @@ def mixture(
 
 
 def _cosines(size: int) -> np.ndarray:
-    """Return the orthonormal cosine transform (size, size): coefficients = basis @ signal."""
+    """Orthonormal cosine transform (size, size): coefficients = basis @ signal."""
     return dct(np.eye(size), axis=0, norm="ortho")

@@ -4,7 +4,7 @@ Images of a part that could not be read are listed in `NNNNNNN.errors.json`, wri
 removed after one without errors: whenever a process is killed, a part without that file is complete.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +20,16 @@ class Part:
     latents: np.ndarray
     masks: np.ndarray | None
     positions: np.ndarray
-    errors: dict[int, str]
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class EncodedParts(PartFolder):
     """The parts of one job, which is described by `about`; those with errors are done again."""
 
     def done(self) -> set[int]:
-        """Return the finished parts without errors."""
         return super().done() - {int(f.name.partition(".")[0]) for f in self.path.glob("*.errors.json")}
 
     def write_part(self, i: int, part: Part) -> None:
-        """Write a part, and its errors."""
         masks = {} if part.masks is None else {"masks": part.masks}
         if part.errors:
             with explained(self.file(i)):
@@ -41,16 +39,14 @@ class EncodedParts(PartFolder):
             self._errors(i).unlink(missing_ok=True)
 
     def read_part(self, i: int) -> Part:
-        """Read a part, and its errors."""
+        """Read a part, without its errors."""
         arrays = self.read(i)
-        errors = self.errors([i])
-        try:
-            return Part(arrays["latents"], arrays.get("masks"), arrays["positions"], errors)
-        except KeyError as error:
-            raise ValueError(f"{self.file(i)} has no {error}: remove it") from error
+        if missing := {"latents", "positions"} - arrays.keys():
+            raise ValueError(f"{self.file(i)} has no {min(missing)}: remove it")
+        return Part(arrays["latents"], arrays.get("masks"), arrays["positions"])
 
     def errors(self, parts: list[int] | range) -> dict[int, str]:
-        """Return the images that could not be read, by position, and why."""
+        """Why images could not be read, by position."""
         found = [read_object(self._errors(i)) for i in parts if self._errors(i).exists()]
         return {int(position): error for errors in found for position, error in errors.items()}
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
-    """Return what `use` makes of an open file in a folder or at an address; try ATTEMPTS times.
+    """Call `use` with an open file in a folder or at an address; try ATTEMPTS times.
 
     Raises:
         ValueError: the address is refused, s3fs is missing, or `use` finds the file damaged.
@@ -52,7 +52,7 @@ def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
 
 
 def _is_address(path: str) -> bool:
-    """Return whether a path is an address; raise a ValueError for one that is not allowed."""
+    """True if a path is an address; raise a ValueError for one that is not allowed."""
     if not re.match(LIKE_ADDRESS, path):
         return False
     if not re.fullmatch(ADDRESS, path):
@@ -118,7 +118,7 @@ def _http() -> Any:
 
 @cache
 def _trace() -> Any:
-    """Return the check of redirects; one object, since fsspec caches connections by it."""
+    """Check redirects; one object, since fsspec caches connections by it."""
     import aiohttp
 
     async def check(session: Any, context: Any, redirect: Any) -> None:
@@ -144,7 +144,7 @@ def _s3() -> Any:
 
 
 def _errors_of(path: str) -> tuple[type[Exception], ...]:
-    """Return what reading from a server raises beside OSError."""
+    """Errors of reading from a server that are no OSError."""
     if not _is_address(path):
         return ()
     import aiohttp
@@ -168,7 +168,6 @@ def _kind(error: Exception) -> type[Exception]:
 
 
 def _reason(error: Any) -> str:
-    """Return the text of an error in one line."""
     # The text of aiohttp repeats the address, which may be signed.
     status = getattr(error, "status", None)
     text = f"{status} {error.message}" if status else getattr(error, "strerror", None) or str(error)

@@ -33,9 +33,7 @@ SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
 ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # separate the random streams
 MAX_OVERHEAD_BYTES = 2**16  # of a sample: headers of the tar, the class, padding, and what is read ahead
-NOTE = (
-    "streamed: a run resumes at the same shard and sample, but is exempt from the promise of bitwise equality"
-)
+NOTE = "streamed: a run resumes at the same shard and sample, exempt from the promise of bitwise equality"
 
 
 class ShardDataset:
@@ -58,27 +56,26 @@ class ShardDataset:
         self.names, self.counts = list(shards), np.array(list(shards.values()))
         about = [{**asdict(manifest), "origin": None}, shards, held_out]
         self._fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-        parts = [self.read_shard(name, count) for name, count in held_out.items()]
         self.held_out_ids = np.arange(sum(held_out.values()))
         self._latents = self._labels = None
-        if parts:
-            latents = np.concatenate([latents for latents, _ in parts])
-            self._latents = latents[:, 0] if manifest.hflip else latents
-        if parts and manifest.num_classes:
-            self._labels = np.concatenate([labels for _, labels in parts])
+        if held_out:
+            parts = [self.read_shard(name, count) for name, count in held_out.items()]
+            latents, labels = zip(*parts, strict=True)
+            self._latents = np.concatenate(latents)[:, 0] if manifest.hflip else np.concatenate(latents)
+            self._labels = np.concatenate(labels) if manifest.num_classes else None
 
     def read(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the stored latents (N, C', H, W) and labels (N,) of held-out entries."""
+        """Read the stored latents (N, C', H, W) and labels (N,) of held-out entries."""
         labels = None if self._labels is None else torch.from_numpy(self._labels[ids])
         return torch.from_numpy(self._latents[ids]), labels
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest, a fingerprint of it and of the list of shards, and what is exempt."""
+        """The manifest, a fingerprint of it and of the list of shards, and a note for the user."""
         manifest = {**asdict(self.manifest), "checksums": None}
         return {"fingerprint": self._fingerprint, "manifest": manifest, "note": NOTE}
 
     def read_shard(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return latents (count, [2,] C, H, W) and labels (count,) of a shard."""
+        """Read the latents (count, [2,] C, H, W) and labels (count,) of a shard."""
         return read_file(self.url, name, partial(self._parse_shard, name, count))
 
     def _parse_shard(self, name: str, count: int, stream: BinaryIO) -> tuple[np.ndarray, np.ndarray | None]:
@@ -115,7 +112,7 @@ class _PerSample:
 
 
 def _samples(stream: BinaryIO, max_bytes: int) -> Iterator[dict[str, bytes]]:
-    """Yield the contents of the files of each sample, by what follows its key; refuse a compressed tar."""
+    """Yield the contents of the files of each sample, by their suffixes; refuse a compressed tar."""
     bounded = _PerSample(stream, max_bytes + MAX_OVERHEAD_BYTES)
     with tarfile.open(fileobj=bounded, mode="r|") as archive:
         for _, members in groupby(archive, key=lambda member: member.name.partition(".")[0]):
@@ -149,9 +146,10 @@ def open_shards(
     manifest = read_shard_manifest(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
     shards = _list_of_shards(path)
-    if sum(shards.values()) != manifest.count:
-        lists = f"{path}/{SHARDS_FILE} lists {sum(shards.values())} entries"
-        raise ValueError(f"{lists}, the manifest promises {manifest.count}")
+    if (count := sum(shards.values())) != manifest.count:
+        raise ValueError(
+            f"{path}/{SHARDS_FILE} lists {count} entries, the manifest promises {manifest.count}"
+        )
     train = {name: count for name, count in shards.items() if name.startswith("train")}
     held_out = {name: count for name, count in shards.items() if name not in train}
     return ShardDataset(path, manifest, train, held_out, encoder)
@@ -206,9 +204,8 @@ class ShardStream:
         world_size: int,
         pin_memory: bool,
     ):
-        if len(dataset.names) < world_size:
-            what = f"data.path={dataset.url} has {len(dataset.names)} shards"
-            raise ValueError(f"{what}, fewer than {world_size} processes")
+        if (count := len(dataset.names)) < world_size:
+            raise ValueError(f"data.path={dataset.url} has {count} shards, fewer than {world_size} processes")
         self.dataset, self.seed, self.pin_memory = dataset, seed, pin_memory
         self.rank, self.world_size = rank, world_size
         self.micro_batch_size = micro_batch_size
@@ -254,7 +251,7 @@ class ShardStream:
                 yield group
 
     def _read_group(self, epoch: int, shards: list[int], skip: int) -> tuple[np.ndarray, ...]:
-        """Return the latents (N, C', H, W), each an image or its flip, and labels (N,), if any, shuffled."""
+        """Read latents (N, C', H, W), each an image or its flip, and labels (N,), if any, shuffled."""
         rng, parts = np.random.default_rng([self.seed, epoch, GROUP_DRAWS, *shards]), []
         for shard in shards:
             count = int(self.dataset.counts[shard])
@@ -281,15 +278,13 @@ class ShardStream:
 def shards_by_step(
     dataset: ShardDataset, seed: int, batch_size: int, micro_batch_size: int, world_size: int
 ) -> Callable[[int], list[str]]:
-    """Return a function that names, for each sample of the batch of a step, the shards it may come from."""
+    """Build the function from a step to the shards that each sample of its batch may come from."""
+    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "pin_memory": False}
+    options = {"seed": seed, "world_size": world_size, **sizes}
 
     def names(step: int) -> list[str]:
-        sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "pin_memory": False}
-        streams = [
-            ShardStream(dataset, step, seed=seed, **sizes, rank=rank, world_size=world_size)
-            for rank in range(world_size)
-        ]
-        of_ranks = [stream.shards_at_start() for stream in streams]
-        return [of_ranks[i // micro_batch_size % world_size] for i in range(batch_size)]
+        streams = [ShardStream(dataset, step, rank=rank, **options) for rank in range(world_size)]
+        shards = [stream.shards_at_start() for stream in streams]
+        return [shards[i // micro_batch_size % world_size] for i in range(batch_size)]
 
     return names

@@ -74,11 +74,11 @@ class StreamOrder:
             step += 1
 
     def batch(self, step: int) -> np.ndarray:
-        """Return the entries (batch_size,) of the batch after `step` steps, micro-batch by micro-batch."""
+        """The entries (batch_size,) of the batch after `step` steps, micro-batch by micro-batch."""
         return self.entries(step * self.batch_size + np.arange(self.batch_size))
 
     def entries(self, positions: np.ndarray) -> np.ndarray:
-        """Return the entries at positions of the stream; a batch may straddle permutations."""
+        """The entries at positions of the stream; a batch may straddle permutations."""
         epochs, offsets = np.divmod(positions, len(self.ids))
         entries = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -121,7 +121,7 @@ def stream(
     with_masks: bool = False,
     token_mask: TokenMask | None = None,
 ) -> DataLoader:
-    """Return the `StoredBatch`es of one rank, read ahead by `num_workers` processes.
+    """Load the `StoredBatch`es of one rank, read ahead by `num_workers` processes.
 
     Args:
         token_mask: counts the tokens that masks force to stay; None leaves them uncounted.
@@ -148,14 +148,14 @@ def _ignore_signals(worker: int) -> None:
 
 
 def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Callable[[int], list[int]]:
-    """Return a function that names the entries of the batch after so many steps, in their order."""
+    """Build the function from a step to the entries of its batch, in their order."""
     alone = {"micro_batch_size": batch_size, "start_step": 0, "rank": 0, "world_size": 1}
     order = StreamOrder(dataset.train_ids, seed=seed, batch_size=batch_size, **alone)
     return lambda step: order.batch(step).tolist()
 
 
 def count_forced(dataset: LatentDataset, ids: np.ndarray, token_mask: TokenMask) -> np.ndarray:
-    """Return how many tokens (N,) the masks of entries `ids` force to stay."""
+    """Count the tokens (N,) that the masks of entries `ids` force to stay."""
     return token_mask(dataset.read_masks(ids)).sum(dim=1).numpy()
 
 

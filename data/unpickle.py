@@ -65,37 +65,29 @@ class _NumberType:
 
 
 class _PickledArray:
-    """What a pickled numpy array becomes."""
+    """What a pickled numpy array becomes, up to protocol 4 by its state, from 5 on by its arguments."""
 
-    def __init__(self, *_: Any):
-        self.array: np.ndarray | None = None
+    def __init__(self, *arguments: Any):
+        self.array = _array(*arguments) if arguments[0] is not None else None  # None: for ndarray
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, number_type, fortran_order, data = state
-        order = "F" if fortran_order else "C"
-        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order=order)
+        self.array = _array(data, number_type, shape, "F" if fortran_order else "C")
 
 
-class _BufferedArray:
-    """What a pickled numpy array of protocol 5 becomes."""
-
-    def __init__(self, data: bytes, number_type: _NumberType, shape: tuple[int, ...], order: str):
-        self.array = np.frombuffer(data, number_type.dtype).reshape(shape, order=order)
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("an array of protocol 5 has no state")
+def _array(data: bytes, number_type: _NumberType, shape: tuple[int, ...], order: str) -> np.ndarray:
+    return np.frombuffer(data, number_type.dtype).reshape(shape, order=order)
 
 
 class _ArrayUnpickler(pickle.Unpickler):
     NAMES: ClassVar = {
         "_reconstruct": _PickledArray,
-        "_frombuffer": _BufferedArray,
+        "_frombuffer": _PickledArray,
         "dtype": _NumberType,
         "ndarray": None,
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name in the file."""
         if (module, name) == ("_codecs", "encode"):  # how protocols before 3 write bytes
             return _encode_latin1
         if name not in self.NAMES:
@@ -103,7 +95,6 @@ class _ArrayUnpickler(pickle.Unpickler):
         return self.NAMES[name]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Refuse references to objects outside the file."""
         raise pickle.UnpicklingError("it refers to something outside the file")
 
 

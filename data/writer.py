@@ -69,13 +69,11 @@ class LatentWriter:
             given["labels"] = labels.astype(np.int64)
         if masks is not None:
             given["masks"] = masks
-        expected = {
-            key: (np.dtype(dtype), (len(stored), *shape[1:]))
-            for key, (dtype, shape) in manifest.arrays().items()
-        }
-        found = {key: (array.dtype, array.shape) for key, array in given.items()}
+        arrays = manifest.arrays().items()
+        expected = [f"{key} {dtype} {(len(stored), *shape[1:])}" for key, (dtype, shape) in arrays]
+        found = [f"{key} {array.dtype} {array.shape}" for key, array in given.items()]
         if found != expected:
-            raise ValueError(f"{what} are {_listed(found)}, must be {_listed(expected)}")
+            raise ValueError(f"{what} are {', '.join(found)}, must be {', '.join(expected)}")
         for key, array in given.items():
             self.files[key].append(array)
         self.num_written = end
@@ -105,7 +103,7 @@ def check_out(out: str | Path) -> None:
 
 
 def lock_of(path: Path) -> Lock:
-    """Return the lock that a process must hold to write `path`."""
+    """The lock that a process must hold to write `path`."""
     return Lock(path.with_name(f".{path.name}.lock"), f"out={path}")
 
 
@@ -128,12 +126,12 @@ def claimed(path: Path, partial: Path | None = None) -> Iterator[Path]:
 
 
 def hash_blocks(file: Path, block_bytes: int) -> list[str]:
-    """Return the SHA-256 of each block of a file."""
+    """SHA-256 of each block of a file."""
     return [hash_block(file, start, block_bytes) for start in range(0, file.stat().st_size, block_bytes)]
 
 
 def hash_block(file: Path, start: int, num_bytes: int) -> str:
-    """Return the SHA-256 of at most `num_bytes` of a file."""
+    """SHA-256 of at most `num_bytes` of a file."""
     digest = hashlib.sha256()
     with file.open("rb") as f:
         f.seek(start)
@@ -141,10 +139,6 @@ def hash_block(file: Path, start: int, num_bytes: int) -> str:
             digest.update(chunk)
             num_bytes -= len(chunk)
     return digest.hexdigest()
-
-
-def _listed(arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in arrays.items())
 
 
 class _ArrayFile:
@@ -161,12 +155,11 @@ class _ArrayFile:
         self._write(memoryview(header.getvalue()))
 
     def append(self, array: np.ndarray) -> None:
-        """Write the next rows."""
         if array.size:
             self._write(memoryview(np.ascontiguousarray(array)).cast("B"))
 
     def finish(self) -> list[str]:
-        """Flush to the disk and return the hashes."""
+        """Flush to the disk, and return the hashes."""
         self._named(os.fsync, self.file.fileno())
         return [*self.checksums, self.digest.hexdigest()] if self.room < self.block_bytes else self.checksums
 

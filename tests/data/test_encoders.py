@@ -203,18 +203,8 @@ def test_a_missing_autoencoder_says_how_to_download_it(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    message = (
-        r"encoder=sdxl is not in .* \(HF_HUB_OFFLINE is set\): .*`hf download stabilityai/sdxl-vae --local"
-    )
+    message = r"encoder=sdxl is not in .* \(.*\): run `hf download stabilityai/sdxl-vae --local"
     with pytest.raises(ValueError, match=message):
-        load_encoder("sdxl", CPU)
-
-
-def test_without_a_network_the_reason_is_the_network(monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    with pytest.raises(ValueError, match=r"cannot be downloaded \(http://127.0.0.1:9: .*refused"):
         load_encoder("sdxl", CPU)
 
 

@@ -83,11 +83,12 @@ def test_an_array_is_never_entirely_in_memory(tmp_path):
     [
         (np.zeros((4, 8, 8, 3), np.float32), "arr_0 is float32 (4, 8, 8, 3), must be uint8"),
         (np.zeros((4, 8, 8), np.uint8), "arr_0 is uint8 (4, 8, 8), must be uint8 (N, H, W, C)"),
-        (np.zeros((0, 8, 8, 3), np.uint8), "arr_0 is uint8 (0, 8, 8, 3), must be .*: it is empty"),
-        (np.asfortranarray(np.zeros((4, 8, 8, 3), np.uint8)), "arr_0 (4, 8, 8, 3) is in Fortran order: save"),
-        (np.zeros((4, 3, 8, 8), np.uint8), "arr_0 is (4, 3, 8, 8), channels first: images.transpose(0, 2"),
-        (np.zeros((4, 1, 8, 8), np.uint8), "channels first"),
-        (np.zeros((4, 8, 8, 9), np.uint8), "an image has at most"),
+        (np.zeros((0, 8, 8, 3), np.uint8), "arr_0 is uint8 (0, 8, 8, 3), must be .*, not empty"),
+        (np.asfortranarray(np.zeros((4, 8, 8, 3), np.uint8)), "arr_0 is (4, 8, 8, 3), must be in C order"),
+        (
+            np.zeros((4, 3, 8, 8), np.uint8),
+            "arr_0 is (4, 3, 8, 8), must be in C order with at most 4 channels",
+        ),
         (np.array([{"a": 1}], dtype=object), "arr_0 is object (1,)"),
     ],
 )
@@ -112,11 +113,9 @@ def test_arrays_that_are_not_images_are_refused(tmp_path, array, message):
 )
 def test_arrays_of_other_names_are_listed(tmp_path, arrays, message):
     np.savez(tmp_path / "x.npz", **arrays)
-    np.save(tmp_path / "x.npy", IMAGES)
-    for file, expected in (("x.npz", message), ("x.npy", "is a single array: np.savez(FILE, images)")):
-        with pytest.raises(ValueError) as found:
-            open_images(tmp_path / file)
-        assert expected in str(found.value)
+    with pytest.raises(ValueError) as found:
+        open_images(tmp_path / "x.npz")
+    assert message in str(found.value)
     with pytest.raises(ValueError) as found:
         open_reference(tmp_path / "x.npz", open_images)
     assert message.removeprefix("it holds ").partition(":")[0] in str(found.value)

@@ -220,7 +220,7 @@ def test_an_lmdb_that_is_cut_off_does_not_kill_the_process(tmp_path):
         (b"length", b"-3", r"length is b'-3', must be a number"),
         (b"length", b"1", "1 entries are not images and their flips"),
         (b"length", b"0", "holds no entries"),
-        (b"y-3", b"9" * 30, r"y-3 is b'9+', must be less than 1000000"),
+        (b"y-3", b"9" * 30, r"y-3 is b'9+', must be .*, less than 1000000"),
         (b"z-3", b"12345678", "z-3 has 2 numbers, must be 8 channels of a square"),
         (b"z-3", None, "has no entry z-3"),
     ],
@@ -256,12 +256,6 @@ def test_npy_files_without_labels_and_with_flips(tmp_path):
     dataset = run(folder, tmp_path / "out", "repa", "hflip=true")
     assert (dataset.manifest.count, dataset.manifest.num_classes, dataset.labels) == (COUNT, 0, None)
     close(dataset.stored[:, 1], np.concatenate([MEAN, LOGVAR], axis=1)[..., ::-1])
-
-
-def test_the_folder_around_an_lmdb_is_refused(tmp_path):
-    write_lmdb(tmp_path / "lmdb" / "train")
-    with pytest.raises(UserError, match=r"is not an LMDB: .*; there is one in .*train"):
-        run(tmp_path / "lmdb", tmp_path / "out", "maskdit_lmdb")
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -439,7 +433,7 @@ def break_order(folder):
         ("repa", lambda p: write_npy_folder(p, mean_std()), spoil_npy, (), "00000003.npy cannot be read"),
         ("repa", lambda p: p.mkdir(), None, (), r"holds no .npy files"),
         ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are <U1, not numbers"),
-        ("tread_wds", lambda p: write_tread(p, labels=[10**30] * COUNT), None, (), "cls is .*, must be less than 1000000"),
+        ("tread_wds", lambda p: write_tread(p, labels=[10**30] * COUNT), None, (), "cls is .*, must be .*, less than 1000000"),
         ("tread_wds", lambda p: p.mkdir(), None, (), r"holds no .tar files"),
         ("lightningdit", lambda p: p.mkdir(), None, (), r"holds no .safetensors files"),
         ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_rank00_shard001.safetensors"), (), r"shard001.safetensors is damaged, or lacks"),

@@ -16,7 +16,6 @@ from data import (
     LatentManifest,
     LatentWriter,
     digits,
-    encode_images,
     open_latents,
     real_images,
     to_uint8,
@@ -233,21 +232,6 @@ def test_bytes_survive_the_identity_encoder_and_the_rounding_rule():
     assert torch.equal(to_uint8(encoder.decode(encoder.encode(every_byte).half().float())), every_byte)
     # 127.5 x + 128, truncated: the middle rounds up, and what lies outside [-1, 1] is clamped.
     assert to_uint8(torch.tensor([-2.0, -1.0, 0.0, 0.996, 1.0, 2.0])).tolist() == [0, 0, 128, 254, 255, 255]
-
-
-def test_images_are_encoded_batch_by_batch(tmp_path):
-    images = np.random.default_rng(0).integers(0, 256, (6, 3, 4, 4), dtype=np.uint8)
-    labels = np.arange(6) % 2
-    manifest = LatentManifest(6, (3, 4, 4), "float16", "samples", 2, "identity")
-    encode_images(
-        tmp_path / "a",
-        [(images[:4], labels[:4], None), (images[4:], labels[4:], None)],
-        IdentityEncoder(),
-        manifest,
-    )
-    got, got_labels = real_images(open_latents(tmp_path / "a"), np.arange(6), IdentityEncoder())
-    assert np.array_equal(got, images.transpose(0, 2, 3, 1))
-    assert np.array_equal(got_labels, labels)
 
 
 def write_masked(path, conditioning_type="mask", masks=None):
