@@ -71,11 +71,6 @@ def test_decoding_is_that_of_diffusers_and_rounded_by_the_one_rule(folder):
     assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1
 
 
-def test_scale_and_shift_are_those_of_the_autoencoders_own_configuration(tmp_path):
-    encoder = KLEncoder(write_autoencoder(tmp_path / "vae", scaling_factor=0.3611, shift_factor=0.1159), CPU)
-    assert (encoder.scale, encoder.shift) == (0.3611, 0.1159)
-
-
 MEANS, STDS = [0.5, -0.2, 0.0, 0.1], [2.0, 4.0, 1.0, 0.5]
 
 

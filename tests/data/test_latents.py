@@ -63,14 +63,6 @@ def test_classes_without_entries_to_train_on_are_known():
     assert LatentDataset(dataset.stored, labels, MANIFEST).manifest.untrained_classes == (0, 2, 4)
 
 
-def test_scale_and_shift_are_applied_once_and_undone():
-    manifest = replace(MANIFEST, scale=0.5, shift=2.0)
-    stored = torch.randn(3, 4, 8, 8)
-    latents = manifest.to_latents(stored)
-    torch.testing.assert_close(latents, (stored - 2.0) * 0.5)
-    torch.testing.assert_close(manifest.to_encoder(latents), stored)
-
-
 def test_moments_are_sampled_anew():
     manifest = LatentManifest(20, (2, 8, 8), "float16", "moments", 0, "identity", scale=0.5)
     assert manifest.in_channels == 1
