@@ -51,7 +51,7 @@ class DenseLoss:
         return list(self.denoisers)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the numbers depend on."""
+        """What the numbers depend on."""
         return {"name": type(self).__name__, "keys": self.keys}
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class SampleGrid:
         self.num_samples, self.columns = num_samples, columns
 
     def describe(self) -> dict[str, Any]:
-        """Return what the picture depends on."""
+        """What the picture depends on."""
         return {"name": type(self).__name__, "num_samples": self.num_samples}
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:

@@ -44,7 +44,7 @@ class Images(Protocol):
         ...
 
     def cost(self) -> np.ndarray | None:
-        """Return what an image cost, to be kept with each part; None: nothing."""
+        """Cost of an image, to be kept with each part; None: nothing."""
         ...
 
 

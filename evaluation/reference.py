@@ -63,7 +63,7 @@ class Reference:
         return fingerprint(self.path)
 
     def describe(self) -> dict[str, Any]:
-        """Return what it is."""
+        """The files, the data, and the kind of statistics, for records."""
         files = {} if self.path is None else {"path": str(self.path), "sha256": self.sha256}
         return {
             **files,
@@ -150,7 +150,7 @@ def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
 
 
 def _is_covariance(sigma: np.ndarray) -> bool:
-    """Return whether a matrix is symmetric and positive semi-definite, to what fp32 statistics lose."""
+    """True if a matrix is symmetric and positive semi-definite, to the accuracy of fp32 statistics."""
     sigma = sigma.astype(np.float64)
     scale = np.abs(sigma).max()
     if not np.allclose(sigma, sigma.T, rtol=0, atol=1e-5 * scale):

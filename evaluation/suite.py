@@ -164,11 +164,11 @@ class Suite:
         return scores.values
 
     def part_size(self, images: Images) -> int:
-        """Return of how many images a part is."""
+        """Number of images in a part."""
         return images.part_size or self.batch_size or images.count
 
     def looks_with(self) -> dict[str, Any]:
-        """Return what features depend on, beside the images."""
+        """The settings that features depend on, beside the images."""
         return {**code_of(self.detector), "detector_config": self.detector_config}
 
     def parts_in(self, path: Path, about: dict[str, Any], images: Images) -> PartFolder:
@@ -277,7 +277,7 @@ class Suite:
 
 
 def code_of(detector: Detector) -> dict[str, Any]:
-    """Return what the features of a detector depend on, beside the images."""
+    """The settings that the features of a detector depend on, beside the images."""
     own = Path(inspect.getfile(type(detector)))
     return {
         "detector": {"name": type(detector).__name__, **getattr(detector, "record", {})},

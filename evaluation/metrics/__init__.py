@@ -34,6 +34,6 @@ class Metric:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Return what the scores depend on."""
+        """The settings that the scores depend on."""
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"name": type(self).__name__} | {k: v for k, v in settings.items() if k != "needs"}
