@@ -62,6 +62,8 @@ def fit(trainer: Trainer, run: RunFolder) -> None:
     if reason := run_training(trainer, run):
         pass_on(reason)
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
+    sample = f"python sample.py run={run.path} num_samples=500"
+    trainer.recorder.show(f"{run.path} is finished. Sample from it: {sample}")
 
 
 if __name__ == "__main__":

@@ -39,9 +39,6 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
     if reason:
         saved = "which is saved" if trainer.step else "before the first"
         trainer.recorder.show(f"stopped at step {trainer.step}, {saved} ({reason}): {_again()}")
-    else:
-        sample = f"python sample.py run={run.path} num_samples=500"
-        trainer.recorder.show(f"{run.path} is finished. Sample from it: {sample}")
     return reason
 
 

@@ -47,6 +47,7 @@ class Trainer:
         net: the network itself, whose weights are trained and saved.
         precond: the preconditioning around the network, or around what synchronises its gradients.
         loss: loss(precond, x, class_labels, routing=, mask=, generator=) -> (N,).
+        ema: the average of the weights; None: there is none.
         route_plan: a `routing.RoutePlan`: the routing of a step, and the tokens that bypass although forced.
         evaluators: (interval in steps, evaluator): evaluator(step) -> {key: number or picture}.
         speed_check: called with the ratios of the last step, at the first log point after a save where tokens
@@ -60,7 +61,7 @@ class Trainer:
         precond: nn.Module,
         loss: Callable[..., torch.Tensor],
         optimizer: Optimizer,
-        ema: EMA,
+        ema: EMA | None,
         route_plan: Any,
         batches: Batches,
         evaluators: Sequence[tuple[int, Any]],
@@ -68,7 +69,7 @@ class Trainer:
         checkpoints: CheckpointFolder,
         stop: StopRequest,
         settings: Settings,
-        work: Work,
+        work: Work | None,
         speed_check: Callable[[tuple[float, ...]], None] | None = None,
     ):
         self.launch, self.net, self.precond, self.loss = launch, net, precond, loss
@@ -88,7 +89,7 @@ class Trainer:
     def parts(self) -> dict[str, Part]:
         """What a checkpoint keeps."""
         names = ("net", "ema", "optimizer", "clock", "window", "history", "recorder")
-        return {name: getattr(self, name) for name in names}
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def resume(self, checkpoint: Path) -> None:
         """Continue from a checkpoint."""
@@ -157,7 +158,8 @@ class Trainer:
         self.optimizer.warm_up(self.step)
         self.optimizer.step(skipped)
         self.net.zero_grad()
-        self.ema.update(self.net, skipped)
+        if self.ema is not None:
+            self.ema.update(self.net, skipped)
         self.window.add_step(loss, grad_norm, skipped, tuple(self.ratios))
         return skipped
 

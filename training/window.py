@@ -32,9 +32,10 @@ class Window:
 
     Args:
         batch_size: images of a step, on all ranks together.
+        work: None where it is not known; it is not logged then.
     """
 
-    def __init__(self, launch: Launch, clock: Clock, batch_size: int, routed: bool, work: Work):
+    def __init__(self, launch: Launch, clock: Clock, batch_size: int, routed: bool, work: Work | None):
         self.launch, self.clock, self.batch_size, self.routed = launch, clock, batch_size, routed
         self.work = work
         self.sums = torch.zeros(len(SUMS), device=launch.device)
@@ -47,7 +48,8 @@ class Window:
         self.sums[:3] += applied.nan_to_num(0.0, 0.0, 0.0)
         self.sums[SUMS.index("skipped")] += skipped
         self.sums[SUMS.index("selection_ratio")] += sum(ratios) / max(1, len(ratios))
-        self.sums[SUMS.index("tflop")] += self.work.flops(ratios) * self.batch_size / 1e12
+        if self.work:
+            self.sums[SUMS.index("tflop")] += self.work.flops(ratios) * self.batch_size / 1e12
 
     def add_bypassed(self, num_tokens: torch.Tensor) -> None:
         """Add the tokens of a micro-batch that bypassed although a mask forces them to stay."""
@@ -64,9 +66,10 @@ class Window:
             "num_skipped_steps": int(sums["skipped"]),
             "images_per_sec": num_steps * self.batch_size / self.clock.window_sec,
             "train_time_sec": self.clock.train_time_sec,
-            "tflops_per_sec": sums["tflop"] / self.clock.window_sec,
         }
-        if self.work.peak_flops_per_sec:
+        if self.work:
+            values["tflops_per_sec"] = sums["tflop"] / self.clock.window_sec
+        if self.work and self.work.peak_flops_per_sec:
             peak_tflops = self.work.peak_flops_per_sec * self.launch.world_size / 1e12
             values["utilisation"] = values["tflops_per_sec"] / peak_tflops
         with suppress(OSError):  # where there is no /proc
