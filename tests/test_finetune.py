@@ -1,6 +1,5 @@
 """The example of fine-tuning: it learns, resumes, and gives the routes what they need."""
 
-import inspect
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import AutoModel
 from omegaconf import OmegaConf
@@ -19,12 +17,12 @@ from safetensors.torch import load_file
 
 from builders import config as configuration
 from examples import finetune
-from routing import Route, end_route
 from runtime.config import INTERRUPTED
+from runtime.launch import ALONE, Launch
 from runtime.lock import TRY_AGAIN
 from tests.routing.families import FAMILIES
 from tests.runs import ROOT, composed
-from training.checkpoint import steps_in
+from training.trainer import Trainer
 
 peft = pytest.importorskip("peft", reason="`make finetune` installs it")
 
@@ -60,13 +58,20 @@ def overrides(folder, *options, output="run"):
     return [*folders, *SHORT, *options]
 
 
+def asked(*options):
+    return finetune.FinetuneConfig(**configuration.resolve(composed(*options, config_name="finetune")))
+
+
 def run(folder, *options, output="run"):
     AcceleratorState._reset_state()
     finetune.main(composed(*overrides(folder, *options, output=output), config_name="finetune"))
 
 
 def metrics(folder, output="run"):
-    return [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run, without what its clock says."""
+    lines = map(json.loads, (folder / output / "metrics.jsonl").read_text().splitlines())
+    keys = ("step", "loss", "grad_norm", "val_loss_dense", "skipped_steps")
+    return [{key: line[key] for key in keys if key in line} for line in lines]
 
 
 @pytest.mark.parametrize("name", CHANNELS)
@@ -126,8 +131,8 @@ def test_quantized_base_weights_resume_bitwise(quantize, tmp_path, monkeypatch):
     options = (ROUTES, f"quantize={quantize}", "mixed_precision=bf16", "rank=4", "eval_every=1")
     networks, load_model = [], finetune.load_model
 
-    def watched(request):
-        network, routes = load_model(request)
+    def watched(request, device):
+        network, routes = load_model(request, device)
         networks.append(network)
         return network, routes
 
@@ -189,21 +194,18 @@ def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):
     masks = np.zeros((16, 8, 8), dtype=np.uint8)
     masks[:, :, 2:] = 1  # 12 of 16 tokens must stay: at ratio 0.5 they would not fit
     np.save(tmp_path / "masks.npy", masks)
-    kept = []
+    router, kept = finetune.ROUTERS["random"], []
 
-    def watched(x, ids_keep, original):
-        kept.append(ids_keep)
-        return end_route(x, ids_keep, original)
+    def watched(x, num_kept, *, force_keep=None, noise=None, generator=None):
+        assert x.shape[1] == 16  # the tokens of references never bypass
+        kept.append(router(x, num_kept, force_keep=force_keep, noise=noise, generator=generator))
+        return kept[-1]
 
-    monkeypatch.setattr("routing.adapters.attached.end_route", watched)
+    monkeypatch.setitem(finetune.ROUTERS, "random", watched)
     run(tmp_path, ROUTES, "rank=4")
     assert len(kept) == 4  # one window for each step, none where it is evaluated
     touched = torch.arange(16).view(4, 4)[:, 1:].flatten()
-    references = torch.arange(16, 32)
-    for ids in kept:
-        for row in ids:
-            assert torch.isin(touched, row).all()
-            assert torch.equal(row[-16:], references)
+    assert all(torch.isin(touched, row).all() for ids in kept for row in ids)
 
 
 RECIPES = sorted(file.stem for file in (ROOT / "configs/model/routes").glob("*.yaml"))
@@ -211,8 +213,7 @@ RECIPES = sorted(file.stem for file in (ROOT / "configs/model/routes").glob("*.y
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_of_routes_is_known_by_its_name(name):
-    request = composed("transformer=x", "inputs=x", f"routes={name}", config_name="finetune")
-    found = finetune.read_routes(configuration.resolve(request))
+    found = finetune.read_routes(asked("transformer=x", "inputs=x", f"routes={name}"))
     config = composed(f"model={'dit' if name == 'off' else 'tread'}", f"model/routes={name}")
     assert found == OmegaConf.to_container(config.model.routes)
 
@@ -231,25 +232,9 @@ def test_a_configuration_of_simpletuner_routes_like_its_routes(tmp_path, whole):
     assert metrics(tmp_path, "dense") != metrics(tmp_path, "ours")
 
 
-def zero(network, x, t, batch, routing):
-    return torch.zeros_like(x) + 0 * network.weight
-
-
-def loop(velocity=zero, routes=(), *, arrays, **request):
-    """The loop around a network of one number, without a transformer and its files."""
-    network = nn.Linear(1, 1, bias=False)
-    network.config = None
-    default = {"lr": 1e-3, "seed": 0, "batch_size": 4, "shift": 1.0, "mask_area": 0.0, "num_held_out": 1}
-    default |= {
-        "off_last_steps": 0,
-        "output_dir": ".",
-        "total_steps": 5,
-        "log_every": 5,
-        "save_every": 5,
-        "eval_every": 5,
-    }
-    family = finetune.Family(velocity)
-    return finetune.Finetuning(default | request, family, arrays, network, routes, Accelerator())
+def rows_of(arrays, launch=ALONE, **changes):
+    request = finetune.FinetuneConfig("", "", **{"num_held_out": 0, **changes})
+    return finetune.Rows(request, arrays, launch)
 
 
 @pytest.mark.parametrize(("area", "num_forced"), [(0.0, 12), (0.25, 8), (0.5, 4), (0.75, 4)])
@@ -257,99 +242,107 @@ def test_masks_force_tokens_by_the_area_that_is_asked_for(area, num_forced):
     """Rows of patches of which a mask covers all, a half, a quarter and nothing."""
     masks = np.zeros((2, 8, 8), dtype=np.uint8)
     masks[:, :2] = masks[:, 2] = masks[:, 4, ::2] = 1
-    tuned = loop(routes=(Route(0.5, 1, 2),), arrays={"latents": masks, "masks": masks}, mask_area=area)
-    tokens = tuned.routing_keywords(np.arange(2), np.arange(2), torch.Generator())["routing"].force_keep
-    assert torch.equal(tokens, (torch.arange(16) < num_forced).expand(2, -1))
-
-
-def test_positions_outside_of_masks_do_not_count():
-    masks = np.zeros((2, 8, 8), np.uint8)
-    masks[:, 2, 5] = 200
-    tuned = loop(arrays={"latents": np.zeros((2, 4, 8, 8)), "masks": masks})
-    n = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))  # with latents of 0 the velocity
-    loss = tuned.loss(tuned.network, np.arange(2), torch.Generator().manual_seed(0), {})
-    torch.testing.assert_close(loss, n[:, :, 2, 5].square().sum() / n.numel())
+    rows = rows_of({"latents": masks[:, None], "masks": masks}, mask_area=area, batch_size=2)
+    ((batch,),) = (list(next(rows.batches().from_step(0))),)
+    assert torch.equal(batch.force_keep, (torch.arange(16) < num_forced).expand(2, -1))
+    assert batch.num_forced == num_forced
 
 
 def test_all_ranks_take_the_ratio_at_which_the_masks_of_all_fit():
     masks = np.zeros((4, 8, 8), np.uint8)
     masks[0], masks[3, 0, 2] = 1, 1
-    tuned = loop(routes=(Route(0.5, 1, 2),), arrays={"latents": masks, "masks": masks})
-    keywords = tuned.routing_keywords(np.arange(4), np.arange(2, 4), torch.Generator())
-    assert keywords["routing"].selection_ratio == [0.0]
-    assert keywords["routing"].force_keep.nonzero().tolist() == [[1, 1]]  # of its own rows
+    found = []
+    for rank in range(2):
+        rows = rows_of({"latents": masks[:, None], "masks": masks}, Launch(rank, 2))
+        batches = rows.batches()
+        (batch,) = next(batches.from_step(0))
+        assert batch.num_forced == 16
+        found += batch.force_keep.sum(dim=1).tolist()  # of its own rows
+    assert [found[batches.entries(0).index(row)] for row in range(4)] == [16, 0, 0, 1]
 
 
-def test_held_out_rows_count_alike_and_are_never_trained_on():
-    tuned = loop(arrays={"latents": np.random.default_rng(0).standard_normal((20, 4, 8, 8))}, num_held_out=12)
-    assert sorted(np.concatenate([tuned.order.batch(step) for step in (0, 1)])) == list(range(12, 20))
-    first, last = (
-        tuned.loss(tuned.network, np.arange(*rows), torch.Generator().manual_seed(rows[0]), {})
-        for rows in ((0, 8), (8, 12))
-    )
-    assert tuned.evaluate() == pytest.approx((8 * first + 4 * last).item() / 12)
-    assert tuned.network.training
-    assert tuned.optimizer.param_groups[0]["weight_decay"] == 0
+def loss_of(net, x, mask=None, shift=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return finetune.flow_loss(net, x, finetune.Inputs(), mask=mask, generator=generator, shift=shift)
 
 
-def test_the_seed_decides_the_order_and_gradients_are_clipped(tmp_path):
-    arrays = {"latents": np.ones((9, 1, 2, 2), np.float32)}
-    orders = [loop(arrays=arrays, seed=seed).order.batch(0).tolist() for seed in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
-    steep = lambda network, x_t, *_: 1e3 * network.weight + 0 * x_t  # noqa: E731
-    tuned, norms = loop(steep, arrays=arrays, output_dir=tmp_path, total_steps=1), []
-    tuned.network.weight.register_post_accumulate_grad_hook(lambda w: norms.append(w.grad.norm().item()))
-    step = tuned.optimizer.step
-    tuned.optimizer.step = lambda: (norms.append(tuned.network.weight.grad.norm().item()), step())
-    tuned.fit()
-    assert norms[0] > 1e3
-    assert norms[1] == pytest.approx(1, rel=1e-3)
+def zero(x_t, t, inputs, *, routing, generator):
+    return torch.zeros_like(x_t)
+
+
+def test_positions_outside_of_masks_do_not_count():
+    masks = np.zeros((2, 8, 8), np.uint8)
+    masks[:, 2, 5] = 200
+    x, _, mask = rows_of({"latents": np.zeros((2, 4, 8, 8)), "masks": masks}).read(np.arange(2))
+    n = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))  # with latents of 0 the velocity
+    torch.testing.assert_close(loss_of(zero, x, mask), n[:, :, 2, 5].square().sum(dim=1) / n[0].numel())
 
 
 @pytest.mark.parametrize(("shift", "median"), [(1, 0.5), (3, 3 * 0.5 / (1 + 2 * 0.5))])
 def test_the_velocity_leads_from_the_latents_to_the_noise(shift, median):
     """x_t = x + t v, and v is to be learnt: a network that predicts (x_t - x) / t has no loss."""
-    times = []
+    x, times = torch.randn(2000, 1, 2, 2), []
 
-    def right(network, x_t, t, batch, routing):
+    def right(x_t, t, inputs, *, routing, generator):
         times.extend(t.tolist())
-        return (x_t - batch["latents"]) / t.view(-1, 1, 1, 1)
+        return (x_t - x) / t.view(-1, 1, 1, 1)
 
-    latents = np.random.default_rng(0).standard_normal((2000, 1, 2, 2))
-    tuned = loop(right, arrays={"latents": latents}, shift=shift)
-    assert tuned.loss(tuned.network, np.arange(2000), torch.Generator().manual_seed(0), {}) < 1e-6
+    assert loss_of(right, x, shift=shift).mean() < 1e-6
     assert np.median(times) == pytest.approx(median, abs=0.02)  # of sigmoid(N(0, 1)), shifted
 
 
-def test_every_step_draws_times_of_its_own(tmp_path):
-    times = []
+def test_held_out_rows_count_alike_and_are_never_trained_on():
+    rows = rows_of(
+        {"latents": np.random.default_rng(0).standard_normal((20, 4, 8, 8))}, num_held_out=12, seed=1
+    )
+    orders = [rows.batches().entries(step) for step in (0, 1)]
+    assert sorted(np.concatenate(orders)) == list(range(12, 20))
+    assert orders[0] != rows_of(rows.arrays, num_held_out=12).batches().entries(0)
+    parts = [loss_of(zero, rows.read(np.arange(*part))[0], seed=part[0]) for part in ((0, 8), (8, 12))]
+    found = rows.dense_loss(nn.Identity(), lambda net, x, *_, **options: loss_of_rows(x, **options), 0)
+    assert found["val_loss_dense"] == pytest.approx(torch.cat(parts).mean().item())
 
-    def watched(network, x_t, t, batch, routing):
-        times.extend(t.tolist() if torch.is_grad_enabled() else [])
-        return zero(network, x_t, t, batch, routing)
 
-    loop(watched, arrays={"latents": np.zeros((9, 1, 2, 2))}, output_dir=tmp_path).fit()
-    assert len(set(times)) == 5 * 4
+def loss_of_rows(x, mask, generator):
+    return finetune.flow_loss(zero, x, finetune.Inputs(), mask=mask, generator=generator)
+
+
+def test_gradients_are_clipped_and_weights_do_not_decay(tmp_path):
+    write_inputs(tmp_path, "sd3")
+    request = asked(*overrides(tmp_path, "total_steps=1", "rank=4", "lr=1"))
+    start = dict(finetune.load_model(request, torch.device("cpu"))[0].named_parameters())
+    limits = []
+
+    def watched(parameters, max_norm, total_norm):
+        limits.append(max_norm)
+        return clip(parameters, max_norm, total_norm)
+
+    clip = torch.nn.utils.clip_grads_with_norm_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.utils.clip_grads_with_norm_", watched)
+        run(tmp_path, "total_steps=1", "rank=4", "lr=1")
+    assert limits == [1.0]
+    trained = load_file(tmp_path / "run/model/adapter_model.safetensors")
+    same = {
+        name: torch.equal(w, start[name.replace(".weight", ".default.weight")]) for name, w in trained.items()
+    }
+    assert all(same[name] for name in trained if "lora_A" in name)  # while B is 0, A has no gradient
+    assert not all(same.values())
 
 
 @pytest.mark.parametrize(("name", "scale"), [("flux", 1), ("sd3", 1000), ("auraflow", 1), ("wan", 1000)])
 def test_times_are_those_of_the_pipelines(name, scale):
     """FLUX and AuraFlow take t in (0, 1), Stable Diffusion 3 and Wan the thousand steps of a schedule."""
-    network, given, guidance = FAMILIES[name].build(), [], []
-    family = finetune.FAMILIES[type(network).__name__]
-    place = list(inspect.signature(type(network).forward).parameters).index("timestep") - 1
-
-    def watch(module, args, kwargs):
-        given.append(kwargs["timestep"] if "timestep" in kwargs else args[place])
-        guidance.append(kwargs.get("guidance"))
-
-    network.register_forward_pre_hook(watch, with_kwargs=True)
+    network, given = FAMILIES[name].build(), []
+    network.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
     shape = (2, CHANNELS[name], *((4, 4, 4) if name == "wan" else (8, 8)))
-    batch = {"text": torch.zeros(2, 5, 12), "pooled": torch.zeros(2, 8)}
-    output = finetune.velocity(network, family, torch.zeros(shape), torch.tensor([0.25, 0.5]), batch, {})
-    assert output.shape == shape
-    assert torch.equal(given[0], scale * torch.tensor([0.25, 0.5]))
-    assert name != "flux" or guidance[0].tolist() == [1, 1]  # more would be learnt as the data
+    inputs = finetune.Inputs(text=torch.zeros(2, 5, 12))
+    if name in ("flux", "sd3"):
+        inputs["pooled"] = torch.zeros(2, 8)
+    net = finetune.Net(network, finetune.FAMILIES[type(network).__name__], ())
+    assert net(torch.zeros(shape), torch.tensor([0.25, 0.5]), inputs).shape == shape
+    assert torch.equal(given[0]["timestep"], scale * torch.tensor([0.25, 0.5]))
+    assert name != "flux" or given[0]["guidance"].tolist() == [1, 1]  # more would be learnt as the data
 
 
 def test_flux_gets_the_inputs_of_its_pipeline():
@@ -357,13 +350,16 @@ def test_flux_gets_the_inputs_of_its_pipeline():
     x = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).view(2, 3, 4, 6)
     given = {}
 
-    def model(**arguments):
-        given.update(arguments)
-        return (arguments["hidden_states"],)
+    class Flux(nn.Module):
+        config = None
 
-    batch = {"text": torch.zeros(2, 5, 12), "pooled": torch.zeros(2, 8)}
-    batch["references"] = torch.zeros(2, 3, 2, 2)
-    assert torch.equal(finetune.flux(model, x, torch.ones(2), batch, {}), x)
+        def forward(self, **arguments):
+            given.update(arguments)
+            return (arguments["hidden_states"],)
+
+    inputs = finetune.Inputs(text=torch.zeros(2, 5, 12), references=torch.zeros(2, 3, 2, 2))
+    net = finetune.Net(Flux(), finetune.FAMILIES["FluxTransformer2DModel"], ())
+    assert torch.equal(net(x, torch.ones(2), inputs), x)
     token = 1 * 3 + 2  # row 1, column 2
     assert torch.equal(given["hidden_states"][1, token], x[1, :, 2:4, 4:6].reshape(-1))
     assert given["img_ids"][token].tolist() == [0, 1, 2]
@@ -378,85 +374,61 @@ def test_a_batch_that_processes_cannot_share_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_number_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
+def test_a_row_that_is_not_finite_is_skipped_and_named(tmp_path):
     write_inputs(tmp_path, "sd3")
     latents = np.load(tmp_path / "latents.npy")
     latents[9] = np.nan
     np.save(tmp_path / "latents.npy", latents)
-    with pytest.raises(SystemExit, match=r"loss or gradient of step \d is not finite, rows .*\b9\b"):
-        run(tmp_path, "train=full", "save_every=1")
-    for _, checkpoint in steps_in(tmp_path / "run/checkpoints"):
-        weights = load_file(checkpoint / "trained.safetensors")
-        assert all(weight.isfinite().all() for weight in weights.values())
-
-
-def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
-    write_inputs(tmp_path, "sd3")
-    run(tmp_path, "rank=4", "total_steps=2")
-    run(tmp_path, "rank=4", output="whole")
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
-    run(tmp_path, "rank=4")
-    assert metrics(tmp_path) == metrics(tmp_path, "whole")
-
-
-def test_a_run_resumes_after_a_kill_or_a_full_disk_while_saving(tmp_path, monkeypatch):
-    write_inputs(tmp_path, "sd3")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/.finetune.partial.json").write_text("{")
-    run(tmp_path, "rank=4", "total_steps=2")
-    sums = tmp_path / "run/checkpoints/step_00000002/SHA256SUMS"
-    before = sums.read_bytes()
-
-    def full(tensors, file):
-        file.write_bytes(b"a part")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("training.checkpoint.save_file", full)
-        with pytest.raises(SystemExit, match="No space left"):
-            run(tmp_path, "rank=4")
-    assert sums.read_bytes() == before
-    assert not list((tmp_path / "run").glob("**/.*"))
-    run(tmp_path, "rank=4")
-    run(tmp_path, "rank=4", output="whole")
-    assert metrics(tmp_path) == metrics(tmp_path, "whole")
+    run(tmp_path, "train=full")
+    found = [step for line in metrics(tmp_path) for step in line.get("skipped_steps", [])]
+    assert found
+    assert all(step["entries"][0] == 9 for step in found)
+    weights = load_file(tmp_path / "run/model/diffusion_pytorch_model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
+    with pytest.raises(
+        SystemExit, match=r"no finite loss or gradient in 10 or more steps in a row, from step 2"
+    ):
+        run(tmp_path, "train=full", "lr=1e30", "total_steps=20", "num_held_out=10", output="diverged")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TRY_AGAIN)])
 def test_a_signal_saves_after_the_step_and_the_run_resumes(tmp_path, monkeypatch, number, status):
     write_inputs(tmp_path, "sd3")
-    train_step = finetune.Finetuning.train_step
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.lock").touch()  # of a process that was killed
+    train_step = Trainer.train_step
 
-    def asked_to_stop(tuned):
-        if tuned.step == 2:
+    def asked_to_stop(trainer, batches):
+        if trainer.step == 2:
             signal.raise_signal(number)
-        return train_step(tuned)
+        train_step(trainer, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune.Finetuning, "train_step", asked_to_stop)
+        patch.setattr(Trainer, "train_step", asked_to_stop)
         with pytest.raises(SystemExit) as end:
             run(tmp_path, "rank=4", "save_every=100")
     assert end.value.code == status
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000003"]
+    names = {file.name for file in (tmp_path / "run/checkpoints/step_00000003").iterdir()}
+    assert names == {"net.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"}
     run(tmp_path, "rank=4", "save_every=100")
     run(tmp_path, "rank=4", output="whole")
     assert metrics(tmp_path) == metrics(tmp_path, "whole")
 
 
-def test_fewer_steps_than_a_run_has_are_refused(tmp_path):
-    write_inputs(tmp_path, "sd3")
-    run(tmp_path, "rank=4")
-    with pytest.raises(SystemExit, match=r"total_steps=2 must be at least 4, the step of .*step_00000004"):
-        run(tmp_path, "rank=4", "total_steps=2")
-
-
-def test_other_settings_of_a_run_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (("total_steps=2",), r"total_steps=2 must be at least the 4 steps of .*step_00000004"),
+        (("rank=8", "total_steps=8"), "has a run with other settings: rank: 4 -> 8"),
+    ],
+)
+def test_a_run_is_not_resumed_with_fewer_steps_or_other_settings(changes, rule, tmp_path):
     write_inputs(tmp_path, "sd3")
     run(tmp_path, "rank=4")
     before = metrics(tmp_path)
-    with pytest.raises(SystemExit, match="has a run with other settings: rank: 4 -> 8"):
-        run(tmp_path, "rank=8", "total_steps=8")
+    with pytest.raises(SystemExit, match=rule):
+        run(tmp_path, "rank=4", *changes)
     assert metrics(tmp_path) == before
 
 

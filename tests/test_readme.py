@@ -114,7 +114,7 @@ def test_commands_compose_and_validate(command, monkeypatch):
             ],
             "fid.py": check_request,
             "data.encode": encode.check_request,
-            "examples.finetune": finetune.check_request,
+            "examples.finetune": lambda asked: finetune.check_request(finetune.FinetuneConfig(**asked)),
         }
         checks.get(program, lambda request: None)(request)
         return

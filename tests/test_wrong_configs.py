@@ -350,7 +350,7 @@ KEYS = {
         (f"{FINETUNE} mask_area=1", "must be in [0, 1)"),
         (f"{FINETUNE} train=loha", "must be one of lora, lokr, full"),
         (f"{FINETUNE} rank=0", POSITIVE),
-        (f"{FINETUNE} off_last_steps=-1", "must not be negative"),
+        (f"{FINETUNE} {ONE_ROUTE} off_last_steps=1001", "must be in [0, total_steps=1000]"),
         (f"{FINETUNE} quantize=int2", "must be one of int8, int4, nf4"),
         (f"{FINETUNE} gradient_checkpointing=maybe", SWITCH),
         (f"{FINETUNE} mixed_precision=fp16", "must be one of no, bf16"),
@@ -503,7 +503,6 @@ RULES = [
     ("finetune", f"{FINETUNE} quantize=nf4", "quantize=nf4 needs mixed_precision=bf16"),
     ("finetune", f"{FINETUNE} tread_config=file {ONE_ROUTE}", "tread_config=file and routes=[{'selection_ratio': 0.5, "),
     ("finetune", f"{FINETUNE} off_last_steps=1", "off_last_steps=1 needs routes: without any, all steps are dense"),
-    ("finetune", f"{FINETUNE} {ONE_ROUTE} off_last_steps=1001", "off_last_steps=1001 must be at most total_steps=1000"),
     ("finetune", f"{FINETUNE} routes=fast", "routes=fast must be one of advanced, balanced, basic, high_res, lora, masked, "),
     ("finetune", f"{FINETUNE} routes=[{{selection_rate:0.5}}]",
      "routes.0.selection_rate=0.5 is not known: did you mean selection_ratio?"),
@@ -512,10 +511,10 @@ RULES = [
     ("finetune", "transformer=flux inputs=without", "inputs=without has no pooled.npy, which FluxTransformer2DModel needs"),
     ("finetune", "transformer=wan inputs=flux", "inputs=flux has pooled.npy, which this program does not give to Wan"),
     ("finetune", "transformer=flux inputs=unequal", "inputs=unequal has arrays of different lengths: {'latents': 80, "),
-    ("finetune", "transformer=flux inputs=wide", "inputs=wide: a FluxTransformer2DModel does not take latents (1, 1, 8, 8), "),
+    ("finetune", "transformer=flux inputs=wide", "inputs=wide: a FluxTransformer2DModel does not take rows of {'latents': (80, 1"),
     ("finetune", "transformer=flux inputs=damaged", "damaged/latents.npy cannot be read as an array of numbers"),
-    ("finetune", "transformer=flux inputs=flat", "flat/text.npy has shape (80,) and type float32: it must have a row of"),
-    ("finetune", "transformer=sd3 inputs=four", "inputs=four: from latents (1, 4, 8, 8), text (1, 5, 12), "),
+    ("finetune", "transformer=flux inputs=flat", "inputs=flat: a FluxTransformer2DModel does not take rows of {"),
+    ("finetune", "transformer=sd3 inputs=four", "inputs=four: from rows of {'latents': (80, 4, 8, 8), "),
     ("finetune", f"{FINETUNE} output_dir=tuned rank=8", "output_dir=tuned has a run with other settings: rank: 4 -> 8"),
     ("finetune", "transformer=flux inputs=odd", "inputs=odd: masks.npy has shape (80, 9, 8), latents.npy (80, 1, 8, 8)"),
     ("sample", "run=unknown", "unknown/config.yaml: train.speed: Key 'speed' not in 'TrainConfig'"),
@@ -538,7 +537,7 @@ TOLD_BY = [
     fid.main, scoring.suite_config, scoring.check_request, scoring.check_files,
     encode.check_request, encode.check_out, encode.check_sources, convert.check_request,
     advise.main, advise._resolved, advise._find_data,
-    finetune.check_request, finetune.read_routes, finetune.check_output, finetune.open_inputs, finetune._open, finetune._try,
+    finetune.check_request, finetune.read_routes, finetune.check_output, finetune.open_inputs, finetune._open,
 ]  # fmt: skip
 
 
@@ -586,8 +585,9 @@ def folder(tmp_path_factory):
     config.write_text(json.dumps({**json.loads(config.read_text()), "out_channels": 8}))
     (folder / "tuned").mkdir()
     asked = composed("transformer=flux", "inputs=flux", "rank=4", config_name="finetune")
-    settings = finetune.check_output(configuration.resolve(asked), num_processes=1)
-    (folder / "tuned/finetune.json").write_text(json.dumps(settings))
+    request = finetune.FinetuneConfig(**configuration.resolve(asked))
+    settings = finetune.check_output(request, num_processes=1)
+    (folder / "tuned/config.yaml").write_text(yaml.safe_dump(settings))
     (own := folder / "own/checkpoints/step_00000004").mkdir(parents=True)
     for file in (folder / "file", folder / "there.npz", own / "ema.safetensors", own / "SHA256SUMS"):
         file.touch()
