@@ -1,6 +1,6 @@
 """Does routing pay in a fine-tune? All weights or LoRA, with and without routes, in the same time.
 
-    python -m benchmarks.finetuning OUT           the same command goes on
+    python -m benchmarks.finetuning OUT           the same command resumes
     python -m benchmarks.finetuning OUT --tiny    a rehearsal, at sizes that take seconds
 
 A small Stable Diffusion 3 of diffusers is trained on digits, without routes, and fine-tuned by
@@ -15,23 +15,24 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from benchmarks.processes import on_own_cores, start_program
 from benchmarks.results import Record, Rows, markdown, spread
 from data import digits
 from examples import finetune
+from runtime.launch import ALONE
 from runtime.provenance import environment
 from runtime.tables import aligned
+from training.run_folder import RunFolder
 from training.speed import interleaved_seconds
 
 LRS = {"full": (1e-4, 3e-4, 1e-3), "lora": (1e-3, 3e-3, 1e-2)}
@@ -41,8 +42,14 @@ RANK, NUM_HELD_OUT = 8, 256
 REPEATS = 15
 NUM_SAMPLES, NUM_STEPS = 500, 25
 LOSS = "val_loss_dense"
-DIVERGED = "is not finite"  # in the error of examples.finetune
+DIVERGED = "no finite loss or gradient"  # in the error of examples.finetune
 SCORES = ("fd_pixel", "label_accuracy", "precision", "recall")
+COLUMNS = {
+    **dict.fromkeys(("kind", "arm", "seed", "lr", "step"), "{}"),
+    "sec": "{:.0f}",
+    **dict.fromkeys((LOSS, *SCORES), "{:.4f}"),
+    "failed": "{}",
+}
 
 
 class Sizes(NamedTuple):
@@ -60,12 +67,6 @@ class Arm(NamedTuple):
     ratio: float = 0.0
     ends_dense: bool = False
 
-    @property
-    def routes(self) -> str:
-        """As a key of `examples.finetune`."""
-        route = f"{{selection_ratio:{self.ratio},start_layer_idx:2,end_layer_idx:-2}}"
-        return f"routes=[{route if self.ratio else ''}]"
-
 
 ARMS = {
     "dense": Arm(),
@@ -73,12 +74,6 @@ ARMS = {
     "ratio 0.5": Arm(0.5),
     "ratio 0.25, dense end": Arm(0.25, ends_dense=True),
     "ratio 0.5, dense end": Arm(0.5, ends_dense=True),
-}
-COLUMNS = {
-    **dict.fromkeys(("kind", "arm", "seed", "lr", "step"), "{}"),
-    "sec": "{:.0f}",
-    **dict.fromkeys((LOSS, *SCORES), "{:.4f}"),
-    "failed": "{}",
 }
 
 
@@ -94,10 +89,10 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as what runs on a core has
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    sizes = Sizes(32, 4, 4, 4) if asked.tiny else Sizes()
     about = environment(torch.device("cpu")) | {"tiny": asked.tiny}
     asked.out.mkdir(parents=True, exist_ok=True)
     record = Record("finetuning_twins", asked.out, about)
+    sizes = Sizes(32, 4, 4, 4) if asked.tiny else Sizes()
     work = Work(asked.out.resolve(), sizes, record, asked.jobs, about["commit"])
     work.prepare()
     for kind in LRS:
@@ -108,27 +103,24 @@ def main() -> None:
     sys.exit(record.done() != record.started())
 
 
+@dataclass
 class Work:
     """The fine-tunes, in a folder."""
 
-    def __init__(self, out: Path, sizes: Sizes, record: Record, jobs: int, commit: str):
-        self.out, self.sizes, self.record, self.jobs, self.commit = out, sizes, record, jobs, commit
+    out: Path
+    sizes: Sizes
+    record: Record
+    jobs: int  # at a time
+    commit: str
 
     def prepare(self) -> None:
         """Write inputs, train the network that is fine-tuned, and time the arms, where that is not done."""
         write_inputs(self.out)
         if not (self.out / "pretrained/model").exists():
             write_network(self.out / "untrained", self.sizes.width)
-            steps = f"total_steps={self.sizes.pretraining_steps}"
-            trained = (
-                "train=full",
-                "lr=1e-3",
-                "batch_size=32",
-                f"num_held_out={NUM_HELD_OUT}",
-                steps,
-                f"eval_every={self.sizes.steps}",
-            )
-            self._finetune("untrained", "upright", "pretrained", *trained)
+            steps = {"total_steps": self.sizes.pretraining_steps, "eval_every": self.sizes.steps}
+            keys = {"train": "full", "lr": 1e-3, "batch_size": 32, "num_held_out": NUM_HELD_OUT, **steps}
+            self._finetune("pretrained", {"transformer": "untrained", "inputs": "upright", **keys})
         if "times" not in self.record.done():
             self.record.add("times", [{**row, "commit": self.commit} for row in self._time()])
 
@@ -148,44 +140,11 @@ class Work:
 
     def chosen_lr(self, kind: str) -> float:
         """Return the learning rate whose search ended lowest."""
-        found = {
-            float(row["lr"]): float(row[LOSS])
-            for row in self.record.rows
-            if row.get("part") == "search" and row["kind"] == kind
-        }
-        if len(found) < len(LRS[kind]) or min(found.values()) == math.inf:
+        search = [row for row in self.record.rows if row.get("part") == "search" and row["kind"] == kind]
+        ends = {float(row["lr"]): float(row[LOSS]) for row in search}
+        if len(ends) < len(LRS[kind]) or min(ends.values()) == math.inf:
             raise SystemExit(f"a search of the learning rate failed: see {self.record.file}")
-        return min(found, key=found.get)
-
-    def _finetune(self, transformer: str, inputs: str, run: str, *keys: str) -> None:
-        paths = (
-            f"transformer={self.out / transformer}",
-            f"inputs={self.out / inputs}",
-            f"output_dir={self.out / run}",
-        )
-        start_program("-m examples.finetune", self.out / f"{run}.log", *paths, *keys)
-
-    def _time(self) -> Rows:
-        """Time a step of each arm, in turn, on one core."""
-        ratios = {arm.ratio for arm in ARMS.values()}
-        runs = {(kind, ratio): self._built(kind, ratio) for kind in LRS for ratio in sorted(ratios)}
-        steps = {name: run.train_step for name, run in runs.items()}
-        seconds = interleaved_seconds(steps, torch.device("cpu"), REPEATS)
-        return [{"kind": kind, "ratio": ratio, **spread(of)} for (kind, ratio), of in seconds.items()]
-
-    def _built(self, kind: str, ratio: float) -> finetune.Finetuning:
-        route = {"selection_ratio": ratio, "start_layer_idx": 2, "end_layer_idx": -2}
-        paths = {"transformer": str(self.out / "pretrained/model"), "inputs": str(self.out / "rotated")}
-        same = {"train": kind, "rank": RANK, "batch_size": self.sizes.batch_size}
-        request = asdict(finetune.FinetuneConfig(**paths, **same, routes=[route] if ratio else []))
-        family, arrays = finetune.open_inputs(request)
-        network, routes = finetune.load_model(request)
-        return finetune.Finetuning(request, family, arrays, network, routes, Accelerator(cpu=True))
-
-    def _seconds(self, kind: str, ratio: float) -> float:
-        rows = [row for row in self.record.rows if row["setting"] == "times" and row["kind"] == kind]
-        (ms,) = (float(row["ms"]) for row in rows if float(row["ratio"]) == ratio)
-        return ms / 1000
+        return min(ends, key=ends.get)
 
     def steps_of(self, kind: str, arm: str, search: bool) -> tuple[int, int]:
         """Return how many steps an arm has with its routes, and how many without them after that."""
@@ -194,54 +153,67 @@ class Work:
         faster = self._seconds(kind, 0.0) / self._seconds(kind, ARMS[arm].ratio)
         return round((dense - last) * faster), last
 
+    def _keys(self, kind: str, ratio: float) -> dict[str, Any]:
+        route = {"selection_ratio": ratio, "start_layer_idx": 2, "end_layer_idx": -2}
+        paths = {"transformer": "pretrained/model", "inputs": "rotated"}
+        sizes = {"rank": RANK, "batch_size": self.sizes.batch_size, "num_held_out": NUM_HELD_OUT}
+        return {**paths, "train": kind, **sizes, "routes": [route] if ratio else []}
+
+    def _finetune(self, run: str, keys: dict[str, Any]) -> None:
+        keys = keys | {key: self.out / keys[key] for key in ("transformer", "inputs")}
+        text = [f"{key}={value}".replace("'", "") for key, value in keys.items()]
+        start_program("-m examples.finetune", self.out / f"{run}.log", f"output_dir={self.out / run}", *text)
+
+    def _time(self) -> Rows:
+        """Time a step of each arm, in turn, on one core."""
+        ratios = sorted({arm.ratio for arm in ARMS.values()})
+        steps = {(kind, ratio): self._step(kind, ratio) for kind in LRS for ratio in ratios}
+        seconds = interleaved_seconds(steps, torch.device("cpu"), REPEATS)
+        return [{"kind": kind, "ratio": ratio, **spread(of)} for (kind, ratio), of in seconds.items()]
+
+    def _step(self, kind: str, ratio: float) -> Callable[[], None]:
+        keys = self._keys(kind, ratio)
+        keys |= {key: str(self.out / keys[key]) for key in ("transformer", "inputs")}
+        request = finetune.FinetuneConfig(**keys, log_every=REPEATS + 1)  # no log between
+        trainer = finetune.build_trainer(
+            request, *finetune.open_inputs(request), RunFolder(self.out / "timed"), ALONE
+        )
+        batches = trainer.batches.from_step(0)
+        return lambda: trainer.train_step(next(batches))
+
+    def _seconds(self, kind: str, ratio: float) -> float:
+        rows = [row for row in self.record.rows if row["setting"] == "times" and row["kind"] == kind]
+        (ms,) = (float(row["ms"]) for row in rows if float(row["ratio"]) == ratio)
+        return ms / 1000
+
     def _train(self, name: str, kind: str, arm: str, seed: int, lr: float) -> Rows:
         """Return a row for each evaluation; the last one has the scores of samples."""
         search, run = seed == SEARCH_SEED, name.replace(":", "").replace(",", "").replace(" ", "_")
         routed, last = self.steps_of(kind, arm, search)
         dense, own = self._seconds(kind, 0.0), self._seconds(kind, ARMS[arm].ratio)
-        keys = [
-            f"train={kind}",
-            f"rank={RANK}",
-            f"lr={lr}",
-            f"seed={seed}",
-            f"batch_size={self.sizes.batch_size}",
-        ]
-        keys += [
-            f"num_held_out={NUM_HELD_OUT}",
-            ARMS[arm].routes,
-            f"total_steps={routed + last}",
-            f"off_last_steps={last}",
-        ]
         every = max(1, self.sizes.steps // 10)
-        keys += [f"eval_every={every}", f"save_every={every}"]
+        keys = {"lr": lr, "seed": seed, "total_steps": routed + last, "off_last_steps": last}
+        keys |= {"eval_every": every, "save_every": every}
         part = "search" if search else "training"
         same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part, "commit": self.commit}
         try:
-            self._finetune("pretrained/model", "rotated", run, *keys)
+            self._finetune(run, self._keys(kind, ARMS[arm].ratio) | keys)
         except OSError:
             if search and DIVERGED in (self.out / f"{run}.log").read_text():
                 return [{**same, LOSS: math.inf}]
             raise
-        lines = [json.loads(line) for line in (self.out / run / "metrics.jsonl").read_text().splitlines()]
-        rows = [
-            {
-                **same,
-                "step": line["step"],
-                "sec": min(line["step"], routed) * own + max(0, line["step"] - routed) * dense,
-                LOSS: math.inf if line[LOSS] is None else line[LOSS],
-            }
-            for line in lines
-            if LOSS in line
-        ]
-        if search:
-            return rows[-1:]
-        return [*rows[:-1], rows[-1] | self._scores(kind, run)]
+        rows = []
+        for line in map(json.loads, (self.out / run / "metrics.jsonl").read_text().splitlines()):
+            if LOSS in line:
+                step, loss = line["step"], math.inf if line[LOSS] is None else line[LOSS]
+                sec = min(step, routed) * own + max(0, step - routed) * dense
+                rows.append({**same, "step": step, "sec": sec, LOSS: loss})
+        return rows[-1:] if search else [*rows[:-1], rows[-1] | self._scores(kind, run)]
 
     def _scores(self, kind: str, run: str) -> dict[str, float]:
+        base = self.out / "pretrained/model" if kind == "lora" else None
         samples, scores = self.out / run / "samples.npz", self.out / run / "scores.json"
-        images, labels = drawn(
-            self.out / run / "model", self.out / "pretrained/model" if kind == "lora" else None
-        )
+        images, labels = drawn(self.out / run / "model", base)
         np.savez(samples, arr_0=images, arr_1=labels)
         keys = (f"samples={samples}", f"reference={self.out / 'digits'}", f"out={scores}", "overwrite=true")
         start_program("fid.py", self.out / f"{run}.log", "suite=digits", *keys)
@@ -291,12 +263,13 @@ def drawn(model: Path, base: Path | None) -> tuple[np.ndarray, np.ndarray]:
         network = PeftModel.from_pretrained(network, model)
     labels = np.arange(NUM_SAMPLES) % 10
     one_hot = torch.eye(10)[labels]
-    batch = {"text": one_hot[:, None], "pooled": one_hot}
+    inputs = finetune.Inputs(text=one_hot[:, None], pooled=one_hot)
+    net = finetune.Net(network.eval(), finetune.FAMILIES["SD3Transformer2DModel"], ())
     x = torch.randn(NUM_SAMPLES, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     for i in range(NUM_STEPS):
         # x_(t - dt) = x_t - dt v(x_t, t)
         t = torch.full((NUM_SAMPLES,), 1 - i / NUM_STEPS)
-        x = x - finetune.sd3(network.eval(), x, t, batch, {}) / NUM_STEPS
+        x = x - net(x, t, inputs) / NUM_STEPS
     images = ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     return upright(images), labels
 
