@@ -299,12 +299,13 @@ def test_held_out_rows_count_alike_and_are_never_trained_on():
     assert sorted(np.concatenate(orders)) == list(range(12, 20))
     assert orders[0] != rows_of(rows.arrays, num_held_out=12).batches().entries(0)
     parts = [loss_of(zero, rows.read(np.arange(*part))[0], seed=part[0]) for part in ((0, 8), (8, 12))]
-    found = rows.dense_loss(nn.Identity(), lambda net, x, *_, **options: loss_of_rows(x, **options), 0)
-    assert found["val_loss_dense"] == pytest.approx(torch.cat(parts).mean().item())
 
+    def loss(net, x, inputs, *, mask, generator):
+        assert not net.training
+        return finetune.flow_loss(zero, x, inputs, mask=mask, generator=generator)
 
-def loss_of_rows(x, mask, generator):
-    return finetune.flow_loss(zero, x, finetune.Inputs(), mask=mask, generator=generator)
+    found = rows.dense_loss(nn.Identity(), loss, 0)["val_loss_dense"]
+    assert found == pytest.approx(torch.cat(parts).mean().item())
 
 
 def test_gradients_are_clipped_and_weights_do_not_decay(tmp_path):
