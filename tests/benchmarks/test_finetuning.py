@@ -19,7 +19,7 @@ ENVIRONMENT = {"device": "cpu", "processor": "x", "versions": {"torch": "0"}, "t
 
 @pytest.fixture
 def work(tmp_path):
-    record = Record("finetuning_twins", tmp_path, ENVIRONMENT, fixed=("tiny",))
+    record = Record("finetuning_twins", tmp_path, ENVIRONMENT)
     record.add("times", TIMES)
     return finetuning.Work(tmp_path, finetuning.Sizes(32, 4, 10, 4), record, 1, "abc")
 
@@ -59,7 +59,7 @@ def test_digits_that_lie_are_set_upright(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("peft"), reason="`make finetune` installs it, and runs this")
 def test_an_arm_of_each_kind_is_trained_and_scored(tmp_path):
-    record = Record("finetuning_twins", tmp_path, ENVIRONMENT, fixed=("tiny",))
+    record = Record("finetuning_twins", tmp_path, ENVIRONMENT)
     work = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, 4, 4), record, 1, "abc")
     work.prepare()
     assert len([row for row in record.rows if float(row["ms"]) > 0]) == 6
