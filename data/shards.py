@@ -56,10 +56,10 @@ class ShardDataset:
         self.names, self.counts = list(shards), np.array(list(shards.values()))
         about = [{**asdict(manifest), "origin": None}, shards, held_out]
         self._fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-        self.held_out_ids = np.arange(sum(held_out.values()))
         self._latents = self._labels = None
-        if held_out:
-            parts = [self.read_shard(name, count) for name, count in held_out.items()]
+        parts = [self.read_shard(name, count) for name, count in held_out.items()]  # checks the counts
+        self.held_out_ids = np.arange(sum(held_out.values()))
+        if parts:
             latents, labels = zip(*parts, strict=True)
             self._latents = np.concatenate(latents)[:, 0] if manifest.hflip else np.concatenate(latents)
             self._labels = np.concatenate(labels) if manifest.num_classes else None
