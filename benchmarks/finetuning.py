@@ -93,7 +93,7 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     record = Record("finetuning_twins", asked.out, about)
     sizes = Sizes(32, 4, 4, 4) if asked.tiny else Sizes()
-    work = Work(asked.out.resolve(), sizes, record, asked.jobs, about["commit"])
+    work = Work(asked.out.resolve(), sizes, record, asked.jobs)
     work.prepare()
     for kind in LRS:
         work.do([(kind, "dense", SEARCH_SEED, lr) for lr in LRS[kind]])
@@ -111,7 +111,6 @@ class Work:
     sizes: Sizes
     record: Record
     jobs: int  # at a time
-    commit: str
 
     def prepare(self) -> None:
         """Write inputs, train the network that is fine-tuned, and time the arms, where that is not done."""
@@ -122,7 +121,7 @@ class Work:
             keys = {"train": "full", "lr": 1e-3, "batch_size": 32, "num_held_out": NUM_HELD_OUT, **steps}
             self._finetune("pretrained", {"transformer": "untrained", "inputs": "upright", **keys})
         if "times" not in self.record.done():
-            self.record.add("times", [{**row, "commit": self.commit} for row in self._time()])
+            self.record.add("times", self._time())
 
     def do(self, units: Sequence[tuple[str, str, int, float]]) -> None:
         """Fine-tune and score (kind, arm, seed, learning rate) that are not in the record."""
@@ -195,7 +194,7 @@ class Work:
         keys = {"lr": lr, "seed": seed, "total_steps": routed + last, "off_last_steps": last}
         keys |= {"eval_every": every, "save_every": every}
         part = "search" if search else "training"
-        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part, "commit": self.commit}
+        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part}
         try:
             self._finetune(run, self._keys(kind, ARMS[arm].ratio) | keys)
         except OSError:

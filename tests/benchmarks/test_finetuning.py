@@ -14,14 +14,21 @@ TIMES = [
     for kind in finetuning.LRS
     for ratio, ms in ((0.0, 100.0), (0.25, 80.0), (0.5, 50.0))
 ]
-ENVIRONMENT = {"device": "cpu", "processor": "x", "versions": {"torch": "0"}, "tiny": True}
+ENVIRONMENT = {
+    "device": "cpu",
+    "processor": "x",
+    "versions": {"torch": "0"},
+    "tiny": True,
+    "commit": "abc",
+    "uncommitted_changes": False,
+}
 
 
 @pytest.fixture
 def work(tmp_path):
     record = Record("finetuning_twins", tmp_path, ENVIRONMENT)
     record.add("times", TIMES)
-    return finetuning.Work(tmp_path, finetuning.Sizes(32, 4, 10, 4), record, 1, "abc")
+    return finetuning.Work(tmp_path, finetuning.Sizes(32, 4, 10, 4), record, 1)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ def test_digits_that_lie_are_set_upright(tmp_path):
 @pytest.mark.skipif(not find_spec("peft"), reason="`make finetune` installs it, and runs this")
 def test_an_arm_of_each_kind_is_trained_and_scored(tmp_path):
     record = Record("finetuning_twins", tmp_path, ENVIRONMENT)
-    work = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, 4, 4), record, 1, "abc")
+    work = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, 4, 4), record, 1)
     work.prepare()
     assert len([row for row in record.rows if float(row["ms"]) > 0]) == 6
     work.do([("full", "ratio 0.5", 0, 1e-3), ("lora", "dense", 0, 1e-3)])
@@ -69,7 +76,7 @@ def test_an_arm_of_each_kind_is_trained_and_scored(tmp_path):
     assert [row["kind"] for row in ends] == ["full", "lora"]
     base, run = tmp_path / "pretrained/model", tmp_path / "lora_dense_lr_0.001_seed_0"
     for steps in (4, 2):  # the second step, and the evaluation after the first
-        diverging = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, steps, 4), record, 1, "abc")
+        diverging = finetuning.Work(tmp_path, finetuning.Sizes(32, 2, steps, 4), record, 1)
         diverging.do([("full", "dense", finetuning.SEARCH_SEED, 1e30 * steps)])
         assert (record.rows[-1]["part"], record.rows[-1][finetuning.LOSS]) == ("search", float("inf"))
     assert (finetuning.drawn(base, None)[0] != finetuning.drawn(run / "model", base)[0]).any()
