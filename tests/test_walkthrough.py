@@ -6,6 +6,7 @@ Inception network, which are drawn at random where README downloads them.
 
 import json
 import re
+import shlex
 
 import numpy as np
 import pytest
@@ -23,10 +24,10 @@ SHORTER = {
 
 
 def commands():
-    """Return the program and the arguments of each line of the section."""
+    """The program and the arguments of each line of the section."""
     section = (ROOT / "README.md").read_text().split("## Your own images")[1]
     lines = re.search(r"```sh\n(.*?)```", section, flags=re.S)[1].splitlines()
-    return [re.sub(r"^accelerate launch |^python ", "", line).split() for line in lines]
+    return [shlex.split(re.sub(r"^accelerate launch |^python ", "", line)) for line in lines]
 
 
 def write_pictures(folder):
