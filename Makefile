@@ -42,10 +42,10 @@ sweeps: setup ## what launchers and the sweeper of sweeps need beside, and their
 	$(BIN)/python -m pip install --progress-bar on -r requirements-sweeps.txt
 	$(BIN)/python -m pytest tests/test_sweeps.py $(PYTEST_ARGS)
 
-browser: setup ## the page of runs in a browser that nobody sees; installs one where it is missing and apt can
+browser: setup ## test the report page in headless Chromium; installs one where it is missing and apt can
 	$(BIN)/python -m pip install --progress-bar on -r requirements-browser.txt
 	command -v chromium || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || echo "no chromium: install it"
-	$(BIN)/python -m pytest tests/training/test_browser.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/reports/test_browser.py $(PYTEST_ARGS)
 
 twins: setup ## the twin study and its page, a day or two of two cores: the same command goes on; ARGS="digits --arms dense routed"
 	$(BIN)/python -m study.twins $(TWINS) $(ARGS)

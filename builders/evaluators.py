@@ -24,7 +24,7 @@ from diffusion import EDMPrecond, ImageSource, OptimalPrecond
 from diffusion.generate import cost_of_evaluations
 from evaluation import DenseLoss, SampleGrid, Suite, open_reference
 from runtime.launch import Launch
-from training.arms import LEVEL
+from training.recorder import LEVEL
 from training.run_folder import RunFolder
 
 GRID_SAMPLES, GRID_COLUMNS = 10, 10

@@ -59,7 +59,7 @@ def summary(
         f"{_gib(takes.activations)} for activations, beside the program; {_gib(takes.checkpoints)} of disk "
         "for checkpoints"
     )
-    lines.append(f"watch      python -m training.report {config['output_dir']} --serve")
+    lines.append(f'watch      python -m reports "runs=[{config["output_dir"]}]" refresh_sec=15')
     return "\n".join(lines)
 
 

@@ -118,5 +118,6 @@ def summary(finished: Sequence[dict[str, Any]], num_jobs: int) -> str:
     lines += [f"  {job['job']}: {job['folder']}" for job in finished if job["folder"]]
     folders = dict.fromkeys(job["folder"] for job in finished if job["folder"])
     if len(folders) > 1:
-        lines.append(f"Compare them: {shlex.join(['python', '-m', 'training.report', *folders])}")
+        command = ["python", "-m", "reports", f"runs={json.dumps([*folders])}"]
+        lines.append(f"Compare them: {shlex.join(command)}")
     return "\n".join(lines)

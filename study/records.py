@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks import finetuning, results
 from benchmarks.results import read_environment, read_results
+from reports.runs import mean_and_half
 from study.twins import CFG, LOSS, STUDIES, UNGUIDED
-from training.arms import mean_and_half
 
 OURS = (Path(__file__).parent / "results", results.RESULTS)
 EXCESS = "excess loss"  # over that of the optimal denoiser

@@ -34,9 +34,9 @@ from benchmarks.runs import QUIET, compose_config
 from benchmarks.train_step import ours
 from builders.network import build_net
 from models import cost_of
+from reports.runs import Run
 from runtime.provenance import environment
 from runtime.tables import aligned
-from training.arms import Run
 from training.run_folder import RunFolder
 
 # At 4e-3 a search of half the steps looks as good, and one seed in a few never recovers from its start.
@@ -288,7 +288,7 @@ def evaluations_of(run: Path) -> Rows:
         if line.get("loss") is not None:
             losses.append(line["loss"])
         if LOSS in line:
-            spent = {"step": line["step"], "gflop": 1000 * read.tflops(line["step"])}
+            spent = {"step": line["step"], "gflop": 1000 * read.spent("TFLOPs", line["step"])}
             scores = {key: value for key, value in line.items() if key.startswith(SCORES)}
             rows.append({**spent, "guidance": UNGUIDED, "train_loss": mean(losses), **scores})
             losses.clear()

@@ -71,11 +71,11 @@ PROGRAMS = {
     "data.report": "report",
     "data.make_shards": "make_shards",
     "evaluation.fetch": "fetch",
+    "reports": "reports",
     "builders.export": "export",
     "benchmarks.advise": "advise",
     "examples.finetune": "finetune",
 }
-WITHOUT_CONFIG = {"training.report": 1}  # and their number of paths
 
 
 def overrides_of(command):
@@ -93,9 +93,6 @@ def overrides_of(command):
 @pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("make ")])
 def test_commands_compose_and_validate(command, monkeypatch):
     words = shlex.split(command)
-    if words[:2] == ["python", "-m"] and words[2] in WITHOUT_CONFIG:
-        assert len(words[3:]) == WITHOUT_CONFIG[words[2]]
-        return
     if words[:2] == ["python", "-m"] and words[2] == "benchmarks.train_step":
         configuration.validate(composed("model=tread", "data=synthetic", *words[3:]))
         return

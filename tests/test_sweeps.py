@@ -5,6 +5,7 @@ requirements-sweeps.txt.
 import gc
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from hydra import compose, initialize_config_dir
 from hydra.plugins.sweeper import Sweeper
 from safetensors.torch import load_file
 
-from builders import config as configuration
 from runtime import config as mechanics
 from runtime.command_line import options_first
 from runtime.errors import UserError
@@ -81,8 +81,8 @@ def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
     assert [first, last] == [
         f"  optimizer.lr={lr}: {n}" for lr, n in zip(("0.0001", "0.0003"), names, strict=True)
     ]
-    assert compare == f"Compare them: python -m training.report {' '.join(names)}"
-    start(f"-m {compare.partition('-m ')[2].split()[0]}", *names, folder=tmp_path)
+    start("-m reports", *shlex.split(compare)[5:], folder=tmp_path)
+    assert (tmp_path / "runs/report.html").is_file()
 
 
 @pytest.mark.parametrize("line", ["-m model=tread,dit {}", "model=tread,dit {} -m", "{} -m model=tread,dit"])
@@ -306,7 +306,7 @@ def sweep(folder, *arguments):
 
 @extras
 def test_jobs_at_once_share_the_cores(monkeypatch):
-    monkeypatch.setattr(configuration, "cpu_count", lambda: 9)
+    monkeypatch.setattr("runtime.config.cpu_count", lambda: 9)
     with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):
         options = {"overrides": ["hydra/launcher=parallel"], "return_hydra_config": True}
         shares = dict(compose("config", **options).hydra.job.env_set)

@@ -15,6 +15,7 @@ from runtime.launch import Launch
 from training.run_folder import RunFolder
 from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, Tracker
 
+LEVEL = "/t="  # of noise, in the key of a held-out loss
 HURRIED_SEC = 5.0  # for the tracker, where the run was asked to stop
 
 

@@ -8,11 +8,11 @@ import pytest
 from benchmarks.results import Record, read_results
 from builders.network import build_net
 from models import cost_of
+from reports.runs import Run
 from study import twins
 from study.records import Records
 from tests.programs import start
 from tests.runs import tiny_run, validated
-from training.arms import Run
 from training.run_folder import RunFolder
 
 SERIES = ("depth", "width", "tokens")
@@ -79,7 +79,7 @@ def test_the_cost_of_a_run_is_that_of_its_steps_as_they_were_routed(tmp_path):
     steps = ("model=tread", "train.total_steps=4", "train.log_every=1", "routing.off_last_steps=2")
     trainer = tiny_run(tmp_path / "run", *steps)
     cost = cost_of(trainer.net)
-    spent = Run(RunFolder(tmp_path / "run")).tflops(4)
+    spent = Run(RunFolder(tmp_path / "run")).spent("TFLOPs", 4)
     assert spent == pytest.approx(8 * (2 * cost.routed_training_flops + 2 * cost.dense_training_flops) / 1e12)
 
 

@@ -1,10 +1,10 @@
-"""Runs as their folders tell them, grouped into arms: runs that differ in the seed alone."""
+"""Runs read from their folders, and grouped into arms: runs that differ in the seed alone."""
 
 import csv
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,15 +14,15 @@ from typing import Any
 from runtime.files import parse_json, read_bounded, read_json
 from runtime.provenance import flatten
 from runtime.tables import aligned
+from training.recorder import LEVEL
 from training.run_folder import FREE_KEYS, SCORING_KEYS, RunFolder, is_in
 
 MAX_METRICS_BYTES = 2**28
 CLOCK = ("step", "num_images", "train_time_sec", "evaluation_time_sec")
-# What does not make another arm: what changes neither the weights after a number of steps nor their scores.
+# Keys that make no other arm: they change neither the weights after a number of steps nor their scores.
 SAME_ARM = {"seed", "data.path", *FREE_KEYS} - {"train.total_steps", *SCORING_KEYS}
-LEVEL = "/t="  # of noise, in the key of a loss
-# What is said otherwise: by the method, by the section of a page.
-UNNAMED = ("model", "data")
+UNNAMED = ("model", "data")  # groups that the method and the section of the page name
+AXES = ("steps", "TFLOPs", "hours")
 MAX_NAME = 60  # characters
 
 Lines = list[dict[str, Any]]
@@ -31,7 +31,7 @@ Curve = list[tuple[int, float]]  # (step, value)
 
 @dataclass
 class Run:
-    """A run as its folder tells it.
+    """A run, read from its folder.
 
     Raises:
         ValueError: a file of the run is damaged.
@@ -48,12 +48,12 @@ class Run:
 
     @cached_property
     def overrides(self) -> dict[str, str]:
-        """What was chosen when the run was started, on the command line or by a sweeper: groups and keys."""
+        """The groups and keys that were set on the command line or by a sweeper."""
         pairs = (text.lstrip("+~").partition("=") for text in self.manifest["overrides"])
         return {key: value for key, _, value in pairs}
 
     def chosen(self, key: str) -> str | None:
-        """Return the value of a key, or the chosen option of a group; None if there is none."""
+        """The value of a key or the option of a group; None if it is not set."""
         node = self.config
         for part in key.split("."):
             try:
@@ -81,12 +81,12 @@ class Run:
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """The numbers that were logged, by key."""
-        found: dict[str, Curve] = {}
+        curves: dict[str, Curve] = {}
         for line in self.lines:
             for key, value in line.items():
                 if key not in CLOCK and isinstance(value, int | float) and math.isfinite(value):
-                    found.setdefault(key, []).append((line["step"], value))
-        return found
+                    curves.setdefault(key, []).append((line["step"], value))
+        return curves
 
     @cached_property
     def newest(self) -> dict[str, float]:
@@ -98,7 +98,7 @@ class Run:
         return found
 
     @cached_property
-    def _spent(self) -> list[tuple[int, float]]:
+    def _tflops(self) -> list[tuple[int, float]]:
         total, num_images, found = 0.0, 0, []
         for line in self.lines:
             if "tflops_per_sec" in line:  # of the steps as they were routed
@@ -107,23 +107,20 @@ class Run:
                 found.append((line["step"], total))
         return found
 
-    def tflops(self, step: int) -> float:
-        """Return what the training steps up to a step have cost."""
-        return next((total for at, total in reversed(self._spent) if at <= step), 0.0)
-
-    def hours(self, step: int) -> float:
-        """Return the training time up to a step."""
-        times = [(line["step"], line["train_time_sec"]) for line in self.lines if "train_time_sec" in line]
-        before = [sec for at, sec in times if at <= step] or [0.0]
-        return before[-1] / 3600
-
     def spent(self, axis: str, step: int) -> float:
-        """Return what a step stands for on an axis of curves."""
-        return {"steps": step, "TFLOPs": self.tflops(step), "hours": self.hours(step)}[axis]
+        """Training cost up to a step: its number, its TFLOPs or its hours."""
+        if axis == "steps":
+            return step
+        if axis == "TFLOPs":
+            return next((total for at, total in reversed(self._tflops) if at <= step), 0.0)
+        times = [
+            line["train_time_sec"] for line in self.lines if "train_time_sec" in line and line["step"] <= step
+        ]
+        return times[-1] / 3600 if times else 0.0
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """What makes the arm of the run, as texts by dotted key."""
+        """The settings that define the run's arm, as texts by dotted key."""
         flat = {key: str(value) for key, value in flatten(self.config).items() if not is_in(key, SAME_ARM)}
         entries = str(self.manifest["data"]["fingerprint"])[:8]  # wherever they are
         routes = (
@@ -142,7 +139,7 @@ class Arm:
     data: str = ""
 
     def curve(self, key: str, axis: str) -> list[tuple[float, float, float, float]]:
-        """Return (what was spent, mean, least, most) over seeds, at the steps that all runs logged."""
+        """Points (cost, mean, minimum, maximum) over seeds, at the steps that all runs logged."""
         curves = [dict(run.curves.get(key, ())) for run in self.runs]
         steps = sorted(set.intersection(*map(set, curves)))
         points = []
@@ -153,12 +150,12 @@ class Arm:
         return points
 
     def values(self, key: str) -> list[float]:
-        """Return the newest value of a key, of each run that has it."""
+        """The newest value of a key in each run that has it."""
         return [run.newest[key] for run in self.runs if key in run.newest]
 
 
 def metrics_of(file: Path) -> Lines:
-    """Return the complete lines of a `metrics.jsonl`, which may grow meanwhile."""
+    """Read the complete lines of a `metrics.jsonl`, which may grow meanwhile."""
     if not file.is_file():
         return []
     with file.open("rb") as opened:
@@ -173,9 +170,7 @@ def metrics_of(file: Path) -> Lines:
 
 
 def grouped(runs: Sequence[Run]) -> list[Arm]:
-    """Return the arms of each data set, in the order of their first runs, named by what was chosen between
-    them.
-    """
+    """Group runs into arms, one data set after the other, and name the arms by the choices that differ."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(sorted(run.settings.items())), []).append(run)
@@ -192,11 +187,10 @@ def grouped(runs: Sequence[Run]) -> list[Arm]:
 
 
 def sections(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
-    """Return the arms of each data set, by its name."""
-    found: dict[str, list[Arm]] = {}
-    for arm in arms:
-        found.setdefault(arm.data, []).append(arm)
-    return found
+    """The arms of each data set, by its name."""
+    return {
+        data: [arm for arm in arms if arm.data == data] for data in dict.fromkeys(arm.data for arm in arms)
+    }
 
 
 def _name(arms: Sequence[Arm]) -> None:
@@ -224,13 +218,13 @@ def _name(arms: Sequence[Arm]) -> None:
 
 
 def shortened(name: str) -> str:
-    """Return a name without its middle if it is long: what tells runs apart is often at the end."""
+    """Cut the middle of a long name: runs often differ at the end."""
     half = (MAX_NAME - 3) // 2
     return name if len(name) <= MAX_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 def differences(arms: Sequence[Arm]) -> list[str]:
-    """Return the keys whose values differ between arms, what is chosen first before what follows."""
+    """The keys whose values differ between arms, the method first."""
     settings = [arm.runs[0].settings for arm in arms]
     keys = dict.fromkeys(key for each in settings for key in each)
     different = [key for key in keys if len({each.get(key) for each in settings}) > 1]
@@ -238,9 +232,7 @@ def differences(arms: Sequence[Arm]) -> list[str]:
 
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of values of different seeds, and half of its 95 % interval (Student's t); of one
-    value that is infinite.
-    """
+    """The mean over seeds and half of its 95 % interval (Student's t), infinite for one seed."""
     from scipy.stats import t
 
     n = len(values)
@@ -248,13 +240,13 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """Return a row of texts for each arm: what it took, and its newest scores, mean and half interval."""
+    """A row for each arm: its cost and its newest scores, as mean ± half interval."""
     rows = []
     for arm in arms:
         first = arm.runs[0]
         row = {"arm": arm.name, "n": str(len(arm.runs)), "step": f"{first.step:,}"}
         row |= {"TFLOPs": f"{first.spent('TFLOPs', first.step):.3g}"}
-        row |= {"hours": f"{mean(run.hours(run.step) for run in arm.runs):.2g}"}
+        row |= {"hours": f"{mean(run.spent('hours', run.step) for run in arm.runs):.2g}"}
         for key in shown_keys(arms):
             if values := arm.values(key):
                 middle, half = mean_and_half(values)
@@ -264,21 +256,15 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def shown_keys(arms: Sequence[Arm]) -> list[str]:
-    """Return the keys of losses and scores: not those that are logged to watch a run, nor single levels."""
+    """The keys of losses and scores, without single noise levels and without what only monitors a run."""
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.newest)
-    scored = {
-        key
-        for arm in arms
-        for run in arm.runs
-        for line in run.lines
-        if "evaluation_time_sec" in line
-        for key in line
-    }
+    lines = [line for arm in arms for run in arm.runs for line in run.lines if "evaluation_time_sec" in line]
+    scored = {key for line in lines for key in line}
     return [key for key in keys if LEVEL not in key and (key in scored or ": " in key or key == "loss")]
 
 
 def as_text(rows: Sequence[dict[str, str]]) -> str:
-    """Return rows as a table for a terminal, without the scores of single files."""
+    """A table for the terminal, without the scores of single files."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if ": " not in key]
     lines = [keys, ["---"] * len(keys), *([row.get(key, "") for key in keys] for row in rows)]
     cells = ([cell.replace("|", "/") for cell in line] for line in lines)
@@ -287,43 +273,36 @@ def as_text(rows: Sequence[dict[str, str]]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without what controls a terminal: a run may be from elsewhere."""
+    """Remove control characters: a run may come from elsewhere."""
     return "".join(c for c in text if c.isprintable() or c == "\n")
 
 
 def as_csv(arms: Sequence[Arm]) -> str:
-    """Return a line for each run, with all that a spreadsheet needs to group them again."""
-    rows = list(_runs_of(arms))
+    """A line for each run with all its newest values."""
+    rows = [_csv_row(arm, run) for arm in arms for run in arm.runs]
     text = io.StringIO()
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_plain, keys))
-    writer.writerows([_plain(row.get(key, "")) for key in keys] for row in rows)
+    writer = csv.DictWriter(
+        text, list(dict.fromkeys(key for row in rows for key in row)), "", lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 
-def _plain(value: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula: a run may be from elsewhere."""
-    return (
-        f"'{value}"
-        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-        else value
-    )
+def _csv_row(arm: Arm, run: Run) -> dict[str, Any]:
+    row = {
+        "run": run.name,
+        "data": arm.data,
+        "arm": arm.name,
+        "seed": run.seed,
+        "status": run.manifest["status"],
+    }
+    row |= {"step": run.step, "tflops": run.spent("TFLOPs", run.step), "hours": run.spent("hours", run.step)}
+    row |= {"commit": run.manifest["commit"], "device": run.manifest["device"], **run.newest}
+    return {_no_formula(key): _no_formula(value) for key, value in row.items()}
 
 
-def _runs_of(arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
-    for arm in arms:
-        for run in arm.runs:
-            yield {
-                "run": run.name,
-                "data": arm.data,
-                "arm": arm.name,
-                "seed": run.seed,
-                "status": run.manifest["status"],
-                "step": run.step,
-                "tflops": run.spent("TFLOPs", run.step),
-                "hours": run.hours(run.step),
-                "commit": run.manifest["commit"],
-                "device": run.manifest["device"],
-                **run.newest,
-            }
+def _no_formula(value: Any) -> Any:
+    """Quote a text that a spreadsheet would take for a formula: a run may come from elsewhere."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value

@@ -1,27 +1,24 @@
-"""The page of a run: complete, in one file, and followed by a browser while the run goes on."""
+"""The page of a run and of several: complete, in one file, written again while a run continues."""
 
 import base64
 import csv
 import json
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 
-from runtime.errors import UserError
-from tests.runs import ROOT, metrics, runs_to_compare, tiny_run
-from training.arms import LEVEL, MAX_NAME, Run, as_csv, as_text, grouped, mean_and_half, metrics_of, table
-from training.page import constants, levels_of, page, panels_of, pictures_of, standing
-from training.report import REFRESH_SEC, main
+from reports.__main__ import ReportsConfig, write_reports
+from reports.page import constants, levels_of, page, panels_of, pictures_of, standing
+from reports.runs import MAX_NAME, Run, as_csv, as_text, grouped, mean_and_half, metrics_of, table
+from tests.programs import start
+from tests.runs import metrics, runs_to_compare, tiny_run
+from training.recorder import LEVEL
 from training.run_folder import RunFolder
 
 TIMES = {"num_images": 8, "train_time_sec": 60.0}
@@ -48,7 +45,7 @@ def pictures(text, kind):
 
 
 def test_a_page_has_curves_pictures_and_facts_and_needs_nothing_else(run, capsys):
-    main([str(run)])
+    write_reports(ReportsConfig([str(run)]))
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     text = (run / "report.html").read_text()
     samples = run / "samples"
@@ -111,15 +108,15 @@ def test_a_line_that_is_being_written_is_left_for_later(run):
     assert metrics_of(run / "metrics.jsonl") == before
     with (run / "metrics.jsonl").open("a") as file:
         file.write("\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
-        main([str(run)])
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged"):
+        write_reports(ReportsConfig([str(run)]))
 
 
 @pytest.mark.parametrize("line", ["[]", '{"step": "<b>"}', '{"loss": 1.0}'])
 def test_lines_that_no_run_writes_are_refused(run, line):
     (run / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(UserError, match="each line must be an object with a step"):
-        main([str(run)])
+    with pytest.raises(ValueError, match="each line must be an object with a step"):
+        write_reports(ReportsConfig([str(run)]))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +124,8 @@ def test_lines_that_no_run_writes_are_refused(run, line):
 )
 def test_a_manifest_that_no_run_writes_is_refused(run, key, value):
     RunFolder(run).update({key: value})
-    with pytest.raises(UserError, match="run is not as a run writes it"):
-        main([str(run)])
+    with pytest.raises(ValueError, match="run is not as a run writes it"):
+        write_reports(ReportsConfig([str(run)]))
 
 
 def test_what_happened_is_listed(run):
@@ -162,50 +159,35 @@ def test_pictures_are_those_of_the_run_alone(run, tmp_path):
 
 
 def test_what_is_no_run_is_told_with_the_nearest_one(run):
-    with pytest.raises(UserError, match=r"is not a run directory .*: did you mean .*<b>run\?"):
-        main([str(run.with_name("<b>runs"))])
+    with pytest.raises(FileNotFoundError, match=r"is not a run directory .*: did you mean .*<b>run\?"):
+        write_reports(ReportsConfig([str(run.with_name("<b>runs"))]))
 
 
-@pytest.fixture
-def server(run):
-    command = [sys.executable, "-m", "training.report", str(run), "--serve", "0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
-
-
-def test_a_browser_follows_a_run(run, server):
-    address = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())[0]
-    refresh = f'http-equiv="refresh" content="{REFRESH_SEC}"'
-
-    def seen():
-        with urlopen(address) as answer:
-            return answer.read().decode()
-
-    def refused(path, host="127.0.0.1"):
-        with pytest.raises(HTTPError) as error:
-            urlopen(Request(address + path, headers={"Host": host}))
-        return error.value.code, error.value.read().decode()
-
-    port = int(address.rpartition(":")[2])
-    idle = socket.create_connection(("127.0.0.1", port))  # as browsers hold in reserve
-    assert "step 6 of 6" in seen() and refresh not in seen()
+def test_a_page_is_written_again_until_the_run_has_finished(run):
     RunFolder(run).update({"status": "running"})
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 7, "loss": 0.125}) + "\n")
-    assert "step 7 of 6" in seen() and "loss 0.125" in seen() and refresh in seen()
-    assert [refused(path)[0] for path in ("/manifest.json", "/../manifest.json")] == [404, 404]
-    assert refused("/", host="elsewhere.example")[0] == 404
-    with pytest.raises(UserError, match=f"--serve={port}: .*in use; give another port"):
-        main([str(run), "--serve", str(port)])
-    moved = run.rename(run.with_name("moved"))
-    code, said = refused("/")
-    moved.rename(run)
-    assert code == 500 and "No such file" in said and refresh in said
-    assert "step 7 of 6" in seen()
-    idle.close()
-    server.send_signal(signal.SIGINT)
-    assert server.wait(10) == 0
+    file, refresh = run / "report.html", 'http-equiv="refresh" content="0.1"'
+    file.unlink(missing_ok=True)
+
+    def finish_when_written():
+        while not file.exists():
+            time.sleep(0.05)
+        text = file.read_text()
+        RunFolder(run).update({"status": "finished"})
+        return "running; step 6 of 6" in text and refresh in text
+
+    with ThreadPoolExecutor() as thread:
+        seen = thread.submit(finish_when_written)
+        write_reports(ReportsConfig([str(run)], refresh_sec=0.1))
+    assert seen.result()
+    text = file.read_text()
+    assert "finished; step 6 of 6" in text and refresh not in text
+    with pytest.raises(ValueError, match=r"refresh_sec=0 must be above 0"):
+        write_reports(ReportsConfig([str(run)], refresh_sec=0))
+
+
+def test_the_program_takes_a_pattern(run):
+    start("-m reports", "runs=[*run]", "output=pages", folder=run.parent)
+    assert (run.parent / "pages/report.html").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -279,11 +261,12 @@ def test_each_data_set_has_a_section_of_its_own(compared, tmp_path, capsys):
         runs.append(Path(shutil.copytree(run, tmp_path / f"{entries}_{run.name}")))
         data = RunFolder(runs[-1]).manifest()["data"]
         RunFolder(runs[-1]).update({"data": data | {"fingerprint": entries}})
-    main([*map(str, runs), "--out", str(tmp_path)])
+    write_reports(ReportsConfig([*map(str, runs)], str(tmp_path)))
     text, printed = (tmp_path / "report.html").read_text(), capsys.readouterr().out
     headings = re.findall("<h2>(.*?)</h2>", text)
     first = RunFolder(compared[0]).manifest()["data"]["fingerprint"][:8]
-    assert headings == [f"synthetic ({first})", "synthetic (other)", "synthetic (third)", "Runs"]
+    sets = [f"synthetic ({first})", "synthetic (other)", "synthetic (third)"]
+    assert headings == [*sets, "Runs", *sets], "tables, then pictures"
     assert printed.startswith(f"synthetic ({first})\n| arm ")
     assert text.count('class="legend"') == 1, "one arm needs none"
     assert text.count('name="axis"') == 3
@@ -336,7 +319,7 @@ def test_an_interval_of_the_mean_is_student_s():
 
 
 def test_a_comparison_is_one_page_and_one_line_a_run(compared, capsys):
-    main([*map(str, compared), str(compared[0].parent / "no_run.txt")])
+    write_reports(ReportsConfig([*map(str, compared), str(compared[0].parent / "no_run.txt")]))
     printed = capsys.readouterr().out
     text = (compared[0].parent / "report.html").read_text()
     assert len(pictures(text, "png")) == 2, "the samples of the first seed of each arm"
@@ -362,13 +345,15 @@ def test_what_cannot_be_read_is_left_out_of_a_comparison(compared, run, tmp_path
     config = (tmp_path / "unseeded/config.yaml").read_text()
     (tmp_path / "unseeded/config.yaml").write_text(config.replace("seed: 1", "seeds: 1"))
     others = [str(tmp_path / name) for name in ("empty", "starts", "cost", "unseeded")]
-    main([str(compared[0]), str(run), *others, "--out", str(tmp_path)])
+    write_reports(ReportsConfig([str(compared[0]), str(run), *others], str(tmp_path)))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
     reasons = ("metrics.jsonl is damaged", "not a run directory", *2 * ("not as a run writes it",), "no seed")
     assert [reason in line for reason, line in zip(reasons, said, strict=True)] == 5 * [True]
     assert (tmp_path / "report.html").is_file()
-    with pytest.raises(UserError, match="none of these is a run"):
-        main([str(run), str(tmp_path / "empty"), "--out", str(tmp_path)])
+    with pytest.raises(ValueError, match="none of these is a run"):
+        write_reports(ReportsConfig([str(run), str(tmp_path / "empty")], str(tmp_path)))
+    with pytest.raises(ValueError, match=r"runs=\['none\*'\]: no folder has such a name"):
+        write_reports(ReportsConfig(["none*"]))
 
 
 def test_a_page_warns_of_what_can_hardly_be_compared(compared):

@@ -1,4 +1,4 @@
-"""The page of a run, or of several side by side: curves, pictures, routes, settings; one file, no links."""
+"""The page of runs: tables, curves, pictures, routes and settings in one file without links."""
 
 import base64
 import io
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
 
-from runtime.files import read_bounded
-from training.arms import (
+from reports.runs import (
+    AXES,
     CLOCK,
-    LEVEL,
     Arm,
     Lines,
     Run,
@@ -26,62 +26,55 @@ from training.arms import (
     shown_keys,
     table,
 )
+from runtime.files import read_bounded
+from training.recorder import LEVEL
 from training.speed import describe_check
 
 MAX_PICTURE_BYTES, MAX_DEPTH, MAX_PANELS = 2**26, 1000, 60
-AXES = ("steps", "TFLOPs", "hours")
+TEMPLATE = Path(__file__).with_name("page.html")
 LOSSES = ("loss", "val_loss_dense", "val_loss_dense_ema", "val_loss_optimal")
 HELD_OUT, FEW_HELD_OUT = "val_loss", 10  # key of losses; images
 EVENTS = ("loss_spikes", "skipped_steps")
 STYLES = ("-", "--", "-.", ":")  # lines differ in more than their colour
 Points = list[tuple[float, float, float, float]]  # (x, mean, least, most)
-STYLE = """
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
-body { max-width: 82rem; margin: auto; padding: 1rem; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; vertical-align: top; max-width: 100%; }
-figure img { max-width: 100%; height: auto; }
-figcaption { overflow-wrap: anywhere; }
-figure label { cursor: zoom-in; }
-figure input { position: absolute; opacity: 0; }
-figure input:focus-visible + img { outline: 2px solid; }
-figure:has(:checked) { display: block; overflow-x: auto; }
-figure:has(:checked) img { width: 100%; min-width: 60rem; image-rendering: pixelated; }
-figure:has(:checked) label { cursor: zoom-out; }
-progress { width: 100%; }
-.wide { overflow-x: auto; margin-bottom: 1rem; }
-th { text-align: left; font-weight: normal; opacity: .7; vertical-align: top; padding-right: 1rem; }
-td { padding-right: 1rem; vertical-align: top; }
-td, pre { overflow-wrap: anywhere; white-space: pre-wrap; }
-.wide td, .wide th { white-space: nowrap; overflow-wrap: normal; }
-.blocks { display: flex; gap: 2px; height: 2.5rem; max-width: 40rem; }
-.blocks i { flex: 1; border: 1px solid; opacity: .8; }
-img.legend { display: block; max-width: 100%; margin-bottom: 1rem; }
-.axes label { padding-right: 1rem; }
-@media (prefers-color-scheme: dark) { img[src*="svg"] { filter: invert(1) hue-rotate(180deg); } }
-"""
 
 
-def page(runs: Sequence[Run], refresh_sec: int | None = None) -> str:
-    """Return the page, complete in one file.
+def page(runs: Sequence[Run], refresh_sec: float | None = None) -> str:
+    """The page of one run or of several as HTML, complete in one file.
 
     Args:
-        refresh_sec: how often a browser asks for it again while the one run is not finished.
+        refresh_sec: the browser reloads the page so often.
 
     Raises:
         ValueError: a file of a run is damaged.
     """
     with _as_runs_write(runs):
-        return _of_one(runs[0], refresh_sec) if len(runs) == 1 else _of_several(runs)
+        arms = grouped(runs)
+        title = (
+            f"{runs[0].name}: step {runs[0].step}"
+            if len(runs) == 1
+            else f"{len(runs)} runs, {len(arms)} arms"
+        )
+        tables, pictures = [], []
+        for data, alike in sections(arms).items():
+            heading = f"<h2>{escape(data)}</h2>"
+            tables += [heading, *_tables(alike)]
+            pictures += [heading, *_pictures(alike)]
+        runs_of = [_environment(arm, run) for arm in arms for run in arm.runs]
+        tables += [_progress(runs[0])] if len(runs) == 1 else ["<h2>Runs</h2>", _wide(runs_of)]
+        pictures += [_configuration(arm.runs[0], arm.name) for arm in arms]
+    return Template(TEMPLATE.read_text()).substitute(
+        title=escape(title),
+        refresh=f'<meta http-equiv="refresh" content="{refresh_sec}">' if refresh_sec else "",
+        tables="\n".join(tables),
+        pictures="\n".join(pictures),
+    )
 
 
 def check(run: Run) -> None:
-    """Raise a ValueError where a page of several runs could not show this one."""
-    with _as_runs_write([run]):
-        arms = grouped([run])
-        for show in (as_csv, table, levels_of, _routes, mixtures):
-            list(show(arms))
-        facts(run.manifest, run.lines, {})
-        _environment(arms[0], run)
+    """Raise a ValueError if the page cannot show a run."""
+    page([run])
+    as_csv(grouped([run]))
 
 
 @contextmanager
@@ -93,92 +86,69 @@ def _as_runs_write(runs: Sequence[Run]) -> Iterator[None]:
         raise ValueError(f"{names} is not as a run writes it: {error!r}") from error
 
 
-def _of_one(run: Run, refresh_sec: int | None) -> str:
-    manifest, lines, (arm,) = run.manifest, run.lines, grouped([run])
-    constant = constants([run])
+def _tables(arms: Sequence[Arm]) -> Iterable[str]:
+    """Scores of the arms of one data set, and the settings that differ."""
+    yield from (f"<p><strong>{escape(line)}</strong></p>" for line in mixtures(arms))
+    yield _wide(table(arms))
+    if len(arms) > 1:
+        yield "<h3>What differs</h3>"
+        keys = differences(arms)
+        yield _wide([{"key": k} | {arm.name: arm.runs[0].settings.get(k, "") for arm in arms} for k in keys])
+
+
+def _progress(run: Run) -> str:
+    """How far a run is, and what it is made of."""
     total_steps = int(run.config["train"]["total_steps"])
-    again = refresh_sec and manifest["status"] != "finished"
-    file = run.folder.metrics_file
-    age_sec = time.time() - file.stat().st_mtime if lines else 0.0
-    parts = [
-        f"<p>{escape(standing(manifest, lines, total_steps, age_sec))}</p>",
-        f'<progress max="{total_steps}" value="{run.step}"></progress>',
-        *(f"<p><strong>{escape(line)}</strong></p>" for line in mixtures([arm])),
-        *(_choice_of_axis() if run.curves else ()),
-        *_curves([arm], constant),
-        "<br>",
-        *(_picture(file, file.stem) for file in pictures_of(run.folder.path)),
-        *_routes([arm]),
-        _table(facts(manifest, lines, constant)),
-        _configuration(run),
-    ]
-    return _document(run.name, f"{run.name}: step {run.step}", parts, refresh_sec if again else None)
+    age_sec = time.time() - run.folder.metrics_file.stat().st_mtime if run.lines else 0.0
+    facts_of = facts(run.manifest, run.lines, constants([run]))
+    return (
+        f"<p>{escape(standing(run.manifest, run.lines, total_steps, age_sec))}</p>"
+        f'<progress max="{total_steps}" value="{run.step}"></progress>{_table(facts_of)}'
+    )
 
 
-def _of_several(runs: Sequence[Run]) -> str:
-    arms = grouped(runs)
-    of_data = sections(arms)
-    parts = [
-        "<p>Runs that differ in the seed alone are one arm: mean ± half of the 95 % interval of the mean "
-        "(Student's t); curves are means, with all seeds between their bands.</p>",
-        *_choice_of_axis(),
-    ]
-    for data, alike in of_data.items():
-        parts += [f"<h2>{escape(data)}</h2>", *_section(alike)]
-    runs_of = [_environment(arm, run) for arm in arms for run in arm.runs]
-    parts += ["<h2>Runs</h2>", _wide(runs_of), *(_configuration(arm.runs[0], arm.name) for arm in arms)]
-    return _document(f"{len(runs)} runs, {len(arms)} arms", f"{len(arms)} arms", parts)
-
-
-def _section(arms: Sequence[Arm]) -> list[str]:
-    """Return what is shown of the arms of one data set."""
-    pictures = [_picture(files[0], arm.name) for arm in arms if (files := over_time(arm.runs[0]))]
-    differ = differences(arms)
-    return [
-        *(f"<p><strong>{escape(line)}</strong></p>" for line in mixtures(arms)),
-        _wide(table(arms)),
-        *_curves(arms, constants([run for arm in arms for run in arm.runs])),
-        *(["<h3>Samples</h3>", *pictures] if pictures else []),
-        *_routes(arms),
-        *(["<h3>What differs</h3>", _wide(_differing(arms, differ))] if differ else []),
-    ]
-
-
-def _differing(arms: Sequence[Arm], keys: Sequence[str]) -> list[dict[str, str]]:
-    return [{"key": key} | {arm.name: arm.runs[0].settings.get(key, "") for arm in arms} for key in keys]
+def _pictures(arms: Sequence[Arm]) -> Iterable[str]:
+    """Curves, samples and routes of the arms of one data set."""
+    yield from _curves(arms, constants([run for arm in arms for run in arm.runs]))
+    for arm in arms:
+        files = pictures_of(arm.runs[0].folder.path)
+        if len(arms) > 1:  # one picture of each: of all steps, if it has that
+            files = ([file for file in files if file.stem == "over_time"] or files)[:1]
+        yield from (_picture(file, arm.name if len(arms) > 1 else file.stem) for file in files)
+    yield from _routes(arms)
 
 
 def mixtures(arms: Sequence[Arm]) -> list[str]:
-    """Return warnings where runs can hardly be compared."""
-    runs, said = [run for arm in arms for run in arm.runs], []
+    """Notes on what makes runs hard to compare."""
+    runs, notes = [run for arm in arms for run in arm.runs], []
     for key, hint in (("source_sha256", "code"), ("device", "device"), ("processor", "processor")):
         if len({run.manifest[key] for run in runs}) > 1:
-            said.append(f"note: the runs are of more than one {hint}")
+            notes.append(f"note: the runs are of more than one {hint}")
     if len({run.step for run in runs}) > 1:
-        said.append("note: the runs have not had the same number of steps")
-    said += [
+        notes.append("note: the runs differ in their number of steps")
+    notes += [
         f"note: {arm.name} has a seed twice: n counts trainings"
         for arm in arms
         if len({run.seed for run in arm.runs}) < len(arm.runs)
     ]
     if (num_held_out := min(run.num_held_out for run in runs)) == 1:
-        said.append("note: held-out losses are of a single image: they are not drawn")
+        notes.append("note: held-out losses are of a single image: they are not drawn")
     elif 0 < num_held_out < FEW_HELD_OUT:
-        said.append(f"note: held-out losses are of {num_held_out} images")
-    return said
+        notes.append(f"note: held-out losses are of {num_held_out} images")
+    return notes
 
 
 def constants(runs: Sequence[Run]) -> dict[str, float]:
-    """Return what has not changed, and is the same in all runs that have it."""
+    """The logged values that never change and are the same in all runs."""
     values: dict[str, list[float]] = {}
     for run in runs:
         for key, curve in run.curves.items():
             values.setdefault(key, []).extend(value for _, value in curve)
-    return {key: found[0] for key, found in values.items() if len(found) > 1 and len(set(found)) == 1}
+    return {key: logged[0] for key, logged in values.items() if len(logged) > 1 and len(set(logged)) == 1}
 
 
 def standing(manifest: dict[str, Any], lines: Lines, total_steps: int, age_sec: float) -> str:
-    """Return how far the run is, and when it ends; `metrics.jsonl` was written so many seconds ago."""
+    """How far a run is and when it ends; its newest values are `age_sec` old."""
     said = [manifest["status"] + (f" ({manifest['reason']})" if manifest.get("reason") else "")]
     if failure := manifest.get("failure"):
         said.append(failure["reason"])
@@ -194,7 +164,7 @@ def standing(manifest: dict[str, Any], lines: Lines, total_steps: int, age_sec: 
 
 
 def pictures_of(run: Path) -> list[Path]:
-    """Return the newest picture of the training, that of all of them, and those of `sample.py`."""
+    """The newest picture of the training, the one of all steps, and those of `sample.py`."""
     files = sorted(run.glob("samples/[!.]*.png"))  # hidden ones are being written
     # The page may be shared, and shows nothing from outside of the run.
     files = [file for file in files if file.is_file() and file.resolve().is_relative_to(run.resolve())]
@@ -202,14 +172,8 @@ def pictures_of(run: Path) -> list[Path]:
     return trained[-1:] + [file for file in files if file not in trained]
 
 
-def over_time(run: Run) -> list[Path]:
-    """Return the picture of the samples of all steps of a run, or what there is instead."""
-    files = pictures_of(run.folder.path)
-    return [file for file in files if file.stem == "over_time"] or files
-
-
 def facts(manifest: dict[str, Any], lines: Lines, constant: dict[str, Any]) -> dict[str, str]:
-    """Return what the run is made of."""
+    """What a run is made of, and its newest values."""
     cost, resolved = manifest["cost"], manifest["resolved"]
     values = {key: value for line in lines for key, value in line.items()}
     newest = {key: value for key, value in values.items() if key not in (*CLOCK, *constant)}
@@ -261,7 +225,7 @@ def _clock(sec: float) -> str:
 
 
 def panels_of(arms: Sequence[Arm], constant: Mapping[str, float]) -> dict[str, list[tuple[str, Arm, str]]]:
-    """Return the lines of each panel, (name, arm, key): the losses of one run together, or a panel a key."""
+    """The lines (name, arm, key) of each panel: the losses of one run share a panel."""
     logged = (key for arm in arms for run in arm.runs for key in run.curves)
     keys = dict.fromkeys([*shown_keys(arms), *logged])  # losses and scores first
     keys = [key for key in keys if LEVEL not in key and ": " not in key and key not in constant]
@@ -279,20 +243,8 @@ def _is_drawn(key: str, arms: Sequence[Arm]) -> bool:
     return not key.startswith(HELD_OUT) or all(run.num_held_out > 1 for arm in arms for run in arm.runs)
 
 
-def _choice_of_axis() -> Iterable[str]:
-    """Return what shows the panels against one axis; a click chooses another."""
-    yield '<p class="axes">against '
-    for axis in AXES:
-        chosen = " checked" if axis == AXES[0] else ""
-        yield f'<label><input type="radio" name="axis" id="{axis}"{chosen}> {axis}</label>'
-        # Without a script: one choice hides the panels of the others.
-        hidden = ", ".join(f".against-{other}" for other in AXES if other != axis)
-        yield f"<style>body:has(#{axis}:checked) :is({hidden}) {{ display: none; }}</style>"
-    yield "</p>"
-
-
 def _curves(arms: Sequence[Arm], constant: Mapping[str, float]) -> Iterable[str]:
-    """Return panels against each axis, and the loss by noise level."""
+    """Panels against each axis, and the loss by noise level."""
     panels = panels_of(arms, constant)
     if len(arms) > 1 and panels:
         yield f'<img class="legend" alt="the lines of the arms" src="{_legend([arm.name for arm in arms])}">'
@@ -307,9 +259,7 @@ def _curves(arms: Sequence[Arm], constant: Mapping[str, float]) -> Iterable[str]
 
 
 def levels_of(arms: Sequence[Arm]) -> dict[str, list[tuple[str, Points]]]:
-    """Return the newest loss at each noise level, (t, mean, least, most) over seeds, of each loss and of
-    every arm, so that lines stay those of the legend.
-    """
+    """The newest losses by noise level: (t, mean, minimum, maximum) over seeds, for all arms in order."""
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.curves)
     found: dict[str, list[tuple[str, Points]]] = {}
     for key in keys:
@@ -327,7 +277,7 @@ def _line(i: int) -> dict[str, Any]:
 
 
 def _drawn(curves: Sequence[tuple[str, Points]], axis: str, legend: bool, log: bool = False) -> str:
-    """Return a picture of curves, in the lines of their order, as the address of itself."""
+    """Draw curves, each in the colour and style of its position, as a data URL."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.0, 2.6), layout="constrained")
@@ -353,7 +303,7 @@ def _literal(name: str) -> str:
 
 
 def _legend(names: Sequence[str]) -> str:
-    """Return a picture of the lines that stand for the arms in all panels."""
+    """Draw the legend of all panels, as a data URL."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -373,7 +323,7 @@ def _as_svg(figure: Any) -> str:
 
 
 def _routes(arms: Sequence[Arm]) -> Iterable[str]:
-    """Return a row of blocks for each arm, each as high as the share of the tokens that it trains on."""
+    """A row of blocks for each arm, each as high as the share of tokens it processes in training."""
     for arm in arms:
         model = arm.runs[0].config["model"]
         if "depth" not in model:  # a backbone without blocks in a row
@@ -398,27 +348,13 @@ def _configuration(run: Run, name: str = "") -> str:
     return f"<details><summary>configuration {escape(name)}</summary><pre>{text}</pre></details>"
 
 
-def _document(heading: str, title: str, parts: Iterable[str], refresh_sec: int | None = None) -> str:
-    refresh = f'<meta http-equiv="refresh" content="{refresh_sec}">' if refresh_sec else ""
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            refresh,
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(heading)}</h1>",
-            *parts,
-            "</body></html>\n",
-        ]
-    )
-
-
 def _picture(file: Path, name: str) -> str:
     with file.open("rb") as opened:
         return _figure(name, _address("png", read_bounded(opened, MAX_PICTURE_BYTES)))
 
 
 def _figure(name: str, address: str) -> str:
-    """Return a picture that a click enlarges."""
+    """A picture that a click enlarges."""
     name = escape(name)
     image = f'<label><input type="checkbox"><img alt="{name}" src="{address}"></label>'
     return f"<figure><figcaption>{name}</figcaption>{image}</figure>"
@@ -434,7 +370,7 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _wide(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table with a column for each key, which scrolls in a box of its own."""
+    """A table with a column for each key, which scrolls in its own box."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     head = "".join(f"<th>{escape(key)}</th>" for key in keys)
     body = ("".join(f"<td>{escape(row.get(key, ''))}</td>" for key in keys) for row in rows)

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from reports.__main__ import ReportsConfig, write_reports
+from reports.runs import AXES
 from tests.runs import runs_to_compare
-from training.page import AXES
-from training.report import main
 
 BROWSER = shutil.which("chromium")
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
@@ -15,8 +15,8 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     runs = runs_to_compare(tmp_path_factory.mktemp("browser"))
-    main([str(runs[0])])
-    main([str(run) for run in runs])
+    write_reports(ReportsConfig([str(runs[0])]))
+    write_reports(ReportsConfig([str(run) for run in runs]))
     return [runs[0] / "report.html", runs[0].parent / "report.html"]
 
 

@@ -1,0 +1,96 @@
+"""Write the page of a run, or of several runs side by side.
+
+python -m reports "runs=[runs/NAME]"                 runs/NAME/report.html
+python -m reports "runs=[runs/NAME]" refresh_sec=15  again every 15 s until the run has finished
+python -m reports "runs=[runs/*]"                    runs/report.html, runs/runs.csv, a table in the terminal
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reports.page import check, mixtures, page
+from reports.runs import Run, as_csv, as_text, grouped, printable, sections, table
+from runtime.config import command, run_main
+from runtime.files import write_text
+from training.run_folder import RunFolder
+
+REPORT, TABLE = "report.html", "runs.csv"
+
+
+@dataclass
+class ReportsConfig:
+    """The keys of `reports`."""
+
+    runs: list[str]  # folders; the last part may be a pattern
+    output: str | None = None  # folder; None: the run's, or the one that has the first of several
+    refresh_sec: float | None = None  # write the page again so often, until all runs have finished
+
+
+def write_reports(config: ReportsConfig) -> None:
+    """Write the page, and the table of several runs.
+
+    Raises:
+        ValueError: no run can be read.
+    """
+    if config.refresh_sec is not None and not config.refresh_sec > 0:
+        raise ValueError(f"refresh_sec={config.refresh_sec} must be above 0")
+    while True:
+        folders = [RunFolder(path) for name in config.runs for path in _matching(Path(name))]
+        if not folders:
+            raise ValueError(f"runs={config.runs}: no folder has such a name")
+        runs = _read_one(folders[0]) if len(folders) == 1 else _read_several(folders)
+        finished = all(run.manifest["status"] == "finished" for run in runs)
+        first = folders[0].path
+        output = Path(config.output) if config.output else first if len(folders) == 1 else first.parent
+        output.mkdir(parents=True, exist_ok=True)
+        write_text(output / REPORT, page(runs, None if finished else config.refresh_sec))
+        if len(folders) > 1:
+            write_text(output / TABLE, as_csv(grouped(runs)))
+            _print_tables(runs)
+        print(output / REPORT, flush=True)
+        if finished or config.refresh_sec is None:
+            return
+        time.sleep(config.refresh_sec)
+
+
+def _matching(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
+
+
+def _read_one(folder: RunFolder) -> list[Run]:
+    folder.check_started()
+    return [Run(folder)]
+
+
+def _read_several(folders: Sequence[RunFolder]) -> list[Run]:
+    """Read runs, and leave out those that cannot be read."""
+    runs = []
+    for folder in (folder for folder in folders if folder.path.is_dir()):  # runs/* has files, too
+        try:
+            run = _read_one(folder)[0]
+            check(run)
+            runs.append(run)
+        except (ValueError, OSError) as error:
+            print(f"left out: {error}")
+    if not runs:
+        raise ValueError("runs: none of these is a run")
+    return runs
+
+
+def _print_tables(runs: Sequence[Run]) -> None:
+    for data, arms in sections(grouped(runs)).items():
+        notes = "".join(f"{note}\n" for note in mixtures(arms))
+        print(f"{printable(data)}\n{as_text(table(arms))}\n{printable(notes)}")
+
+
+@command("reports", ReportsConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
+    """Write the page of runs."""
+    write_reports(ReportsConfig(**request))
+
+
+if __name__ == "__main__":
+    run_main(main)
