@@ -34,7 +34,7 @@ LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 MAX_MEAN = 0.75  # of a channel, in promised standard deviations
 MOSTLY = 0.95
 TAR_END = 1024
-MAX_NOTE_BYTES = 2**16
+MAX_HEADER_BYTES = 2**16  # of a member of a tar
 # What tarfile raises where an archive is damaged, or a member declares more than memory holds.
 TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, LookupError)
 TAR_ERRORS += (OverflowError, RecursionError, MemoryError)
@@ -255,11 +255,14 @@ def _channel_statistics(file: Path) -> tuple[tuple[float, ...], tuple[float, ...
 
 
 class _Headers(io.FileIO):
-    """A tar of which only headers are read; bounds what these declare of notes, which tarfile reads."""
+    """A tar of which only headers are read; bounds the bytes of each member's headers, notes and holes."""
+
+    num_bytes = 0  # since the last member
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= MAX_NOTE_BYTES:
-            raise ValueError(f"a header declares {size} bytes of notes, must be at most {MAX_NOTE_BYTES}")
+        self.num_bytes += size
+        if size < 0 or self.num_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"the headers of a member take more than {MAX_HEADER_BYTES} bytes")
         return super().read(size)
 
 
@@ -280,7 +283,7 @@ def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]
                         wanted_keys.add(key)
                         contents.seek(member.offset_data)
                         yield key, contents.read(member.size)
-                    archive.members = []  # or they pile up
+                    archive.members, headers.num_bytes = [], 0  # members would pile up
         except TAR_ERRORS as error:
             raise ValueError(f"{tar} is damaged: {error}") from error
         contents.seek(max(0, size - TAR_END))
