@@ -43,7 +43,7 @@ REPEATS = {"cpu": 9, "cuda": 5}
 CHECK_SAMPLES = 4
 TOLERANCES = {"no": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}  # of loss and gradients, relative
 PLAIN_KNOWS = {
-    "block": "dit",
+    "block": {"_target_": "models.blocks.DiTBlock"},
     "mlp_ratio": 4.0,
     "class_dropout_prob": 0.1,
     "num_prefix_tokens": 0,

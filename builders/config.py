@@ -53,6 +53,7 @@ NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
 GROUPS_OF_TARGETS = (
     *MUST_NAME_A_TARGET,
+    "model.block",
     "model.router",
     "model.rejoin",
     "sampler.times",

@@ -23,6 +23,8 @@ def build_net(config: dict[str, Any]) -> Backbone:
     """Build the network of a validated configuration, on torch's default device."""
     model = config["model"]
     parts = {"routes": [Route(**fields) for fields in model["routes"]]}
+    if "block" in model:
+        parts["block"] = build_node(config, "model.block").func  # a class, which has no keys
     if "router" in model:
         parts["router"] = build_router(config)
     if "rejoin" in model:

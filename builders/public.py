@@ -67,10 +67,10 @@ def read_weights_file(
     sizes |= classes_of(weights, None if described is None else described.num_classes)
     keys = [f"{key}={value}".lower() for key, value in sizes.items()]
     # A file of TREAD may have been trained with routes, which sparse guidance takes.
-    is_lightning = sizes["model.block"] == "lightning"
+    is_lightning = sizes["model/block"] == "lightning"
     model = "tread" if objective in ("edm", "flow") or is_lightning else "dit"
     model = "dit" if sizes["model.depth"] < MIN_ROUTED_DEPTH else model
-    model = "sprint" if sizes["model.block"] == "sprint" else model
+    model = "sprint" if sizes["model/block"] == "sprint" else model
     config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
     # Which classes have latents in this folder says nothing about the classes in the training of the network.
@@ -141,7 +141,7 @@ def sizes_of(weights: Weights, side: int) -> dict[str, Any]:
         "model.num_heads": NUM_HEADS[hidden_size],
         "model.patch_size": patch_size,
         "model.depth": depth,
-        "model.block": "sprint" if is_sprint else "lightning" if "blocks.0.norm1.weight" in shapes else "dit",
+        "model/block": "sprint" if is_sprint else "lightning" if "blocks.0.norm1.weight" in shapes else "dit",
         "model.learn_sigma": num_outputs == 2 * in_channels * patch_size**2,
         "data.in_channels": in_channels,
         "data.input_size": side,

@@ -16,7 +16,7 @@ DRAWN_DATA = ("data.synthetic", "data.mixture")
 # Option of model/routes that each routed method is known for.
 ROUTES = {"tread": "paper", "sprint": "sprint"}
 METHODS = ("dit", *ROUTES)
-PARTS = ("router", "rejoin")  # of a model that routes
+PARTS = ("block", "router", "rejoin")  # that not every model has
 DECODINGS = ("rounded", "official")
 LABELS = ("random", "balanced")  # of samples
 MAY_BE_INFINITE = ("sampler.S_max", math.inf)

@@ -51,9 +51,7 @@ class Source:
     labels: np.ndarray | None  # (count,) int64
     at: Callable[[int], np.ndarray] | None = None  # gives one entry (C', H, W); None: they are read in order
     in_order: Callable[[], Iterator[np.ndarray]] | None = None  # gives all entries, where `at` is None
-    told: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # by the source, in place of assumptions of its Format
+    told: Mapping[str, Any] = field(default_factory=dict)  # in place of assumptions of its Format
 
     def entries(self) -> Iterator[np.ndarray]:
         return map(self.at, range(self.count)) if self.at else self.in_order()

@@ -36,7 +36,9 @@ class DiTBlock(nn.Module):
     has_position_table = True  # added to the tokens
     norm = final_norm = staticmethod(partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6))
 
-    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, attention: str, num_tokens: int):
+    def __init__(
+        self, hidden_size: int, num_heads: int, mlp_ratio: float, attention: str, num_tokens: int, /
+    ):
         super().__init__()
         self.norm1, self.norm2 = self.norm(hidden_size), self.norm(hidden_size)
         self.attn = self._mixer(hidden_size, num_heads, attention, num_tokens)
@@ -137,13 +139,3 @@ class FinalLayer(nn.Module):
         """x (N, L, D), c (N, 1 or L, D) -> (N, L, patch_size ** 2 * out_channels)."""
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=-1)
         return self.linear(modulate(self.norm_final(x), shift, scale))
-
-
-BLOCKS = {
-    "dit": DiTBlock,
-    "sprint": SprintBlock,
-    "modern": ModernBlock,
-    "lightning": LightningBlock,
-    "mamba": MambaBlock,
-    "rwkv": RWKVBlock,
-}

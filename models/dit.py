@@ -17,7 +17,7 @@ from timm.layers import PatchEmbed
 from torch.utils.checkpoint import checkpoint
 
 from models.backbone import Flops
-from models.blocks import BLOCKS, FinalLayer
+from models.blocks import DiTBlock, FinalLayer
 from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, linear_flops, sincos_position_table
 from models.rejoin import Bypass
 from routing import (
@@ -48,9 +48,7 @@ class DiT(nn.Module):
         learn_sigma: 2C channels of output, as public DiT and SiT checkpoints have.
         init: `adaln_zero` starts every block as the identity and the output at zero [DiT]; `xavier` is the
             initialisation of the public TREAD code, which overwrites those zeros.
-        block: `dit`; `sprint`: QK-norm, and rotary positions in place of the position table; `modern`: the
-            same with RMSNorm and SwiGLU; `lightning`: that of LightningDiT; `mamba` and `rwkv`: a scan in
-            place of attention, see `models/mixers`.
+        block: class of the blocks, see `models/blocks.py`.
         attention: backend of the attention; `auto` chooses by device and precision, see
             `models.layers.Attention`.
         num_prefix_tokens: learned tokens before those of the image; they take part in attention and never
@@ -80,7 +78,7 @@ class DiT(nn.Module):
         class_dropout_prob: float = 0.1,
         learn_sigma: bool = False,
         init: str = "adaln_zero",
-        block: str = "dit",
+        block: type[DiTBlock] = DiTBlock,
         attention: str = "auto",
         num_prefix_tokens: int = 0,
         routes: Sequence[Route] = (),
@@ -106,7 +104,6 @@ class DiT(nn.Module):
         if not 0 <= class_dropout_prob < 1:
             raise ValueError(f"model.class_dropout_prob={class_dropout_prob} must be in [0, 1)")
         check_choice("model.init", init, INITS)
-        check_choice("model.block", block, tuple(BLOCKS))
         check_choice("model.attention", attention, ATTENTIONS)
         self.patch_size, self.in_channels = patch_size, in_channels
         self.latent_shape = (in_channels, input_size, input_size)
@@ -130,21 +127,21 @@ class DiT(nn.Module):
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
         prefix = torch.empty(1, num_prefix_tokens, hidden_size)
         self.prefix = nn.Parameter(prefix) if num_prefix_tokens else None
-        kind, pos_embed = BLOCKS[block], None
-        if kind.has_position_table:
+        pos_embed = None
+        if block.has_position_table:
             pos_embed = sincos_position_table(hidden_size, self.grid_size).unsqueeze(0)  # (1, T, D)
-        positions = kind.positions(hidden_size // num_heads, self.grid_size, num_prefix_tokens)
+        positions = block.positions(hidden_size // num_heads, self.grid_size, num_prefix_tokens)
         positions = None if positions is None else positions.unsqueeze(0)  # (1, L, ...)
         self.register_buffer("pos_embed", pos_embed)
         self.register_buffer("positions", positions, persistent=False)
         self.blocks = nn.ModuleList(
-            kind(hidden_size, num_heads, mlp_ratio, attention, self.num_tokens) for _ in range(depth)
+            block(hidden_size, num_heads, mlp_ratio, attention, self.num_tokens) for _ in range(depth)
         )
         added = torch.zeros(1, num_prefix_tokens + self.num_tokens, hidden_size)  # (1, L, D)
         if pos_embed is not None:
             added[:, num_prefix_tokens:] = pos_embed
         self.rejoins = nn.ModuleList(rejoin(added) for _ in self.routes)
-        self.final_layer = FinalLayer(kind.final_norm(hidden_size), hidden_size, patch_size, out_channels)
+        self.final_layer = FinalLayer(block.final_norm(hidden_size), hidden_size, patch_size, out_channels)
         self._initialize_weights(zero=init == "adaln_zero")
 
     def _initialize_weights(self, zero: bool) -> None:

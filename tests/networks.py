@@ -3,15 +3,20 @@
 import torch
 
 from models import DiT
+from models.blocks import DiTBlock, LightningBlock, MambaBlock, ModernBlock, RWKVBlock, SprintBlock
 from routing import Route
 
 PAPER = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
 
 
-def small_dit(routes=(), num_classes=10, depth=8, **arguments):
+BLOCKS = {"dit": DiTBlock, "sprint": SprintBlock, "modern": ModernBlock, "lightning": LightningBlock}
+BLOCKS |= {"mamba": MambaBlock, "rwkv": RWKVBlock}
+
+
+def small_dit(routes=(), num_classes=10, depth=8, block="dit", **arguments):
     """A DiT of 16 tokens whose zero-initialised weights are randomised, or every block were the identity."""
     torch.manual_seed(0)
-    net = DiT(8, 2, 3, 32, depth, 4, num_classes=num_classes, routes=routes, **arguments)
+    net = DiT(8, 2, 3, 32, depth, 4, num_classes=num_classes, routes=routes, block=BLOCKS[block], **arguments)
     with torch.no_grad():
         for parameter in net.parameters():
             if not parameter.any():

@@ -25,11 +25,11 @@ from builders.schemas import RoutingConfig
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, FlowPath, edm_sampler
 from models import DiT
-from models.blocks import BLOCKS
 from routing import RoutePlan, norm_router
 from runtime.config import build_node
 from runtime.provenance import flatten
 from study.published import read_header, read_rows
+from tests.networks import BLOCKS
 from tests.runs import ROOT, validated
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem != "auto"]
@@ -50,7 +50,7 @@ RECIPE = {
         "class_dropout_prob": 0.1,
         "learn_sigma": False,
         "init": "adaln_zero",
-        "block": "dit",
+        "block": {"_target_": "models.blocks.DiTBlock"},
         "attention": "auto",
         "num_prefix_tokens": 0,
         "router": {"_target_": "routing.random_router"},
@@ -337,7 +337,7 @@ def test_the_stages_of_sprint_are_one_network():
     for config, ratio in ((first, 0.75), (second, 0)):
         assert config["model"]["routes"][0].pop("selection_ratio") == ratio
     assert first["model"] == second["model"]
-    assert first["model"]["block"] == "sprint"
+    assert first["model"]["block"]["_target_"] == "models.blocks.SprintBlock"
     assert first["diffusion"] == second["diffusion"]
     assert (second["optimizer"]["lr"], second["optimizer"]["warmup_steps"]) == (2e-4, 5000)
     assert second["train"].items() >= {"batch_size": 1024, "total_steps": 20_000, "grad_clip": 1.0}.items()
@@ -392,6 +392,8 @@ def test_the_model_group_is_the_signature_of_the_network():
 def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
     parameters = inspect.signature(target).parameters.items()
     defaults = {name: p.default for name, p in parameters if name in node and p.default is not p.empty}
+    if "block" in defaults:
+        defaults["block"] = {"_target_": f"models.blocks.{defaults['block'].__name__}"}
     if "router" in defaults:
         defaults["router"] = {"_target_": f"routing.{defaults['router'].__name__}"}
     if "rejoin" in defaults:
@@ -494,8 +496,8 @@ def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_block_composes_and_builds(block):
-    config, net = built(f"model/block={block}")
-    assert config["model"]["block"] == block
+    _, net = built(f"model/block={block}")
+    assert isinstance(net.blocks[0], BLOCKS[block])
     assert (net.positions is None) == (block in ("dit", "rwkv"))
 
 

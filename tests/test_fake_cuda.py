@@ -41,7 +41,7 @@ from evaluation.statistics import FeatureStatistics
 from models import DiT
 from models.rejoin import Fuse, Mask
 from routing import Route, Routing, attach, grid_router, norm_router, random_router
-from tests.networks import PAPER
+from tests.networks import BLOCKS, PAPER
 from tests.routing.families import FAMILIES
 from training.ema import EMA
 
@@ -86,9 +86,9 @@ def no_device():
     _column.cache_clear()  # of fake tensors
 
 
-def net_on_cuda(routes=(PAPER,), num_classes=10, **options):
+def net_on_cuda(routes=(PAPER,), num_classes=10, block="dit", **options):
     with CUDA:
-        return DiT(8, 2, 3, 32, 8, 4, num_classes=num_classes, routes=routes, **options)
+        return DiT(8, 2, 3, 32, 8, 4, num_classes=num_classes, routes=routes, block=BLOCKS[block], **options)
 
 
 def batch(num_classes=10):

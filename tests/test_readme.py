@@ -23,6 +23,7 @@ from data import LatentManifest, convert, encode, make_shards, report, verify  #
 from evaluation import fetch  # noqa: F401
 from evaluation.files import PUBLISHED
 from examples import finetune
+from reports import __main__ as reports  # noqa: F401
 from runtime.errors import check_choice
 from runtime.provenance import flatten
 from study import twins

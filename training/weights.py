@@ -138,7 +138,8 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
     if entry is not None:
         _check_entries(content, entry, file)
     plain = _renamed(tensors, _without_prefixes, file)
-    _check_switches(plain, file)
+    if not is_own_checkpoint(file):
+        _check_switches(plain, file)
     plain = from_sprint(plain, file)
     num_first = len({name.split(".")[1] for name in plain if name.startswith("blocks.")})
     named = _renamed(plain, lambda name: _own_name(name, num_first), file)

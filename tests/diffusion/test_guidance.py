@@ -23,11 +23,10 @@ from diffusion import (
 from diffusion.generate import cost_of_evaluations
 from diffusion.guidance import predict
 from models import DiT
-from models.blocks import BLOCKS
 from models.rejoin import Fuse, Mask
 from routing import Routing, grid_router
 from runtime.launch import ALONE
-from tests.networks import PAPER, small_batch, small_dit
+from tests.networks import BLOCKS, PAPER, small_batch, small_dit
 
 NET = small_dit([PAPER]).eval()
 PRECOND = EDMPrecond(NET)

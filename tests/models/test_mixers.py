@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from models import DiT
 from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
 from models.mixers.state_space import CONV_SIZE
-from tests.networks import PAPER, small_batch, small_dit
+from tests.networks import BLOCKS, PAPER, small_batch, small_dit
 
 GRID, D, H = 4, 12, 6
 KEPT = torch.tensor([[0, 3, 5, 6, 11, 12], [1, 2, 7, 9, 13, 14]])  # of 16
@@ -158,7 +158,7 @@ def test_a_routed_window_of_scans_is_one_of_the_kept_tokens_alone(block):
 def test_what_must_be_exact_is_fp32_under_autocast(block):
     """Decays and weights over many tokens: all in bf16 would be off by far more."""
     torch.manual_seed(0)
-    net = DiT(32, 2, 3, 32, 2, 4, num_classes=0, block=block).eval()  # 256 tokens
+    net = DiT(32, 2, 3, 32, 2, 4, num_classes=0, block=BLOCKS[block]).eval()  # 256 tokens
     mixer, x = randomised(net.blocks[0].attn), torch.randn(2, 256, 32)
     exact = mixer.double()(x.double(), net.positions).float()
     mixer.float()

@@ -27,6 +27,7 @@ from routing import (
     random_router,
     with_prefix,
 )
+from tests import networks
 from tests.networks import PAPER, small_batch, small_dit
 
 BLOCKS = ("dit", "modern")
@@ -363,8 +364,10 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision, of_route
 @pytest.mark.parametrize(("variant", "options"), EACH_ONCE)
 def test_no_tensor_reaches_the_host(variant, options):
     """A fake tensor has no values: whatever asks for one fails."""
+    options = {"block": "dit", **variant, **options}
+    options["block"] = networks.BLOCKS[options["block"]]
     with FakeTensorMode():
-        net = DiT(8, 2, 3, 32, 8, 4, num_classes=10, routes=TWO_ROUTES, **variant, **options).train()
+        net = DiT(8, 2, 3, 32, 8, 4, num_classes=10, routes=TWO_ROUTES, **options).train()
         x, labels = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
         routing = Routing(0.5, force_keep=torch.zeros(4, 16).bool())
         for loss_fn in (EDMLoss(), KeptTokensLoss(EDMLoss(), net, 0.1)):

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -13,6 +14,7 @@ from diffusion import Guidance, Loss, Precond
 from evaluation.metrics import Metric
 from evaluation.statistics import FeatureStatistics
 from models import Flops
+from models.blocks import DiTBlock
 from models.layers import drop_labels
 from routing import Routing, end_route, resolve_routes, start_route
 from routing.tokens import keep_lowest
@@ -94,6 +96,12 @@ def corner_router(x, num_kept: int, /, *, force_keep=None, noise=None, generator
     """Keep the first tokens."""
     positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
     return keep_lowest(positions.expand(x.shape[:2]), num_kept, force_keep)
+
+
+class WarmBlock(DiTBlock):
+    """The block with learned scales and shifts in its norms."""
+
+    norm = staticmethod(partial(nn.LayerNorm, eps=1e-3))
 
 
 class PixelMixer(nn.Module):
