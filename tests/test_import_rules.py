@@ -4,6 +4,7 @@ used; every third-party library is declared in pyproject.toml and pinned.
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from graphlib import TopologicalSorter
@@ -251,13 +252,29 @@ def test_every_room_stays_within_its_budget():
     assert not over, f"more lines than BUDGET allows: {over}"
 
 
-def test_the_core_that_readme_lists_can_be_read_in_an_hour():
-    section = (
-        (ROOT / "README.md").read_text().partition("## Read the code in an hour\n")[2].partition("\n## ")[0]
-    )
+def core():
+    """The files of the core, as README lists them."""
+    text = (ROOT / "README.md").read_text()
+    section = text.partition("## Read the code in an hour\n")[2].partition("\n## ")[0]
     files, folder = [], ""
     for name in re.findall(r"`([\w/]+\.py)`", section):
         folder = name.rpartition("/")[0] or folder  # `routers/random.py`, `norm.py`: both of one folder
         files.append(ROOT / folder / name.rpartition("/")[2])
+    return files
+
+
+def test_the_core_loads_no_adapter():
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in core()]
+    program = f"import sys, {', '.join(names)}; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    modules = set(loaded.stdout.split())
+    assert set(names) <= modules
+    assert not [name for name in modules if name.startswith(("routing.adapters", "diffusers"))]
+
+
+def test_the_core_that_readme_lists_can_be_read_in_an_hour():
+    files = core()
     assert len(files) == len(set(files)) > 20
     assert num_lines(files) <= MAX_CORE_LINES
