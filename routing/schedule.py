@@ -95,7 +95,7 @@ class RoutePlan:
         return tuple(min(of_route) for of_route in zip(*self._levels(), strict=True))
 
     def routing(self, step: int, num_forced: int = 0, force_keep: torch.Tensor | None = None) -> Routing:
-        """Return what the routes do at a step; arguments as in `ratios`, and tokens (N, T) bool that stay."""
+        """The Routing of a step; arguments as in `ratios`, and force_keep (N, T) bool."""
         return Routing(self.ratios(step, num_forced), force_keep)
 
     def lengths(self, with_force_keep: bool) -> set[int]:
@@ -106,7 +106,7 @@ class RoutePlan:
         return {num_tokens_kept(self.num_tokens, ratio) for ratio in ratios}
 
     def describe(self, with_force_keep: bool) -> list[str]:
-        """Return what happens to the tokens, a line for each route and one for the schedule."""
+        """Describe the plan: a line for each route and one for the schedule."""
         T, grows = self.num_tokens, with_force_keep and self.force_keep_overflow == "grow"
         lines = []
         for route in self.routes:

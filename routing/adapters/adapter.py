@@ -101,7 +101,7 @@ class BlockList:
     num_suffix_tokens: Callable[[nn.Module, Arguments], int] | None = None
 
     def batch_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what a block takes or returns with samples first, and the other way round."""
+        """Swap samples and tokens of a sequence-first list; its own inverse."""
         return x.transpose(0, 1) if self.sequence_first else x
 
     def tokens_of(self, output: Any) -> torch.Tensor:
@@ -109,7 +109,7 @@ class BlockList:
         return self.batch_first(output if self.output is None else output[self.output])
 
     def with_tokens(self, output: Any, x: torch.Tensor) -> Any:
-        """Return what a block returns with other tokens, given samples first."""
+        """Replace the tokens in the output of a block by x, samples first."""
         x = self.batch_first(x)
         return x if self.output is None else (*output[: self.output], x, *output[self.output + 1 :])
 

@@ -388,7 +388,7 @@ class _RoutedPass:
         return None
 
     def residual(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the model is to add to the tokens after the last block."""
+        """The tensor that the model adds to the tokens after the last block."""
         window = self._window()
         if window is None:
             return x

@@ -83,7 +83,7 @@ class _HiddenKeys(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _keys(self, num_queries: int, num_keys: int, num_samples: int) -> torch.Tensor | None:
-        """Return which keys (N, L) to hide; None where the tokens are not among them."""
+        """Keys (N, L) to hide; None if the tokens are not among them."""
         if self.hidden is None:
             return None
         num_others = num_keys - self.hidden.shape[1]
@@ -95,7 +95,7 @@ class _HiddenKeys(TorchFunctionMode):
         return F.pad(self._of(num_samples), (num_first, num_others - num_first))
 
     def _of(self, num_samples: int) -> torch.Tensor:
-        """Return what is hidden of the samples of an attention: of all, or of one after another."""
+        """Hidden tokens of all samples, or of the next one where samples attend one by one."""
         if num_samples == len(self.hidden):
             return self.hidden
         self.sample = (self.sample + 1) % len(self.hidden)

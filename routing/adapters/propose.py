@@ -244,7 +244,7 @@ class _List:
                 return
 
     def batch_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is indexed by token with samples first, and the other way round."""
+        """Swap samples and tokens of a sequence-first list; its own inverse."""
         return x.transpose(0, 1) if self.sequence_first else x
 
     def places(self, sequences: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, int]]:
@@ -319,7 +319,7 @@ class _List:
         return [dict(zip(ways, chosen, strict=True)) for chosen in product(*ways.values())]
 
     def _ways(self, value: Any) -> list[_Way]:
-        """Return how a value may be gathered by token; nothing where it is not indexed by it."""
+        """Ways to gather a value by token; empty if it is not indexed by token."""
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, tuple | list):
