@@ -376,8 +376,6 @@ class _RoutedPass:
         window = self._window()
         if window is None:
             return block
-        if window.is_done:
-            return _Ended(block, idx)
         return _RoutedBlock(block, self.layers[idx], window, idx)
 
     def _window(self) -> _Window | None:
@@ -462,16 +460,19 @@ class _RoutedBlock:
 
     def __init__(self, block: nn.Module, layer: _Layer, window: _Window, idx: int):
         self._block, self._layer, self._window, self._idx = block, layer, window, idx
+        self._has_ended = window.is_done  # the model may look at the block (DiT), and not run it
         self._records_gradients = torch.is_grad_enabled()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on the kept tokens."""
+        spec, window, name = self._layer.spec, self._window, type(self._block).__name__
+        if self._has_ended:
+            raise ValueError(f"layer {self._idx}, a {name}, runs twice in one forward of the model")
         if self._records_gradients and not torch.is_grad_enabled():
             raise ValueError(
                 "checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
                 "use_reentrant=False does not"
             )
-        spec, window, name = self._layer.spec, self._window, type(self._block).__name__
         values = self._values(args, kwargs)
         for key, value in values.items():
             if key not in (spec.tokens, *spec.by_token, *spec.shared) and value is not None:
@@ -511,21 +512,6 @@ class _RoutedBlock:
             of_any_name = self._layer.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
             values |= value if of_any_name else {key: value}
         return values
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._block, name)
-
-
-class _Ended:
-    """A block of a window that has ended: the model may look at it (DiT), and not run it."""
-
-    def __init__(self, block: nn.Module, idx: int):
-        self._block, self._idx = block, idx
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse."""
-        name = type(self._block).__name__
-        raise ValueError(f"layer {self._idx}, a {name}, runs twice in one forward of the model")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
