@@ -38,14 +38,14 @@ COLUMNS = {
     "n": "{}",
     "failed": "{}",
 }
-# The width and the number of heads of each published configuration: FLUX.1, Stable Diffusion 3 medium,
-# PixArt-alpha XL/2, AuraFlow, Wan 1.3B.
+# The width and the number of heads of each published configuration, from small to large: PixArt-alpha XL/2,
+# Wan 1.3B, Stable Diffusion 3 medium, AuraFlow, FLUX.1.
 WIDTHS = {
-    "FluxTransformer2DModel": (3072, 24),
-    "SD3Transformer2DModel": (1536, 24),
     "PixArtTransformer2DModel": (1152, 16),
-    "AuraFlowTransformer2DModel": (3072, 12),
     "WanTransformer3DModel": (1536, 12),
+    "SD3Transformer2DModel": (1536, 24),
+    "AuraFlowTransformer2DModel": (3072, 12),
+    "FluxTransformer2DModel": (3072, 24),
 }
 Built = tuple[nn.Module, dict[str, Any]]  # a model, and arguments of its forward
 
