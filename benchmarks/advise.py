@@ -1,6 +1,10 @@
-"""Measure which routes suit a network, on a trained or half-trained run.
+"""Measure which routes suit a network: a trained or half-trained run, or a transformer from elsewhere.
 
     python -m benchmarks.advise run=runs/NAME
+    python -m benchmarks.advise run=runs/NAME mask_coverage=0.4 batch_size=64
+
+    from benchmarks.advise import advise_model
+    print(advise_model(transformer, {"hidden_states": latents, "timestep": t, ...}).text)
 
 Three things are measured: how alike the tokens are at any two depths (cosine similarity, as in the figure of
 [TREAD] on the representations of layers), what the FLOPs of each candidate promise, and what a forward and
@@ -9,36 +13,42 @@ backward pass takes, again and again. The recommendation is the published window
 that is as much alike, give or take 0.01. That rule is cautious on purpose: similarity has not been shown to
 predict the quality of a route, and published quality is known for the published window alone. There is no
 advice where the network has hardly been trained, or where the repeats do not agree.
+
+A key of the program that is null is as in the run. `advise_model` also times, by name, what SimpleTuner
+recommends; call it in the precision of your training, under its autocast.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-import hydra
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from omegaconf import MISSING, DictConfig
+import yaml
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from builders import config as configuration
 from builders.network import build_net, build_precond
 from builders.sampling import load_net, read_run
 from data import LatentDataset, mask_coverage
 from models import cost_of, token_mask
-from routing import Route, grow_ratio, num_tokens_kept, resolve_routes
-from runtime.config import build_node, run_main, user_mistakes
+from routing import Adapter, Route, attach, detach, grow_ratio, num_tokens_kept, resolve_routes
+from routing.adapters.families import adapter_of
+from routing.adapters.proof import State
+from runtime.config import build_node, command, run_main
 from runtime.errors import check_positive
 from runtime.files import write_json, write_text
 from runtime.machine import start_process
 from runtime.output import claimed, place_of
-from runtime.provenance import environment
+from runtime.provenance import PROJECT, environment
 from runtime.tables import aligned
 from training.checkpoint import find_checkpoint
 from training.speed import fp32_slowdown, interleaved_seconds, most_graphs
@@ -47,6 +57,7 @@ MAX_BATCH = 4096  # of a run from elsewhere
 MIN_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
 RATIOS = (0.25, 0.5)  # published: 0.75 is worse than dense
 PUBLISHED = Route(0.5, 2, -4)
+PRESETS = ("basic", "advanced", "balanced", "max_speed", "high_res", "lora", "masked", "wan")
 FASTER_BY, MIN_SPEEDUP = 1.05, 1.05  # than the published window; than no route at all
 LESS_ALIKE_BY = 0.01
 NEARLY_ALIKE = 0.97  # blocks start as the identity, where all states are alike
@@ -62,15 +73,18 @@ Windows of one length share one measurement.
 TRAINED_WITH_ROUTES = """\
 This run was trained with routes, which makes the states of its own window alike: ask a dense run as well.
 """
+OTHERS = """\
+Rows with a name are what SimpleTuner recommends. Training with routes makes states of their windows alike.
+"""
 HARDLY_TRAINED = """\
 No advice yet: all states are nearly the same, this network has hardly been trained. Ask again later."""
 
 
 @dataclass
 class AdviceConfig:
-    """What `benchmarks.advise` is asked; None means: as in the run."""
+    """The keys of `benchmarks.advise`; None means: as in the run."""
 
-    run: str = MISSING
+    run: str
     checkpoint: str | None = None  # a step, a name or a path; None: the newest
     num_samples: int = 256
     batch_size: int | None = None
@@ -79,9 +93,6 @@ class AdviceConfig:
     data_path: str | None = None  # where the data of the run are found; None: in the folder that it names
     output: str | None = None  # None: inside the run
     overwrite: bool = False
-
-
-configuration.register("advise", AdviceConfig)
 
 
 @dataclass(frozen=True)
@@ -100,63 +111,62 @@ class Candidate:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Words:
-    """How an advice is put: what takes routes, and what goes without."""
+class Advice(NamedTuple):
+    """A table with its advice, all that was measured, and what is recommended, if anything is."""
 
-    take: Callable[[Sequence[Route]], str]
-    dense: str
+    text: str
+    candidates: list[Candidate]
+    best: Candidate | None
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="advise")
-def main(cfg: DictConfig) -> None:
+@command("advise", AdviceConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
     """Measure, recommend, and write table and figures."""
-    with user_mistakes():
-        request = configuration.resolve(cfg)
-        config, details = read_run(request["run"])
-        depth = config["model"]["depth"]
-        if depth < MIN_DEPTH:
-            raise ValueError(
-                f"run={request['run']}: model.depth={depth} must be at least {MIN_DEPTH}: the first and the "
-                "last blocks must see all tokens"
-            )
-        for key in ("num_samples", "repeats", "batch_size"):
-            if request[key] is not None:
-                check_positive(key, request[key])
-        if request["mask_coverage"] is not None and not 0 <= request["mask_coverage"] <= 1:
-            raise ValueError(f"mask_coverage={request['mask_coverage']} must be in [0, 1]")
-        checkpoint = find_checkpoint(Path(request["run"]), request["checkpoint"])
-        resolved = _resolved(request, details)
-        _find_data(request, config)
-        device = start_process().device
-        net = load_net(config, checkpoint / "ema.safetensors")[0].to(device)
-        dataset = build_node(config, "data")()
-        coverage = _coverage(request["mask_coverage"], config, dataset)
-        file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
-        with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
-            batch_size = resolved["micro_batch_size"]
-            alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
-            net = _with_one_route(config).to(device)  # a route may have weights
-            candidates = measure(config, resolved, net, alike, coverage, request["repeats"], device)
-            words = Words(
-                lambda routes: f"model=tread {override(routes, depth)} run_name=NAME",
-                "train the dense twin, model=dit",
-            )
-            best, advice = recommend(candidates, depth, words)
-            notes = [NOTES, ONE_LENGTH, *([TRAINED_WITH_ROUTES] if config["model"]["routes"] else [])]
-            text = report(candidates, best, [*notes, advice])
-            figures = {
-                "checkpoint": str(checkpoint),
-                "mask_coverage": coverage,
-                "batch_size": batch_size,
-                "candidates": [asdict(candidate) for candidate in candidates],
-                "recommended": asdict(best) if best else None,
-                "advice": advice,
-                "similarity": alike.tolist(),
-                "environment": environment(device),
-            }
-            write_text(file.with_suffix(".md"), text + "\n")
-            write_json(file, figures)
+    config, details = read_run(request["run"])
+    depth = config["model"]["depth"]
+    if depth < MIN_DEPTH:
+        raise ValueError(
+            f"run={request['run']}: model.depth={depth} must be at least {MIN_DEPTH}: the first and the "
+            "last blocks must see all tokens"
+        )
+    for key in ("num_samples", "repeats", "batch_size"):
+        if request[key] is not None:
+            check_positive(key, request[key])
+    if request["mask_coverage"] is not None and not 0 <= request["mask_coverage"] <= 1:
+        raise ValueError(f"mask_coverage={request['mask_coverage']} must be in [0, 1]")
+    checkpoint = find_checkpoint(Path(request["run"]), request["checkpoint"])
+    resolved = _resolved(request, details)
+    _find_data(request, config)
+    device = start_process().device
+    net = load_net(config, checkpoint / "ema.safetensors")[0].to(device)
+    dataset = build_node(config, "data")()
+    coverage = _coverage(request["mask_coverage"], config, dataset)
+    file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
+    with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
+        batch_size = resolved["micro_batch_size"]
+        alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
+        net = _with_one_route(config).to(device)  # a route may have weights
+        candidates = measure(config, resolved, net, alike, coverage, request["repeats"], device)
+        best, advice = recommend(
+            candidates,
+            depth,
+            lambda routes: f"model=tread {override(routes, depth)} run_name=NAME",
+            "train the dense twin, model=dit",
+        )
+        notes = [NOTES, ONE_LENGTH, *([TRAINED_WITH_ROUTES] if config["model"]["routes"] else [])]
+        text = report(candidates, best, [*notes, advice])
+        figures = {
+            "checkpoint": str(checkpoint),
+            "mask_coverage": coverage,
+            "batch_size": batch_size,
+            "candidates": [asdict(candidate) for candidate in candidates],
+            "recommended": asdict(best) if best else None,
+            "advice": advice,
+            "similarity": alike.tolist(),
+            "environment": environment(device),
+        }
+        write_text(file.with_suffix(".md"), text + "\n")
+        write_json(file, figures)
     print(f"{aligned(text)}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
 
 
@@ -218,13 +228,17 @@ def similarity(
         stored, labels = dataset.read(ids[start : start + batch_size])
         latents = dataset.manifest.to_latents(stored.to(device), generator)
         loss_fn(precond, latents, None if labels is None else labels.to(device), generator=generator)
-        unit = [F.normalize(x[:, net.num_prefix_tokens :].float(), dim=-1) for x in states]
-        unit = torch.stack(unit).flatten(1)  # (depth + 1, N * T * D)
-        total += (unit @ unit.T).double() / net.num_tokens
+        total += _sum_of_cosines([x[:, net.num_prefix_tokens :] for x in states]) / net.num_tokens
         states.clear()
     for hook in hooks:
         hook.remove()
     return (total / len(ids)).cpu().numpy()
+
+
+def _sum_of_cosines(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sums (L, L) over tokens of the cosines between any two of L states (N, T, D)."""
+    unit = torch.stack([F.normalize(x.float(), dim=-1) for x in states]).flatten(1)  # (L, N * T * D)
+    return (unit @ unit.T).double()
 
 
 def _with_one_route(config: dict[str, Any]) -> nn.Module:
@@ -307,9 +321,16 @@ def candidate(
     )
 
 
-def recommend(candidates: Sequence[Candidate], depth: int, words: Words) -> tuple[Candidate | None, str]:
-    """The candidate to take by the rule above, None for none, and the advice in words."""
-    if hardly_trained(candidates):
+def recommend(
+    candidates: Sequence[Candidate], depth: int, take: Callable[[Sequence[Route]], str], dense: str
+) -> tuple[Candidate | None, str]:
+    """The candidate to take by the rule above, None for none, and the advice.
+
+    Args:
+        take: says how routes are taken.
+        dense: says how to go without.
+    """
+    if min(c.similarity for c in candidates) > NEARLY_ALIKE:  # it cannot rank them
         return None, HARDLY_TRAINED
     (best,) = (c for c in candidates if c.routes == resolve_routes([PUBLISHED], depth) and not c.name)
     windows = [c for c in candidates if not c.name]  # recommendations of others are shown alone
@@ -320,19 +341,14 @@ def recommend(candidates: Sequence[Candidate], depth: int, words: Words) -> tupl
         best = fastest
     low, high = best.measured_quartiles
     if low >= MIN_SPEEDUP:
-        return best, f"Recommended: {words.take(best.routes)}"
+        return best, f"Recommended: {take(best.routes)}"
     (route, *_) = best.routes
     window = f"blocks {route.start_layer_idx} to {route.end_layer_idx} at a ratio of {route.selection_ratio}"
     speedups = f"{low:.2f}x to {high:.2f}x as fast ({best.predicted_speedup:.2f}x by FLOPs)"
     between = f"a step with {window} is {speedups}"
     if high < MIN_SPEEDUP:
-        return None, f"No route is worth it here ({between}): {words.dense}."
+        return None, f"No route is worth it here ({between}): {dense}."
     return None, f"No advice ({between}): measure while nothing else runs, or with repeats=50."
-
-
-def hardly_trained(candidates: Sequence[Candidate]) -> bool:
-    """True if all states are so alike that the similarity cannot rank candidates."""
-    return min(c.similarity for c in candidates) > NEARLY_ALIKE
 
 
 def override(routes: Sequence[Route], depth: int) -> str:
@@ -359,6 +375,133 @@ def report(candidates: Sequence[Candidate], best: Candidate | None, notes: Seque
             f"| {1000 * c.measured_sec:.1f} | {c.similarity:.3f} | {note} |"
         )
     return "\n".join([*lines, *notes])
+
+
+def square(output: Any) -> torch.Tensor:
+    """The mean square of a model's first output, in place of a loss."""
+    return tree_leaves(output)[0].float().square().mean()
+
+
+def advise_model(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    *,
+    adapter: Adapter | None = None,
+    loss: Callable[[Any], torch.Tensor] = square,
+    repeats: int = 11,
+) -> Advice:
+    """Measure routes of a model, which keeps those that it has; its gradients are cleared.
+
+    Args:
+        arguments: of its forward, by name: a batch as in training.
+        adapter: None: that of its routes, or the one that is known for its class.
+        loss: of what the model returns.
+
+    Raises:
+        ValueError: the class is not known, or has too few blocks.
+    """
+    attached = getattr(model, "_attached", None)
+    adapter = adapter or (attached.adapter if attached else adapter_of(model))
+    with _without_routes(model):
+        alike, num_tokens = model_similarity(model, adapter, arguments)
+        depth = len(alike) - 1
+        if depth < MIN_DEPTH:
+            raise ValueError(f"{type(model).__name__} has {depth} blocks: advice needs {MIN_DEPTH}")
+        routes = _candidates(depth)
+        steps = {name: partial(_step, model, adapter, arguments, loss, of) for name, of in routes.items()}
+        flops = {name: _flops(step) for name, step in steps.items()}
+        seconds = interleaved_seconds(steps, next(model.parameters()).device, repeats)
+    found = [
+        candidate(
+            of,
+            tuple(num_tokens_kept(num_tokens, route.selection_ratio) for route in of),
+            flops["dense"] / flops[name],
+            seconds["dense"],
+            seconds[name],
+            alike,
+            name if name in PRESETS else "",
+        )
+        for name, of in routes.items()
+        if of
+    ]
+    best, advice = recommend(
+        found, depth, lambda best: f"attach(model, {_shown(best, depth)})", "train without routes"
+    )
+    return Advice(report(found, best, [NOTES, OTHERS, advice]), found, best)
+
+
+@contextmanager
+def _without_routes(model: nn.Module) -> Iterator[None]:
+    attached = getattr(model, "_attached", None)
+    if attached:
+        detach(model)
+    try:
+        yield
+    finally:
+        if attached:
+            attach(model, attached.routes, adapter=attached.adapter, router=attached.router)
+
+
+@torch.no_grad()
+def model_similarity(
+    model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any]
+) -> tuple[np.ndarray, int]:
+    """The mean cosine similarity of the tokens before any two blocks, and after the last: (depth + 1,
+    depth + 1), and T.
+    """
+    layers = [(spec, block) for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
+    P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens(model, arguments)
+    states = [State(spec, block, P) for spec, block in layers]
+    with ExitStack() as reading:
+        for state in states:
+            reading.enter_context(state.reading())
+        model(**arguments)
+    tokens = [state.value for state in states] + [states[-1].output]
+    num_tokens = tokens[0].shape[1] - S
+    total = _sum_of_cosines([x[:, :num_tokens] for x in tokens])
+    return (total / (len(tokens[0]) * num_tokens)).cpu().numpy(), num_tokens
+
+
+def _candidates(depth: int) -> dict[str, tuple[Route, ...]]:
+    """Routes by name: none, windows at each ratio, and recommendations that fit the depth."""
+    routes = {"dense": ()}
+    for (start, end), ratio in product(windows_of(depth), RATIOS):
+        routes[f"{start} to {end} at {ratio}"] = (Route(ratio, start, end),)
+    for name in PRESETS:
+        given = yaml.safe_load((PROJECT / f"configs/model/routes/{name}.yaml").read_text())["routes"]
+        try:
+            routes[name] = resolve_routes([Route(**route) for route in given], depth)
+        except ValueError:
+            continue  # of another depth
+    return routes
+
+
+def _step(
+    model: nn.Module,
+    adapter: Adapter,
+    arguments: Mapping[str, Any],
+    loss: Callable[[Any], torch.Tensor],
+    routes: Sequence[Route],
+) -> None:
+    if routes:
+        attach(model, routes, adapter=adapter)
+    try:
+        loss(model(**arguments)).backward()
+    finally:
+        if routes:
+            detach(model)
+    model.zero_grad(set_to_none=True)
+
+
+def _flops(step: Callable[[], None]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def _shown(routes: Sequence[Route], depth: int) -> str:
+    shown = (f"Route({r.selection_ratio}, {r.start_layer_idx}, {r.end_layer_idx - depth})" for r in routes)
+    return f"[{', '.join(shown)}]"
 
 
 if __name__ == "__main__":
