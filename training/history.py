@@ -92,7 +92,7 @@ class LossHistory:
             more = " and more" if len(entries) > MAX_ENTRIES else ""
             raise NotFinite(
                 f"no finite loss or gradient in {self.max_skipped_steps} or more steps in a row, from step "
-                f"{first_skipped} on (train.max_skipped_steps); its batch was {entries[:MAX_ENTRIES]}{more}",
+                f"{first_skipped} on (max_skipped_steps); its batch was {entries[:MAX_ENTRIES]}{more}",
                 {"step": first_skipped, "entries": entries, "skipped_steps": found["skipped_steps"]},
             )
         return {key: steps for key, steps in found.items() if steps}

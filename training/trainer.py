@@ -96,7 +96,7 @@ class Trainer:
         self.step = self.saved_step = self.first_step = self.checkpoints.load(checkpoint, self.parts)
         if self.step > (total_steps := self.settings.total_steps):
             raise ValueError(
-                f"train.total_steps={total_steps} must be at least the {self.step} steps of {checkpoint}"
+                f"total_steps={total_steps} must be at least the {self.step} steps of {checkpoint}"
             )
 
     def fit(self) -> str:

@@ -86,7 +86,7 @@ def test_too_many_skipped_steps_end_the_run_at_the_next_log_point(tmp_path):
     message = str(caught.value)
     batch = trainer.batches.entries(5)
     assert (
-        "no finite loss or gradient in 3 or more steps in a row, from step 6 on (train.max_skipped_steps)"
+        "no finite loss or gradient in 3 or more steps in a row, from step 6 on (max_skipped_steps)"
         in message
     )
     assert f"its batch was {batch}" in message

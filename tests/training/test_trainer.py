@@ -99,7 +99,7 @@ def test_a_longer_run_continues_a_finished_one_bitwise(tmp_path, first_steps):
 
 def test_total_steps_must_not_fall_below_the_checkpoint(tmp_path):
     tiny_run(tmp_path / "raised")
-    with pytest.raises(ValueError, match=r"train\.total_steps=3 must be at least the 6 steps"):
+    with pytest.raises(ValueError, match=r"^total_steps=3 must be at least the 6 steps"):
         tiny_trainer(tmp_path / "raised", "train.total_steps=3")
 
 
