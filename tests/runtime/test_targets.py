@@ -38,6 +38,12 @@ guidance             diffusion.CFG                        configs/guidance/cfg.y
 guidance             diffusion.PathDropGuidance           configs/guidance/path_drop.yaml
 guidance             diffusion.SparseGuidance             configs/guidance/sparse.yaml
 model                models.DiT                           configs/model/dit.yaml
+model.block          models.blocks.DiTBlock               configs/model/block/dit.yaml
+model.block          models.blocks.LightningBlock         configs/model/block/lightning.yaml
+model.block          models.blocks.MambaBlock             configs/model/block/mamba.yaml
+model.block          models.blocks.ModernBlock            configs/model/block/modern.yaml
+model.block          models.blocks.RWKVBlock              configs/model/block/rwkv.yaml
+model.block          models.blocks.SprintBlock            configs/model/block/sprint.yaml
 model.rejoin         models.rejoin.Bypass                 configs/model/rejoin/bypass.yaml
 model.rejoin         models.rejoin.Fuse                   configs/model/rejoin/fuse.yaml
 model.rejoin         models.rejoin.Mask                   configs/model/rejoin/mask.yaml
