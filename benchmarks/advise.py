@@ -33,9 +33,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 import yaml
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from benchmarks.runs import count_flops
 from builders.network import build_net, build_precond
 from builders.sampling import load_net, read_run
 from data import LatentDataset, mask_coverage
@@ -145,7 +145,8 @@ def main(request: dict[str, Any]) -> None:
     with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
         batch_size = resolved["micro_batch_size"]
         alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
-        net = _with_one_route(config).to(device)  # a route may have weights
+        # A route may have weights.
+        net = build_net(config | {"model": config["model"] | {"routes": [asdict(PUBLISHED)]}}).to(device)
         candidates = measure(config, resolved, net, alike, coverage, request["repeats"], device)
         best, advice = recommend(
             candidates,
@@ -239,10 +240,6 @@ def _sum_of_cosines(states: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sums (L, L) over tokens of the cosines between any two of L states (N, T, D)."""
     unit = torch.stack([F.normalize(x.float(), dim=-1) for x in states]).flatten(1)  # (L, N * T * D)
     return (unit @ unit.T).double()
-
-
-def _with_one_route(config: dict[str, Any]) -> nn.Module:
-    return build_net({**config, "model": {**config["model"], "routes": [asdict(PUBLISHED)]}})
 
 
 def measure(
@@ -409,7 +406,7 @@ def advise_model(
             raise ValueError(f"{type(model).__name__} has {depth} blocks: advice needs {MIN_DEPTH}")
         routes = _candidates(depth)
         steps = {name: partial(_step, model, adapter, arguments, loss, of) for name, of in routes.items()}
-        flops = {name: _flops(step) for name, step in steps.items()}
+        flops = {name: count_flops(step) for name, step in steps.items()}
         seconds = interleaved_seconds(steps, next(model.parameters()).device, repeats)
     found = [
         candidate(
@@ -491,12 +488,6 @@ def _step(
         if routes:
             detach(model)
     model.zero_grad(set_to_none=True)
-
-
-def _flops(step: Callable[[], None]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return counter.get_total_flops()
 
 
 def _shown(routes: Sequence[Route], depth: int) -> str:

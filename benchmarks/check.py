@@ -32,14 +32,12 @@ SETTINGS = {
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
     """What measures each setting; see `benchmarks.gpu`."""
-    on_gpu = device.type == "cuda" and not tiny
+    on_gpu, settings = device.type == "cuda" and not tiny, SETTINGS
     if on_gpu:
         tests = sorted((PROJECT / "tests").rglob("test_*.py"))
         rest = [str(file) for file in tests if "mark.gpu" in file.read_text() and file.parent.name != "gpu"]
-        return {
-            name: partial(run_tests, ids, on_gpu) for name, ids in (SETTINGS | {"gpu tests": rest}).items()
-        }
-    return {name: partial(run_tests, ids, on_gpu) for name, ids in SETTINGS.items()}
+        settings = SETTINGS | {"gpu tests": rest}
+    return {name: partial(run_tests, ids, on_gpu) for name, ids in settings.items()}
 
 
 def run_tests(tests: list[str], on_gpu: bool) -> Rows:

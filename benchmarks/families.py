@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.results import Rows
+from benchmarks.runs import count_flops
 from routing import Route, Routing, attach
 from runtime.machine import has_fast_bf16
 from training.speed import interleaved_seconds, speedup
@@ -116,11 +116,7 @@ def measure(build: Callable[[], Built], size: Size, repeats: int, device: torch.
     attach(model.train(), [ROUTE])
     steps = {ratio: partial(_step, model, inputs, device, ratio) for ratio in (0.0, RATIO)}
     steps[0.0]()  # a first step may count what later ones do not run
-    flops = {}
-    for ratio, step in steps.items():
-        with FlopCounterMode(display=False) as counter:
-            step()
-        flops[ratio] = counter.get_total_flops()
+    flops = {ratio: count_flops(step) for ratio, step in steps.items()}
     times = interleaved_seconds(steps, device, repeats)
     return [
         {

@@ -2,7 +2,7 @@
 
 import io
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from torch.utils.flop_counter import FlopCounterMode
 
 from builders import config as configuration
 from builders.network import build_net
@@ -101,6 +102,13 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
     if config["train"]["masked_loss"]:
         coverage = mask_coverage(dataset, trainer.batches.token_mask, config["train"]["batch_size"])
     return trainer, describe(trainer.net, run.manifest()["resolved"], config, coverage)
+
+
+def count_flops(step: Callable[[], object]) -> int:
+    """The FLOPs of the matrix products of a step, attention included, while it runs."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
 
 
 def describe(
