@@ -202,16 +202,6 @@ def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
     assert {row["commit"] for row in read_results(results / record.file.name)} == {new}, "as a whole"
 
 
-def test_a_record_is_shown_on_both_pages(tmp_path, project):
-    rates = {"dense": 12.3, "routed": 45.6}
-    rows = [{"setting": "XL/2", "step": step, "images_per_sec": rate} for step, rate in rates.items()]
-    record = Record("gpu_step", tmp_path, HERE)
-    record.add("XL/2", rows)
-    collect(tmp_path, COLUMNS, (), project, tiny=True)
-    shown = {page: re.findall(r"12\.30|45\.60", (project / page).read_text()) for page in PAGES}
-    assert shown == {"README.md": ["45.60"], "RESULTS.md": ["12.30", "45.60"]}
-
-
 def test_twins_are_compared_after_the_same_seconds(tmp_path):
     lines = [
         {"step": 0, "images_per_sec": 0.001},  # it compiled
