@@ -138,7 +138,7 @@ class Work:
             self.record.add(name, rows)
 
     def chosen_lr(self, kind: str) -> float:
-        """Return the learning rate whose search ended lowest."""
+        """The learning rate whose search ended lowest."""
         search = [row for row in self.record.rows if row.get("part") == "search" and row["kind"] == kind]
         ends = {float(row["lr"]): float(row[LOSS]) for row in search}
         if len(ends) < len(LRS[kind]) or min(ends.values()) == math.inf:
@@ -146,7 +146,7 @@ class Work:
         return min(ends, key=ends.get)
 
     def steps_of(self, kind: str, arm: str, search: bool) -> tuple[int, int]:
-        """Return how many steps an arm has with its routes, and how many without them after that."""
+        """The steps of an arm with its routes, and the dense steps after them."""
         dense = self.sizes.steps // 2 if search else self.sizes.steps
         last = round(DENSE_END * dense) if ARMS[arm].ends_dense else 0
         faster = self._seconds(kind, 0.0) / self._seconds(kind, ARMS[arm].ratio)
@@ -186,7 +186,7 @@ class Work:
         return ms / 1000
 
     def _train(self, name: str, kind: str, arm: str, seed: int, lr: float) -> Rows:
-        """Return a row for each evaluation; the last one has the scores of samples."""
+        """A row for each evaluation; the last one has the scores of samples."""
         search, run = seed == SEARCH_SEED, name.replace(":", "").replace(",", "").replace(" ", "_")
         routed, last = self.steps_of(kind, arm, search)
         dense, own = self._seconds(kind, 0.0), self._seconds(kind, ARMS[arm].ratio)
@@ -274,7 +274,7 @@ def drawn(model: Path, base: Path | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def upright(images: Tensor) -> np.ndarray:
-    """Turn images (N, C, H, W) back; return (N, H, W, C)."""
+    """Turn images (N, C, H, W) back: (N, H, W, C)."""
     return torch.rot90(images, k=-1, dims=(2, 3)).permute(0, 2, 3, 1).contiguous().numpy()
 
 

@@ -141,7 +141,7 @@ class Net(nn.Module):
         routing: Routing | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return the velocity, as x, of latents x at times t (N,)."""
+        """The velocity, of the shape of x, at latents x and times t (N,)."""
         given = {keyword: inputs[name] for name, keyword in KEYWORDS.items() if name in inputs}
         given |= {"timestep": self.family.time_scale * t, "return_dict": False}
         if self.routes:
@@ -181,13 +181,13 @@ class Rows:
         self.tokens = partial(token_mask, patch_size=PATCH_SIZE, area=request.mask_area)
 
     def read(self, rows: np.ndarray) -> tuple[Tensor, Inputs, Tensor | None]:
-        """Return latents, what goes with them, and the weights (N, H, W) of masks."""
+        """Latents, the other inputs of the network, and the weights (N, H, W) of masks."""
         inputs = Inputs({name: torch.from_numpy(array[rows]).float() for name, array in self.arrays.items()})
         x, masks = inputs.pop("latents"), inputs.pop("masks", None)
         return x, inputs, None if masks is None else (masks > 0).float()
 
     def batches(self) -> Batches:
-        """Return the stream of this rank's batches, one micro-batch a step."""
+        """The stream of this rank's batches, one micro-batch a step."""
         share = {"rank": self.launch.rank, "world_size": self.launch.world_size}
         sizes = {"batch_size": self.batch_size, "micro_batch_size": self.batch_size // share["world_size"]}
         ids = np.arange(self.num_held_out, len(self.arrays["latents"]))
@@ -209,7 +209,7 @@ class Rows:
 
     @torch.no_grad()
     def dense_loss(self, net: nn.Module, loss: Callable[..., Tensor], step: int) -> dict[str, float]:
-        """Return the loss of the held-out rows without routes, with the same noise each time."""
+        """The loss of the held-out rows without routes, with the same noise each time."""
         net.eval()
         total = torch.zeros((), device=self.launch.device)
         for start in range(0, self.num_held_out, EVAL_BATCH_SIZE)[self.launch.rank :: self.launch.world_size]:
@@ -229,7 +229,7 @@ def flow_loss(
     generator: torch.Generator,
     shift: float = 1.0,
 ) -> Tensor:
-    """Return the loss (N,) of latents x; positions at which the mask (N, H, W) is 0 do not count."""
+    """The loss (N,) of latents x; positions at which the mask (N, H, W) is 0 do not count."""
     device = generator.device
     n = torch.randn(x.shape, generator=generator, device=device).to(x)
     # t = s u / (1 + (s - 1) u),  u = sigmoid(z),  z ~ N(0, 1)
@@ -318,7 +318,7 @@ def read_routes(request: FinetuneConfig) -> Any:
 
 
 def check_output(request: FinetuneConfig, num_processes: int) -> dict[str, Any]:
-    """Return the settings of a run, of which a resumed one may change but few.
+    """The settings of a run, of which a resumed one may change few.
 
     Raises:
         ValueError: `output_dir` is of a run with other settings, or of something else.
@@ -339,7 +339,11 @@ def check_output(request: FinetuneConfig, num_processes: int) -> dict[str, Any]:
 
 
 def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]:
-    """Return the family of the transformer and the mapped arrays; raise ValueError if they do not fit."""
+    """Open the mapped arrays, and find the family of the transformer.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
     import diffusers
 
     folder, given = Path(request.inputs), f"transformer={request.transformer}"
@@ -389,7 +393,7 @@ def _open(file: Path) -> np.ndarray:
 
 
 def load_model(request: FinetuneConfig, device: torch.device) -> tuple[nn.Module, tuple[Route, ...]]:
-    """Return the transformer, with new adapters unless all of it is trained, and its routes."""
+    """Load the transformer, with new adapters unless all of it is trained, and its routes."""
     import diffusers
 
     # AutoModel looks up the class that the folder names.
@@ -414,7 +418,7 @@ def _attach(transformer: nn.Module, request: FinetuneConfig) -> tuple[Route, ...
 
 
 def _base_weights(request: FinetuneConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained`: fp32 for weights that are trained."""
+    """The arguments of `from_pretrained`: fp32 for weights that are trained."""
     if request.train == "full" or request.mixed_precision == "no":
         return {"torch_dtype": torch.float32}
     if request.quantize in (None, "nf4"):
