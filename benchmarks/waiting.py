@@ -1,23 +1,27 @@
 """What it costs that threads spin while they wait, on a quiet machine and beside busy processes.
 
-    python -m benchmarks.waiting [--seconds 3] [--repeats 3]
+    python -m benchmarks.waiting
+    python -m benchmarks.waiting seconds=10 repeats=5
+
+Keys: the seconds of a turn, and how many turns each way has.
 
 A training step of the demo's size (8 blocks of width 128, 64 tokens, batch 32) in fp32 with all cores, each
 way of waiting in a process of its own, in turn. The ways are the variables of OpenMP that decide it.
 """
 
-import argparse
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from joblib import cpu_count
 from tqdm import tqdm
 
 from benchmarks.results import Rows, markdown, write_results
-from runtime.config import run_main
+from runtime.config import command, run_main
 from runtime.provenance import environment
 from runtime.tables import aligned
 
@@ -43,14 +47,18 @@ print(count / passed)
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
-def main() -> None:
+@dataclass
+class WaitingConfig:
+    """The keys of `benchmarks.waiting`."""
+
+    seconds: float = 3.0  # of a turn
+    repeats: int = 3
+
+
+@command("waiting", WaitingConfig, __doc__)
+def main(request: dict[str, Any]) -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser("python -m benchmarks.waiting", None, __doc__)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
-    parser.add_argument("--repeats", type=int, default=3)
-    request, rows = parser.parse_args(), []
-    for num_busy in NUM_BUSY:
-        rows += measure(num_busy, request.seconds, request.repeats)
+    rows = [row for num_busy in NUM_BUSY for row in measure(num_busy, request["seconds"], request["repeats"])]
     print(aligned(markdown(rows, COLUMNS)))
     write_results("waiting", rows, environment(torch.device("cpu")))
 
