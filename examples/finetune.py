@@ -339,11 +339,7 @@ def check_output(request: FinetuneConfig, num_processes: int) -> dict[str, Any]:
 
 
 def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]:
-    """Open the mapped arrays, and find the family of the transformer.
-
-    Raises:
-        ValueError: they do not fit together.
-    """
+    """Open the family of the transformer and the mapped arrays; raise ValueError if they do not fit."""
     import diffusers
 
     folder, given = Path(request.inputs), f"transformer={request.transformer}"
