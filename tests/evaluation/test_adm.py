@@ -319,12 +319,12 @@ def test_a_reference_that_cannot_be_used_shows_before_samples_are_drawn(detector
         Image.fromarray(REFERENCE[i]).convert(mode).save(tmp_path / "images" / f"{i}.png")
     suite = adm_suite(detector, open_reference(tmp_path / "images", open_images))
 
-    def drawn():
-        raise AssertionError("a sample was drawn")
-        yield
+    class Drawn(ArrayImages):
+        def batches(self, batch_size, parts):
+            raise AssertionError("a sample was drawn")
 
     with pytest.raises(ValueError, match=r"4.png cannot be used: its mode is L"):
-        suite.score(drawn(), 10, (24, 24, 3))
+        suite.score(Drawn(SAMPLES))
 
 
 def test_few_samples_and_unpublished_weights_give_warnings(detector, folder):
