@@ -220,7 +220,7 @@ def test_no_file_of_the_project_names_an_absolute_path():
 # Lines of each room, so that it stays readable. Whoever needs more raises a number, and says why beside it.
 BUDGET = {
     "programs": 350,
-    "benchmarks": 2850,
+    "benchmarks": 2800,
     "builders": 2950,
     "data": 3800,
     "diffusion": 2150,
@@ -232,7 +232,7 @@ BUDGET = {
     "runtime": 1900,
     "study": 1050,
     "tests": 27800,
-    "training": 2600,
+    "training": 2550,
 }
 MAX_CORE_LINES = 3000
 
