@@ -2,7 +2,9 @@
 
 import math
 from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,26 +27,19 @@ from diffusion import (
 
 PATHS = {"edm": EDMPath(), "flow": FlowPath(), "ddpm": DDPMPath()}
 WEIGHTS, MEANS, STDS = (torch.tensor(v, dtype=torch.float64) for v in ([0.3, 0.7], [-1.0, 0.6], [0.2, 0.3]))
+POINTS = [torch.tensor(v, dtype=torch.float64) for v in ([0.5, 0.5], [-1.0, 1.0], [0.0, 0.0])]
 
 
-def mixture(path):
+def mixture(path, weights=WEIGHTS, means=MEANS, stds=STDS):
     """E[x_0 | x_t] of two Gaussians, exact."""
 
     def denoise(x, t, *, with_variance=False):
         alpha, sigma = path.alpha(t), path.sigma(t)
-        variance = alpha**2 * STDS**2 + sigma**2
-        apart = x.unsqueeze(-1) - alpha * MEANS
-        share = (WEIGHTS.log() - variance.log() / 2 - apart**2 / (2 * variance)).softmax(-1)
-        D_x = (share * (MEANS + alpha * STDS**2 / variance * apart)).sum(-1)
+        variance = alpha**2 * stds**2 + sigma**2
+        apart = x.unsqueeze(-1) - alpha * means
+        share = (weights.log() - variance.log() / 2 - apart**2 / (2 * variance)).softmax(-1)
+        D_x = (share * (means + alpha * stds**2 / variance * apart)).sum(-1)
         return (D_x, torch.full_like(D_x, -1)) if with_variance else D_x
-
-    return denoise
-
-
-def gaussian(path, std=0.5):
-    def denoise(x, t):
-        alpha, sigma = path.alpha(t), path.sigma(t)
-        return alpha * std**2 / (alpha**2 * std**2 + sigma**2) * x
 
     return denoise
 
@@ -103,15 +98,11 @@ def _randn_like(x, generator):
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_any_sampler_draws_two_points(name, path):
-    """Data at -1 and 1, where the denoiser is tanh(alpha x / sigma^2): nothing is left between them."""
-
-    def denoise(x, t, *, with_variance=False):
-        D_x = torch.tanh(path.alpha(t) * x / path.sigma(t) ** 2)
-        return (D_x, torch.full_like(D_x, -1)) if with_variance else D_x
-
+    """Data at -1 and 1: nothing is left between them."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1000, 1, 1, 1, generator=generator)
-    x = SAMPLERS[name](denoise, noise, path, randn_like=partial(_randn_like, generator=generator)).flatten()
+    randn_like = partial(_randn_like, generator=generator)
+    x = SAMPLERS[name](mixture(path, *POINTS), noise, path, randn_like=randn_like).flatten()
     assert x.abs().mean().item() == pytest.approx(1, abs=0.01)
     assert x.abs().std() < (0.12 if name == "sde, as configured" else 0.06)  # "mean": noise of its last level
     assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.05)
@@ -121,7 +112,8 @@ def test_any_sampler_draws_two_points(name, path):
 @pytest.mark.parametrize("solver, order", [("euler", 1), ("heun", 2)])
 def test_solvers_have_their_order(path, solver, order):
     """Of a Gaussian the flow is known: x_t / std(x_t) stays what it is."""
-    noise, denoise = torch.tensor([[[[1.0]]]], dtype=torch.float64), gaussian(path)
+    noise = torch.tensor([[[[1.0]]]], dtype=torch.float64)
+    denoise = mixture(path, *torch.tensor([[1.0], [0.0], [0.5]], dtype=torch.float64))
     t_max = 0.9 * path.t_max
     start = {"times": partial(uniform_times, t_max=torch.tensor(t_max).item(), t_min=0.3 * path.t_max)}
 
@@ -146,6 +138,45 @@ def test_solvers_have_their_order(path, solver, order):
     assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.25)
 
 
+@pytest.mark.parametrize(("S_churn", "gamma"), [(1, 1 / 4), (40, math.sqrt(2) - 1)])
+def test_churn_raises_the_noise_of_the_levels_in_its_range(S_churn, gamma):
+    """With rho 2 and a denoiser that returns 0, x is proportional to sigma but for the added ones."""
+    seen = []
+
+    def denoise(x, sigma):
+        seen.append((float(x), float(sigma)))
+        return torch.zeros_like(x)
+
+    options = {"num_steps": 4, "sigma_min": 1, "sigma_max": 16, "rho": 2}
+    options |= {"S_min": 3, "S_max": 10, "S_noise": 1.5}
+    edm_sampler(denoise, torch.ones(1, 1, 1, 1), **options, S_churn=S_churn, randn_like=torch.ones_like)
+    x, expected = 16.0, []
+    for sigma, sigma_next in pairwise((16, 9, 4, 1, 0)):
+        sigma_hat = sigma * (1 + gamma) if sigma in (9, 4) else sigma
+        x += 1.5 * math.sqrt(sigma_hat**2 - sigma**2)
+        expected.append((x, sigma_hat))
+        x *= sigma_next / sigma_hat
+        expected += [(x, sigma_next)] if sigma_next else []
+    np.testing.assert_allclose(seen, expected)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 18])
+def test_the_evaluations_of_edm_go_from_the_first_level_to_the_data(num_steps):
+    sigmas, denoised = [], []
+
+    def denoise(x, sigma):
+        assert x.dtype == sigma.dtype == torch.float64
+        sigmas.append(float(sigma))
+        denoised.append(0.5 * x)
+        return denoised[-1]
+
+    x = edm_sampler(denoise, torch.randn(2, 1, 1, 1), num_steps=num_steps)
+    torch.testing.assert_close(x, denoised[-1])  # the step to sigma 0 goes all the way
+    assert len(sigmas) == 2 * num_steps - 1
+    assert sigmas[0] == pytest.approx(80)
+    assert min(sigmas) == pytest.approx(0.002 if num_steps > 1 else 80)
+
+
 @pytest.mark.parametrize("path", [EDMPath(), FlowPath()], ids=["edm", "flow"])
 @pytest.mark.parametrize("S_churn", [0, 20])
 def test_edm_is_a_case_of_the_general_sampler(path, S_churn):
@@ -165,7 +196,6 @@ def test_edm_is_a_case_of_the_general_sampler(path, S_churn):
     [
         (partial(ode_sampler, num_steps=7, solver="euler"), 7),
         (partial(ode_sampler, num_steps=7), 13),
-        (partial(edm_sampler, num_steps=7), 13),
         (partial(sde_sampler, num_steps=7), 7),
         (partial(ddpm_sampler, num_steps=7, variance="small"), 7),
     ],
