@@ -69,13 +69,6 @@ def test_loss_weight_gives_every_noise_level_the_same_say(sigma_data):
         assert abs(loss.mean().item() - 1) < 0.02
 
 
-def test_loss_of_the_oracle_denoiser_is_zero():
-    x = torch.randn(8, 3, 8, 8)
-    loss = EDMLoss()(Oracle(x), x, None)
-    assert loss.shape == (8,)
-    assert not loss.any()
-
-
 def test_noise_levels_are_log_normal():
     logs = EDMLoss(P_mean=-1.2, P_std=1.2).draw_t(100_000, None, torch.device("cpu")).log()
     assert abs(logs.mean() + 1.2) < 0.02

@@ -8,7 +8,6 @@ from tqdm import tqdm
 
 from diffusion import (
     CFG,
-    Branch,
     EDMPrecond,
     ImageSource,
     balanced_labels,
@@ -17,7 +16,7 @@ from diffusion import (
     random_labels,
 )
 from runtime.launch import Launch
-from tests.networks import PAPER, small_batch, small_dit
+from tests.networks import PAPER, small_dit
 
 PRECOND = EDMPrecond(small_dit([PAPER])).eval()
 CPU = torch.device("cpu")
@@ -46,6 +45,12 @@ def joined(parts):
     return torch.cat([parts[start] for start in sorted(parts)])
 
 
+def source(sampler=TWO_STEPS, guidance_scale=1.0, **options):
+    arguments = {"batch_size": 3, "launch": Launch(), **options}
+    decode = lambda x: x.permute(0, 2, 3, 1).numpy()  # noqa: E731
+    return ImageSource(PRECOND, sampler, CFG(guidance_scale), decode, **arguments)
+
+
 @pytest.mark.parametrize("churn", [{}, {"S_churn": 10}])
 def test_a_sample_does_not_depend_on_its_batch_or_its_process(churn):
     whole = joined(latents(10, 10, **churn))
@@ -72,53 +77,8 @@ def test_initial_noise_is_bitwise_the_same_for_any_batch_size():
     assert torch.equal(seen[0], torch.cat(seen[1:]))
 
 
-def test_guidance_is_one_forward_and_scale_one_is_the_condition_alone():
-    x, _, labels = small_batch()
-    sigma = torch.tensor(0.5)
-    batches = []
-    hook = PRECOND.net.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0].shape[0]))
-    conditional = CFG(1.0)(Branch(PRECOND, labels))(x, sigma)
-    guided = CFG(3.0)(Branch(PRECOND, labels))(x, sigma)
-    hook.remove()
-    assert batches == [4, 8]
-    unconditional = PRECOND(x, sigma, torch.full_like(labels, 10))
-    assert torch.equal(conditional, PRECOND(x, sigma, labels))
-    torch.testing.assert_close(
-        guided, unconditional + 3.0 * (conditional - unconditional), atol=1e-4, rtol=1e-4
-    )
-    assert (conditional - unconditional).abs().max() > 0.01
-
-
-def test_the_scale_of_guidance_may_depend_on_the_time():
-    class LowNoise(CFG):
-        def scale(self, path, t):
-            return 3.0 if t < 1 else 1.0
-
-    x, _, labels = small_batch()
-    for t, scale in ((0.5, 3.0), (2.0, 1.0)):
-        of_all_times = CFG(scale)(Branch(PRECOND, labels))(x, torch.tensor(t))
-        assert torch.equal(LowNoise()(Branch(PRECOND, labels))(x, torch.tensor(t)), of_all_times)
-
-
-def test_guidance_needs_classes():
-    with pytest.raises(
-        ValueError, match=r"guidance.guidance_scale=2.0 must be 1 for an unconditional network"
-    ):
-        CFG(2.0)(Branch(EDMPrecond(small_dit(num_classes=0)), None))
-
-
-def test_balanced_labels():
-    assert balanced_labels(5, 3).tolist() == [0, 1, 2, 0, 1]
-    assert balanced_labels(5, 0) is None
-
-
 def test_image_source_puts_processes_together_in_order():
-    def decode(x):
-        return x.numpy()
-
-    arguments = {"batch_size": 2}
-    sampler = partial(edm_sampler, num_steps=2)
-    alone, labels = ImageSource(PRECOND, sampler, CFG(), decode, **arguments, launch=Launch())(7)
+    alone, labels = source(batch_size=2)(7)
     parts = []
 
     class OneAfterAnother(Launch):
@@ -127,17 +87,9 @@ def test_image_source_puts_processes_together_in_order():
             return parts
 
     for rank in (1, 0):
-        together, _ = ImageSource(
-            PRECOND, sampler, CFG(), decode, **arguments, launch=OneAfterAnother(rank, 2)
-        )(7)
+        together, _ = source(batch_size=2, launch=OneAfterAnother(rank, 2))(7)
     assert labels.tolist() == list(range(7))
     assert (together == alone).all()
-
-
-def source(sampler=TWO_STEPS, guidance_scale=1.0, **options):
-    arguments = {"batch_size": 3, "launch": Launch(), **options}
-    decode = lambda x: x.permute(0, 2, 3, 1).numpy()  # noqa: E731
-    return ImageSource(PRECOND, sampler, CFG(guidance_scale), decode, **arguments)
 
 
 def test_a_bar_moves_within_a_batch(monkeypatch):
@@ -179,9 +131,7 @@ def test_an_image_source_guides_away_from_the_null_class():
         return denoise(noise, torch.tensor(0.5))
 
     images, labels = source(look_once, guidance_scale=3.0, first_seed=5)(2)
-    noise = torch.stack(
-        [torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
-    )
+    noise = torch.stack([torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(s)) for s in (5, 6)])
     with torch.no_grad():
         conditional, unconditional = (
             PRECOND(noise, torch.tensor(0.5), torch.tensor(y)) for y in (labels, [10, 10])
@@ -206,7 +156,12 @@ def test_a_set_of_seeds_goes_on_where_another_ends():
     assert labels.tolist() == random_labels(range(5, 8), PRECOND.net.num_classes).tolist()
 
 
-def test_one_class_takes_the_place_of_labels():
+def test_labels_are_those_that_were_asked_for():
+    assert balanced_labels(5, 3).tolist() == [0, 1, 2, 0, 1]
+    assert balanced_labels(5, 0) is None
+    balanced = source()
+    assert balanced.with_labels("random").labels(8).tolist() == random_labels(range(8), 10).tolist()
+    assert balanced.labels(12).tolist() == [*range(10), 0, 1]
     assert source(class_label=4).labels(3).tolist() == [4, 4, 4]
     assert source(class_label=0, labels="random").labels(2).tolist() == [0, 0]
 
@@ -220,19 +175,9 @@ def test_classes_that_were_not_trained_are_never_drawn():
         assert torch.equal(every.labels(60), source(labels=labels).labels(60))
 
 
-def test_a_source_with_other_labels_is_another():
-    balanced = source()
-    drawn = balanced.with_labels("random")
-    assert drawn.labels(8).tolist() == random_labels(range(8), PRECOND.net.num_classes).tolist()
-    assert balanced.labels(8).tolist() == [i % PRECOND.net.num_classes for i in range(8)]
-
-
 def test_samples_in_bf16_are_near_those_in_fp32():
     one, _ = source()(3)
     other, _ = source(bf16=True)(3)
     assert one.dtype == other.dtype == np.float32
+    assert source().image_shape == one.shape[1:]
     assert 0 < np.abs(one - other).max() < 0.05 * np.abs(one).max()
-
-
-def test_a_source_knows_the_shape_of_its_images():
-    assert source().image_shape == source()(1)[0].shape[1:]
