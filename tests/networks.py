@@ -7,6 +7,8 @@ from models.blocks import DiTBlock, LightningBlock, MambaBlock, ModernBlock, RWK
 from routing import Route
 
 PAPER = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
+# hidden_size, depth, num_heads of the paper's networks
+SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
 
 
 BLOCKS = {"dit": DiTBlock, "sprint": SprintBlock, "modern": ModernBlock, "lightning": LightningBlock}

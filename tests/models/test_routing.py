@@ -225,7 +225,7 @@ def test_conditioning_of_each_token_travels_with_it(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(windows=WINDOWS, seed=st.integers(0, 2**32))
 def test_identity_blocks_leave_every_token_in_its_place(variant, windows, seed):
     net = small_dit(routes_from(windows), **variant).train()
@@ -239,20 +239,20 @@ def test_identity_blocks_leave_every_token_in_its_place(variant, windows, seed):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(windows=WINDOWS)
 def test_ratio_zero_is_bitwise_dense_for_any_routes(variant, windows):
     dense, routed = small_dit(**variant).train(), small_dit(routes_from(windows), **variant).train()
     outputs = [
         net(*small_batch(), routing=r, generator=torch.Generator().manual_seed(0))
-        for net, r in ((dense, None), (routed, Routing(0)))
+        for net, r in ((dense, None), (routed, Routing([0.0] * len(routed.routes))))
     ]
     assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("removal", [True, False])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(windows=WINDOWS, seed=st.integers(0, 2**32), router=st.sampled_from(ROUTERS))
 def test_gradient_reaches_every_token_and_parameter(variant, removal, windows, seed, router):
     net = small_dit(routes_from(windows), removal=removal, router=router, **variant).train()
@@ -367,12 +367,11 @@ def test_no_tensor_reaches_the_host(variant, options):
     options = {"block": "dit", **variant, **options}
     options["block"] = networks.BLOCKS[options["block"]]
     with FakeTensorMode():
-        net = DiT(8, 2, 3, 32, 8, 4, num_classes=10, routes=TWO_ROUTES, **options).train()
+        net = DiT(8, 2, 3, 32, 6, 4, num_classes=10, routes=TWO_ROUTES, **options).train()
         x, labels = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
         routing = Routing(0.5, force_keep=torch.zeros(4, 16).bool())
-        for loss_fn in (EDMLoss(), KeptTokensLoss(EDMLoss(), net, 0.1)):
-            losses = loss_fn(EDMPrecond(net), x, labels, routing=routing, mask=torch.rand(4, 8, 8))
-            losses.mean().backward()
+        loss_fn = KeptTokensLoss(EDMLoss(), net, 0.1)
+        loss_fn(EDMPrecond(net), x, labels, routing=routing, mask=torch.rand(4, 8, 8)).mean().backward()
         assert all(parameter.grad is not None for parameter in net.parameters())
 
 
