@@ -553,8 +553,8 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     "LTX2VideoTransformer3DModel": lambda s: plus(
         ltx(s),
         {
-            **{"audio_num_attention_heads": s.num_heads, "rope_type": "split"},
-            **{"audio_attention_head_dim": s.head_dim // 2, "audio_cross_attention_dim": s.width // 2},
+            **{"audio_num_attention_heads": s.num_heads, "audio_attention_head_dim": s.head_dim // 2},
+            **{"audio_cross_attention_dim": s.width // 2, "rope_type": "split"},
         },
         {
             **{"audio_hidden_states": torch.randn(s.batch, 3, 128), "audio_timestep": s.steps},
@@ -633,8 +633,11 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "QwenImageTransformer2DModel": qwen,
     "QwenImage21Transformer2DModel": qwen_21,
-    "SanaWMLTX2RefinerTransformer3DModel": lambda s: (  # without earlier frames
-        ltx(s)[0],
+    "SanaWMLTX2RefinerTransformer3DModel": lambda s: (  # without earlier frames and audio
+        {
+            **{**ltx(s)[0], "audio_num_attention_heads": s.num_heads},
+            **{"audio_attention_head_dim": s.head_dim // 2, "audio_cross_attention_dim": s.width // 2},
+        },
         {
             **{"hidden_states": s.tokens(128), **s.masked, "timestep": s.token_steps},
             "video_rotary_emb": s.rotary(s.width, (1, s.side**2)),
