@@ -35,14 +35,8 @@ def folder(tmp_path_factory):
 
 
 def fid(folder, *overrides, **options):
-    return start(
-        "fid.py",
-        "weights=weights.pth",
-        "allow_unpublished_weights=true",
-        *overrides,
-        folder=folder,
-        **options,
-    )
+    weights = ("weights=weights.pth", "allow_unpublished_weights=true")
+    return start("fid.py", *weights, *overrides, folder=folder, **options)
 
 
 def values(file):
@@ -52,40 +46,19 @@ def values(file):
 @pytest.mark.slow
 def test_any_number_of_processes_gives_the_same_scores(folder):
     """22 samples in batches of 4 leave one process with more than the other, and a short last batch."""
-    files = {}
+    files, made = {}, {}
+    scored = ("samples=samples.npz", "reference=reference.npz", "kid=true")
+    told = ("fid22", "sfid22", "precision22", "kid_std22", "published scores are of 50,000")
     for name, num_processes in (("one", 1), ("two", 2)):
-        result = fid(
-            folder,
-            "samples=samples.npz",
-            "reference=reference.npz",
-            "detector_batch_size=4",
-            "kid=true",
-            f"out={name}.json",
-            num_processes=num_processes,
-        )
-        for word in (
-            "fid22",
-            "sfid22",
-            "precision22",
-            "kid_std22",
-            "published scores are of 50,000",
-            f"record {name}.json",
-        ):
-            assert word in result.stdout
+        options = {"num_processes": num_processes}
+        result = fid(folder, *scored, "detector_batch_size=4", f"out={name}.json", **options)
+        assert all(word in result.stdout for word in (*told, f"record {name}.json"))
         files[name] = values(folder / f"{name}.json")
-    assert files["two"] == pytest.approx(files["one"], rel=1e-6)
-    made = {}
-    for name, num_processes in (("one", 1), ("two", 2)):
-        fid(
-            folder,
-            "mode=reference",
-            "images=samples.npz",
-            f"out=made_{name}.npz",
-            "detector_batch_size=4",
-            num_processes=num_processes,
-        )
+        request = ("mode=reference", "images=samples.npz", f"out=made_{name}.npz")
+        fid(folder, *request, "detector_batch_size=4", **options)
         with np.load(folder / f"made_{name}.npz") as arrays:
             made[name] = dict(arrays)
+    assert files["two"] == pytest.approx(files["one"], rel=1e-6)
     assert made["one"].pop("weights") == made["two"].pop("weights")
     for key, array in made["one"].items():
         np.testing.assert_allclose(made["two"][key], array, rtol=1e-5, atol=1e-6)
@@ -94,17 +67,10 @@ def test_any_number_of_processes_gives_the_same_scores(folder):
 
 @pytest.mark.slow
 def test_a_run_is_scored_without_files_like_its_samples(folder):
-    from_run = fid(
-        folder,
-        "run=run",
-        "num_samples=12",
-        "batch_size=5",
-        "reference=reference.npz",
-        "out=direct.json",
-        num_processes=2,
-    )
+    request = ("run=run", "num_samples=12", "batch_size=5")
+    from_run = fid(folder, *request, "reference=reference.npz", "out=direct.json", num_processes=2)
     assert "fid12" in from_run.stdout
-    start("sample.py", "run=run", "num_samples=12", "batch_size=5", "output=drawn.npz", folder=folder)
+    start("sample.py", *request, "output=drawn.npz", folder=folder)
     fid(folder, "samples=drawn.npz", "reference=reference.npz")
     direct, kept = (json.loads((folder / name).read_text()) for name in ("direct.json", "drawn.scores.json"))
     # a byte may round the other way in another batch
@@ -119,13 +85,8 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
         assert drawn["weights_entry"] == "ema.safetensors"
         protocol = record["protocol"]
         assert protocol["reference"]["sha256"] == sha256(folder / "reference.npz")
-        assert {
-            "name": "PrecisionRecall",
-            "k": 3,
-            "exact": False,
-            "features": "pool",
-            "min_images": 4,
-        } in protocol["metrics"]
+        (metric,) = (m for m in protocol["metrics"] if m["name"] == "PrecisionRecall")
+        assert metric.items() >= {"k": 3, "exact": False, "features": "pool"}.items()
         assert record["environment"]["versions"]["torch-fidelity"]
     assert kept["samples"]["sha256"] == kept["samples"]["drawn"]["samples_sha256"]
 
@@ -152,10 +113,8 @@ def test_scores_are_not_overwritten_unasked(folder):
     only = ("samples=few.npz", "precision_recall=false", "reference=few.npz")
     (folder / "kept.json").write_text("of others")
     result = fid(folder, *only, "out=kept.json", check=False)
-    assert (
-        "out=kept.json: kept.json is there already: overwrite=true replaces it, out=OTHER leaves it"
-        in result.stderr
-    )
+    told = "out=kept.json: kept.json is there already: overwrite=true replaces it, out=OTHER leaves it"
+    assert told in result.stderr
     assert (folder / "kept.json").read_text() == "of others"
     fid(folder, *only, "out=kept.json", "overwrite=true")
     assert "fid5" in values(folder / "kept.json")
@@ -172,32 +131,17 @@ def test_a_record_of_other_samples_is_noticed(folder):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["samples=samples.npz"], "reference must be given for scoring samples in files"),
-        (["reference=reference.npz"], "samples must be given for scoring samples in files (an .npz, a folder or"),
-        (["samples=samples.npz", "run=run", "reference=reference.npz"], "samples=samples.npz has no meaning for scoring a network"),
-        (["samples=.", "reference=reference.npz"], "give their number as num_samples=N"),
         (["samples=samples.npz", "reference=reference.npz", "num_steps=9"], "num_steps=9 has no meaning for scoring"),
-        (["samples=samples.npz", "reference=reference.npz", "images=x"], "images=x has no meaning for scoring"),
-        (["samples=samples.npz", "reference=reference.npz", "out=samples.npz"], "out=samples.npz must end in .json"),
-        (["mode=reference", "images=samples.npz"], "out must be given for mode=reference"),
         (["mode=reference", "images=samples.npz", "out=x.npy"], "out=x.npy must end in .npz"),
-        (["mode=reference", "images=samples.npz", "out=samples.npz"], "out=samples.npz: samples.npz is there already"),
-        (["mode=reference", "images=samples.npz", "out=x.npz", "num_samples=5"], "num_samples=5 has no meaning for"),
         (["mode=reference", "images=samples.npz", "out=x.npz", "resolution=8"], "resolution=8 crops image files"),
-        (["mode=scores", "samples=samples.npz"], "mode=scores must be one of score, reference"),
         (["suite=digits", "samples=samples.npz", "reference=x"], "weights=weights.pth has no meaning for suite=digits"),
         (["run=run", "num_samples=3", "reference=reference.npz"], "3 image(s) are too few: at least 4"),
-        (["run=run", "labels=alphabetical", "reference=reference.npz"], "labels=alphabetical must be one of random, balanced"),
-        (["run=run", "checkpoint=5", "reference=reference.npz"], "checkpoint=5 not found: run=run has steps 4 ("),
         (["samples=samples.npz", "reference=reference.npz", "out=/proc/x/y.json"], "out=/proc/x/y.json cannot be written"),
-        (["run=run", "labels=balanced", "class_label=3", "reference=reference.npz"], "class_label=3 is one class: labels=bal"),
         (["samples=damaged.npz", "reference=reference.npz"], "damaged.npz is damaged: Bad CRC-32"),
-        (["run=run", "num_samples=0", "reference=reference.npz"], "num_samples=0 must be greater than 0"),
-        (["samples=samples.npz", "reference=nowhere.npz"], "reference=nowhere.npz not found"),
-        (["samples=samples.npz", "reference=reference.npz", "weights=none.pth"], "weights=none.pth not found. Expected"),
     ],
 )  # fmt: skip
 def test_mistakes_end_in_one_line(folder, overrides, message):
+    """Those that a process finds; tests/test_wrong_configs.py has the others."""
     before = files(folder)
     result = fid(folder, *overrides, check=False)
     assert result.returncode == 1
@@ -238,14 +182,8 @@ def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
     assert record["num_samples"] == 6
     assert record["reference"]["path"] == f"{folder}/few.npz"
     assert record["detector"]["checked"] == "names and shapes"
-    scored = fid(
-        folder,
-        f"run={tmp_path}/run",
-        "num_samples=6",
-        "batch_size=64",
-        "reference=few.npz",
-        f"out={tmp_path}/s.json",
-    )
+    request = (f"run={tmp_path}/run", "num_samples=6", "batch_size=64", f"out={tmp_path}/s.json")
+    scored = fid(folder, *request, "reference=few.npz")
     assert "fid6" in scored.stdout
     assert values(tmp_path / "s.json")["fid6"] == pytest.approx(lines[1]["fid6"], rel=2e-3)
     with pytest.raises(
@@ -303,13 +241,9 @@ def test_a_failure_in_evaluation_loses_no_checkpoint(folder, tmp_path, monkeypat
 
 def test_what_cannot_be_scored_is_refused_before_training(folder, tmp_path):
     for override, message in (
-        ("train.save_every=3", r"train.eval_every=4 must be a multiple of train.save_every=3"),
-        ("evaluation.reference=nowhere.npz", r"reference=nowhere.npz not found"),
-        ("evaluation.weights=nowhere.pth", r"weights=nowhere.pth not found"),
-        ("evaluation.batch_size=0", r"evaluation.batch_size=0 must be greater than 0"),
         ("evaluation.num_samples=3", r"3 image\(s\) are too few"),
         ("data.in_channels=4", r"evaluation: images are \(8, 8, 4\), must be \(H, W, 3\)"),
     ):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
+        with pytest.raises(ValueError, match=message):
             tiny_trainer(tmp_path / "run", *adm(folder), override)
     assert not (tmp_path / "run").exists()
