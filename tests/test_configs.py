@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 from dataclasses import MISSING, asdict, fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -132,13 +133,6 @@ NUMBERS = {
         "train.batch_size": 256,
         "optimizer.lr": 1e-4,
         "ema.decay": 0.9999,
-    },
-    ("data", "mixture"): {
-        "data.num_components": 4,
-        "train.total_steps": 2000,
-        "optimizer.lr": 1e-3,
-        "optimizer.betas": [0.9, 0.99],
-        "ema.decay": 0.999,
     },
     ("data", "digits_masked"): {
         "train.masked_loss": True,
@@ -294,26 +288,18 @@ def test_jobs_of_a_sweep_are_the_published_rows(experiment, monkeypatch):
     assert len(names) == len(jobs) and all(key in name for name in names)
 
 
-def test_twins_differ_only_in_name_and_routes():
-    tread, dit = validated("model=tread"), validated("model=dit")
-    assert tread["model"].pop("routes")
-    assert dit["model"].pop("routes") == []
-    assert (tread.pop("method"), dit.pop("method")) == ("tread", "dit")
-    assert tread == dit
-
-
-def test_sprint_is_a_sparse_middle_that_is_fused():
-    sprint, dit = validated("model=sprint"), validated("model=dit")
-    changed = {key: sprint["model"].pop(key) for key in ("routes", "router", "rejoin")}
-    assert changed == {
+def test_tread_and_sprint_differ_from_dit_in_their_parts():
+    sprint, tread, dit = (validated(f"model={model}") for model in ("sprint", "tread", "dit"))
+    parts = {
         "routes": [{"selection_ratio": 0.75, "start_layer_idx": 2, "end_layer_idx": -3}],
         "router": {"_target_": "routing.grid_router", "side": 2},
         "rejoin": {"_target_": "models.rejoin.Fuse", "path_drop_prob": 0.1},
     }
-    for key in changed:
-        dit["model"].pop(key)
-    assert (sprint.pop("method"), dit.pop("method")) == ("sprint", "dit")
-    assert sprint == dit
+    assert sprint["model"] == dit["model"] | parts
+    assert tread["model"]["routes"] and tread["model"] == dit["model"] | {"routes": tread["model"]["routes"]}
+    for config, method in ((sprint, "sprint"), (tread, "tread")):
+        assert config | {"method": "dit", "model": dit["model"]} == dit
+        assert config["method"] == method
 
 
 def test_the_row_of_lightningdit_has_its_latents_and_times():
@@ -376,8 +362,7 @@ def test_parity_turns_all_official_details_together(model):
 
 
 def test_the_model_group_is_the_signature_of_the_network():
-    config = validated()
-    assert set(config["model"]) - {"_target_"} == set(inspect.signature(DiT).parameters)
+    assert set(validated()["model"]) - {"_target_"} == set(inspect.signature(DiT).parameters)
 
 
 @pytest.mark.parametrize(
@@ -392,12 +377,9 @@ def test_the_model_group_is_the_signature_of_the_network():
 def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
     parameters = inspect.signature(target).parameters.items()
     defaults = {name: p.default for name, p in parameters if name in node and p.default is not p.empty}
-    if "block" in defaults:
-        defaults["block"] = {"_target_": f"models.blocks.{defaults['block'].__name__}"}
-    if "router" in defaults:
-        defaults["router"] = {"_target_": f"routing.{defaults['router'].__name__}"}
-    if "rejoin" in defaults:
-        defaults["rejoin"] = {"_target_": f"models.rejoin.{defaults['rejoin'].__name__}"}
+    for part, module in (("block", "models.blocks"), ("router", "routing"), ("rejoin", "models.rejoin")):
+        if part in defaults:
+            defaults[part] = {"_target_": f"{module}.{defaults[part].__name__}"}
     assert len(defaults) >= len(node) - 4  # all but _target_ and the sizes
     assert node.items() >= defaults.items()
 
@@ -445,12 +427,6 @@ def test_values_are_converted_to_the_types_of_the_signature():
     assert isinstance(model["mlp_ratio"], float)
 
 
-@pytest.mark.parametrize(("written", "compiled"), [("true", True), ("True", True), ("false", False)])
-def test_compile_means_what_it_says(written, compiled):
-    resolved = resolve_auto(validated(f"train.compile={written}"), {}, torch.device("cpu"), 1)
-    assert resolved["compile"] is compiled
-
-
 def test_no_more_processes_read_ahead_than_there_are_cores():
     cpu, most = torch.device("cpu"), cpu_count()
     for asked, resolved in ((0, 0), (most, most), (most + 7, most)):
@@ -471,11 +447,13 @@ def test_processes_must_divide_the_batch():
 
 
 def test_auto_is_decided_once_and_kept():
-    config, cpu = validated(), torch.device("cpu")
-    saved = {"mixed_precision": "bf16", "compile": True, "micro_batch_size": 16}
-    assert resolve_auto(config, saved, cpu, 2).items() > saved.items()
-    fresh = resolve_auto(validated("train.compile=false", "train.mixed_precision=no"), {}, cpu, 2)
-    assert fresh.items() > {"mixed_precision": "no", "compile": False, "micro_batch_size": 16}.items()
+    cpu = torch.device("cpu")
+    for precision, compiled in (("bf16", True), ("no", False)):  # on a machine that would choose one of both
+        saved = {"mixed_precision": precision, "compile": compiled, "micro_batch_size": 16}
+        assert resolve_auto(validated(), saved, cpu, 2).items() > saved.items()
+    for written, compiled in (("true", True), ("True", True), ("false", False)):
+        fresh = resolve_auto(validated(f"train.compile={written}", "train.mixed_precision=no"), {}, cpu, 2)
+        assert fresh.items() > {"mixed_precision": "no", "compile": compiled, "micro_batch_size": 16}.items()
 
 
 def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
@@ -504,37 +482,22 @@ def test_every_block_composes_and_builds(block):
 def test_ablation_arms_differ_only_in_what_their_name_says():
     names = ("dense", "tread", "no_removal", "kept_loss", "fp32_after_route", "token_drop", "masking")
     arms = {name: built(f"experiment=ablation_{name}")[0] for name in names}
+    tread, masked = validated("model=tread"), {"rejoin": {"_target_": "models.rejoin.Mask"}}
+    reconstructed = {"kept_tokens_only": True, "reconstruction_weight": 0.1}
+    route = {"selection_ratio": 0.5, "start_layer_idx": 0}
+    to_end, before_end = ({"routes": [route | {"end_layer_idx": end}]} for end in (-1, -3))
     assert arms["dense"] == validated("model=dit")
-    assert arms["tread"] == validated("model=tread")
-    for name, key, value in (
-        ("no_removal", "removal", False),
-        ("fp32_after_route", "fp32_after_route", True),
-    ):
-        assert arms[name]["model"].pop(key) is value
-        assert arms["tread"]["model"].pop(key) is not value
-    assert arms["kept_loss"]["train"].pop("kept_tokens_only") is True
-    assert arms["tread"]["train"]["kept_tokens_only"] is False
-    assert {**arms["no_removal"], "model": None} == {**arms["tread"], "model": None}
-    masking, dropping, tread = arms["masking"], arms["token_drop"], validated("model=tread")
-    for arm, end in ((dropping, -1), (masking, -3)):
-        assert arm["model"].pop("routes") == [
-            {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": end}
-        ]
-        assert arm["train"].pop("kept_tokens_only") is True
-    assert masking["model"].pop("rejoin") == {"_target_": "models.rejoin.Mask"}
-    assert masking["train"].pop("reconstruction_weight") == 0.1
-    for arm in (dropping, masking):
-        assert (
-            arm["train"].items() <= tread["train"].items() and arm["model"].items() <= tread["model"].items()
-        )
-        assert {**arm, "model": 0, "train": 0} == {**tread, "model": 0, "train": 0}
-
-
-def test_the_dense_finetune_has_no_routes_and_a_lower_learning_rate():
-    config, net = built("experiment=dense_finetune", "train.init_from=runs/x", "data=digits")
-    assert config["method"] == "dit"
-    assert net.routes == ()
-    assert (config["optimizer"]["lr"], config["train"]["total_steps"]) == (1e-5, 300_000)
+    for name, changes in {
+        "tread": {},
+        "no_removal": {"model": {"removal": False}},
+        "fp32_after_route": {"model": {"fp32_after_route": True}},
+        "kept_loss": {"train": {"kept_tokens_only": True}},
+        "token_drop": {"model": to_end, "train": {"kept_tokens_only": True}},
+        "masking": {"model": before_end | masked, "train": reconstructed},
+    }.items():
+        expected = tread | {group: tread[group] | keys for group, keys in changes.items()}
+        assert arms[name] == expected, name
+        assert changes == {} or arms[name] != tread
 
 
 PUBLISHED = {"experiment": "imagenet256_dit_xl_2_400k", "model": "dit", "data": "imagenet256"}
@@ -593,26 +556,19 @@ def test_jobs_of_a_sweep_are_named_by_what_is_swept(monkeypatch, line, job, name
     ],
 )
 def test_jobs_that_differ_in_any_sign_have_names_of_their_own(jobs):
-    names = [
-        configuration._chosen_in_sweep(
-            re.split(r" (?=b=)", job), set(), {"a", "b", "data.path", "optimizer.lr"}
-        )
-        for job in jobs
-    ]
+    swept = {"a", "b", "data.path", "optimizer.lr"}
+    names = [configuration._chosen_in_sweep(re.split(r" (?=b=)", job), set(), swept) for job in jobs]
     assert len(set(names)) == len(jobs)
     assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
 
 
 def test_long_constants_do_not_hide_what_is_swept():
     constants = [f"train.key_{i}={'x' * 30}" for i in range(10)]
-    names = {
-        configuration._chosen_in_sweep([*constants, f"optimizer.lr={lr}"], set(), {"optimizer.lr"})
-        for lr in (1, 2)
-    }
+    name = partial(configuration._chosen_in_sweep, left_out=set(), swept={"optimizer.lr"})
+    names = {name([*constants, f"optimizer.lr={lr}"]) for lr in (1, 2)}
     assert len(names) == 2
     assert all(name.startswith("optimizer.lr-") and len(name) < 30 for name in names)
-    other = configuration._chosen_in_sweep(["a=1", "optimizer.lr=1"], set(), {"optimizer.lr"})
-    assert other not in names, "other constants, another folder"
+    assert name(["a=1", "optimizer.lr=1"]) not in names, "other constants, another folder"
 
 
 def test_the_router_is_as_configured():

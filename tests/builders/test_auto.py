@@ -1,6 +1,4 @@
-"""What a run makes of the machine, as far as the memory goes; tests/test_configs.py has precision,
-compilation and batches.
-"""
+"""What a run makes of the machine: precision and memory; tests/test_configs.py has the rest."""
 
 import json
 from types import SimpleNamespace
@@ -26,12 +24,6 @@ def resolved(*overrides, device=CPU):
 def nothing_chosen(monkeypatch):
     for name in MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize("saved", ["no", "bf16"])
-def test_a_resumed_run_keeps_its_precision(saved):
-    """On a machine that would choose the other."""
-    assert resolve_auto(validated(), {"mixed_precision": saved}, CPU, 1)["mixed_precision"] == saved
 
 
 def test_the_first_rank_measures_the_precision_and_the_others_take_it(tmp_path, monkeypatch):

@@ -103,14 +103,6 @@ def test_evaluations_are_counted_without_running_the_network():
     assert source.cost() is None, "a count costs nothing"
 
 
-def test_more_images_begin_with_the_same_ones():
-    source = source_of(batch_size=4)
-    few, _ = source(6)
-    many, _ = source(9)
-    assert np.array_equal(few, many[:6])
-    assert few.shape[0] == 6
-
-
 def test_a_sample_that_is_not_finite_is_named():
     class Broken(CFG):
         def __call__(self, strong):
@@ -456,17 +448,9 @@ def test_features_are_those_of_their_images_whoever_looks(tmp_path):
         assert all(np.array_equal(one[name], array) for name, array in other.items())
 
 
-@pytest.mark.parametrize(
-    ("num_classes", "expected"),
-    [
-        (0, (10, 10)),
-        (1, (10, 10)),
-        (3, (9, 9)),
-        (6, (12, 6)),
-        (10, (10, 10)),
-        (37, (37, 10)),
-        (101, (10, 10)),
-    ],
-)
+GRIDS = {0: (10, 10), 1: (10, 10), 3: (9, 9), 6: (12, 6), 10: (10, 10), 37: (37, 10), 101: (10, 10)}
+
+
+@pytest.mark.parametrize(("num_classes", "expected"), GRIDS.items())
 def test_a_picture_of_a_training_has_about_ten_samples_and_each_class(num_classes, expected):
     assert grid_of(num_classes) == expected

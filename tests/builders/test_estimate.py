@@ -145,11 +145,8 @@ def test_a_step_takes_the_memory_that_was_said(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "takes", "message"),
     [
-        (
-            "train.batch_size=91",
-            {},
-            "train.batch_size=91: a step sees some of the 90 entries more than once",
-        ),
+        ("train.batch_size=90", {"activations": 19 * GIB, "checkpoints": 5 * GIB}, None),
+        ("train.batch_size=91", {}, "train.batch_size=91: a step sees some of the 90 entries more than once"),
         (
             "",
             {"activations": 30 * GIB},
@@ -170,8 +167,9 @@ def test_a_step_takes_the_memory_that_was_said(tmp_path):
 def test_what_is_not_there_is_warned_of(overrides, takes, message):
     config = validated(*TINY, *overrides.split())
     usual = {"step_sec": 1.0, "weights": GIB, "activations": GIB, "checkpoints": GIB}
-    (warning,) = warnings(config, MANIFEST, Estimate(**usual | takes), 6, 20 * GIB, 5 * GIB)
-    assert warning.startswith(f"warning: {message}")
+    found = warnings(config, MANIFEST, Estimate(**usual | takes), 6, 20 * GIB, 5 * GIB)
+    assert len(found) == (message is not None)
+    assert all(warning.startswith(f"warning: {message}") for warning in found)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +177,7 @@ def test_what_is_not_there_is_warned_of(overrides, takes, message):
     [
         ({"activations": 38 * GIB}, 1, None),  # compiled blocks may keep half of it
         ({"activations": 40 * GIB}, 1, "about 41 GiB of memory are needed, 20 GiB are free: "),
-        (
-            {"weights": 299 * GIB, "step_sec": 1e6},
-            9,
-            "about 300 GiB of memory are needed, 20 GiB are free: ",
-        ),
+        ({"weights": 299 * GIB, "step_sec": 1e6}, 9, "about 300 GiB of memory are needed, 20 GiB are free: "),
         ({"checkpoints": 6 * GIB}, 1, "about 6 GiB of disk are needed for checkpoints, 5 GiB are free: "),
         ({"step_sec": 864_000}, 2, None),
         ({"step_sec": 864_000}, 4, "this would take about 40 days here: "),
@@ -234,17 +228,6 @@ def test_the_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, names, 
     assert free_memory(Launch(world_size=2)) == min(free, 8 * GIB) // 2
 
 
-def test_nothing_is_warned_of_where_all_is_there():
-    enough = Estimate(step_sec=1.0, weights=GIB, activations=GIB, checkpoints=GIB)
-    assert warnings(validated(*TINY, "train.batch_size=90"), MANIFEST, enough, 6, 2 * GIB, GIB) == []
-
-
 def test_times_are_one_number():
-    assert [duration(sec) for sec in (0.4, 119, 120, 7199, 7200, 172_800)] == [
-        "0 s",
-        "119 s",
-        "2 min",
-        "120 min",
-        "2 h",
-        "2 days",
-    ]
+    lengths = {0.4: "0 s", 119: "119 s", 120: "2 min", 7199: "120 min", 7200: "2 h", 172_800: "2 days"}
+    assert {sec: duration(sec) for sec in lengths} == lengths

@@ -41,10 +41,8 @@ def test_a_small_set_gets_a_small_network_and_minutes_of_steps(latents):
     expected = {"model.patch_size": 4, "model.hidden_size": 128, "model.depth": 8, "model.num_heads": 4}
     expected |= {"train.batch_size": 4, "train.total_steps": 1200, "train.log_every": 30}
     expected |= {"train.save_every": 150, "train.eval_every": 300, "train.sample_every": 150}
-    assert (
-        found.items()
-        >= (expected | {"optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.99], "ema.decay": 0.999}).items()
-    )
+    expected |= {"optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.99], "ema.decay": 0.999}
+    assert found.items() >= expected.items()
 
 
 def test_each_part_is_a_key_that_the_others_follow(latents):
@@ -120,10 +118,7 @@ def test_a_run_keeps_its_recipe_on_another_machine(tmp_path, monkeypatch):
 
 
 def test_other_data_have_no_size_of_their_own():
-    with pytest.raises(
-        InterpolationResolutionError,
-        match="optimizer=adamw_latents need latents, as those",
-    ):
+    with pytest.raises(InterpolationResolutionError, match="optimizer=adamw_latents need latents, as those"):
         validated("model/size=auto", "data=digits")
 
 

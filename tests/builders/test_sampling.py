@@ -78,10 +78,7 @@ def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):
         assert source.guidance.guidance_scale == record["guidance"]["guidance_scale"] == scale
     for asked, num_steps in (((), 2), (("num_steps=3",), 3)):
         assert opened(run, *asked)[0].sampler.keywords["num_steps"] == num_steps
-    options = ("num_steps=1", "first_seed=5")
-    plain, guided = (drawn(run, tmp_path / f"{i}.npz", *options, f"guidance_scale={i}") for i in (1, 4))
-    assert not np.array_equal(plain, guided)
-    assert opened(run, *options)[0].first_seed == 5
+    assert opened(run, "first_seed=5")[0].first_seed == 5
 
 
 @pytest.mark.parametrize(
@@ -113,12 +110,7 @@ def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, k
     "option", ["num_steps=3", "guidance_scale=3", "sampler=edm", MOST_UNLIKE, "checkpoint=4"]
 )
 def test_what_is_asked_changes_the_samples(run, tmp_path, option):
-    images = []
-    for name, options in (("plain", ()), ("other", (option,))):
-        asked = (f"run={run}", "num_samples=4", f"output={tmp_path / name}.npz", *options)
-        sample.main(composed(*asked, config_name="sample"))
-        with np.load(tmp_path / f"{name}.npz") as arrays:
-            images.append(arrays["arr_0"])
+    images = [drawn(run, tmp_path / f"{i}.npz", *asked) for i, asked in enumerate([(), (option,)])]
     assert (images[0] != images[1]).any()
 
 
@@ -181,13 +173,6 @@ def test_runs_are_scored_with_50k_samples_by_default():
     assert scoring.drawn({"num_samples": 7})["num_samples"] == 7
 
 
-def test_samples_inside_the_run_are_not_overwritten_either(run):
-    asked = composed(f"run={run}", "num_samples=5", config_name="sample")
-    sample.main(asked)
-    with pytest.raises(UserError, match=r"step_00000006_n5_seed0_2steps\.npz is there already"):
-        sample.main(asked)
-
-
 @pytest.mark.parametrize("part", ["runtime.parts.np.savez", "sample.atomic_write", "sample.write_json"])
 def test_a_full_disk_leaves_old_samples_and_what_is_drawn(run, tmp_path, monkeypatch, part):
     output = tmp_path / "a.npz"
@@ -229,8 +214,6 @@ def test_the_pictures_of_a_training_are_decoded_as_its_samples_are(tmp_path):
 
 def test_a_checkpoint_is_given_by_step_name_or_path(tmp_path):
     folders = [tmp_path / "checkpoints" / f"step_{step:08d}" for step in (4, 12)]
-    with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
-        find_checkpoint(tmp_path, None)
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / "ema.safetensors").touch()
