@@ -147,34 +147,40 @@ def stop_after(num_parts):
     return mock.patch("diffusion.generate.ImageSource.latents", latents), calls
 
 
-def test_a_job_that_is_stopped_goes_on_and_gives_the_same_file(run, tmp_path):
-    ask(run, tmp_path / "whole.npz")
-    for num_parts in (1, 3):
-        patch, _ = stop_after(num_parts)
-        with patch, pytest.raises(Stopped):
-            ask(run, tmp_path / "s.npz")
-        assert {path.name for path in tmp_path.glob("s.*")} == {"s.npz.partial"}
-        assert len(list(tmp_path.glob("s.npz.partial/0*.npz"))) == num_parts
-        patch, calls = stop_after(4)
-        with patch, mock.patch("sys.argv", ["sample.py", "the", "same", "in", "other", "words"]):
-            ask(run, tmp_path / "s.npz", "grid_columns=10", "overwrite=true")
-        assert [start for start, _ in calls] == [3 * part for part in range(num_parts, 4)]
-        for suffix in (".npz", ".png"):
-            files = (tmp_path / f"{name}{suffix}" for name in ("whole", "s"))
-            assert len({file.read_bytes() for file in files}) == 1
-        records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "s")]
-        assert records[0]["cost_per_image"] == records[1]["cost_per_image"]
-        assert records[0]["samples_sha256"] == records[1]["samples_sha256"]
-        assert not list(tmp_path.glob("*.partial"))
-        for file in tmp_path.glob("s.*"):
-            file.unlink()
+def stopped(run, output, num_parts, *overrides):
+    patch, _ = stop_after(num_parts)
+    with patch, pytest.raises(Stopped):
+        ask(run, output, *overrides)
+
+
+ADAPTIVE = ("sampler=dopri5", "guidance=none")  # steps take the evaluations that the images of a part need
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "options"), [(1, ()), (3, ()), pytest.param(2, ADAPTIVE, marks=pytest.mark.slow)]
+)
+def test_a_job_that_is_stopped_goes_on_and_gives_the_same_file(run, tmp_path, num_parts, options):
+    ask(run, tmp_path / "whole.npz", *options)
+    stopped(run, tmp_path / "s.npz", num_parts, *options)
+    assert {path.name for path in tmp_path.glob("s.*")} == {"s.npz.partial"}
+    assert len(list(tmp_path.glob("s.npz.partial/0*.npz"))) == num_parts
+    patch, calls = stop_after(4)
+    with patch, mock.patch("sys.argv", ["sample.py", "the", "same", "in", "other", "words"]):
+        ask(run, tmp_path / "s.npz", *options, "grid_columns=10", "overwrite=true")
+    assert [start for start, _ in calls] == [3 * part for part in range(num_parts, 4)]
+    for suffix in (".npz", ".png"):
+        files = (tmp_path / f"{name}{suffix}" for name in ("whole", "s"))
+        assert len({file.read_bytes() for file in files}) == 1
+    records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "s")]
+    assert records[0]["cost_per_image"] == records[1]["cost_per_image"]
+    assert records[0]["samples_sha256"] == records[1]["samples_sha256"]
+    assert (records[0]["cost_per_image"]["network_evaluations"] > 10) == (options == ADAPTIVE)
+    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.slow
 def test_parts_of_another_job_are_not_mixed_in(run, tmp_path):
-    patch, _ = stop_after(1)
-    with patch, pytest.raises(Stopped):
-        ask(run, tmp_path / "s.npz")
+    stopped(run, tmp_path / "s.npz", 1)
     with pytest.raises(UserError, match=r"other settings \(first_seed: 0 -> 5\): .*overwrite=true starts"):
         ask(run, tmp_path / "s.npz", "first_seed=5")
     with (
@@ -190,9 +196,7 @@ def test_parts_of_another_job_are_not_mixed_in(run, tmp_path):
 @pytest.mark.slow
 def test_a_job_keeps_the_precision_and_the_batch_that_it_began_with(run, tmp_path):
     options = ("batch_size=null", "num_samples=300")
-    patch, _ = stop_after(1)
-    with patch, pytest.raises(Stopped):
-        ask(run, tmp_path / "s.npz", *options)
+    stopped(run, tmp_path / "s.npz", 1, *options)
     with (
         mock.patch("builders.drawing.default_batch_size", lambda source: 7),
         mock.patch("builders.drawing.has_fast_bf16", lambda device: not has_fast_bf16(device)),
@@ -203,32 +207,26 @@ def test_a_job_keeps_the_precision_and_the_batch_that_it_began_with(run, tmp_pat
 
 
 @pytest.mark.slow
-def test_leftovers_of_another_job_decide_nothing(run, tmp_path):
-    left_open = ("batch_size=null", "num_samples=300", "overwrite=true")
-    for first_seed, damage in ((0, False), (1, True)):
-        patch, _ = stop_after(1)
-        with patch, pytest.raises(Stopped):
-            ask(run, tmp_path / "s.npz", "batch_size=9", "mixed_precision=bf16", f"first_seed={first_seed}")
-        if damage:
-            (tmp_path / "s.npz.partial/about.json").write_text("{")
-            with pytest.raises(UserError, match=r"about.json is damaged"):
-                ask(run, tmp_path / "s.npz", "first_seed=2")
-        with (
-            mock.patch("builders.drawing.default_batch_size", lambda source: 7),
-            mock.patch("builders.drawing.has_fast_bf16", lambda device: False),
-        ):
-            ask(run, tmp_path / "s.npz", *left_open, "first_seed=2")
-        record = json.loads((tmp_path / "s.json").read_text())
-        assert (record["batch_size"], record["mixed_precision"]) == (7, "no")
-        for file in tmp_path.glob("s.*"):
-            file.unlink()
+@pytest.mark.parametrize("damaged", [False, True])
+def test_leftovers_of_another_job_decide_nothing(run, tmp_path, damaged):
+    stopped(run, tmp_path / "s.npz", 1, "batch_size=9", "mixed_precision=bf16")
+    if damaged:
+        (tmp_path / "s.npz.partial/about.json").write_text("{")
+        with pytest.raises(UserError, match=r"about.json is damaged"):
+            ask(run, tmp_path / "s.npz", "first_seed=2")
+    with (
+        mock.patch("builders.drawing.default_batch_size", lambda source: 7),
+        mock.patch("builders.drawing.has_fast_bf16", lambda device: False),
+    ):
+        left_open = ("batch_size=null", "num_samples=300", "overwrite=true", "first_seed=2")
+        ask(run, tmp_path / "s.npz", *left_open)
+    record = json.loads((tmp_path / "s.json").read_text())
+    assert (record["batch_size"], record["mixed_precision"]) == (7, "no")
 
 
 def test_a_job_without_parts_is_no_job(run, tmp_path):
     """As after a disk that was too small, or a first sample that was not finite."""
-    patch, _ = stop_after(0)
-    with patch, pytest.raises(Stopped):
-        ask(run, tmp_path / "s.npz")
+    stopped(run, tmp_path / "s.npz", 0)
     assert list(tmp_path.iterdir()) == []
     folder = PartFolder(tmp_path / "p", {"a": 1}, 2)
     folder.start()
@@ -238,44 +236,25 @@ def test_a_job_without_parts_is_no_job(run, tmp_path):
         PartFolder(tmp_path / "link", {"a": 2}, 2).start()
 
 
-def test_a_kill_while_parts_are_joined_is_mended_by_the_same_command(run, tmp_path):
+@pytest.mark.parametrize("moment", ["sample.write_json", "runtime.parts.PartFolder.remove"])
+def test_a_kill_while_parts_are_joined_is_mended_by_the_same_command(run, tmp_path, moment):
     ask(run, tmp_path / "whole.npz")
-    for moment in ("sample.write_json", "runtime.parts.PartFolder.remove"):
-        with mock.patch(moment, side_effect=Stopped), pytest.raises(Stopped):
-            ask(run, tmp_path / "s.npz")
-        assert (tmp_path / "s.npz").exists() == moment.endswith("remove")
-        with mock.patch("diffusion.generate.generate", side_effect=AssertionError("drawn again")):
-            ask(run, tmp_path / "s.npz")
-        assert not (tmp_path / "s.npz.partial").exists()
-        assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
-        record = json.loads((tmp_path / "s.json").read_text())
-        assert record["samples_sha256"] == sha256(tmp_path / "s.npz")
-        with pytest.raises(UserError, match=r"s.npz is there already"):
-            ask(run, tmp_path / "s.npz")
-        for file in tmp_path.glob("s.*"):
-            file.unlink()
-
-
-@pytest.mark.slow
-def test_each_part_has_the_cost_of_its_own_images(run, tmp_path):
-    """Adaptive steps take as many evaluations as the images of a part need."""
-    adaptive = ("sampler=dopri5", "guidance=none")
-    ask(run, tmp_path / "whole.npz", *adaptive)
-    patch, _ = stop_after(2)
-    with patch, pytest.raises(Stopped):
-        ask(run, tmp_path / "s.npz", *adaptive)
-    ask(run, tmp_path / "s.npz", *adaptive)
-    costs = [json.loads((tmp_path / f"{name}.json").read_text())["cost_per_image"] for name in ("whole", "s")]
-    assert costs[0] == costs[1]
-    assert costs[0]["network_evaluations"] > 10
+    with mock.patch(moment, side_effect=Stopped), pytest.raises(Stopped):
+        ask(run, tmp_path / "s.npz")
+    assert (tmp_path / "s.npz").exists() == moment.endswith("remove")
+    with mock.patch("diffusion.generate.generate", side_effect=AssertionError("drawn again")):
+        ask(run, tmp_path / "s.npz")
+    assert not (tmp_path / "s.npz.partial").exists()
+    assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+    assert json.loads((tmp_path / "s.json").read_text())["samples_sha256"] == sha256(tmp_path / "s.npz")
+    with pytest.raises(UserError, match=r"s.npz is there already"):
+        ask(run, tmp_path / "s.npz")
 
 
 @pytest.mark.slow
 def test_a_damaged_part_is_drawn_again(run, tmp_path):
     ask(run, tmp_path / "whole.npz")
-    patch, _ = stop_after(2)
-    with patch, pytest.raises(Stopped):
-        ask(run, tmp_path / "s.npz")
+    stopped(run, tmp_path / "s.npz", 2)
     part = tmp_path / "s.npz.partial/0000001.npz"
     content = bytearray(part.read_bytes())
     content[len(content) // 3] ^= 1

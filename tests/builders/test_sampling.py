@@ -153,16 +153,15 @@ def test_the_weights_of_a_weak_network_are_recorded(run):
 
 def test_samples_are_not_overwritten_unasked_and_take_old_scores_along(run, tmp_path):
     output = tmp_path / "a.npz"
-    asked = (f"run={run}", "num_samples=4", f"output={output}")
-    sample.main(composed(*asked, config_name="sample"))
+    drawn(run, output)
     first, record = output.read_bytes(), output.with_suffix(".json").read_text()
     (tmp_path / "a.scores.json").write_text("{}")
     others = ("first_seed=9", "class_label=1")
     message = r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it"
     with pytest.raises(UserError, match=message):
-        sample.main(composed(*asked, *others, config_name="sample"))
+        drawn(run, output, *others)
     assert (output.read_bytes(), output.with_suffix(".json").read_text()) == (first, record)
-    sample.main(composed(*asked, *others, "overwrite=true", config_name="sample"))
+    drawn(run, output, *others, "overwrite=true")
     assert output.read_bytes() != first
     assert json.loads(output.with_suffix(".json").read_text())["samples_sha256"] == sha256(output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.npz", "a.png"]
@@ -176,29 +175,27 @@ def test_runs_are_scored_with_50k_samples_by_default():
 @pytest.mark.parametrize("part", ["runtime.parts.np.savez", "sample.atomic_write", "sample.write_json"])
 def test_a_full_disk_leaves_old_samples_and_what_is_drawn(run, tmp_path, monkeypatch, part):
     output = tmp_path / "a.npz"
-    asked = (f"run={run}", "num_samples=4", "batch_size=2", f"output={output}")
-    sample.main(composed(*asked, config_name="sample"))
+    drawn(run, output, "batch_size=2")
     before = files(tmp_path)
 
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    asked += ("overwrite=true", "first_seed=1")
+    asked = ("batch_size=2", "overwrite=true", "first_seed=1")
     with monkeypatch.context() as patch:
         patch.setattr(part, full)
         with pytest.raises(UserError, match="No space left on device"):
-            sample.main(composed(*asked, config_name="sample"))
+            drawn(run, output, *asked)
     if part != "sample.write_json":
         assert {name: content for name, content in files(tmp_path).items() if name in before} == before
     drawn_before = len(list(tmp_path.glob("a.npz.partial/0*.npz")))
     assert drawn_before == (0 if "savez" in part else 2)
     with mock.patch("diffusion.generate.ImageSource.latents", autospec=True, side_effect=LATENTS) as latents:
-        sample.main(composed(*asked, config_name="sample"))
+        images = drawn(run, output, *asked)
     drawn_now = [call for call in latents.call_args_list if "counting_only" not in call.kwargs]
     assert len(drawn_now) == 2 - drawn_before
     assert files(tmp_path).keys() == before.keys() == {"a.json", "a.npz", "a.png"}
-    with np.load(output) as arrays:
-        assert np.array_equal(arrays["arr_0"], drawn(run, tmp_path / "b.npz", *asked[1:3], "first_seed=1"))
+    assert np.array_equal(images, drawn(run, tmp_path / "b.npz", "batch_size=2", "first_seed=1"))
 
 
 def test_the_pictures_of_a_training_are_decoded_as_its_samples_are(tmp_path):
