@@ -1,28 +1,28 @@
 """Foreign formats, written here from their public descriptions, and what contradicts the assumptions about them."""
 
-import contextlib
 import io
 import json
+import os
 import pickle
+import shutil
 import struct
 import tarfile
 import tracemalloc
 import zipfile
 from dataclasses import replace
+from functools import partial
 
 import lmdb
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from data import convert, open_latents
 from data.importers import FORMATS
 from data.unpickle import unpickle_array
 from runtime.errors import UserError
-from tests.runs import composed
+from tests.runs import ROOT, composed
 
 COUNT, SIZE = 24, 8
 LABELS = np.arange(COUNT) % 5
@@ -39,6 +39,7 @@ def latents(seed=0):
 
 
 MEAN, LOGVAR = latents()
+MOMENTS = np.concatenate([MEAN, LOGVAR], axis=1)
 
 
 def npy(array):
@@ -71,13 +72,13 @@ def write_tread(folder, arrays=MEAN * 0.18215, **options):
 
 
 def write_maskdit_wds(folder, protocol=pickle.DEFAULT_PROTOCOL, arrays=None):
-    arrays = np.concatenate([MEAN, LOGVAR], axis=1) if arrays is None else arrays
+    arrays = MOMENTS if arrays is None else arrays
     return write_wds(folder, arrays, "latent", lambda array: pickle.dumps(array, protocol=protocol))
 
 
 def write_lmdb(folder, first=None, second=None, labels=None):
     """MaskDiT's extraction: all images, then all flips; `length` counts both."""
-    first = np.concatenate([MEAN, LOGVAR], axis=1) if first is None else first
+    first = MOMENTS if first is None else first
     second = first[..., ::-1] if second is None else second
     folder.mkdir(parents=True)
     entries = np.concatenate([first, second]).astype(np.float32)
@@ -139,19 +140,13 @@ def test_tread(tmp_path):
     close(unscaled.stored, MEAN)
 
 
-def test_moments_in_the_format_of_tread_are_refused_and_then_understood(tmp_path):
-    """What users met who fed MaskDiT's shards to the official code."""
-    moments = write_tread(tmp_path / "moments", np.concatenate([MEAN, LOGVAR], axis=1))
-    with pytest.raises(UserError, match=r"24 entries contradict .* nearly all .*: stored_as=mean_logvar"):
-        run(moments, tmp_path / "out", "tread_wds")
-    spread = write_tread(tmp_path / "spread", mean_std())
-    with pytest.raises(UserError, match=r"never negative, .*: stored_as=mean_std"):
-        run(spread, tmp_path / "out", "tread_wds")
-    assert not (tmp_path / "out").exists()
-    for folder, stored_as in ((moments, "mean_logvar"), (spread, "mean_std")):
-        dataset = run(folder, tmp_path / stored_as, "tread_wds", f"stored_as={stored_as}", "scaled=false")
-        close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
-        assert dataset.manifest.kind == "moments"
+@pytest.mark.parametrize(("stored_as", "arrays"), [("mean_logvar", MOMENTS), ("mean_std", mean_std())])
+def test_moments_in_the_format_of_tread_are_understood_on_request(tmp_path, stored_as, arrays):
+    """What users met who fed MaskDiT's shards to the official code; the table below has the refusals."""
+    folder = write_tread(tmp_path / "tread", arrays)
+    dataset = run(folder, tmp_path / "out", "tread_wds", f"stored_as={stored_as}", "scaled=false")
+    close(dataset.stored, MOMENTS)
+    assert dataset.manifest.kind == "moments"
 
 
 def test_scaled_moments_are_unscaled(tmp_path):
@@ -159,7 +154,7 @@ def test_scaled_moments_are_unscaled(tmp_path):
     scaled = np.concatenate([MEAN * 0.18215, LOGVAR + 2 * np.log(0.18215)], axis=1)
     folder = write_tread(tmp_path / "scaled", scaled)
     dataset = run(folder, tmp_path / "out", "tread_wds", "stored_as=mean_logvar")
-    close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
+    close(dataset.stored, MOMENTS)
 
 
 @pytest.mark.parametrize("stored_as", ["samples", "mean_logvar", "mean_std"])
@@ -173,9 +168,7 @@ def test_scale_and_shift_of_each_channel_are_taken_out(stored_as):
     }[stored_as]
     seen = (MEAN - shift) * scale
     stored = chosen.to_stored(seen if spread is None else np.concatenate([seen, spread], axis=1))
-    np.testing.assert_allclose(
-        stored, MEAN if spread is None else np.concatenate([MEAN, LOGVAR], axis=1), atol=1e-4
-    )
+    np.testing.assert_allclose(stored, MEAN if spread is None else MOMENTS, atol=1e-4)
 
 
 def test_variances_are_clamped_as_diffusers_does():
@@ -186,67 +179,17 @@ def test_variances_are_clamped_as_diffusers_does():
 def test_maskdit_lmdb(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "ENTRIES_AT_ONCE", 7)
     dataset = run(write_lmdb(tmp_path / "lmdb" / "train"), tmp_path / "out", "maskdit_lmdb", "num_held_out=3")
-    manifest, moments = dataset.manifest, np.concatenate([MEAN, LOGVAR], axis=1)
+    manifest = dataset.manifest
     assert (manifest.count, manifest.num_held_out) == (COUNT, 3)
     assert (manifest.hflip, manifest.kind) == (True, "moments")
-    close(dataset.stored[:, 0], moments)
-    close(dataset.stored[:, 1], moments[..., ::-1])
+    close(dataset.stored[:, 0], MOMENTS)
+    close(dataset.stored[:, 1], MOMENTS[..., ::-1])
     assert np.array_equal(dataset.labels, LABELS)
 
 
 def test_an_lmdb_without_flips(tmp_path):
     folder = write_lmdb(tmp_path / "lmdb", second=np.concatenate(latents(seed=1), axis=1))
-    with pytest.raises(UserError, match=r"the second half is not flips .*: hflip=false"):
-        run(folder, tmp_path / "out", "maskdit_lmdb")
     assert run(folder, tmp_path / "out", "maskdit_lmdb", "hflip=false").manifest.count == 2 * COUNT
-    moments = np.concatenate([MEAN, LOGVAR], axis=1)
-    with pytest.raises(UserError, match="the second half is not flips"):
-        run(write_lmdb(tmp_path / "twice", second=moments), tmp_path / "no", "maskdit_lmdb")
-    shuffled = np.concatenate([LABELS, LABELS[::-1]])
-    with pytest.raises(UserError, match=r"the classes of the second half are not .* first: hflip=false"):
-        run(write_lmdb(tmp_path / "shuffled", labels=shuffled), tmp_path / "no", "maskdit_lmdb")
-
-
-def test_an_lmdb_that_is_cut_off_does_not_kill_the_process(tmp_path):
-    folder = write_lmdb(tmp_path / "lmdb")
-    cut(folder / "data.mdb")
-    with pytest.raises(UserError, match=r"data.mdb is cut off: it has \d+ of \d+ bytes"):
-        run(folder, tmp_path / "out", "maskdit_lmdb")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        (b"length", b"-3", r"length is b'-3', must be a number"),
-        (b"length", b"1", "1 entries are not images and their flips"),
-        (b"length", b"0", "holds no entries"),
-        (b"y-3", b"9" * 30, r"y-3 is b'9+', must be .*, less than 1000000"),
-        (b"z-3", b"12345678", "z-3 has 2 numbers, must be 8 channels of a square"),
-        (b"z-3", None, "has no entry z-3"),
-    ],
-)
-def test_an_lmdb_of_nonsense_is_one_clear_error(tmp_path, key, value, message):
-    folder = write_lmdb(tmp_path / "lmdb")
-    environment = lmdb.open(str(folder), map_size=2**26)
-    with environment.begin(write=True) as transaction:
-        if value is None:
-            transaction.delete(key)
-        else:
-            transaction.put(key, value)
-    environment.close()
-    with pytest.raises(UserError, match=message):
-        run(folder, tmp_path / "out", "maskdit_lmdb")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_tar_that_ends_between_two_members_is_cut_off(tmp_path):
-    folder = write_tread(tmp_path / "tread")
-    file = folder / "imagenet-0001.tar"
-    with tarfile.open(file) as tar:
-        end = [member.offset for member in tar][6]  # a whole number of samples stands before it
-    file.write_bytes(file.read_bytes()[:end])
-    with pytest.raises(UserError, match=r"imagenet-0001.tar is cut off: an archive ends with 1024 zeros"):
-        run(folder, tmp_path / "out", "tread_wds")
 
 
 def test_npy_files_without_labels_and_with_flips(tmp_path):
@@ -255,25 +198,29 @@ def test_npy_files_without_labels_and_with_flips(tmp_path):
     (folder / "dataset.json").write_text('{"labels": null}')
     dataset = run(folder, tmp_path / "out", "repa", "hflip=true")
     assert (dataset.manifest.count, dataset.manifest.num_classes, dataset.labels) == (COUNT, 0, None)
-    close(dataset.stored[:, 1], np.concatenate([MEAN, LOGVAR], axis=1)[..., ::-1])
+    close(dataset.stored[:, 1], MOMENTS[..., ::-1])
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_maskdit_wds(tmp_path, protocol):
     dataset = run(write_maskdit_wds(tmp_path / "wds", protocol), tmp_path / "out", "maskdit_wds")
-    close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
+    close(dataset.stored, MOMENTS)
     assert np.array_equal(dataset.labels, LABELS)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_repa(tmp_path, packed):
-    source = write_npy_folder(tmp_path / "vae-sd", mean_std())
+    source = write_repa(tmp_path / "vae-sd")
     source = pack(source, tmp_path / "vae-sd.zip") if packed else source
     dataset = run(source, tmp_path / "out", "repa")
-    close(dataset.stored, np.concatenate([MEAN, LOGVAR], axis=1))
+    close(dataset.stored, MOMENTS)
     assert np.array_equal(dataset.labels, LABELS)
     assert dataset.manifest.encoder == "stabilityai/sd-vae-ft-mse"
     assert dataset.manifest.pixel_range == (-1.0, 1.0)
+
+
+def write_repa(folder):
+    return write_npy_folder(folder, mean_std())
 
 
 EDM2_MEAN = np.array([5.81, 3.25, 0.12, -2.15], np.float32).reshape(4, 1, 1)
@@ -340,7 +287,7 @@ def test_lightningdit(tmp_path, capsys):
 def test_scale_and_shift_come_from_one_source(tmp_path, name, given, message):
     write = {
         "lightningdit": write_lightningdit,
-        "edm2": lambda path: write_npy_folder(path, mean_std()),
+        "edm2": write_repa,
         "tread_wds": lambda path: write_tread(path, (MEAN - 0.1) * float(given[0][-3:])),
     }[name]
     std = ("std=1",) if name == "edm2" and "std=0.5" not in given else ()
@@ -355,56 +302,22 @@ def test_scale_and_shift_come_from_one_source(tmp_path, name, given, message):
     assert found.origin["assumed"]["shift"] == 0.1
 
 
-def test_repa_and_edm2_are_distinguished_by_their_numbers(tmp_path):
-    with pytest.raises(UserError, match=r"a mean of 1.0\d in channel 0.*another range of pixels"):
-        run(write_edm2(tmp_path / "edm2"), tmp_path / "out", "repa")
-    with pytest.raises(UserError, match=r"in channel 0.*another range of pixels"):
-        run(write_npy_folder(tmp_path / "repa", mean_std()), tmp_path / "out", "edm2")
-
-
-@pytest.mark.parametrize(
-    ("name", "write", "overrides", "message"),
-    [
-        ("tread_wds", lambda p: write_tread(p, MEAN), (), r"standard deviation of 4\.\d+, not 1:"),
-        ("tread_wds", write_tread, ("scaled=false",), r"standard deviation of 0\.15\d?, not 1: scaled=true"),
-        (
-            "tread_wds",
-            write_tread,
-            ("scale=0.5", "shift=0", "scaled=false"),
-            r"standard deviation of 0\.41\d, not 1",
-        ),
-        (
-            "maskdit_wds",
-            write_maskdit_wds,
-            ("stored_as=mean_std",),
-            "not a standard deviation: stored_as=mean_logvar",
-        ),
-        (
-            "repa",
-            lambda p: write_npy_folder(p, mean_std()),
-            ("stored_as=mean_logvar",),
-            "as standard deviations are: stored_as=mean_std",
-        ),
-        ("repa", lambda p: write_npy_folder(p, MEAN[:, :3]), (), "3 channels are not two halves:"),
-        ("repa", lambda p: write_npy_folder(p, MEAN * np.nan), (), "there are values that are not finite"),
-    ],
-)
-def test_numbers_that_contradict_the_assumptions_are_refused(tmp_path, name, write, overrides, message):
-    with pytest.raises(UserError, match=rf"{message}"):
-        run(write(tmp_path / "source"), tmp_path / "out", name, *overrides)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
 def cut(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def spoil_tar(folder):
-    cut(folder / "imagenet-0001.tar")
+def cut_between_members(folder):
+    file = folder / "imagenet-0001.tar"
+    with tarfile.open(file) as tar:
+        end = [member.offset for member in tar][6]  # a whole number of samples stands before it
+    file.write_bytes(file.read_bytes()[:end])
 
 
-def spoil_npy(folder):
-    cut(folder / "00000" / "img-mean-std-00000003.npy")
+def put(folder, key, value):
+    environment = lmdb.open(str(folder), map_size=2**26)
+    with environment.begin(write=True) as transaction:
+        transaction.put(key, value) if value else transaction.delete(key)
+    environment.close()
 
 
 def rename_member(folder):
@@ -422,15 +335,39 @@ def break_order(folder):
 @pytest.mark.parametrize(
     ("name", "write", "spoil", "overrides", "message"),
     [
-        ("tread_wds", write_tread, spoil_tar, (), r"imagenet-0001.tar is damaged"),
+        ("tread_wds", lambda p: write_tread(p, MOMENTS), None, (), r"24 entries contradict .* nearly all .*: stored_as=mean_logvar"),
+        ("tread_wds", lambda p: write_tread(p, mean_std()), None, (), r"never negative, .*: stored_as=mean_std"),
+        ("tread_wds", lambda p: write_tread(p, MEAN), None, (), r"standard deviation of 4\.\d+, not 1:"),
+        ("tread_wds", write_tread, None, ("scaled=false",), r"standard deviation of 0\.15\d?, not 1: scaled=true"),
+        ("tread_wds", write_tread, None, ("scale=0.5", "shift=0", "scaled=false"), r"standard deviation of 0\.41\d, not 1"),
+        ("tread_wds", write_tread, None, ("hflip=true",), "hflip=true needs a format whose entries can be read in any order"),
+        ("tread_wds", write_tread, None, ("num_held_out=24",), r"num_held_out=24 must be in \[0, 23\]"),
+        ("tread_wds", write_tread, cut_between_members, (), r"imagenet-0001.tar is cut off: an archive ends with 1024 zeros"),
+        ("maskdit_wds", write_maskdit_wds, None, ("stored_as=mean_std",), "not a standard deviation: stored_as=mean_logvar"),
+        ("maskdit_lmdb", lambda p: write_lmdb(p, second=np.concatenate(latents(seed=1), axis=1)), None, (), "the second half is not flips .*: hflip=false"),
+        ("maskdit_lmdb", lambda p: write_lmdb(p, second=MOMENTS), None, (), "the second half is not flips"),
+        ("maskdit_lmdb", lambda p: write_lmdb(p, labels=np.concatenate([LABELS, LABELS[::-1]])), None, (), "the classes of the second half are not .* first: hflip=false"),
+        ("maskdit_lmdb", write_lmdb, lambda p: cut(p / "data.mdb"), (), r"data.mdb is cut off: it has \d+ of \d+ bytes"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"-3"), (), "length is b'-3', must be a number"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"1"), (), "1 entries are not images and their flips"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"0"), (), "holds no entries"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"y-3", value=b"9" * 30), (), "y-3 is b'9+', must be .*, less than 1000000"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"z-3", value=b"12345678"), (), "z-3 has 2 numbers, must be 8 channels of a square"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"z-3", value=None), (), "has no entry z-3"),
+        ("repa", write_edm2, None, (), r"a mean of 1.0\d in channel 0.*another range of pixels"),
+        ("edm2", write_repa, None, (), "in channel 0.*another range of pixels"),
+        ("repa", write_repa, None, ("stored_as=mean_logvar",), "as standard deviations are: stored_as=mean_std"),
+        ("repa", lambda p: write_npy_folder(p, MEAN[:, :3]), None, (), "3 channels are not two halves:"),
+        ("repa", lambda p: write_npy_folder(p, MEAN * np.nan), None, (), "there are values that are not finite"),
+        ("tread_wds", write_tread, lambda p: cut(p / "imagenet-0001.tar"), (), r"imagenet-0001.tar is damaged"),
         ("tread_wds", write_tread, rename_member, (), r"imagenet-0001.tar: 7 must hold both .cls and .latent.npy"),
         ("tread_wds", write_tread, break_order, (), r"8.latent.npy must be 7.latent.npy, in the order"),
         ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be a number 0, 1"),
         ("tread_wds", write_tread, None, ("num_classes=4",), r"label 4 at position 4 must be in \[0, 3\]"),
         ("maskdit_wds", write_tread, None, (), r"0000000 must hold both .cls and .latent|must hold both"),
         ("maskdit_wds", lambda p: write_maskdit_wds(p, arrays=[{"no": "array"}] * COUNT), None, (), "not a pickled array"),
-        ("repa", lambda p: write_npy_folder(p, mean_std()), lambda p: (p / "dataset.json").unlink(), (), "has no dataset.json"),
-        ("repa", lambda p: write_npy_folder(p, mean_std()), spoil_npy, (), "00000003.npy cannot be read"),
+        ("repa", write_repa, lambda p: (p / "dataset.json").unlink(), (), "has no dataset.json"),
+        ("repa", write_repa, lambda p: cut(p / "00000" / "img-mean-std-00000003.npy"), (), "00000003.npy cannot be read"),
         ("repa", lambda p: p.mkdir(), None, (), r"holds no .npy files"),
         ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are <U1, not numbers"),
         ("tread_wds", lambda p: write_tread(p, labels=[10**30] * COUNT), None, (), "cls is .*, must be .*, less than 1000000"),
@@ -445,7 +382,9 @@ def break_order(folder):
         ("repa", lambda p: write_npy_folder(p, [*mean_std()[1:], MEAN[0]]), None, (), "entries must all be of one shape"),
     ],
 )  # fmt: skip
-def test_damaged_sources_are_one_clear_error(tmp_path, name, write, spoil, overrides, message):
+def test_damaged_and_contradictory_sources_are_one_clear_error(
+    tmp_path, name, write, spoil, overrides, message
+):
     write(tmp_path / "source")
     if spoil:
         spoil(tmp_path / "source")
@@ -454,22 +393,7 @@ def test_damaged_sources_are_one_clear_error(tmp_path, name, write, spoil, overr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("hflip=true", "hflip=true needs a format whose entries can be read in any order"),
-        ("num_held_out=24", r"num_held_out=24 must be in \[0, 23\]"),
-    ],
-)
-def test_what_does_not_fit_the_source_is_refused(tmp_path, override, message):
-    with pytest.raises(UserError, match=message):
-        run(write_tread(tmp_path / "source"), tmp_path / "out", "tread_wds", override)
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_readme_has_every_format():
-    from tests.runs import ROOT
-
     text = (ROOT / "data" / "README.md").read_text()
     for name, chosen in FORMATS.items():
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
@@ -489,33 +413,29 @@ class Evil:
         return self.call[0], self.call[1:]
 
 
-def attacks(marker):
-    import os
-    import shutil
-
-    return {
-        "system": Evil(os.system, f"touch {marker}"),
-        "eval": Evil(eval, f"open({str(marker)!r}, 'w')"),
-        "numpy": Evil(np.save, str(marker), np.zeros(1)),
-        "rmtree": Evil(shutil.rmtree, str(marker.parent)),
-        "huge": Evil(np.ndarray, (10**13,)),
-        "in an array": np.array([Evil(os.system, f"touch {marker}")], dtype=object),
-        "objects": np.array([1, "a", None], dtype=object),
-        "words": np.array(["a", "b"]),
-        "records": np.zeros(2, dtype=[("a", "f4")]),
-        "none": None,
-        "list": [1.0, 2.0],
-    }
-
-
-@pytest.mark.parametrize("name", attacks(__import__("pathlib").Path("x")))
-def test_a_malicious_pickle_runs_nothing(tmp_path, name):
-    marker = tmp_path / "inner" / "ran"
-    marker.parent.mkdir()
+@pytest.mark.parametrize(
+    "content",
+    [
+        Evil(os.system, "touch ran"),
+        Evil(eval, "open('ran', 'w')"),
+        Evil(np.save, "ran", np.zeros(1)),
+        Evil(shutil.rmtree, "."),
+        Evil(np.ndarray, (10**13,)),
+        np.array([Evil(os.system, "touch ran")], dtype=object),
+        np.array([1, "a", None], dtype=object),
+        np.array(["a", "b"]),
+        np.zeros(2, dtype=[("a", "f4")]),
+        None,
+        [1.0, 2.0],
+    ],
+)
+def test_a_pickle_of_anything_but_numbers_is_refused_and_runs_nothing(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(ValueError, match="not a pickled array of numbers"):
-            unpickle_array(pickle.dumps(attacks(marker)[name], protocol=protocol))
-    assert [path.name for path in tmp_path.rglob("*")] == ["inner"]
+            unpickle_array(pickle.dumps(content, protocol=protocol))
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f8", "<f2", "<i4", "|u1", ">i8"])
@@ -524,28 +444,11 @@ def test_arrays_of_numbers_survive_pickling(dtype, order):
     array = np.asarray(np.arange(24).reshape(2, 3, 4).astype(dtype), order=order)
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         data = pickle.dumps(array, protocol=protocol)
-        for old in (
-            data,
-            data.replace(b"numpy._core.", b"numpy.core.") if protocol < 4 else data,
-        ):  # before numpy 2
-            found = unpickle_array(old)
+        before_numpy_2 = data.replace(b"numpy._core.", b"numpy.core.") if protocol < 4 else data
+        for pickled in (data, before_numpy_2):
+            found = unpickle_array(pickled)
             assert np.array_equal(found, array)
             assert found.dtype == array.dtype
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    position=st.integers(0, 10_000),
-    value=st.integers(0, 255),
-    protocol=st.integers(0, 5),
-    length=st.floats(0, 1),
-)
-def test_damaged_pickles_raise_nothing_but_the_documented_error(position, value, protocol, length):
-    data = bytearray(pickle.dumps(np.arange(6, dtype=np.float32).reshape(2, 3), protocol=protocol))
-    data[position % len(data)] = value
-    for damaged in (bytes(data), bytes(data[: int(length * len(data))])):
-        with contextlib.suppress(ValueError):
-            assert isinstance(unpickle_array(damaged), np.ndarray)
 
 
 def test_pickles_that_fill_memory_or_change_their_reader_are_refused():
