@@ -73,14 +73,12 @@ def test_moments_are_sampled_anew():
     assert abs(first.mean() - 1.5) < 0.01
     # std = exp(logvar / 2) * scale
     assert abs(first.std() - np.exp(-0.5) * 0.5) < 0.01
-
-
-def test_every_number_of_every_entry_has_a_draw_of_its_own():
-    manifest = LatentManifest(20, (4, 8, 8), "float16", "moments", 0, "identity")
-    draws = manifest.to_latents(torch.zeros(6, 4, 8, 8), torch.Generator().manual_seed(0))
-    assert draws.shape == (6, 2, 8, 8)
-    assert len(draws.unique()) > 0.99 * draws.numel()
-    assert torch.equal(manifest.to_latents(torch.zeros(6, 4, 8, 8), torch.Generator().manual_seed(0)), draws)
+    draws, again = (
+        manifest.to_latents(torch.zeros(6, 2, 8, 8), torch.Generator().manual_seed(0)) for _ in range(2)
+    )
+    assert draws.shape == (6, 1, 8, 8)
+    assert len(draws.unique()) > 0.99 * draws.numel(), "every number of every entry has a draw of its own"
+    assert torch.equal(again, draws)
 
 
 def test_unconditional_folders_have_no_labels(tmp_path):
@@ -92,6 +90,13 @@ def test_unconditional_folders_have_no_labels(tmp_path):
 
 
 STORED, LABELS, MASKS = np.zeros((3, 4, 8, 8)), np.zeros(3, int), np.zeros((3, 8, 8), np.uint8)
+
+
+def test_the_position_of_a_wrong_label_counts_from_the_first_entry(tmp_path):
+    message = r"label 7 at position 4 must be in \[0, 4\]"
+    with pytest.raises(ValueError, match=message), LatentWriter(tmp_path / "a", MANIFEST) as writer:
+        writer.append(STORED, LABELS)
+        writer.append(STORED, np.array([0, 7, 0]))
 
 
 @pytest.mark.parametrize(
@@ -123,28 +128,9 @@ def test_a_worker_process_gets_the_file_and_not_its_content(tmp_path):
     assert np.array_equal(pickle.loads(pickled).read(np.arange(20))[0].numpy(), stored)
 
 
-def truncate(folder):
-    file = folder / "latents.npy"
-    os.truncate(file, file.stat().st_size - 100)
+def change(**changes):
+    """Changes of the manifest of a folder."""
 
-
-def empty(folder):
-    (folder / "latents.npy").write_bytes(b"")
-
-
-def other_labels(folder):
-    np.save(folder / "labels.npy", np.full(20, 5))
-
-
-def fewer_labels(folder):
-    np.save(folder / "labels.npy", np.zeros(19, np.int64))
-
-
-def pickled_labels(folder):
-    np.save(folder / "labels.npy", np.array([{}] * 20, dtype=object), allow_pickle=True)
-
-
-def change_manifest(**changes):
     def apply(folder):
         file = folder / "manifest.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -152,38 +138,39 @@ def change_manifest(**changes):
     return apply
 
 
-def broken_manifest(folder):
-    (folder / "manifest.json").write_text("{")
+def put_labels(labels):
+    return lambda folder: np.save(folder / "labels.npy", labels)
+
+
+def cut_latents(num_bytes):
+    return lambda folder: os.truncate(folder / "latents.npy", num_bytes)
 
 
 def remove(name):
     return lambda folder: (folder / name).unlink()
 
 
+# What bytes may contain, and what no manifest may say, is in tests/test_outside.py and below.
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
         (remove("manifest.json"), FileNotFoundError, r"data\.path=.* must be a latent"),
         (remove("latents.npy"), FileNotFoundError, r"latents\.npy is missing"),
         (remove("labels.npy"), FileNotFoundError, r"labels\.npy is missing"),
-        (change_manifest(conditioning_type="mask"), FileNotFoundError, r"masks\.npy is missing"),
-        (truncate, ValueError, r"latents\.npy is truncated"),
-        (empty, ValueError, r"latents\.npy is truncated"),
-        (other_labels, ValueError, r"labels\.npy: label 5 at position 0 must be in \[0, 4\]"),
-        (fewer_labels, ValueError, r"labels\.npy holds int64 \(19,\), the manifest promises int64 \(20,\)"),
-        (pickled_labels, ValueError, r"labels\.npy is truncated or not an \.npy file"),
-        (broken_manifest, ValueError, r"manifest\.json is not a latent manifest"),
-        (change_manifest(count=21), ValueError, r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest"),
-        (change_manifest(dtype="float32"), ValueError, r"the manifest promises float32"),
-        (change_manifest(kind="mean"), ValueError, "kind='mean' must be one of samples, moments"),
-        (change_manifest(num_classes=4), ValueError, r"data\.num_classes=5 must be 4, as in"),
-        (change_manifest(shape=[4, 16, 16]), ValueError, r"data\.input_size=8 must be 16, as in"),
-        (change_manifest(surprise=1), ValueError, "is not a latent manifest: .*surprise"),
-        (change_manifest(scale="0.18"), ValueError, "scale='0.18' must be a number other than 0"),
-        (change_manifest(scale=0), ValueError, "scale=0 must be a number other than 0"),
-        (change_manifest(dtype="bfloat16"), ValueError, "dtype='bfloat16' must be one of float16, float32"),
-        (change_manifest(num_held_out=20), ValueError, "num_held_out=20"),
-        (change_manifest(format_version=99), ValueError, "format_version=99 must be 1"),
+        (change(conditioning_type="mask"), FileNotFoundError, r"masks\.npy is missing"),
+        (cut_latents(10_000), ValueError, r"latents\.npy is truncated"),
+        (cut_latents(0), ValueError, r"latents\.npy is truncated"),
+        (put_labels(np.full(20, 5)), ValueError, r"labels\.npy: label 5 at position 0 must be in \[0, 4\]"),
+        (
+            put_labels(np.zeros(19, int)),
+            ValueError,
+            r"holds int64 \(19,\), the manifest promises int64 \(20,\)",
+        ),
+        (change(count=21), ValueError, r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest"),
+        (change(dtype="float32"), ValueError, r"the manifest promises float32"),
+        (change(num_classes=4), ValueError, r"data\.num_classes=5 must be 4, as in"),
+        (change(shape=[4, 16, 16]), ValueError, r"data\.input_size=8 must be 16, as in"),
+        (change(surprise=1), ValueError, "manifest.json is not a latent manifest: .*surprise"),
     ],
 )
 def test_a_damaged_folder_is_one_clear_error(tmp_path, damage, error, message):
@@ -250,13 +237,6 @@ def test_masks_are_weights_and_segmentations_are_all_or_nothing(tmp_path, condit
     assert isinstance(restored.masks, np.memmap)
 
 
-def test_masks_are_part_of_the_fingerprint(tmp_path):
-    masks = write_masked(tmp_path / "a")
-    write_masked(tmp_path / "b", masks=255 - masks)
-    fingerprints = {open_latents(tmp_path / name).describe()["fingerprint"] for name in ("a", "b", "a")}
-    assert len(fingerprints) == 2
-
-
 def test_the_foreground_of_the_digits_is_their_mask(tmp_path):
     dataset = digits(str(tmp_path / "digits"), 8, 1, 10, foreground_masks=True)
     images, _ = real_images(dataset, np.arange(50), IdentityEncoder())
@@ -265,21 +245,18 @@ def test_the_foreground_of_the_digits_is_their_mask(tmp_path):
 
 
 def write_flipped(path, count=12, **changes):
-    """Entries whose every number is that of their entry, and 100 more in the flip."""
-    manifest = LatentManifest(count, (4, 8, 8), "float16", "samples", 3, "identity", hflip=True, **changes)
+    """Entries whose every number is that of their entry, and 100 more in the flip; masks of one pixel."""
+    fields = {"hflip": True, "conditioning_type": "mask", **changes}
+    manifest = LatentManifest(count, (4, 8, 8), "float16", "samples", 3, "identity", **fields)
     stored = np.arange(count)[:, None, None, None, None] + np.array([0, 100])[None, :, None, None, None]
     masks = np.zeros((count, 8, 8), np.uint8)
     masks[:, 2, 1] = 255
     with LatentWriter(path, manifest) as writer:
-        writer.append(
-            np.broadcast_to(stored, manifest.stored_shape),
-            np.arange(count) % 3,
-            masks if "conditioning_type" in changes else None,
-        )
+        writer.append(np.broadcast_to(stored, manifest.stored_shape), np.arange(count) % 3, masks)
     return open_latents(path)
 
 
-def test_flips_are_read_on_request(tmp_path):
+def test_flips_are_read_on_request_with_their_masks(tmp_path):
     dataset = write_flipped(tmp_path / "a", num_held_out=4)
     ids = np.array([7, 0, 7, 3])
     stored, labels = dataset.read(ids, np.array([1, 0, 0, 1]))
@@ -287,16 +264,11 @@ def test_flips_are_read_on_request(tmp_path):
     assert labels.tolist() == [1, 0, 1, 0]
     assert dataset.read(ids)[0][:, 0, 0, 0].tolist() == [7, 0, 7, 3], "images unless asked otherwise"
     assert stored.shape == (4, 4, 8, 8)
+    assert dataset.read_masks(ids[:2], np.array([0, 1])).nonzero().tolist() == [[0, 2, 1], [1, 2, 6]]
+    assert dataset.read_masks(ids[:1]).nonzero().tolist() == [[0, 2, 1]]
     # An image and its flip are one entry: no flip of a held-out image is trained on.
     assert set(dataset.held_out_ids).isdisjoint(dataset.train_ids)
     assert len(dataset.train_ids) == 8
-
-
-def test_masks_are_flipped_with_their_images(tmp_path):
-    dataset = write_flipped(tmp_path / "a", conditioning_type="mask")
-    masks = dataset.read_masks(np.array([5, 2]), np.array([0, 1]))
-    assert masks.nonzero().tolist() == [[0, 2, 1], [1, 2, 6]]
-    assert dataset.read_masks(np.array([5])).nonzero().tolist() == [[0, 2, 1]]
 
 
 def test_means_are_what_moments_are_sampled_around():
@@ -333,6 +305,12 @@ def test_a_standard_deviation_far_from_the_promised_one_warns(std, warned):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"kind": "mean"}, "kind='mean' must be one of samples, moments"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16' must be one of float16, float32"),
+        ({"format_version": 99}, "format_version=99 must be 1"),
+        ({"scale": "0.18"}, "scale='0.18' must be a number other than 0"),
+        ({"scale": 0}, "scale=0 must be a number other than 0"),
+        ({"num_held_out": 20}, r"num_held_out=20 must be in \[0, 19\]"),
         ({"scale": (1.0, 2.0)}, r"scale=\(1.0, 2.0\) must be a number other than 0, or one for each of 4"),
         ({"scale": (1.0, 2.0, 0.0, 1.0)}, "must be a number other than 0"),
         ({"shift": float("nan")}, "shift=nan must be a number, or one for each"),
@@ -366,35 +344,25 @@ def test_a_manifest_survives_its_file(tmp_path):
     assert set(manifest.checksums) == {"latents.npy", "labels.npy"}
 
 
-def test_the_origin_does_not_change_the_fingerprint(tmp_path):
-    for name, origin in (("a", {"on": "Monday"}), ("b", {"on": "Tuesday"}), ("c", None)):
-        write(tmp_path / name, origin=origin)
-    write(tmp_path / "d", scale=2.0)
-    fingerprints = [open_latents(str(tmp_path / name), **SIZES).describe()["fingerprint"] for name in "abcd"]
-    assert fingerprints[0] == fingerprints[1] == fingerprints[2] != fingerprints[3]
-
-
-def test_without_checksums_a_fingerprint_is_of_what_it_reads():
-    manifest = LatentManifest(3, (1, 4, 4), "float32", "samples", 2, "identity", conditioning_type="mask")
-    arrays = [np.zeros((3, 1, 4, 4), np.float32), np.zeros(3, np.int64), np.zeros((3, 4, 4), np.uint8)]
-    prints = set()
-    for changed in (None, 0, 1, 2):
-        stored, labels, masks = (array + (i == changed) for i, array in enumerate(arrays))
-        prints.add(LatentDataset(stored, labels, manifest, masks).describe()["fingerprint"])
-    assert len(prints) == 4
-
-
-def test_one_changed_number_anywhere_changes_the_fingerprint(tmp_path):
-    """Not only where the fingerprint reads: the checksums of the manifest are in it."""
-    prints = set()
-    for value in (0.0, 1.0):
-        stored = np.zeros((500, 1, 4, 4))
-        stored[1] = value  # of 500 entries 64 are read, the second not among them
-        manifest = LatentManifest(500, (1, 4, 4), "float32", "samples", 0, "identity")
-        with LatentWriter(tmp_path / str(value), manifest) as writer:
-            writer.append(stored, None)
-        prints.add(open_latents(tmp_path / str(value)).describe()["fingerprint"])
-    assert len(prints) == 2
+@pytest.mark.parametrize("with_checksums", [False, True])
+def test_a_fingerprint_is_of_all_but_the_origin(tmp_path, with_checksums):
+    """One number that changes is enough; without checksums, one of the 64 entries that are read."""
+    manifest = replace(MANIFEST, count=500, shape=(1, 4, 4), conditioning_type="mask")
+    arrays = [np.zeros((500, 1, 4, 4)), np.zeros(500, np.int64), np.zeros((500, 4, 4), np.uint8)]
+    prints = []
+    for i, key in enumerate((None, "origin", "scale", 0, 1, 2)):
+        stored, labels, masks = (array.copy() for array in arrays)
+        if isinstance(key, int):
+            (stored, labels, masks)[key][1 if with_checksums else 0] = 1  # the second is not read
+        changed = replace(manifest, **{key: 2.0} if key == "scale" else {}, origin={"by": key or "hand"})
+        if with_checksums:
+            with LatentWriter(tmp_path / str(i), changed) as writer:
+                writer.append(stored, labels, masks)
+            prints.append(open_latents(tmp_path / str(i)).describe()["fingerprint"])
+        else:
+            prints.append(LatentDataset(stored, labels, changed, masks).describe()["fingerprint"])
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 5
 
 
 def test_a_folder_appears_by_one_rename(tmp_path, monkeypatch):
@@ -410,17 +378,6 @@ def test_a_folder_appears_by_one_rename(tmp_path, monkeypatch):
         write(tmp_path / "a")
     assert seen == [["labels.npy", "latents.npy", "manifest.json"]]
     assert not (tmp_path / "a").exists()
-
-
-def test_the_position_of_a_wrong_label_is_that_of_its_entry(tmp_path):
-    with (
-        pytest.raises(ValueError, match=r"label 7 at position 4 must be in \[0, 4\]"),
-        LatentWriter(
-            tmp_path / "a", LatentManifest(6, (1, 4, 4), "float32", "samples", 5, "identity")
-        ) as writer,
-    ):
-        writer.append(np.zeros((3, 1, 4, 4)), np.zeros(3, int))
-        writer.append(np.zeros((3, 1, 4, 4)), np.array([0, 7, 0]))
 
 
 FULL_DISK = """

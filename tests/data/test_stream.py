@@ -14,18 +14,30 @@ from data import (
     stream,
     synthetic,
 )
+from tests.data.test_latents import write_flipped
 
 
-def order(ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, rank=0, world_size=1, seed=0):
-    return StreamOrder(
-        np.arange(10) if ids is None else ids,
-        seed=seed,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        start_step=start_step,
-        rank=rank,
-        world_size=world_size,
-    )
+def order(
+    ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, rank=0, world_size=1, seed=0, hflip=False
+):
+    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}
+    place = {"start_step": start_step, "rank": rank, "world_size": world_size}
+    return StreamOrder(np.arange(10) if ids is None else ids, seed=seed, **sizes, **place, hflip=hflip)
+
+
+def small_data(num_classes=3, num_held_out=4, **changes):
+    sizes = {"input_size": 4, "in_channels": 1, "num_entries": 20, "seed": 0, **changes}
+    return synthetic(num_classes=num_classes, num_held_out=num_held_out, **sizes)
+
+
+def masked(dataset, masks, conditioning_type):
+    manifest = replace(dataset.manifest, conditioning_type=conditioning_type)
+    return LatentDataset(dataset.stored, dataset.labels, manifest, masks)
+
+
+def covered(masks):
+    """The tokens of one pixel that masks touch."""
+    return (masks > 0).flatten(1)
 
 
 def first(iterable, count):
@@ -46,7 +58,7 @@ def test_the_stream_is_a_function_of_the_position():
     whole_batches = np.concatenate(first(order(), 6)).reshape(2, 6).tolist()
     assert first(order(micro_batch_size=6), 2) == whole_batches
     assert first(order(seed=1), 3) != first(order(), 3)
-    dataset = synthetic(input_size=4, in_channels=1, num_classes=0, num_held_out=4, num_entries=20, seed=0)
+    dataset = small_data(num_classes=0)
     batch = entries_by_step(dataset, seed=5, batch_size=6)(3)
     assert [batch] == first(order(dataset.train_ids, seed=5, start_step=3, micro_batch_size=6), 1)
 
@@ -64,16 +76,7 @@ def test_a_batch_may_be_larger_than_the_data():
 
 def test_flips_are_a_function_of_the_seed_and_the_step():
     def flipped(count, **changes):
-        options = {
-            "seed": 0,
-            "batch_size": 6,
-            "micro_batch_size": 2,
-            "start_step": 0,
-            "rank": 0,
-            "world_size": 1,
-        }
-        order = StreamOrder(np.arange(10), hflip=True, **{**options, **changes})
-        return [draw.flipped.tolist() for draw in itertools.islice(order, count)]
+        return [draw.flipped.tolist() for draw in itertools.islice(order(hflip=True, **changes), count)]
 
     whole = flipped(300)
     assert flipped(291, start_step=3) == whole[9:]
@@ -85,12 +88,20 @@ def test_flips_are_a_function_of_the_seed_and_the_step():
     assert {draw.flipped for draw in itertools.islice(order(), 5)} == {None}
 
 
-def test_a_stream_reads_flips_with_their_labels_and_masks(tmp_path):
-    from tests.data.test_latents import write_flipped
+def batches_of(dataset, start_step=0, **changes):
+    options = {
+        "batch_size": 8,
+        "micro_batch_size": 2,
+        "num_workers": 0,
+        "rank": 0,
+        "world_size": 1,
+        **changes,
+    }
+    return stream(dataset, start_step, seed=0, pin_memory=False, **options)
 
-    dataset = write_flipped(tmp_path / "a", conditioning_type="mask")
-    options = {"seed": 0, "batch_size": 8, "micro_batch_size": 4, "num_workers": 0, "pin_memory": False}
-    batches = stream(dataset, 0, **options, rank=0, world_size=1, with_masks=True)
+
+def test_a_stream_reads_flips_with_their_labels_and_masks(tmp_path):
+    batches = batches_of(write_flipped(tmp_path / "a"), micro_batch_size=4, with_masks=True)
     seen = []
     for batch in itertools.islice(batches, 12):
         values = batch.stored[:, 0, 0, 0]
@@ -103,16 +114,9 @@ def test_a_stream_reads_flips_with_their_labels_and_masks(tmp_path):
 
 
 def test_workers_change_nothing():
-    dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
-    arguments = {
-        "seed": 0,
-        "batch_size": 4,
-        "micro_batch_size": 2,
-        "rank": 0,
-        "world_size": 1,
-        "pin_memory": False,
-    }
-    batches = [list(itertools.islice(stream(dataset, 2, num_workers=n, **arguments), 12)) for n in (0, 2)]
+    dataset = small_data()
+    streams = (batches_of(dataset, 2, batch_size=4, num_workers=n) for n in (0, 2))
+    batches = [list(itertools.islice(stream, 12)) for stream in streams]
     steps = order(dataset.train_ids, batch_size=4, start_step=2)
     for here, read_ahead, ids in zip(*batches, first(steps, 12), strict=True):
         assert torch.equal(here.stored, read_ahead.stored)
@@ -149,7 +153,7 @@ def test_held_out_batches_are_the_same_on_any_number_of_processes():
 
 
 def test_held_out_moments_are_not_drawn_with_the_noise_of_the_loss():
-    dataset = synthetic(input_size=4, in_channels=2, num_classes=0, num_held_out=8, num_entries=20, seed=0)
+    dataset = small_data(num_classes=0, num_held_out=8, in_channels=2)
     manifest = replace(dataset.manifest, kind="moments")
     dataset = LatentDataset(np.zeros_like(dataset.stored), None, manifest)
     (_, latents, *_), *_ = held_out_batches(dataset, 8, torch.device("cpu"), 0, 1)
@@ -170,51 +174,29 @@ def test_synthetic_data_is_a_function_of_its_seed():
 
 
 def test_all_micro_batches_of_a_step_know_its_largest_mask():
-    dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
     masks = np.zeros((20, 4, 4), np.uint8)
     for entry in range(20):
         masks[entry].flat[: entry % 17] = 1
-    dataset = LatentDataset(
-        dataset.stored, dataset.labels, replace(dataset.manifest, conditioning_type="segmentation"), masks
-    )
-    arguments = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "num_workers": 0, "pin_memory": False}
+    dataset = masked(small_data(), masks, "segmentation")
     steps = order(dataset.train_ids, batch_size=8, micro_batch_size=8)
     expected = [max(entry % 17 for entry in batch) for batch in first(steps, 5)]
     assert len(set(expected)) > 1
     for rank in (0, 1):
-        batches = stream(
-            dataset,
-            0,
-            **arguments,
-            rank=rank,
-            world_size=2,
-            with_masks=True,
-            token_mask=lambda mask: (mask > 0).flatten(1),
-        )
-        for step, (first_half, second_half) in zip(expected, pairs(batches), strict=False):
-            assert first_half.num_forced == second_half.num_forced == step
-            assert first_half.masks.shape == (2, 4, 4)
+        batches = batches_of(dataset, rank=rank, world_size=2, with_masks=True, token_mask=covered)
+        found = list(itertools.islice(batches, 2 * len(expected)))
+        assert [batch.num_forced for batch in found] == np.repeat(expected, 2).tolist()
+        assert found[0].masks.shape == (2, 4, 4)
 
 
 def test_the_coverage_of_masks_is_that_of_the_largest_of_a_batch():
-    dataset = synthetic(input_size=4, in_channels=1, num_classes=0, num_held_out=0, num_entries=8, seed=0)
     masks = np.zeros((8, 4, 4), np.uint8)
     for entry in range(8):
         masks[entry].flat[: 2 * entry] = 255
-    dataset = LatentDataset(dataset.stored, None, replace(dataset.manifest, conditioning_type="mask"), masks)
-    covered = mask_coverage(dataset, lambda mask: (mask > 0).flatten(1), batch_size=4)
-    assert covered == np.mean([6 / 16, 14 / 16])
-
-
-def pairs(iterable):
-    iterator = iter(iterable)
-    while True:
-        yield next(iterator), next(iterator)
+    dataset = masked(small_data(num_classes=0, num_held_out=0, num_entries=8), masks, "mask")
+    assert mask_coverage(dataset, covered, batch_size=4) == np.mean([6 / 16, 14 / 16])
 
 
 def test_masks_are_not_read_by_default():
-    dataset = synthetic(input_size=4, in_channels=1, num_classes=3, num_held_out=4, num_entries=20, seed=0)
-    arguments = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "num_workers": 0, "pin_memory": False}
-    batch = next(iter(stream(dataset, 0, **arguments, rank=0, world_size=1)))
+    batch = next(iter(batches_of(small_data())))
     assert batch.masks is None
     assert batch.num_forced == 0
