@@ -53,14 +53,15 @@ def folder(latents, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def dataset(folder):
+    return open_shards(str(folder), **SIZES)
+
+
 def stream(dataset, start_step=0, *, seed=0, batch_size=6, micro_batch_size=3, rank=0, world_size=1):
-    options = {
-        "seed": seed,
-        "batch_size": batch_size,
-        "micro_batch_size": micro_batch_size,
-        "pin_memory": False,
-    }
-    return ShardStream(dataset, start_step, **options, rank=rank, world_size=world_size)
+    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}
+    place = {"rank": rank, "world_size": world_size}
+    return ShardStream(dataset, start_step, seed=seed, **sizes, **place, pin_memory=False)
 
 
 def entries(micro_batch):
@@ -81,8 +82,7 @@ def test_shards_know_the_classes_that_are_not_trained(latents, tmp_path):
     assert open_shards(str(tmp_path / "s"), **SIZES).manifest.untrained_classes == (4,)
 
 
-def test_shards_hold_each_entry_once_mixed_and_the_held_out_apart(latents, folder):
-    dataset = open_shards(str(folder), **SIZES)
+def test_shards_hold_each_entry_once_mixed_and_the_held_out_apart(latents, folder, dataset):
     names = json.loads((folder / "shards.json").read_text())
     assert sum(names.values()) == COUNT
     read = {name: dataset.read_shard(name, count) for name, count in names.items()}
@@ -112,8 +112,7 @@ def test_a_shard_may_hold_more_entries_than_one_sample_may_take_bytes(tmp_path):
     assert len(dataset.read_shard("train-000000.tar", 200)[0]) == 200
 
 
-def test_an_epoch_is_every_entry_once_and_the_next_is_in_another_order(latents, folder):
-    dataset = open_shards(str(folder), **SIZES)
+def test_an_epoch_is_every_entry_once_and_the_next_is_in_another_order(latents, dataset):
     sequence = [x for batch in first(stream(dataset), 60) for x in batch]
     epochs = [[x % 100 for x in sequence[start : start + 55]] for start in (0, 55, 110)]
     assert all(sorted(epoch) == latents.train_ids.tolist() for epoch in epochs)
@@ -123,8 +122,7 @@ def test_an_epoch_is_every_entry_once_and_the_next_is_in_another_order(latents, 
     assert [x >= 100 for x in sequence[:55]] != [x >= 100 for x in sequence[55:110]]
 
 
-def test_each_group_of_shards_has_draws_of_its_own(folder):
-    dataset = open_shards(str(folder), **SIZES)
+def test_each_group_of_shards_has_draws_of_its_own(dataset):
     (epoch,) = first(stream(dataset, batch_size=55, micro_batch_size=55), 1)
     is_flipped = {value % 100: value >= 100 for value in epoch}
     sides = []
@@ -139,8 +137,7 @@ def test_each_group_of_shards_has_draws_of_its_own(folder):
     assert one != other and sorted(one) == sorted(other)
 
 
-def test_samples_are_named_by_their_shards(folder):
-    dataset = open_shards(str(folder), **SIZES)
+def test_samples_are_named_by_their_shards(dataset):
     told = shards.shards_by_step(dataset, 0, 6, 2, 2)(4)
     for rank, where in ((0, (0, 1, 4, 5)), (1, (2, 3))):
         names = stream(dataset, 4, micro_batch_size=2, rank=rank, world_size=2).shards_at_start()
@@ -148,44 +145,33 @@ def test_samples_are_named_by_their_shards(folder):
     assert len(set(told)) == 2
 
 
-def test_the_order_is_a_function_of_the_seed_and_the_step(folder):
-    dataset = open_shards(str(folder), **SIZES)
-    whole = first(stream(dataset), 100)
-    assert first(stream(dataset), 100) == whole
-    assert first(stream(dataset, seed=1), 100) != whole
+@pytest.mark.parametrize("share", [{}, {"world_size": 2}, {"world_size": 2, "rank": 1}])
+def test_the_order_is_a_function_of_the_seed_the_step_and_the_rank(dataset, share):
+    whole, batches = first(stream(dataset, **share), 100), 2 // share.get("world_size", 1)
+    assert first(stream(dataset, **share), 100) == whole
+    assert first(stream(dataset, seed=1, **share), 100) != whole
     for step in (1, 4, 9, 10, 37):  # within a group, at its end, in later epochs
-        assert first(stream(dataset, step), 100 - 2 * step) == whole[2 * step :]
-    assert first(stream(dataset, micro_batch_size=6), 50) == [
-        a + b for a, b in zip(whole[::2], whole[1::2], strict=True)
-    ]
+        assert first(stream(dataset, step, **share), 100 - batches * step) == whole[batches * step :]
 
 
-def test_shards_are_read_in_another_order_in_every_epoch(folder):
-    source = stream(open_shards(str(folder), **SIZES))
-    orders = [tuple(source._shards(epoch)) for epoch in range(4)]
+def test_micro_batches_cut_one_order_which_differs_in_every_epoch(dataset):
+    whole = first(stream(dataset), 100)
+    pairs = [a + b for a, b in zip(whole[::2], whole[1::2], strict=True)]
+    assert first(stream(dataset, micro_batch_size=6), 50) == pairs
+    orders = [tuple(stream(dataset)._shards(epoch)) for epoch in range(4)]
     assert len(set(orders)) == 4
     assert orders[0] != tuple(range(8))
 
 
-def test_a_stream_that_starts_at_a_groups_end_starts_with_the_next(folder):
-    dataset = open_shards(str(folder), **SIZES)
+def test_a_stream_that_starts_at_a_groups_end_starts_with_the_next(dataset):
     (epoch, group, skip), after, *_ = itertools.islice(stream(dataset).groups(), 3)
     steps = int(dataset.counts[group].sum())  # of one image each
     assert next(stream(dataset, steps, batch_size=1, micro_batch_size=1).groups()) == after
     assert (epoch, skip) == (0, 0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_resumes_at_its_own_place(folder, rank):
-    dataset, share = open_shards(str(folder), **SIZES), {"world_size": 2, "rank": rank}
-    whole = first(stream(dataset, **share), 60)
-    for step in (1, 8, 25):
-        assert first(stream(dataset, step, **share), 60 - step) == whole[step:]
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_read_shards_of_their_own_in_full_batches(latents, folder, world_size):
-    dataset = open_shards(str(folder), **SIZES)
+def test_ranks_read_shards_of_their_own_in_full_batches(latents, dataset, world_size):
     seen = []
     for rank in range(world_size):
         batches = first(stream(dataset, world_size=world_size, rank=rank), 200)
@@ -198,15 +184,13 @@ def test_ranks_read_shards_of_their_own_in_full_batches(latents, folder, world_s
     assert sorted(seen) == list(range(8))
 
 
-def test_fewer_shards_than_processes_are_refused(folder):
-    dataset = open_shards(str(folder), **SIZES)
+def test_fewer_shards_than_processes_are_refused(dataset):
     with pytest.raises(ValueError, match="has 8 shards, fewer than 9 processes"):
         stream(dataset, world_size=9)
 
 
-def test_skipped_groups_are_not_read(folder, monkeypatch):
+def test_skipped_groups_are_not_read(dataset, monkeypatch):
     """A resumed run does not fetch what lies before its place."""
-    dataset = open_shards(str(folder), **SIZES)
     read, read_shard = [], dataset.read_shard
     monkeypatch.setattr(
         dataset, "read_shard", lambda name, count: (read.append(name), read_shard(name, count))[1]
@@ -232,17 +216,6 @@ def test_shards_on_a_server_are_the_same(folder, served):
     assert first(stream(distant), 30) == first(stream(local), 30)
     assert first(stream(distant, 9), 12) == first(stream(local, 9), 12)
     assert distant.describe() == local.describe()
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "shards.json", "held_out-000000.tar"])
-def test_a_server_that_fails_is_tried_again_and_then_named(served, name):
-    server, path = served
-    server.of, server.faults = name, [503, "cut"]
-    open_shards(path, **SIZES)
-    shards.read_shard_manifest.cache_clear()
-    server.faults = [503] * 3
-    with pytest.raises(OSError, match=rf"{path}/{name} cannot be read, tried 3 times: .*Service Unavailable"):
-        open_shards(path, **SIZES)
 
 
 def test_a_shard_damaged_in_transfer_is_read_again(served, monkeypatch):
@@ -278,19 +251,15 @@ def listing(**changes):
     [
         (remove("manifest.json"), FileNotFoundError, "must hold shards, but .*manifest.json is not there"),
         (remove("shards.json"), FileNotFoundError, "must hold shards, but .*shards.json is not there"),
-        (spoil("manifest.json", lambda data: data[:40]), ValueError, "manifest.json is not a latent"),
         (spoil("shards.json", lambda data: data[:40]), ValueError, "shards.json is damaged"),
         (spoil("shards.json", lambda data: b"[]"), ValueError, "shards.json is damaged"),
         (spoil("shards.json", lambda data: b"{}"), ValueError, "must list shards .* nothing"),
-        (listing(**{"../train-0.tar": 3}), ValueError, r"must list shards .*: \.\./train-0.tar"),
-        (listing(**{"pipe:touch x; train-0.tar": 3}), ValueError, "must list shards .*: pipe:touch"),
         (listing(**{"train-000000.tar": -1}), ValueError, "must list shards .*: train-000000.tar"),
         (listing(**{"train-000000.tar": 7.0}), ValueError, "must list shards .*: train-000000.tar"),
         (listing(**{"held_out-000000.tar": 4}), ValueError, "shards.json lists 59 entries, the manifest"),
         (listing(**{HELD_OUT_TAR: 4, TRAIN_TAR: 8}), ValueError, f"{HELD_OUT_TAR} cannot be read, .*must be"),
         (listing(**{HELD_OUT_TAR: 6, TRAIN_TAR: 6}), ValueError, "it holds 5 entries, must hold 6"),
         (spoil(HELD_OUT_TAR, lambda data: data[:2000]), ValueError, f"{HELD_OUT_TAR} cannot be read"),
-        (spoil(HELD_OUT_TAR, lambda data: b"no tar" * 300), ValueError, f"{HELD_OUT_TAR} cannot be read"),
         (replaced(b'"num_classes": 10', b'"num_classes": 2'), ValueError, "data.num_classes=10 must be 2"),
         (replaced(b'"float16"', b'"float32"'), ValueError, r"float16 \(2, 4, 8, 8\), must be float32"),
     ],
@@ -302,10 +271,9 @@ def test_damaged_shards_are_one_clear_error(folder, tmp_path, damage, error, mes
         open_shards(str(tmp_path / "s"), **SIZES)
 
 
-def test_a_class_out_of_range_is_found_in_its_shard(latents, tmp_path):
-    write_shards(latents, tmp_path / "s", SHARD)
-    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    (tmp_path / "s" / "manifest.json").write_text(json.dumps({**manifest, "num_classes": 5}))
+def test_a_class_out_of_range_is_found_in_its_shard(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "s")
+    replaced(b'"num_classes": 10', b'"num_classes": 5')(tmp_path / "s")
     with pytest.raises(ValueError, match=r"held_out-000000.tar cannot be read.*label \d at position \d"):
         open_shards(str(tmp_path / "s"), 8, 4, 5)
 
@@ -328,16 +296,8 @@ def test_a_failed_write_leaves_nothing(latents, tmp_path, monkeypatch):
 RUN = ("data=stream", *TINY[1:], "model/size=tiny", "train.micro_batch_size=4")
 
 
-@pytest.fixture(params=["folder", "http", "s3"])
-def path(request, folder, monkeypatch):
-    if request.param == "folder":
-        yield f"data.path={folder}"
-    else:
-        with serving(request.param, folder, monkeypatch) as (_, address):
-            yield f"data.path={address}"
-
-
-def test_a_streamed_run_says_that_it_is_exempt_and_resumes_in_place(path, tmp_path, capsys):
+def test_a_streamed_run_says_that_it_is_exempt_and_resumes_in_place(folder, tmp_path, capsys):
+    path = f"data.path={folder}"
     tiny_run(tmp_path / "whole", *RUN, path, "train.eval_every=3")
     assert "exempt from the promise of bitwise equality" in capsys.readouterr().out
     assert "val_loss_dense" in metrics(tmp_path / "whole")[-1]

@@ -89,15 +89,8 @@ def test_flips_are_a_function_of_the_seed_and_the_step():
 
 
 def batches_of(dataset, start_step=0, **changes):
-    options = {
-        "batch_size": 8,
-        "micro_batch_size": 2,
-        "num_workers": 0,
-        "rank": 0,
-        "world_size": 1,
-        **changes,
-    }
-    return stream(dataset, start_step, seed=0, pin_memory=False, **options)
+    options = {"batch_size": 8, "micro_batch_size": 2, "num_workers": 0, "rank": 0, "world_size": 1}
+    return stream(dataset, start_step, seed=0, pin_memory=False, **options | changes)
 
 
 def test_a_stream_reads_flips_with_their_labels_and_masks(tmp_path):
