@@ -12,7 +12,16 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from data import KLEncoder, centre_crop, encode, image_decoder, open_latents, parts
+from data import (
+    IdentityEncoder,
+    KLEncoder,
+    LatentWriter,
+    centre_crop,
+    encode,
+    image_decoder,
+    open_latents,
+    parts,
+)
 from data.images import ORIENTATION
 from data.writer import lock_of
 from runtime.errors import UserError
@@ -43,6 +52,19 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(encode, "PART_IMAGES", 4)
 
 
+@pytest.fixture
+def written(monkeypatch):
+    """The numbers of the parts that are written, in their order."""
+    numbers, write = [], parts.EncodedParts.write_part
+
+    def watched(folder, number, part):
+        write(folder, number, part)
+        numbers.append(number)
+
+    monkeypatch.setattr(parts.EncodedParts, "write_part", watched)
+    return numbers
+
+
 def options(source, out, vae, *overrides):
     return (f"source={source}", f"out={out}", f"encoder={vae}", "resolution=32", *map(str, overrides))
 
@@ -58,6 +80,13 @@ def command(launcher, source, out, vae, *overrides):
 
 def start(source, out, vae, *overrides, **how):
     return programs.start("-m data.encode", *options(source, out, vae, *overrides), check=False, **how)
+
+
+def refused(out, source, vae, *overrides):
+    """The text of corrupt.txt after a run that refuses one image."""
+    with pytest.raises(UserError, match="1 images are corrupt"):
+        run(source, out, vae, *overrides)
+    return Path(f"{out}.partial/corrupt.txt").read_text()
 
 
 def files(folder):
@@ -123,18 +152,15 @@ def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    for i, (image, label) in enumerate(zip(digits.images[:30], digits.target, strict=False)):
+    pixels = (digits.images[:30] * 15.9).astype(np.uint8)
+    for i, (image, label) in enumerate(zip(pixels, digits.target, strict=False)):
         (tmp_path / "digits" / str(label)).mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * 15.9).astype(np.uint8)).save(
-            tmp_path / "digits" / str(label) / f"{i:02}.png"
-        )
+        Image.fromarray(image).save(tmp_path / "digits" / str(label) / f"{i:02}.png")
     dataset = run(tmp_path / "digits", tmp_path / "out", "identity", "resolution=8")
     order = np.lexsort((np.arange(30), digits.target[:30]))
     stored, labels = dataset.read(np.arange(30))
-    from data import IdentityEncoder
-
     images = image_decoder(dataset.manifest, IdentityEncoder())(dataset.manifest.to_latents(stored))
-    assert np.array_equal(images[..., 0], (digits.images[order] * 15.9).astype(np.uint8))
+    assert np.array_equal(images[..., 0], pixels[order])
     assert np.array_equal(labels.numpy(), digits.target[order])
     flipped, _ = dataset.read(np.arange(30), np.ones(30, int))
     assert torch.equal(flipped, stored.flip(-1)), "pixels, unlike latents, can be flipped"
@@ -142,32 +168,26 @@ def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2])
 def test_a_stopped_job_resumes_and_ends_the_same(
-    tmp_path, photos, vae, small_parts, monkeypatch, capsys, stop_after
+    tmp_path, photos, vae, small_parts, written, monkeypatch, capsys, stop_after
 ):
     run(photos, tmp_path / "whole", vae)
-    write, written = parts.EncodedParts.write_part, []
+    written.clear()
+    encode_part = encode.encode_part
 
-    def stop(folder, number, part):
+    def stop(*arguments):
         if len(written) == stop_after:
             raise KeyboardInterrupt
-        written.append(number)
-        write(folder, number, part)
+        return encode_part(*arguments)
 
-    monkeypatch.setattr(parts.EncodedParts, "write_part", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(encode, "encode_part", stop)
         run(photos, tmp_path / "out", vae)
     said = f"stopped: the same command resumes from {tmp_path / 'out.partial'}"
     assert said in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
-    written_before, again = list(written), []
-
-    def watched(folder, number, part):
-        again.append(number)
-        write(folder, number, part)
-
-    monkeypatch.setattr(parts.EncodedParts, "write_part", watched)
+    assert len(written) == stop_after
     run(photos, tmp_path / "out", vae)
-    assert sorted(written_before + again) == [0, 1, 2], "what was done is not done again"
+    assert sorted(written) == [0, 1, 2], "what was done is not done again"
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
 
@@ -193,10 +213,8 @@ def test_a_job_is_not_resumed_with_other_settings(
     tmp_path, photos, vae, small_parts, monkeypatch, override, message
 ):
     stopped(tmp_path, photos, vae, monkeypatch)
-    with pytest.raises(
-        UserError,
-        match=rf"out.partial was started with other settings \(.*{message}.*\): use those, or remove",
-    ):
+    rule = rf"out.partial was started with other settings \(.*{message}.*\): use those, or remove"
+    with pytest.raises(UserError, match=rule):
         run(photos, tmp_path / "out", vae, override)
     assert run(photos, tmp_path / "out", vae).manifest.count == 10
 
@@ -245,7 +263,7 @@ def test_corrupt_images_are_listed_and_can_be_left_out(tmp_path, vae, small_part
     assert "cannot identify image" in told[1]
 
 
-def test_corrupt_images_that_were_fixed_are_encoded(tmp_path, vae, small_parts, monkeypatch):
+def test_corrupt_images_that_were_fixed_are_encoded(tmp_path, vae, small_parts, written):
     folder = tmp_path / "photos"
     write_photographs(folder)
     whole = spoil(folder)
@@ -253,15 +271,9 @@ def test_corrupt_images_that_were_fixed_are_encoded(tmp_path, vae, small_parts, 
         run(folder, tmp_path / "out", vae)
     (folder / "china" / "001.jpg").write_bytes(whole)
     Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
-    again, write = [], parts.EncodedParts.write_part
-
-    def watched(folder, number, part):
-        again.append(number)
-        write(folder, number, part)
-
-    monkeypatch.setattr(parts.EncodedParts, "write_part", watched)
+    written.clear()
     assert run(folder, tmp_path / "out", vae).manifest.count == 10
-    assert again == [0, 1], "the part without corrupt images is kept"
+    assert written == [0, 1], "the part without corrupt images is kept"
 
 
 def test_parts_and_sources_of_corrupt_images_only(tmp_path, vae, small_parts):
@@ -286,9 +298,7 @@ def test_modes_of_images_are_converted_and_16_bits_refused(tmp_path, vae):
         image.convert(mode).save(folder / f"{mode}.{'tif' if mode == 'CMYK' else 'png'}")
     assert run(folder, tmp_path / "out", vae).manifest.count == 5
     Image.fromarray(np.full((40, 40), 40_000, np.uint16)).save(folder / "sixteen.png")
-    with pytest.raises(UserError, match="1 images are corrupt"):
-        run(folder, tmp_path / "more", vae)
-    assert "must be RGB with 8 bits" in (tmp_path / "more.partial" / "corrupt.txt").read_text()
+    assert "must be RGB with 8 bits" in refused(tmp_path / "more", folder, vae)
 
 
 def write_masks(folder, photos, mode="L"):
@@ -345,18 +355,9 @@ def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
         assert np.abs((dataset.stored[0, 1] + 1) * 127.5 - expected).mean() < 3
         assert dataset.manifest.origin["orientation"] == ORIENTATION
     stored.save(tmp_path / "masks/0.png")  # painted on what is stored
-    with pytest.raises(UserError, match="1 images are corrupt"):
-        run(tmp_path / "images", tmp_path / "more", "identity", f"masks={tmp_path / 'masks'}")
-    assert "the image is (32, 48), as they are shown" in (tmp_path / "more.partial/corrupt.txt").read_text()
-
-
-def test_a_mask_of_another_size_is_reported_with_its_image(tmp_path, photos, vae):
-    masks = write_masks(tmp_path / "masks", photos)
-    Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "china" / "000.png")
-    with pytest.raises(UserError, match="1 images are corrupt"):
-        run(photos, tmp_path / "out", vae, f"masks={masks}")
-    corrupt = (tmp_path / "out.partial" / "corrupt.txt").read_text()
-    assert "china/000.png: its mask: it is (9, 7), the image is" in corrupt
+    corrupt = refused(tmp_path / "more", tmp_path / "images", "identity", f"masks={tmp_path / 'masks'}")
+    message = f"0.{suffix}: its mask: it is (48, 32), the image is (32, 48), as they are shown"
+    assert message in corrupt
 
 
 @pytest.mark.parametrize(
@@ -372,14 +373,6 @@ def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae, ov
     with pytest.raises(UserError, match=message):
         run(photos, tmp_path / "out", vae, *overrides)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_is_there_is_not_overwritten(tmp_path, photos, vae):
-    run(photos, tmp_path / "out", vae)
-    before = files(tmp_path / "out")
-    with pytest.raises(UserError, match=r"out=.*out exists: move it away"):
-        run(photos, tmp_path / "out", vae)
-    assert files(tmp_path / "out") == before
 
 
 def test_too_little_disk_space_is_an_error_before_any_work(tmp_path, photos, vae, monkeypatch):
@@ -440,19 +433,12 @@ def test_a_public_autoencoder_is_taken_from_the_cache_without_network(tmp_path, 
     write_autoencoder(repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    environment = {
-        **ENVIRONMENT,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    arguments = [f"source={photos}", f"out={tmp_path / 'out'}", "resolution=32"]
+    hub = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
-        [sys.executable, "-m", "data.encode", *arguments],
-        env=environment,
+        command([sys.executable], photos, tmp_path / "out", "sd-vae-ft-ema"),
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), **hub},
         capture_output=True,
         text=True,
-        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert "python -m data.report" in result.stdout
@@ -480,9 +466,9 @@ def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts,
     assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10
 
 
-def test_a_kill_while_parts_are_joined_costs_nothing(tmp_path, photos, vae, small_parts, monkeypatch):
-    from data import LatentWriter
-
+def test_a_kill_while_parts_are_joined_costs_nothing(
+    tmp_path, photos, vae, small_parts, written, monkeypatch
+):
     run(photos, tmp_path / "whole", vae)
     with monkeypatch.context() as patch:
         # Killed outright: nothing is cleaned up.
@@ -491,10 +477,9 @@ def test_a_kill_while_parts_are_joined_costs_nothing(tmp_path, photos, vae, smal
         with pytest.raises(KeyboardInterrupt):
             run(photos, tmp_path / "out", vae)
     assert (tmp_path / "out.partial" / "joined" / "latents.npy").exists()
-    encoded, again = [], encode.encode_part
-    monkeypatch.setattr(encode, "encode_part", lambda *arguments: (encoded.append(1), again(*arguments))[1])
+    written.clear()
     run(photos, tmp_path / "out", vae)
-    assert not encoded
+    assert not written
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
 
@@ -508,9 +493,9 @@ def test_a_second_encoder_names_the_first_and_exits(tmp_path, photos, vae):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_is_checked_again_under_the_lock(tmp_path, photos, vae, monkeypatch):
-    """After its first look at `out`, before it has the lock."""
-    acquire = encode.Lock.acquire
+def test_what_is_there_is_not_overwritten(tmp_path, photos, vae, monkeypatch):
+    """Neither what is there at first, nor what appears before the lock is taken."""
+    acquire, rule = encode.Lock.acquire, r"out=.*out exists: move it away, or choose another"
 
     def late(lock):
         monkeypatch.undo()
@@ -518,8 +503,12 @@ def test_out_is_checked_again_under_the_lock(tmp_path, photos, vae, monkeypatch)
         return acquire(lock)
 
     monkeypatch.setattr(encode.Lock, "acquire", late)
-    with pytest.raises(UserError, match=r"out exists: move it away, or choose another"):
+    with pytest.raises(UserError, match=rule):
         run(photos, tmp_path / "out", vae)
+    before = files(tmp_path / "out")
+    with pytest.raises(UserError, match=rule):
+        run(photos, tmp_path / "out", vae)
+    assert files(tmp_path / "out") == before
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
@@ -568,10 +557,8 @@ def test_undecodable_names_and_lines_of_pixels_are_handled(tmp_path, vae):
     Image.fromarray(photographs()["china"][:32, :32]).save(folder / "0.png")
     Image.fromarray(np.zeros((1, 4000, 3), np.uint8)).save(folder / "line.png")
     (folder / "0.png").rename(folder / os.fsdecode(b"\xff.png"))
-    with pytest.raises(UserError, match="1 images are corrupt"):
-        run(folder, tmp_path / "out", vae)
-    text = (tmp_path / "out.partial" / "corrupt.txt").read_text()
-    assert text == "line.png: its size is (4000, 1): one side must be at most 50 times the other\n"
+    message = "line.png: its size is (4000, 1): one side must be at most 50 times the other\n"
+    assert refused(tmp_path / "out", folder, vae) == message
     (folder / "line.png").unlink()
     (folder / os.fsdecode(b"\xfe.png")).write_bytes(b"")
     with pytest.raises(UserError, match="was started with other settings"):
