@@ -39,18 +39,19 @@ DAMAGES = {"cut": cut, "flipped bit": flip, "empty": lambda file: os.truncate(fi
 FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS")
 
 
-@pytest.mark.parametrize(
-    ("damage", "name"),
-    [
-        *(("flipped bit", name) for name in FILES),
-        *((damage, FILES[0]) for damage in ("cut", "empty", "gone")),
-    ],
-)
-def test_a_damaged_checkpoint_is_renamed_and_the_one_before_it_used(tmp_path, whole, damage, name, capsys):
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_seen_in_every_file(tmp_path, whole, damage, name):
+    checkpoint = shutil.copytree(latest_checkpoint(whole), tmp_path / "checkpoint")
+    assert damage_of(checkpoint) is None
+    DAMAGES[damage](checkpoint / name)
+    assert damage_of(checkpoint)
+
+
+def test_a_damaged_checkpoint_is_renamed_and_the_one_before_it_used(tmp_path, whole, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
-    DAMAGES[damage](newest / name)
-    assert damage_of(newest)
+    flip(newest / "net.safetensors")
     tiny_run(tmp_path / "run")
     assert f"warning: {newest} is damaged" in (said := capsys.readouterr().out)
     assert f"renamed to {newest.name}.damaged" in said
@@ -114,12 +115,12 @@ def test_what_is_not_a_checkpoint_is_renamed_over_anything(tmp_path, whole, kind
     line = f"warning: {newest} is damaged ({reason}); the checkpoint before it is used\n"
     assert capsys.readouterr().out == line
     assert os.path.lexists(newest), "who samples moves nothing"
-    tiny_run(tmp_path / "run")
-    assert (
-        f"warning: {newest} is damaged ({reason}), renamed to {newest.name}.damaged"
-        in capsys.readouterr().out
-    )
-    assert_same_run(whole, tmp_path / "run")
+    said = []
+    used = CheckpointFolder(newest.parent, 2, None).newest_intact(said.append)
+    assert used.name == "step_00000004" and not os.path.lexists(newest)
+    renamed = f"renamed to {newest.name}.damaged; the checkpoint before it is used"
+    assert said == [f"warning: {newest} is damaged ({reason}), {renamed}"]
+    assert os.path.lexists(newest.with_name(f"{newest.name}.damaged"))
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])

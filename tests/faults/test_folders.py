@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import product
 
 import pytest
 
@@ -105,17 +106,16 @@ def test_a_start_waits_with_wait_true(tmp_path, launcher):
     assert json.loads((tmp_path / "runs/r/manifest.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
-@pytest.mark.parametrize("total_steps", [4, 6])
-def test_a_run_without_one_of_its_files_says_which(tmp_path, name, total_steps):
+def test_a_run_without_one_of_its_files_says_which(tmp_path):
     tiny_run(tmp_path, "train.total_steps=4")
-    content = (tmp_path / name).read_text()
-    (tmp_path / name).unlink()
-    with pytest.raises(FileNotFoundError) as error:
-        tiny_trainer(tmp_path, f"train.total_steps={total_steps}")
     elsewhere = "put it back, or start this run elsewhere with run_name=NAME"
-    assert str(error.value) == f"output_dir={tmp_path} holds a run without its {name}: {elsewhere}"
-    (tmp_path / name).write_text(content)
+    for name, total_steps in product(("config.yaml", "manifest.json"), (4, 6)):
+        content = (tmp_path / name).read_text()
+        (tmp_path / name).unlink()
+        with pytest.raises(FileNotFoundError) as error:
+            tiny_trainer(tmp_path, f"train.total_steps={total_steps}")
+        assert str(error.value) == f"output_dir={tmp_path} holds a run without its {name}: {elsewhere}"
+        (tmp_path / name).write_text(content)
     tiny_run(tmp_path)
 
 
@@ -138,12 +138,9 @@ def drawing(tmp_path_factory):
 @pytest.mark.parametrize(
     ("what", "tracker", "step"),
     [
-        ("moved", "none", 5),
         ("moved", "tensorboard", 2),
-        ("removed", "none", 2),
         ("removed", "tensorboard", 5),
         ("taken", "none", 2),
-        ("taken", "tensorboard", 5),
     ],
 )
 def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there(tmp_path, drawing, what, tracker, step):
@@ -180,7 +177,7 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there(tmp_path, dr
         assert metrics(elsewhere) == metrics(drawing)
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, OSError])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError])
 def test_a_failing_run_leaves_a_new_folder_in_its_place_alone(tmp_path, end):
     folder = tmp_path / "run"
     trainer, run = tiny_trainer(folder)

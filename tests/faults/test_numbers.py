@@ -42,9 +42,7 @@ def poison(trainer, what, steps):
     trainer.parameters[0].register_hook(spoil_gradient)
 
 
-@pytest.mark.parametrize(
-    "what", ["nan loss", "inf loss", "nan gradient", "inf gradient", "nan batch", "inf batch"]
-)
+@pytest.mark.parametrize("what", ["nan loss", "inf gradient", "inf batch"])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_named(tmp_path, what, capsys):
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=3")
     poison(trainer, what, {4})

@@ -36,11 +36,9 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("number", "at", "reason"),
     [
-        (signal.SIGTERM, 1, "SIGTERM"),
         (signal.SIGTERM, 3, "SIGTERM"),
         (signal.SIGUSR1, 4, "SIGUSR1"),
         (signal.SIGINT, 1, INTERRUPT),
-        (signal.SIGINT, 4, INTERRUPT),
     ],
 )
 def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(
