@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from diffusion import random_labels
 from tests.programs import start
-from tests.runs import ROOT, metrics, validated
+from tests.runs import ROOT, metrics
 
 BIN = Path(sys.executable).parent
 
@@ -104,12 +104,9 @@ def test_a_sweep_runs_each_job_in_its_own_folder_as_if_alone_and_continues(tmp_p
 
 
 ERRORS = [
-    (["train.total_stepz=3"], "error: train.total_stepz is not known: did you mean train.total_steps?"),
     (["train.total_steps=abc"], "error: train.total_steps=abc: must be of type int"),
     (["model/size=huge"], "Could not find 'model/size/huge' Available options in 'model/size': auto b_2"),
-    (["model.routes=[]"], "TREAD training requires you to configure the routes"),
     (["data=latents", "data.path=nowhere"], "error: data.path=nowhere must be a latent folder"),
-    (["train.init_from=nothing.pt"], "train.init_from=nothing.pt not found: give a weights file"),
 ]
 
 
@@ -149,16 +146,9 @@ def test_masked_training_compiles_and_agrees_on_two_processes(tmp_path):
 def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
     (tmp_path / "noise.npz").write_bytes(b"noise")
     (tmp_path / "latents/digits").mkdir(parents=True)
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r/config.yaml").write_text(yaml.safe_dump(validated()))
-    (tmp_path / "r/manifest.json").write_text('{"data": {"manifest": {}}}')
     np.savez(tmp_path / "floats.npz", np.zeros((4, 8, 8, 1)), np.zeros(4))
     for program, overrides, message in (
         ("sample.py", ["run=nowhere"], "run=nowhere is not a run directory"),
-        ("sample.py", ["run=r", "output=x.png"], "output=x.png must end in .npz"),
-        ("sample.py", ["run=r", "num_steps=0"], "num_steps=0 must be in [1, 100000]"),
-        ("sample.py", ["run=r", "class_label=10"], "class_label=10 must be in [0, 9]"),
-        ("fid.py", ["samples=nowhere.npz", "reference=x"], "samples=nowhere.npz not found"),
         ("fid.py", ["samples=noise.npz", *DIGIT_SCORES], "noise.npz cannot be read"),
         ("fid.py", ["samples=floats.npz", *DIGIT_SCORES], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
     ):
