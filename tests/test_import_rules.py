@@ -231,7 +231,7 @@ BUDGET = {
     "routing": 3450,
     "runtime": 1900,
     "study": 1050,
-    "tests": 27800,
+    "tests": 26650,
     "training": 2550,
 }
 MAX_CORE_LINES = 3000
