@@ -38,6 +38,14 @@ class Proposal(NamedTuple):
 
 
 Count = Callable[[nn.Module, Arguments], int]
+Way = Callable[[str], str]  # of the name of a value: the Python that gathers it by token
+AS_IT_IS: Way = "{}".format
+FOR_ALL: Way = "{}.unsqueeze(0)".format
+SAMPLES_SECOND: Way = "kept.gather({}.transpose(0, 1)).transpose(0, 1)".format
+LEADING: Way = (
+    "{}[: kept.num_prefix_tokens + kept.ids.shape[1]]".format
+)  # the same for all tokens of the image
+NUM_KEPT: Way = "kept.ids.shape[1]".format
 
 
 def propose_adapter(
@@ -66,16 +74,20 @@ def propose_adapter(
     prefixes = suffixes = _lengths(model, arguments, image)
     P = num_prefix_tokens(model, arguments) if num_prefix_tokens else 0
     if num_prefix_tokens:
-        prefixes = {**prefixes, P: _Count("num_prefix_tokens(model, arguments)", num_prefix_tokens)}
+        prefixes = {**prefixes, P: "num_prefix_tokens(model, arguments)"}
         first = longest.first
         for each in lists:
             if each.first == first and 0 < first < P:  # others come first in the image itself
                 each.first, each.num_tokens = P, each.num_tokens - (P - first)
     if num_suffix_tokens:
-        suffixes = {longest.num_suffix: _Count("num_suffix_tokens(model, arguments)", num_suffix_tokens)}
+        suffixes = {longest.num_suffix: "num_suffix_tokens(model, arguments)"}
+    given = {"num_prefix_tokens": num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
     failed: list[tuple[float, bool, str]] = []
     known = (lists, longest, prefixes, suffixes, (*arguments, "return_dict"))
-    for adapter, source in chain(_drafts(*known, whole=False), _drafts(*known, whole=True)):
+    for source in chain(_drafts(*known, whole=False), _drafts(*known, whole=True)):
+        # What is proved is the source itself.
+        names = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample}
+        adapter = eval(source, names | given)
         whole = adapter.whole_between_blocks
         try:
             if P and adapter.num_prefix_tokens(model, arguments) != P:
@@ -86,8 +98,7 @@ def propose_adapter(
             continue
         proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
         if all(proof.passes for proof in proofs):  # no NaN is
-            counts = {"num_prefix_tokens": num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
-            return Proposal(_file(source, [name for name, count in counts.items() if count]), adapter, proof)
+            return Proposal(_file(source, [name for name, count in given.items() if count]), adapter, proof)
         apart = max(proof)
         failed.append((apart, whole, f"{source}\nthe routes differ by {apart:.1g} of what they change"))
     *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
@@ -98,78 +109,11 @@ def propose_adapter(
 
 
 def _file(source: str, counts: Sequence[str]) -> str:
-    """Return a file with an adapter, which calls counts of the caller's."""
     first = "from routing import Adapter, BlockList\n"
     if "TablePerSample" in source:
         first += "from routing.adapters.families.parts import TablePerSample\n"
     first += "".join(f"# Put your {name} here, which is called below.\n" for name in counts)
     return f"{first}\nadapter = {source}"
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a value is gathered by token: as Python of its name, and as a call."""
-
-    text: Callable[[str], str]
-    call: Callable[..., Any]
-
-
-def _by(method: str, way: _Way, *dim: int) -> _Way:
-    """Return a way that gathers what another one gives by a method of `TokenSelection`."""
-    rest = "".join(f", {d}" for d in dim)
-    return _Way(
-        lambda name: f"kept.{method}({way.text(name)}{rest})",
-        lambda x, kept: getattr(kept, method)(way.call(x, kept), *dim),
-    )
-
-
-def _per_sample(way: _Way) -> _Way:
-    return _Way(
-        lambda name: f"TablePerSample({way.text(name)})",
-        lambda x, kept: TablePerSample(way.call(x, kept)),
-    )
-
-
-AS_IT_IS = _Way(lambda name: name, lambda x, kept: x)
-FOR_ALL = _Way(lambda name: f"{name}.unsqueeze(0)", lambda x, kept: x.unsqueeze(0))
-SAMPLES_SECOND = _Way(
-    lambda name: f"kept.gather({name}.transpose(0, 1)).transpose(0, 1)",
-    lambda x, kept: kept.gather(x.transpose(0, 1)).transpose(0, 1),
-)
-LEADING = _Way(  # what is the same for all tokens of the image
-    lambda name: f"{name}[: kept.num_prefix_tokens + kept.ids.shape[1]]",
-    lambda x, kept: x[: kept.num_prefix_tokens + kept.ids.shape[1]],
-)
-NUM_KEPT = _Way(lambda name: "kept.ids.shape[1]", lambda x, kept: kept.ids.shape[1])
-
-
-class _Count(NamedTuple):
-    """What tells a number of tokens: as Python, and as a call."""
-
-    text: str
-    call: Count
-
-
-ONE = _Count("1", lambda model, arguments: 1)
-
-
-def _size(name: str) -> _Count:
-    return _Count(f'arguments["{name}"].shape[1]', lambda model, arguments: arguments[name].shape[1])
-
-
-def _longest_of(name: str) -> _Count:
-    text = f'max(map(len, arguments["{name}"]))'
-    return _Count(text, lambda model, arguments: max(map(len, arguments[name])))
-
-
-def _learned(name: str) -> _Count:
-    return _Count(f"model.{name}.shape[-2]", lambda model, arguments: getattr(model, name).shape[-2])
-
-
-def _sum(a: _Count, b: _Count) -> _Count:
-    return _Count(
-        f"{a.text} + {b.text}", lambda model, arguments: a.call(model, arguments) + b.call(model, arguments)
-    )
 
 
 class _Call(NamedTuple):
@@ -273,52 +217,34 @@ class _List:
         x = output if self.output is None else output[self.output]
         return self.batch_first(x)[:, self.first : self.first + self.num_tokens]
 
-    def spec(self, ways: Mapping[str, _Way], suffix: _Count | None) -> BlockList:
-        """Return the list for an adapter.
+    def source(self, ways: Mapping[str, Way], suffix: str | None) -> str:
+        """Write the list as it stands in an adapter.
 
         Args:
             suffix: counts S of this list; None: that of the adapter.
         """
-        by_token = {name: way.call for name, way in ways.items()}
-        return BlockList(
-            self.name,
-            self.tokens,
-            self.first > 0,
-            self.output,
-            by_token,
-            self.shared(ways),
-            self.sequence_first,
-            suffix and suffix.call,
-        )
-
-    def shared(self, ways: Mapping[str, _Way]) -> tuple[str, ...]:
-        """Return the arguments that are not gathered."""
-        return tuple(name for name in self.given if name not in ways)
-
-    def source(self, ways: Mapping[str, _Way], suffix: _Count | None) -> str:
-        """Return the list as it stands in an adapter."""
         parts = [f'"{self.name}"']
         parts += [f'tokens="{self.tokens}"'] if self.tokens != "hidden_states" else []
         parts += ["joint=True"] if self.first else []
         parts += [f"output={self.output}"] if self.output is not None else []
         if ways:
-            texts = {name: f"lambda value, kept: {way.text('value')}" for name, way in ways.items()}
-            lines = "".join(f'{FOUR * 4}"{name}": {text},\n' for name, text in texts.items())
+            texts = {name: way("value") for name, way in ways.items()}
+            lines = "".join(f'{FOUR * 4}"{name}": lambda value, kept: {t},\n' for name, t in texts.items())
             parts.append(f"by_token={{\n{lines}{FOUR * 3}}}")
-        if shared := self.shared(ways):
+        if shared := [name for name in self.given if name not in ways]:
             parts.append(f"shared={_names(shared)}")
         parts += ["sequence_first=True"] if self.sequence_first else []
-        parts += [f"num_suffix_tokens=lambda model, arguments: {suffix.text}"] if suffix else []
+        parts += [f"num_suffix_tokens=lambda model, arguments: {suffix}"] if suffix else []
         lines = "".join(f"{FOUR * 3}{part},\n" for part in parts)
         return f"{FOUR * 2}BlockList(\n{lines}{FOUR * 2}),\n"
 
-    def variants(self) -> list[dict[str, _Way]]:
+    def variants(self) -> list[dict[str, Way]]:
         """Return ways to gather the arguments that are indexed by token, by name."""
         ways = {name: self._ways(value) for name, value in self.given.items()}
         ways = {name: found for name, found in ways.items() if found}
         return [dict(zip(ways, chosen, strict=True)) for chosen in product(*ways.values())]
 
-    def _ways(self, value: Any) -> list[_Way]:
+    def _ways(self, value: Any) -> list[Way]:
         """Ways to gather a value by token; empty if it is not indexed by token."""
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
@@ -331,16 +257,16 @@ class _List:
             return [_of_entries(dict(zip(ways, each, strict=True))) for each in chosen]
         return [NUM_KEPT] if type(value) is int and value == self.length else []
 
-    def _of_sequence(self, value: Sequence[Any]) -> list[_Way]:
+    def _of_sequence(self, value: Sequence[Any]) -> list[Way]:
         parts = [self._ways(part) for part in value]
-        texts = [[way.text("x") for way in part] for part in parts]
+        texts = [[way("x") for way in part] for part in parts]
         kind = list if isinstance(value, list) else tuple
         if parts and all(text == texts[0] for text in texts):
             return [_of_all(kind, way) for way in parts[0]]
         found = product(*(part or [AS_IT_IS] for part in parts))
         return [_of_places(ways) for ways in found if any(way is not AS_IT_IS for way in ways)]
 
-    def _of_tensor(self, x: torch.Tensor) -> list[_Way]:
+    def _of_tensor(self, x: torch.Tensor) -> list[Way]:
         if self.sequence_first and x.shape[:2] == (self.length, self.num_samples):
             return [SAMPLES_SECOND]
         joint_length = self.num_prefix + self.length
@@ -366,7 +292,7 @@ def _changed(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
     return int(where[0]), int(where[-1] - where[0]) + 1
 
 
-def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[_Way]:
+def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[Way]:
     """Yield ways to gather along dimensions, each by one of its methods."""
     for chosen in product(*methods.values()):
         way = AS_IT_IS
@@ -375,41 +301,42 @@ def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[_Way]:
         yield way
 
 
-def _of_all(kind: type, way: _Way) -> _Way:
-    return _Way(
-        lambda name: f"{kind.__name__}({way.text('x')} for x in {name})",
-        lambda value, kept: kind(way.call(x, kept) for x in value),
-    )
+def _by(method: str, way: Way, *dim: int) -> Way:
+    rest = "".join(f", {d}" for d in dim)
+    return lambda name: f"kept.{method}({way(name)}{rest})"
 
 
-def _of_places(ways: Sequence[_Way]) -> _Way:
-    return _Way(
-        lambda name: "(" + " ".join(f"{way.text(f'{name}[{i}]')}," for i, way in enumerate(ways)) + ")",
-        lambda value, kept: tuple(way.call(x, kept) for way, x in zip(ways, value, strict=True)),
-    )
+def _per_sample(way: Way) -> Way:
+    return lambda name: f"TablePerSample({way(name)})"
 
 
-def _of_entries(ways: Mapping[str, _Way]) -> _Way:
+def _of_all(kind: type, way: Way) -> Way:
+    return lambda name: f"{kind.__name__}({way('x')} for x in {name})"
+
+
+def _of_places(ways: Sequence[Way]) -> Way:
+    return lambda name: "(" + " ".join(f"{way(f'{name}[{i}]')}," for i, way in enumerate(ways)) + ")"
+
+
+def _of_entries(ways: Mapping[str, Way]) -> Way:
     def text(name: str) -> str:
-        entries = (f"{key!r}: {way.text(f'{name}[{key!r}]')}" for key, way in ways.items())
+        entries = (f"{key!r}: {way(f'{name}[{key!r}]')}" for key, way in ways.items())
         return f"{{**{name}, {', '.join(entries)}}}"
 
-    return _Way(
-        text, lambda value, kept: {**value, **{key: way.call(value[key], kept) for key, way in ways.items()}}
-    )
+    return text
 
 
 def _drafts(
     lists: Sequence[_List],
     longest: _List,
-    prefixes: Mapping[int, _Count],
-    suffixes: Mapping[int, _Count],
+    prefixes: Mapping[int, str],
+    suffixes: Mapping[int, str],
     accepts: Sequence[str],
     whole: bool,
-) -> Iterator[tuple[Adapter, str]]:
-    """Yield adapters, with their source, of the lists with as many tokens before the image as the longest
-    has, or none, and none or a known number behind it; then without the first of them, which may prepare
-    the image for what comes.
+) -> Iterator[str]:
+    """Yield sources of adapters of the lists with as many tokens before the image as the longest has, or
+    none, and none or a known number behind it; then without the first of them, which may prepare the image
+    for what comes.
     """
     joint = next((each for each in (longest, *lists) if each.first), longest)
     P, S = joint.first, longest.num_suffix
@@ -428,34 +355,29 @@ def _drafts(
             for each in some:
                 each.num_prefix, each.behind = number, behind
             for ways in product(*(each.variants() for each in some)):
-                texts = " ".join(way.text("") for of_list in ways for way in of_list.values())
-                has_prefix = (
-                    any(each.first for each in some) or "gather_joint" in texts or LEADING.text("") in texts
-                )
-                prefix = {"num_prefix_tokens": prefixes[number]} if has_prefix else {}
-                yield _draft(list(zip(some, ways, strict=True)), prefix, suffixes, accepts, whole)
+                pairs = list(zip(some, ways, strict=True))
+                yield _draft(pairs, prefixes.get(number), suffixes, accepts, whole)
 
 
 def _draft(
-    lists: Sequence[tuple[_List, Mapping[str, _Way]]],
-    counts: Mapping[str, _Count],
-    suffixes: Mapping[int, _Count],
+    lists: Sequence[tuple[_List, Mapping[str, Way]]],
+    prefix: str | None,
+    suffixes: Mapping[int, str],
     accepts: Sequence[str],
     whole: bool,
-) -> tuple[Adapter, str]:
-    """Return an adapter, and its source, of lists with ways to gather their arguments."""
-    own = [suffixes.get(each.num_suffix) for each, _ in lists]
+) -> str:
+    """Write an adapter of lists with ways to gather their arguments."""
+    own, counts = [suffixes.get(each.num_suffix) for each, _ in lists], {}
     if len({each.num_suffix for each, _ in lists}) == 1 and own[0]:
-        counts, own = {**counts, "num_suffix_tokens": own[0]}, [None for _ in lists]
-    specs = [each.spec(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True)]
-    given = {name: count.call for name, count in counts.items()}
-    adapter = Adapter(specs, accepts, **given, whole_between_blocks=whole)
+        counts, own = {"num_suffix_tokens": own[0]}, [None for _ in lists]
     sources = "".join(each.source(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True))
+    if any(text in sources for text in ("joint=True", "gather_joint", LEADING(""))):
+        counts = {"num_prefix_tokens": prefix, **counts}
     parts = [f"block_lists=(\n{sources}{FOUR})", f"accepts={_names(accepts)}"]
-    parts += [f"{name}=lambda model, arguments: {count.text}" for name, count in counts.items()]
+    parts += [f"{name}=lambda model, arguments: {text}" for name, text in counts.items()]
     parts += ["whole_between_blocks=True"] if whole else []
     lines = "".join(f"{FOUR}{part},\n" for part in parts)
-    return adapter, f"Adapter(\n{lines})\n"
+    return f"Adapter(\n{lines})\n"
 
 
 def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_List]:
@@ -482,26 +404,26 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_
     return lists
 
 
-def _lengths(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, _Count]:
-    """Return numbers of tokens that may be beside those of the image, and what tells each: a text, as states,
-    words or a list of states; learned tokens; what becomes a single token; and two of these.
+def _lengths(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, str]:
+    """Count what may be beside the tokens of the image, each number with the Python that tells it: a text, as
+    states, words or a list of states; learned tokens; what becomes a single token; and two of these.
     """
     num_samples, integers = len(arguments[image]), (torch.int32, torch.int64)
     others = {name: value for name, value in arguments.items() if name != image}
     tensors = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}
-    found = [_size(name) for name, x in tensors.items() if x.ndim >= 3]
-    found += [_size(name) for name, x in tensors.items() if x.ndim == 2 and x.dtype in integers]
+    sized = [name for name, x in tensors.items() if x.ndim >= 3]
+    sized += [name for name, x in tensors.items() if x.ndim == 2 and x.dtype in integers]
+    found = [f'arguments["{name}"].shape[1]' for name in sized]
     for name, value in others.items():
         parts = value if isinstance(value, list) and len(value) == num_samples else [None]
-        found += (
-            [_longest_of(name)] if all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in parts) else []
-        )
+        if all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in parts):
+            found.append(f'max(map(len, arguments["{name}"]))')
     for name, x in model.named_parameters(recurse=False):
-        found += [_learned(name)] if x.ndim == 2 or (x.ndim == 3 and len(x) == 1) else []
-    found += [ONE] if any(x.ndim in (1, 2) and len(x) == num_samples for x in tensors.values()) else []
-    lengths: dict[int, _Count] = {}
-    for count in (*found, *(_sum(*pair) for pair in combinations(found, 2))):
-        lengths.setdefault(count.call(model, arguments), count)
+        found += [f"model.{name}.shape[-2]"] if x.ndim == 2 or (x.ndim == 3 and len(x) == 1) else []
+    found += ["1"] if any(x.ndim in (1, 2) and len(x) == num_samples for x in tensors.values()) else []
+    lengths: dict[int, str] = {}
+    for text in (*found, *map(" + ".join, combinations(found, 2))):
+        lengths.setdefault(eval(text, {"model": model, "arguments": arguments}), text)
     return lengths
 
 
