@@ -9,7 +9,6 @@ refused.
 Shapes: as in routing/adapters/adapter.py.
 """
 
-import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from routing.adapters.adapter import Adapter, Arguments, BlockList, TokenSelecti
 from routing.adapters.families import adapter_of
 from routing.routers import random_router
 from routing.routes import Route, Router, Routing, resolve_routes
-from routing.tokens import check_force_keep, end_route
+from routing.tokens import end_route
 
 ONE_GRAPH = "routes are chosen outside of graphs: compile the blocks, or the model without fullgraph=True"
 KEYWORDS = ("routing", "generator")  # what an attached model takes besides its own arguments
@@ -76,11 +75,9 @@ def attach(
     signature = inspect.signature(plain_forward(type(model)))
     for own in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
-    routes = (routes,) if isinstance(routes, Route) else tuple(routes or ())
+    routes = (routes,) if isinstance(routes, Route) else tuple(routes)
     if not routes:
         raise ValueError("routes must not be empty: the model would stay dense")
-    if wrong := [route for route in routes if not isinstance(route, Route)]:
-        raise ValueError(f"routes must be of routing.Route, found {wrong[0]}")
     layers = tuple(layer for spec in adapter.block_lists for layer in _layers(model, spec))
     routes = resolve_routes(routes, len(layers), key="routes")
 
@@ -91,7 +88,7 @@ def attach(
         blocks.first_idx, blocks.routed_passes = offset, {}
         offset += len(blocks)
     model.__dict__.pop("forward", None)
-    if not isinstance(model, _WithRoutes):  # after `detach`, what was derived meanwhile stays
+    if not hasattr(type(model), "plain_forward"):  # after `detach`, what was derived meanwhile stays
         model.__class__ = _with_routes(type(model))
     model._attached = _Attached(adapter, layers, routes, router, signature)
     return routes
@@ -107,8 +104,8 @@ def detach(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} has no routes")
     adapter = model._attached.adapter
     del model._attached
-    if _WithRoutes in type(model).__bases__:  # else a class was derived from it (fully_shard)
-        model.__class__ = type(model).__bases__[1]
+    if "plain_forward" in vars(type(model)):  # else a class was derived from it (fully_shard)
+        model.__class__ = type(model).__base__
     plain = {handing_out: kind for kind, handing_out in HANDING_OUT.items()}
     for spec in adapter.block_lists:
         blocks = model.get_submodule(spec.name)
@@ -119,48 +116,29 @@ def detach(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A block of the model: its list, and the signature of its forward."""
+    """A block of the model: its list, and the names of what its forward takes by place."""
 
     spec: BlockList
-    signature: inspect.Signature
+    names: tuple[str, ...]
+    rest: str | None  # of `*args`
 
 
 def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
-    try:
-        blocks = model.get_submodule(spec.name)
-    except AttributeError as error:
-        raise ValueError(f"{type(model).__name__} has no blocks at {spec.name}") from error
+    blocks = model.get_submodule(spec.name)
     if type(blocks) not in HANDING_OUT:
         found = f"{spec.name} of {type(model).__name__} is a {type(blocks).__name__}"
         raise ValueError(f"{found}, must be one of {', '.join(kind.__name__ for kind in HANDING_OUT)}")
     named = {spec.tokens, *spec.by_token, *spec.shared}
     for block in blocks:
-        signature = inspect.signature(type(block).forward)
-        signature = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-        for name in ({spec.tokens} if takes_any else named) - set(signature.parameters):
+        parameters = list(inspect.signature(type(block).forward).parameters.values())[1:]  # without self
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        for name in ({spec.tokens} if takes_any else named) - {p.name for p in parameters}:
             raise ValueError(
                 f"{type(block).__name__} in {spec.name} takes no argument {name}, which the adapter names: "
                 "it is of another version, or wrapped (attach before wrapping or compiling blocks)"
             )
-        yield _Layer(spec, signature)
-
-
-class _WithRoutes:
-    """What a model's class gets beside its own forward, from which it is derived."""
-
-    def __copy__(self) -> nn.Module:
-        replica = self.__new__(type(self))
-        replica.__dict__ = self.__dict__.copy()
-        return replica
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        replica = memo[id(self)] = self.__new__(type(self))
-        replica.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return replica
-
-    def __getstate__(self) -> None:
-        raise ValueError("a model with routes cannot be pickled: detach them, or save its state_dict()")
+        names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+        yield _Layer(spec, names, next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None))
 
 
 @cache
@@ -180,22 +158,18 @@ def _with_routes(kind: type[nn.Module]) -> type[nn.Module]:
     forward.__signature__ = own.replace(parameters=parameters)
     forward.__doc__ = plain.__doc__
     same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (_WithRoutes, kind), {**same, "forward": forward, "plain_forward": plain})
+    return type(kind.__name__, (kind,), {**same, "forward": forward, "plain_forward": plain})
 
 
+@dataclass(frozen=True)
 class _Attached:
     """The routes of a model and its copies, to none of which it refers."""
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        layers: tuple[_Layer, ...],
-        routes: tuple[Route, ...],
-        router: Router,
-        signature: inspect.Signature,
-    ):
-        self.adapter, self.layers, self.routes = adapter, layers, routes
-        self.router, self.signature = router, signature
+    adapter: Adapter
+    layers: tuple[_Layer, ...]
+    routes: tuple[Route, ...]
+    router: Router
+    signature: inspect.Signature
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Attached":
         return self
@@ -205,17 +179,13 @@ class _Attached:
         """Run the model's own forward, with routes where they are on."""
         routing, generator = kwargs.get("routing"), kwargs.get("generator")
         routing = Routing() if routing is None else routing
-        if not isinstance(routing, Routing):
-            raise ValueError(f"routing={routing!r} must be a routing.Routing, or None")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         if generator is not None and "generator" in self.adapter.accepts:
             kwargs["generator"] = generator
         ratios = routing.ratios(self.routes, active=model.training and torch.is_grad_enabled())
         forward = partial(plain_forward(type(model)), model)
         if not any(ratios):
-            return self._dense(model, partial(forward, *args, **kwargs), routing)
-        if 1 in ratios:
-            raise ValueError(f"selection_ratio=1 would skip blocks of {type(model).__name__}, which must run")
+            return forward(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 f"gradient checkpointing of {type(model).__name__} as a whole would draw other tokens in the "
@@ -223,49 +193,36 @@ class _Attached:
             )
         arguments = self.signature.bind(model, *args, **kwargs).arguments
         self._check(model, arguments)
-        routed_pass = self._begin(model, arguments, routing, ratios, generator)
-        names = list(self.signature.parameters)[1:]
-        with_residuals = partial(self._with_residuals, routed_pass)
-        args = tuple(with_residuals(name, value) for name, value in zip(names, args, strict=False))
-        kwargs = {name: with_residuals(name, value) for name, value in kwargs.items()}
-        with self._handing_out(model, routed_pass):
-            output = forward(*args, **kwargs)
-        routed_pass.check_done(type(model).__name__)
-        return output
-
-    def _dense(self, model: nn.Module, forward: partial, routing: Routing) -> Any:
-        if routing.force_keep is None:
-            return forward()
-        arguments = self.signature.bind(*forward.args, **forward.keywords).arguments
-        first = self.layers[0].spec
-        P = self.adapter.num_prefix_tokens(model, arguments) if first.joint else 0
-        num_others = P + self.adapter.num_suffix_tokens_of(model, arguments)[first.name]
-        with self._handing_out(model, _DensePass(self.layers[0], routing.force_keep, num_others)):
-            return forward()
-
-    def _begin(
-        self,
-        model: nn.Module,
-        arguments: Arguments,
-        routing: Routing,
-        ratios: Sequence[float],
-        generator: torch.Generator | None,
-    ) -> "_RoutedPass":
         P = self.adapter.num_prefix_tokens(model, arguments)
         S = self.adapter.num_suffix_tokens_of(model, arguments)
-        windows = []
+        whole, windows = self.adapter.whole_between_blocks, []
         for idx, (route, ratio) in enumerate(zip(self.routes, ratios, strict=True)):
             if ratio > 0:
                 draw = partial(routing.ids_keep, idx, ratio, router=self.router)
-                whole = self.adapter.whole_between_blocks
                 windows.append(_Window(route, draw, _draw_seed(generator), P, S, whole))
-        return _RoutedPass(self.layers, windows)
+        routed_pass = _RoutedPass(self.layers, windows)
+
+        def given(name: str, value: Any) -> Any:
+            is_list = name in self.adapter.residuals and value is not None
+            return _Residuals(name, value, routed_pass) if is_list else value
+
+        names = list(self.signature.parameters)[1:]
+        args = tuple(given(name, value) for name, value in zip(names, args, strict=False))
+        with self._handing_out(model, routed_pass):
+            output = forward(*args, **{name: given(name, value) for name, value in kwargs.items()})
+        routed_pass.check_done(type(model).__name__)
+        return output
 
     @contextmanager
     def _handing_out(self, model: nn.Module, routed_pass: "_RoutedPass") -> Iterator[None]:
         """Let the lists of blocks hand out stand-ins to this thread."""
-        lists = [self._list(model, spec) for spec in self.adapter.block_lists]
-        thread = threading.get_ident()
+        lists, thread = [], threading.get_ident()
+        for spec in self.adapter.block_lists:
+            blocks, length = model.get_submodule(spec.name), sum(layer.spec is spec for layer in self.layers)
+            if not isinstance(blocks, _RoutedBlocks) or len(blocks) != length:
+                changed = f"{spec.name} of {type(model).__name__} was replaced, or is no longer of {length} "
+                raise ValueError(f"{changed}blocks: detach before, and attach again")
+            lists.append(blocks)
         for blocks in lists:
             blocks.routed_passes[thread] = routed_pass
         try:
@@ -273,20 +230,6 @@ class _Attached:
         finally:
             for blocks in lists:
                 del blocks.routed_passes[thread]
-
-    def _list(self, model: nn.Module, spec: BlockList) -> "_RoutedBlocks":
-        blocks, length = model.get_submodule(spec.name), sum(layer.spec is spec for layer in self.layers)
-        if not isinstance(blocks, _RoutedBlocks) or len(blocks) != length:
-            changed = (
-                f"{spec.name} of {type(model).__name__} was replaced, or is no longer of {length} blocks"
-            )
-            raise ValueError(f"{changed}: detach before, and attach again")
-        return blocks
-
-    def _with_residuals(self, routed_pass: "_RoutedPass", name: str, value: Any) -> Any:
-        if name not in self.adapter.residuals or value is None:
-            return value
-        return _Residuals(name, value, routed_pass)
 
     def _check(self, model: nn.Module, arguments: Arguments) -> None:
         for name, value in list(arguments.items())[1:]:  # without self
@@ -339,10 +282,6 @@ class _Window:
             ids = torch.cat([self.ids_keep, suffix.expand(len(self.ids_keep), -1)], dim=1)  # (N, K + S)
             self._kept[S] = TokenSelection(ids, self.num_tokens + S, self.num_prefix_tokens)
         return self._kept[S]
-
-    def take(self, x: torch.Tensor, spec: BlockList) -> torch.Tensor:
-        """Return the kept tokens."""
-        return self.kept(spec).gather_joint(x) if spec.joint else self.kept(spec).gather(x)
 
     def put_back(self, output: Any, spec: BlockList, before: torch.Tensor) -> Any:
         """Return the output of a block with the bypassing tokens back in place.
@@ -408,36 +347,6 @@ class _RoutedPass:
                 )
 
 
-@dataclass(frozen=True)
-class _DensePass:
-    """A forward pass without routes in which the mask is right all the same."""
-
-    layer: _Layer
-    force_keep: torch.Tensor
-    num_others: int  # tokens that are never routed, in the argument of the first block
-
-    def hand_out(self, idx: int, block: nn.Module) -> Any:
-        """Return the block; what stands in for the first one looks at the tokens."""
-        return _Checked(block, self) if idx == 0 else block
-
-
-class _Checked:
-    """The first block of a dense pass, called after the mask was compared with its tokens."""
-
-    def __init__(self, block: nn.Module, dense_pass: _DensePass):
-        self._block, self._pass = block, dense_pass
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
-        layer = self._pass.layer
-        x = layer.spec.batch_first(layer.signature.bind(*args, **kwargs).arguments[layer.spec.tokens])
-        check_force_keep(self._pass.force_keep, x.shape[0], x.shape[1] - self._pass.num_others)
-        return self._block(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._block, name)
-
-
 class _Residuals(Sequence):
     """The residuals of a model's blocks, each gathered for the tokens that are there when it is added."""
 
@@ -473,12 +382,14 @@ class _RoutedBlock:
                 "checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
                 "use_reentrant=False does not"
             )
-        values = self._values(args, kwargs)
-        for key, value in values.items():
+        names, rest = self._layer.names, [self._layer.rest] * len(args)
+        given = [*zip((*names, *rest), args, strict=False), *kwargs.items()]
+        for key, value in given:
             if key not in (spec.tokens, *spec.by_token, *spec.shared) and value is not None:
                 raise ValueError(
                     f"{key} of {name} does not go together with routing: the adapter does not name it"
                 )
+        values = dict(given)
         x = spec.batch_first(values[spec.tokens])
         first, last = window.route.start_layer_idx, window.route.end_layer_idx
         if self._idx == first:
@@ -487,31 +398,16 @@ class _RoutedBlock:
             raise ValueError(
                 f"layer {self._idx}, a {name}, runs before layer {first}, where its route starts"
             )
+        kept = window.kept(spec)
         if self._idx == first or window.whole:
-            values[spec.tokens] = spec.batch_first(window.take(x, spec))
-        values = spec.gather(values, window.kept(spec), name)
+            values[spec.tokens] = spec.batch_first(kept.gather_joint(x) if spec.joint else kept.gather(x))
+        values = spec.gather(values, kept, name)
         # Positional and by name as in the model: hooks of the block may look at either.
-        positional = self._positional(values, len(args))
-        output = self._block(*positional, **{key: values[key] for key in kwargs})
+        args = (*(values[key] for key, _ in zip(names, args, strict=False)), *args[len(names) :])
+        output = self._block(*args, **{key: values[key] for key in kwargs})
         if self._idx == last:
             window.is_done = True
         return window.put_back(output, spec, x) if self._idx == last or window.whole else output
-
-    def _positional(self, values: dict[str, Any], count: int) -> list[Any]:
-        found = []
-        for name, parameter in self._layer.signature.parameters.items():
-            of_any_number = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-            found += values.get(name, ()) if of_any_number else [values.get(name)]
-            if len(found) >= count:
-                break
-        return found[:count]
-
-    def _values(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        values = {}
-        for key, value in self._layer.signature.bind(*args, **kwargs).arguments.items():
-            of_any_name = self._layer.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
-            values |= value if of_any_name else {key: value}
-        return values
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
@@ -522,7 +418,7 @@ class _RoutedBlocks:
 
     first_idx = 0  # of its first block, through all lists
     # By thread: another one may be dense meanwhile. None: a slice of such a list.
-    routed_passes: dict[int, _RoutedPass | _DensePass] | None = None
+    routed_passes: dict[int, _RoutedPass] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         blocks = super().__iter__()
@@ -537,7 +433,7 @@ class _RoutedBlocks:
             return [self[place] for place in range(len(self))[i]]
         return routed_pass.hand_out(self.first_idx + range(len(self))[i], super().__getitem__(i))
 
-    def _of_this_thread(self) -> "_RoutedPass | _DensePass | None":
+    def _of_this_thread(self) -> _RoutedPass | None:
         return self.routed_passes.get(threading.get_ident()) if self.routed_passes else None
 
 

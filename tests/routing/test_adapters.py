@@ -1,7 +1,5 @@
 """Routes in models of other people, through adapters of a few lines."""
 
-from dataclasses import replace
-
 import pytest
 import timm
 import torch
@@ -9,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from routing import Adapter, BlockList, Route, Routing, attach, detach, prove
+from routing import Adapter, BlockList, Route, attach, detach, prove
 
 WINDOW = Route(0.5, 1, -2)
 VIT = Adapter(
@@ -64,14 +62,6 @@ def test_an_adapter_that_would_route_the_prefix_is_refused():
 def test_one_name_that_is_not_in_a_sequence_is_refused(names):
     with pytest.raises(ValueError, match=r"='x' must be a sequence of names: \('x',\)"):
         Adapter(VIT.block_lists, num_prefix_tokens=VIT.num_prefix_tokens, **names)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_routing_that_is_a_ratio_is_refused(ratio):
-    model = vit()
-    attach(model, [WINDOW], adapter=VIT)
-    with pytest.raises(ValueError, match=f"routing={ratio} must be a routing.Routing, or None"):
-        model(torch.randn(1, 3, 32, 32), routing=ratio)
 
 
 def test_an_argument_that_no_adapter_names_is_refused():
@@ -228,15 +218,6 @@ def test_text_joins_in_a_later_list_with_samples_second(cuts):
         model(**arguments, generator=torch.Generator().manual_seed(0)).square().mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
-
-
-def test_a_mask_is_compared_with_tokens_of_samples_second():
-    adapter = replace(packed_adapter(False), block_lists=packed_adapter(False).block_lists[1:])
-    attach(model := Packed(False).train(), [Route(0.5, 0, 1)], adapter=adapter)
-    arguments = (torch.randn(3, 16, 32), torch.randn(3, 4, 32), torch.randn(3, 3, 2, 32))
-    model(*arguments, routing=Routing(0, force_keep=torch.ones(3, 16, dtype=torch.bool)))
-    with pytest.raises(ValueError, match=r"force_keep=torch.bool \(3, 22\) must be torch.bool \(3, 16\)"):
-        model(*arguments, routing=Routing(0, force_keep=torch.ones(3, 22, dtype=torch.bool)))
 
 
 class Twice(Decoder):

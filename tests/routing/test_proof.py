@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_said_as_attach_says_it():
     (spec, *_) = adapter.block_lists
     for wrong, message in (
         (replace(spec, tokens="x"), "takes no argument x"),
-        (replace(spec, name="y"), "at y"),
+        (replace(spec, name="proj_out"), "proj_out of AuraFlowTransformer2DModel is a Linear"),
     ):
         with pytest.raises(ValueError, match=message):
             prove(model, replace(adapter, block_lists=[wrong]), arguments, Route(0.5, 0, -1))
