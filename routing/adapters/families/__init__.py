@@ -4,13 +4,17 @@ Written against the signatures of diffusers, which is imported only where a text
 `attach` must know of a class; tests/routing proves each row on a small model.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch.nn as nn
 
 from routing.adapters.adapter import Adapter, plain_forward
 from routing.adapters.families.images import IMAGES
-from routing.adapters.families.videos import SOUND, VIDEOS
+from routing.adapters.families.parts import check
+from routing.adapters.families.videos import VIDEOS
 
-FAMILIES: dict[str, Adapter] = IMAGES | VIDEOS | SOUND
+FAMILIES = {name: replace(row, check=partial(check, row)) for name, row in (IMAGES | VIDEOS).items()}
 REFUSED = {
     "AnyFlowFARTransformer3DModel": "its attention takes a block mask over chunks of frames at their places",
     "Cosmos3OmniTransformer": "its tokens are packed in one row, without a dimension of samples",

@@ -11,7 +11,6 @@ from routing.adapters.families.parts import (
     TEXT,
     TEXT_MASK,
     along,
-    checked_by,
     each,
     entry,
     if_many,
@@ -38,7 +37,6 @@ IDS = ("img_ids", "txt_ids")
 FLUX = {"output": 1, "by_token": rope(joint_rotary)}
 FLUX_MASKED = rope(joint_rotary) | {JOINT_KWARGS: entry("attention_mask", joint_mask)}
 FLUX_RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
-MASKED = (JOINT_KWARGS, ("scale", "attention_mask"))
 CHROMA = rope(joint_rotary) | {"attention_mask": joint}  # (N, P + T)
 # CogView: the mask (N, P) is of the text alone.
 RESOLUTION = ("target_size", "crop_coords")
@@ -47,7 +45,6 @@ COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=(*TEMB, "att
 HIDREAM = rope(lambda x, kept: kept.gather_leading(x)) | {"hidden_states_masks": tokens}
 U_NET = BlockList(BLOCKS, shared=(TEXT, TEXT_MASK))
 U_NET_INPUTS = ("hidden_states", TEXT, TEXT_MASK, "return_dict")
-PLAIN = ("AttnProcessor", "AttnProcessor2_0")
 
 IMAGES = {
     # Joint blocks, then single ones whose tokens have registers and text in front.
@@ -58,13 +55,11 @@ IMAGES = {
         ],
         accepts=(*INPUTS, KWARGS),
         num_prefix_tokens=lambda model, given: model.register_tokens.shape[1] + given[TEXT].shape[1],
-        check=checked_by(("AuraFlowAttnProcessor2_0", "FusedAuraFlowAttnProcessor2_0"), KWARGS),
     ),
     "BriaTransformer2DModel": Adapter(
         [BlockList(name, shared=(*TEMB, KWARGS), **FLUX) for name in (BLOCKS, SINGLE)],
         accepts=(*INPUTS, *IDS, KWARGS),
         num_prefix_tokens=length(TEXT),
-        check=checked_by(("BriaAttnProcessor",), KWARGS),
     ),
     # A text of its own for each block.
     "BriaFiboTransformer2DModel": Adapter(
@@ -75,7 +70,6 @@ IMAGES = {
         accepts=(*INPUTS, "text_encoder_layers", *IDS, "guidance", JOINT_KWARGS),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
-        check=checked_by(("BriaFiboAttnProcessor", "BriaAttnProcessor"), *MASKED),
     ),
     # One sequence: tokens that sum up the text, the image, and those of images to edit.
     "BriaFibo2Transformer2DModel": Adapter(
@@ -92,7 +86,6 @@ IMAGES = {
         accepts=(*INPUTS, TEXT_MASK, "context_latents"),
         num_prefix_tokens=counts.fibo_2_prefix,
         num_suffix_tokens=counts.fibo_2_suffix,
-        check=checked_by(("BriaFibo2AttnProcessor",)),
     ),
     "ChromaTransformer2DModel": Adapter(
         [
@@ -101,36 +94,27 @@ IMAGES = {
         ],
         accepts=(*INPUTS, *IDS, "attention_mask", JOINT_KWARGS),
         num_prefix_tokens=length(TEXT),
-        check=checked_by(("FluxAttnProcessor",), JOINT_KWARGS),
     ),
     # Positions are added before; they are rotary since CogView 4.
     "CogView3PlusTransformer2DModel": Adapter(
         [BlockList(BLOCKS, output=0, shared=(TEXT, "emb"))],
         accepts=(*INPUTS, "original_size", *RESOLUTION),
-        check=checked_by(("CogVideoXAttnProcessor2_0",)),
     ),
     "CogView4Transformer2DModel": Adapter(
         [COGVIEW],
         accepts=(*INPUTS, "original_size", *RESOLUTION, "attention_mask", KWARGS),
-        check=checked_by(("CogView4AttnProcessor",), KWARGS),
     ),
     "GlmImageTransformer2DModel": Adapter(
         [COGVIEW],
         accepts=(*INPUTS, "prior_token_id", "prior_token_drop", *RESOLUTION, "attention_mask"),
-        check=checked_by(("GlmImageAttnProcessor",)),
     ),
     "DiTTransformer2DModel": Adapter(
         [BlockList(BLOCKS, shared=("timestep", "class_labels"))],
         accepts=("hidden_states", "timestep", "class_labels", "return_dict"),
-        check=checked_by(PLAIN),
     ),
     # Within U-Nets: attention to the image, then to the text, no positions.
-    "DreamLiteTransformer2DModel": Adapter(
-        [U_NET], U_NET_INPUTS, check=checked_by((*PLAIN, "DreamLiteAttnProcessor2_0"))
-    ),
-    "Transformer2DModel": Adapter(
-        [U_NET], U_NET_INPUTS, check=checked_by(PLAIN, further=counts.continuous_inputs)
-    ),
+    "DreamLiteTransformer2DModel": Adapter([U_NET], U_NET_INPUTS),
+    "Transformer2DModel": Adapter([U_NET], U_NET_INPUTS, check=counts.continuous_inputs),
     # One sequence of the image and the text behind it, samples second: (N, T + S, 1, d), six (T + S, N, D)
     # that are the same for all tokens of a sample, (N, 1, 1, T + S).
     "ErnieImageTransformer2DModel": Adapter(
@@ -144,7 +128,6 @@ IMAGES = {
         ],
         accepts=("hidden_states", "timestep", "text_bth", "text_lens", "return_dict"),
         num_suffix_tokens=length("text_bth"),
-        check=checked_by(("ErnieImageSingleStreamAttnProcessor",)),
     ),
     "FluxTransformer2DModel": Adapter(
         [BlockList(name, output=1, by_token=FLUX_MASKED, shared=TEMB) for name in (BLOCKS, SINGLE)],
@@ -155,7 +138,6 @@ IMAGES = {
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
         residuals=FLUX_RESIDUALS,
-        check=checked_by(("FluxAttnProcessor",), *MASKED),
     ),
     # Modulations that all blocks share.
     "Flux2Transformer2DModel": Adapter(
@@ -166,7 +148,6 @@ IMAGES = {
         accepts=(*INPUTS, *IDS, "guidance"),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
-        check=checked_by(("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")),
     ),
     # Blocks of the image alone, then of text, image and reference images; temb_mod is (N, T + S, 3 D).
     "Flux3Transformer2DModel": Adapter(
@@ -182,7 +163,6 @@ IMAGES = {
         ],
         accepts=(*(*INPUTS, *IDS, "image_cond_hidden_states", "image_cond_ids", "target_timestep"), KWARGS),
         num_prefix_tokens=length(TEXT),
-        check=checked_by(("Flux3AttnProcessor",), KWARGS),
     ),
     # Behind the image come two texts, and a third for each block. The model cuts off the text of a block, and
     # at last all text, at places that it counted with all tokens.
@@ -203,7 +183,6 @@ IMAGES = {
             *("hidden_states", "timesteps", "encoder_hidden_states_t5", "encoder_hidden_states_llama3"),
             *("pooled_embeds", "return_dict", KWARGS),
         ),
-        check=checked_by(("HiDreamAttnProcessor",), KWARGS),
         whole_between_blocks=True,
     ),
     # In attention the text comes after the image. The second processor is that of the text before the blocks.
@@ -215,7 +194,6 @@ IMAGES = {
             for name in (BLOCKS, SINGLE)
         ],
         accepts=(*INPUTS, TEXT_MASK, KWARGS),
-        check=checked_by(("HunyuanImageAttnProcessor", "AttnProcessor2_0"), KWARGS),
     ),
     # One sequence, padding and text in front of the image; each token has its own role and place, and may
     # have its own timestep: (N, P + T, d) each, (N, 1, P + T, P + T), (N, P + T or 1, D).
@@ -229,12 +207,11 @@ IMAGES = {
         ],
         accepts=(*INPUTS, "position_ids", "segment_ids", "indicator", KWARGS),
         num_prefix_tokens=counts.ideogram_prefix,
-        check=checked_by(("Ideogram4AttnProcessor",), KWARGS),
     ),
     "JoyImageEditTransformer3DModel": Adapter(
         [BlockList("double_blocks", output=0, by_token=rope(part(0, rotary)), shared=TEMB)],
         accepts=INPUTS,
-        check=checked_by(("JoyImageAttnProcessor",), further=counts.joyimage_items),
+        check=counts.joyimage_items,
     ),
     "JoyImageEditPlusTransformer3DModel": Adapter(
         [
@@ -247,7 +224,6 @@ IMAGES = {
         ],
         accepts=(*INPUTS, TEXT_TOKENS, "shape_list"),
         num_suffix_tokens=counts.joyimage_references,
-        check=checked_by(("JoyImageEditPlusAttnProcessor",)),
     ),
     "Krea2Transformer2DModel": Adapter(
         [
@@ -260,7 +236,6 @@ IMAGES = {
         ],
         accepts=(*INPUTS, "position_ids", TEXT_MASK, KWARGS),
         num_prefix_tokens=length(TEXT),
-        check=checked_by(("Krea2AttnProcessor",), KWARGS),
     ),
     # Text is in plane 0, references are in plane 2.
     "LongCatImageTransformer2DModel": Adapter(
@@ -268,7 +243,6 @@ IMAGES = {
         accepts=(*INPUTS, *IDS),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(1),
-        check=checked_by(("LongCatImageAttnProcessor",)),
     ),
     # base_sequence_length, a key of its cross_attention_kwargs, would change how sharply a window attends.
     "LuminaNextDiT2DModel": Adapter(
@@ -280,13 +254,11 @@ IMAGES = {
             )
         ],
         accepts=(*INPUTS, "encoder_mask", "image_rotary_emb", CROSS_KWARGS),
-        check=checked_by(("LuminaAttnProcessor2_0",), CROSS_KWARGS),
     ),
     "Lumina2Transformer2DModel": Adapter(
         [BlockList("layers", joint=True, by_token=rope(joint), shared=("temb",))],  # (N, P + T, d)
         accepts=(*INPUTS, TEXT_MASK, KWARGS),
         num_prefix_tokens=counts.lumina_2_prefix,
-        check=checked_by(("Lumina2AttnProcessor2_0",), KWARGS),
     ),
     # The image attends to itself and the text at once, with a mask (N, T + P); experts choose among the
     # tokens of a window.
@@ -299,7 +271,6 @@ IMAGES = {
             )
         ],
         accepts=(*INPUTS, TEXT_TOKENS, "img_shapes", KWARGS),
-        check=checked_by(("NucleusMoEAttnProcessor2_0",), KWARGS),
     ),
     # Text with reference images, the timestep, and the image in one sequence.
     "OmniGenTransformer2DModel": Adapter(
@@ -309,13 +280,11 @@ IMAGES = {
             *("attention_mask", "position_ids", "return_dict"),
         ),
         num_prefix_tokens=lambda model, given: given["input_ids"].shape[1] + 1,
-        check=checked_by(("OmniGenAttnProcessor2_0",)),
     ),
     "OvisImageTransformer2DModel": Adapter(
         [BlockList(name, shared=(*TEMB, JOINT_KWARGS), **FLUX) for name in (BLOCKS, SINGLE)],
         accepts=(*INPUTS, *IDS, JOINT_KWARGS),
         num_prefix_tokens=length(TEXT),
-        check=checked_by(("OvisImageAttnProcessor",), JOINT_KWARGS),
     ),
     "PixArtTransformer2DModel": Adapter(
         [
@@ -324,13 +293,11 @@ IMAGES = {
             )
         ],
         accepts=(*INPUTS, "added_cond_kwargs", CROSS_KWARGS, "attention_mask", TEXT_MASK),
-        check=checked_by((*PLAIN, "FusedAttnProcessor2_0"), CROSS_KWARGS),
     ),
     # Image tokens attend to image and text; the text, of which the mask is, passes through no block.
     "PRXTransformer2DModel": Adapter(
         [BlockList("blocks", by_token=rope(along(2)), shared=(*TEMB, "attention_mask"))],  # (1, 1, T, ...)
         accepts=(*INPUTS, "attention_mask"),
-        check=checked_by(("PRXAttnProcessor2_0",)),
     ),
     # Two tables of complex numbers: of the image, of the text.
     "QwenImageTransformer2DModel": Adapter(
@@ -344,7 +311,6 @@ IMAGES = {
         ],
         accepts=(*INPUTS, TEXT_TOKENS, "img_shapes", "additional_t_cond", KWARGS),
         num_suffix_tokens=counts.qwen_references,
-        check=checked_by(("QwenDoubleStreamAttnProcessor2_0",), KWARGS),
     ),
     # One sequence: text and reference images, which do not see what comes after them, then the image.
     # key_valid (N, P + T); target_token_mask (P + T,): which tokens are those of the image; segments are of
@@ -360,13 +326,11 @@ IMAGES = {
         ],
         accepts=(*INPUTS, TEXT_TOKENS, "img_shapes", "img_mask", KWARGS),
         num_prefix_tokens=counts.qwen_21_prefix,
-        check=checked_by(("QwenImage21AttnProcessor",), KWARGS),
     ),
     "SD3Transformer2DModel": Adapter(
         [BlockList(BLOCKS, output=1, shared=(*TEMB, JOINT_KWARGS))],
         accepts=(*INPUTS, "pooled_projections", JOINT_KWARGS, "block_controlnet_hidden_states"),
         residuals=("block_controlnet_hidden_states",),
-        check=checked_by(("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0"), JOINT_KWARGS),
     ),
     # One sequence of the image, its padding, and the text; the refiners before it are not routed.
     "ZImageTransformer2DModel": Adapter(
@@ -380,6 +344,5 @@ IMAGES = {
         ],
         accepts=("x", "t", "cap_feats", "return_dict", JOINT_KWARGS),
         num_suffix_tokens=counts.z_image_suffix,
-        check=checked_by(("ZSingleStreamAttnProcessor",), JOINT_KWARGS),
     ),
 }

@@ -3,16 +3,15 @@
 Shapes: as in routing/adapters/adapter.py. A way to gather takes a value of any block and the kept tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from routing.adapters.adapter import Arguments, TokenSelection
+from routing.adapters.adapter import Adapter, Arguments, TokenSelection
 
 Gather = Callable[[Any, TokenSelection], Any]
-Check = Callable[[nn.Module, Arguments], None]
 Count = Callable[[nn.Module, Arguments], int]
 
 # What most classes call their arguments, and their lists of blocks.
@@ -20,6 +19,25 @@ TEXT, TEXT_MASK, KWARGS = "encoder_hidden_states", "encoder_attention_mask", "at
 INPUTS = ("hidden_states", TEXT, "timestep", "return_dict")
 TEMB = (TEXT, "temb")
 BLOCKS, SINGLE = "transformer_blocks", "single_transformer_blocks"
+# Known ways to attend: all tokens alike, whatever their places.
+PROCESSORS = """
+AceStepAttnProcessor2_0 AllegroAttnProcessor2_0 AnyFlowAttnProcessor AnyFlowCrossAttnProcessor AttnProcessor
+AttnProcessor2_0 AudioDiTCrossAttnProcessor AudioDiTSelfAttnProcessor AuraFlowAttnProcessor2_0
+BriaAttnProcessor BriaFibo2AttnProcessor BriaFiboAttnProcessor CogVideoXAttnProcessor2_0 CogView4AttnProcessor
+CosmosAttnProcessor2_0 DreamLiteAttnProcessor2_0 EasyAnimateAttnProcessor2_0
+ErnieImageSingleStreamAttnProcessor Flux2AttnProcessor Flux2ParallelSelfAttnProcessor Flux3AttnProcessor
+FluxAttnProcessor FusedAttnProcessor2_0 FusedAuraFlowAttnProcessor2_0 FusedCogVideoXAttnProcessor2_0
+FusedJointAttnProcessor2_0 GlmImageAttnProcessor HeliosAttnProcessor HiDreamAttnProcessor
+HunyuanImageAttnProcessor HunyuanVideo15AttnProcessor2_0 HunyuanVideoAttnProcessor2_0 Ideogram4AttnProcessor
+JointAttnProcessor2_0 JoyImageAttnProcessor JoyImageEditPlusAttnProcessor Kandinsky5AttnProcessor
+Kandinsky6AttnProcessor Krea2AttnProcessor LTX2AudioVideoAttnProcessor LTXVideoAttnProcessor
+LongCatImageAttnProcessor Lumina2AttnProcessor2_0 LuminaAttnProcessor2_0 MiniMaxMusic3AttnProcessor
+MochiAttnProcessor2_0 MotifVideoAttnProcessor2_0 MotifVideoCrossAttnProcessor2_0 NucleusMoEAttnProcessor2_0
+OmniGenAttnProcessor2_0 OvisImageAttnProcessor PRXAttnProcessor2_0 QwenDoubleStreamAttnProcessor2_0
+QwenImage21AttnProcessor SanaWMLTX2AudioVideoAttnProcessor SanaWMLTX2RefinerAttnProcessor
+SkyReelsV2AttnProcessor StableAudio3CrossAttnProcessor StableAudio3SelfAttnProcessor
+StableAudioAttnProcessor2_0 WanAttnProcessor ZSingleStreamAttnProcessor
+"""
 ALL = slice(None)
 HEADS_THIRD = ((None, ALL, None, ALL), (None, ALL, None), (ALL, None, ALL))  # for (N, L, heads, d)
 HEADS_SECOND = ((None, None, ALL, ALL),)  # for (N, heads, L, d)
@@ -189,33 +207,22 @@ def num_reference_tokens(plane: float) -> Callable[[nn.Module, Arguments], int]:
     return count
 
 
-def checked_by(
-    processors: Sequence[str],
-    attention_kwargs: str = "",
-    accepted: Sequence[str] = ("scale",),
-    further: Check | None = None,
-) -> Check:
-    """Check how a model attends: by these processors, given these keys of `attention_kwargs`.
-
-    Args:
-        further: checks what the class alone has.
-    """
-
-    def check(model: nn.Module, arguments: Arguments) -> None:
-        refused = f"of {type(model).__name__} does not go together with routing"
-        for key in set(arguments.get(attention_kwargs) or ()) - set(accepted):
-            raise ValueError(f"{attention_kwargs}.{key} {refused}, which accepts {', '.join(accepted)}")
-        for module in model.modules():
-            processor = getattr(module, "processor", None)
-            if processor is not None and (name := type(processor).__name__) not in processors:
-                raise ValueError(f"{name} {refused}, which accepts {', '.join(processors)}")
-        if getattr(model, "is_cache_enabled", False):
-            raise ValueError(f"the cache {refused}: model.disable_cache()")
-        if getattr(model, "_parallel_config", None) is not None:
-            raise ValueError(f"context or tensor parallelism {refused}")
-        if (kind := getattr(model.config, "attention_type", "default")) not in ("default", "regular"):
-            raise ValueError(f"attention_type={kind} {refused}")
-        if further is not None:
-            further(model, arguments)
-
-    return check
+def check(row: Adapter, model: nn.Module, arguments: Arguments) -> None:
+    """Refuse ways to attend that are not known, and what the row itself refuses."""
+    refused = f"of {type(model).__name__} does not go together with routing"
+    for name in row.accepts:
+        is_gathered = any(name in spec.by_token for spec in row.block_lists)
+        accepted = ("scale", "attention_mask") if is_gathered else ("scale",)
+        for key in set(arguments.get(name) or ()) - {*accepted} if name.endswith("attention_kwargs") else ():
+            raise ValueError(f"{name}.{key} {refused}, which accepts {', '.join(accepted)}")
+    for module in model.modules():
+        processor = getattr(module, "processor", None)
+        if processor is not None and type(processor).__name__ not in PROCESSORS.split():
+            raise ValueError(f"{type(processor).__name__} {refused}")
+    if getattr(model, "is_cache_enabled", False):
+        raise ValueError(f"the cache {refused}: model.disable_cache()")
+    if getattr(model, "_parallel_config", None) is not None:
+        raise ValueError(f"context or tensor parallelism {refused}")
+    if (kind := getattr(model.config, "attention_type", "default")) not in ("default", "regular"):
+        raise ValueError(f"attention_type={kind} {refused}")
+    row.check(model, arguments)

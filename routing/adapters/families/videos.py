@@ -11,7 +11,6 @@ from routing.adapters.families.parts import (
     TEXT,
     TEXT_MASK,
     along,
-    checked_by,
     each,
     if_many,
     if_ndim,
@@ -30,12 +29,10 @@ from routing.adapters.families.parts import (
     tokens,
 )
 
-COGVIDEOX_PROCESSORS = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
 # Wan: (1, T, 1, d) each, and (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
 WAN = BlockList("blocks", by_token={"rotary_emb": each(tokens), "temb": if_ndim(4, tokens)}, shared=(TEXT,))
 # HunyuanVideo: blocks take what others do with the first frame as `args`, and leave it alone.
 HUNYUAN = {"output": 0, "shared": (*TEMB, "args")}
-HUNYUAN_PROCESSORS = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0")
 # FramePack and Helios: earlier frames at three resolutions.
 FRAMEPACK_HISTORY = ("clean", "history_2x", "history_4x")
 HELIOS_HISTORY = ("history_short", "history_mid", "history_long")
@@ -53,7 +50,6 @@ VIDEOS = {
     "AllegroTransformer3DModel": Adapter(
         [BlockList(BLOCKS, by_token=rope(part(1, each(tokens))), shared=(*TEMB, TEXT_MASK))],
         accepts=(*INPUTS, TEXT_MASK, "image_rotary_emb"),
-        check=checked_by(("AllegroAttnProcessor2_0",)),
     ),
     "AnyFlowTransformer3DModel": Adapter(
         [
@@ -68,21 +64,16 @@ VIDEOS = {
             )
         ],
         accepts=(*INPUTS, "r_timestep"),
-        check=checked_by(("AnyFlowAttnProcessor", "AnyFlowCrossAttnProcessor")),
     ),
-    "ChronoEditTransformer3DModel": Adapter(
-        [WAN], (*INPUTS, KWARGS), check=checked_by(("WanAttnProcessor",), KWARGS)
-    ),
+    "ChronoEditTransformer3DModel": Adapter([WAN], (*INPUTS, KWARGS)),
     # Joint blocks, with rotary positions or positions that are added before.
     "CogVideoXTransformer3DModel": Adapter(
         [BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=(*TEMB, KWARGS))],
         accepts=(*INPUTS, "image_rotary_emb", KWARGS),
-        check=checked_by(COGVIDEOX_PROCESSORS, KWARGS),
     ),
     "ConsisIDTransformer3DModel": Adapter(
         [BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=TEMB)],
         accepts=(*INPUTS, "image_rotary_emb", KWARGS, "id_cond", "id_vit_hidden"),
-        check=checked_by(COGVIDEOX_PROCESSORS, KWARGS),
     ),
     # Learned positions are added in each block; (N, T, D) where frames have timesteps of their own.
     "CosmosTransformer3DModel": Adapter(
@@ -99,12 +90,10 @@ VIDEOS = {
             )
         ],
         accepts=(*INPUTS, "attention_mask", "condition_mask", "padding_mask", "fps"),
-        check=checked_by(("CosmosAttnProcessor2_0",)),
     ),
     "EasyAnimateTransformer3DModel": Adapter(
         [BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=TEMB)],
         accepts=INPUTS,
-        check=checked_by(("EasyAnimateAttnProcessor2_0",)),
     ),
     # The tokens of earlier frames come first, and a timestep for each token.
     "HeliosTransformer3DModel": Adapter(
@@ -122,7 +111,6 @@ VIDEOS = {
         ],
         accepts=(*INPUTS, "indices_hidden_states", KWARGS, *latents(HELIOS_HISTORY)),
         num_prefix_tokens=history(HELIOS_HISTORY),
-        check=checked_by(("HeliosAttnProcessor",), KWARGS),
     ),
     # Double blocks, then single ones; in attention the text comes last.
     "HunyuanVideoTransformer3DModel": Adapter(
@@ -131,7 +119,6 @@ VIDEOS = {
             for name, key in ((BLOCKS, "freqs_cis"), (SINGLE, "image_rotary_emb"))
         ],
         accepts=(*INPUTS, TEXT_MASK, "pooled_projections", "guidance", KWARGS),
-        check=checked_by(HUNYUAN_PROCESSORS, KWARGS),
     ),
     # No single blocks; the mask is of the text alone.
     "HunyuanVideo15Transformer3DModel": Adapter(
@@ -140,7 +127,6 @@ VIDEOS = {
             *(*INPUTS, TEXT_MASK, "encoder_hidden_states_2", "encoder_attention_mask_2"),
             *("image_embeds", KWARGS),
         ),
-        check=checked_by(("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0"), KWARGS),
     ),
     # FramePack: the tokens of earlier frames come before those that are generated.
     "HunyuanVideoFramepackTransformer3DModel": Adapter(
@@ -155,7 +141,6 @@ VIDEOS = {
             *("image_embeds", "indices_latents", *latents(FRAMEPACK_HISTORY)),
         ),
         num_prefix_tokens=history(FRAMEPACK_HISTORY, patch_size=(1, 2, 2)),
-        check=checked_by(HUNYUAN_PROCESSORS, KWARGS),
     ),
     # Rotary positions, one matrix for each pair.
     "Kandinsky5Transformer3DModel": Adapter(
@@ -168,7 +153,6 @@ VIDEOS = {
             )
         ],
         accepts=(*INPUTS, "pooled_projections", "visual_rope_pos", "text_rope_pos"),
-        check=checked_by(("Kandinsky5AttnProcessor",)),
     ),
     # Without sound, whose queries attend to the video: the proof does not see them.
     "Kandinsky6Transformer3DModel": Adapter(
@@ -182,7 +166,6 @@ VIDEOS = {
             )
         ],
         accepts=(*INPUTS, "pooled_projections", TEXT_MASK),
-        check=checked_by(("Kandinsky6AttnProcessor",)),
     ),
     # LTX: temb (N, T, D) where each token has its own timestep, else (N, 1, D).
     "LTXVideoTransformer3DModel": Adapter(
@@ -192,7 +175,6 @@ VIDEOS = {
             )
         ],
         accepts=(*INPUTS, TEXT_MASK, *GRID, KWARGS),
-        check=checked_by(("LTXVideoAttnProcessor",), KWARGS),
     ),
     # The tokens of sound are never routed.
     "LTX2VideoTransformer3DModel": Adapter(
@@ -218,7 +200,6 @@ VIDEOS = {
             *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask"),
             *("audio_timestep", "audio_num_frames", "isolate_modalities"),
         ),
-        check=checked_by(("LTX2AudioVideoAttnProcessor",), KWARGS),
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Adapter(
         [
@@ -229,13 +210,11 @@ VIDEOS = {
             )
         ],
         accepts=(*INPUTS, TEXT_MASK, "video_rotary_emb", KWARGS),
-        check=checked_by(("SanaWMLTX2RefinerAttnProcessor", "SanaWMLTX2AudioVideoAttnProcessor"), KWARGS),
     ),
     # Learned rotary positions of each head, (T, heads, d / 2) each.
     "MochiTransformer3DModel": Adapter(
         [BlockList(BLOCKS, output=0, by_token=rope(each(of_all)), shared=(*TEMB, TEXT_MASK))],
         accepts=(*INPUTS, TEXT_MASK),
-        check=checked_by(("MochiAttnProcessor2_0",)),
     ),
     # Double blocks, then single ones; in attention the text comes last, and is seen once more.
     "MotifVideoTransformer3DModel": Adapter(
@@ -249,9 +228,7 @@ VIDEOS = {
             for name in (BLOCKS, SINGLE)
         ],
         accepts=(*INPUTS, TEXT_MASK, "image_embeds", KWARGS),
-        check=checked_by(
-            ("MotifVideoAttnProcessor2_0", "MotifVideoCrossAttnProcessor2_0"), KWARGS, further=motif_decoder
-        ),
+        check=motif_decoder,
     ),
     "SkyReelsV2Transformer3DModel": Adapter(
         [
@@ -266,15 +243,11 @@ VIDEOS = {
             )
         ],
         accepts=(*INPUTS, KWARGS, "enable_diffusion_forcing"),
-        check=checked_by(("SkyReelsV2AttnProcessor",), KWARGS),
     ),
     "WanTransformer3DModel": Adapter(
         [WAN],
         accepts=(*INPUTS, KWARGS, "encoder_hidden_states_image"),
-        check=checked_by(("WanAttnProcessor",), KWARGS),
     ),
-}
-SOUND = {
     # Every second block attends within a window of positions, by a mask.
     "AceStepTransformer1DModel": Adapter(
         [
@@ -285,7 +258,7 @@ SOUND = {
             )
         ],
         accepts=(*INPUTS, "context_latents", "timestep_r", KWARGS),
-        check=checked_by(("AceStepAttnProcessor2_0",), KWARGS, further=ace_step_backend),
+        check=ace_step_backend,
     ),
     "LongCatAudioDiTTransformer": Adapter(
         [
@@ -296,14 +269,12 @@ SOUND = {
             )
         ],
         accepts=(*INPUTS, TEXT_MASK, "attention_mask", "latent_cond"),
-        check=checked_by(("AudioDiTSelfAttnProcessor", "AudioDiTCrossAttnProcessor")),
     ),
     # The timestep is a token before the latents.
     "MiniMaxMusic3Transformer1DModel": Adapter(
         [BlockList(BLOCKS, joint=True, by_token={"rotary_emb": joint_rotary})],
         accepts=INPUTS,
         num_prefix_tokens=lambda model, given: 1,
-        check=checked_by(("MiniMaxMusic3AttnProcessor",)),
     ),
     # Global states come before the latents.
     "StableAudioDiTModel": Adapter(
@@ -317,7 +288,6 @@ SOUND = {
         ],
         accepts=(*INPUTS, "global_hidden_states", "rotary_embedding", "attention_mask", TEXT_MASK),
         num_prefix_tokens=length("global_hidden_states"),
-        check=checked_by(("StableAudioAttnProcessor2_0",)),
     ),
     # Memory tokens come before the latents; what is painted in, each block adds to the latents.
     "StableAudio3DiTModel": Adapter(
@@ -331,12 +301,10 @@ SOUND = {
         ],
         accepts=(*INPUTS, TEXT_MASK, "global_hidden_states", "local_add_cond"),
         num_prefix_tokens=lambda model, given: model.config.num_memory_tokens,
-        check=checked_by(("StableAudio3SelfAttnProcessor", "StableAudio3CrossAttnProcessor")),
     ),
     # Spectrograms: attention to frames, then to encodings, with a row of keys (N, 1, T, L) for each query.
     "T5FilmDecoder": Adapter(
         [BlockList("decoders", output=0, by_token={TEXT_MASK: along(-2)}, shared=("conditioning_emb", TEXT))],
         accepts=("encodings_and_masks", "decoder_input_tokens", "decoder_noise_time"),
-        check=checked_by(("AttnProcessor", "AttnProcessor2_0")),
     ),
 }
