@@ -1,6 +1,6 @@
 """Training data: folders of precomputed latents, and the data sets that make them."""
 
-import runtime.openmp  # noqa: F401 before torch
+import runtime.openmp  # before torch
 
 from data.digits import digits
 from data.encoders import (
@@ -29,39 +29,3 @@ from data.stream import (
 )
 from data.synthetic import synthetic
 from data.writer import LatentWriter
-
-__all__ = [
-    "IdentityEncoder",
-    "ImageFiles",
-    "KLEncoder",
-    "LatentDataset",
-    "LatentManifest",
-    "LatentWriter",
-    "MixtureDataset",
-    "NpzImages",
-    "ShardDataset",
-    "ShardStream",
-    "StoredBatch",
-    "StreamOrder",
-    "centre_crop",
-    "count_forced",
-    "digits",
-    "encoder_for",
-    "entries_by_step",
-    "glyphs",
-    "held_out_batches",
-    "image_decoder",
-    "load_encoder",
-    "manifest_from",
-    "mask_coverage",
-    "mixture",
-    "open_images",
-    "open_latents",
-    "open_shards",
-    "read_manifest",
-    "real_images",
-    "shards_by_step",
-    "stream",
-    "synthetic",
-    "to_uint8",
-]
