@@ -3,11 +3,9 @@
 import re
 import traceback
 from collections.abc import Sequence
-from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
@@ -15,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.errors import UserError
-from runtime.targets import CONFIGS
+from runtime.targets import CONFIGS, read_configs, walk
 
 SCHEMA = "_schema"  # the suffix of schemas, beside the files of the same names
 FOR_DEVELOPERS = (
@@ -47,7 +45,6 @@ CLEARER = (
     (r"^Ambiguous value for argument '(.*?)' 1\. .*", r"\1 has several values: a sweep needs -m, a list [ ]"),
 )
 INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
-PACKAGE = re.compile("# @package ([\\w.]+)")
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
@@ -91,8 +88,8 @@ def explanation(error: BaseException, arguments: Sequence[str]) -> str:
     cause = error.__cause__ if isinstance(error, HydraException) else None
     text = ": ".join(filter(None, (one_line(str(e)) for e in (error, cause) if e)))
     if unknown := re.match(r"Could not override '([\w./@]+)'", text):
-        near = _nearest(unknown[1])
-        return f"{unknown[1]} is not known" + (f": did you mean {' or '.join(near)}?" if near else "")
+        hint = "".join(f": did you mean {key}?" for key in _nearest(unknown[1]))
+        return f"{unknown[1]} is not known{hint}"
     if "Config group override must be" in text:
         named = [a for a in arguments if (CONFIGS / a.partition("=")[0].lstrip("+~")).is_dir()]
         options = [f"{a} (one of {', '.join(_options(a.partition('=')[0].lstrip('+~')))})" for a in named]
@@ -120,61 +117,22 @@ def is_of_hydra(error: BaseException) -> bool:
 
 
 def _nearest(key: str) -> list[str]:
-    """Return the keys that an unknown one may mean, whole."""
-    known = _known_keys()
-    head, dot, rest = key.partition(".")
-    if inside := sorted(f"{name}{dot}{rest}" for name in known if name.endswith(f".{head}")):
-        return inside  # the name of its group is missing
+    """The known key that an unknown one most likely means: with the same last name, or else similar."""
+    known = sorted(_known_keys() - {key})
     last = re.split(r"[./]", key)[-1]
-    elsewhere = {
-        re.split(r"[./]", name)[-1]: name for name in sorted(known, key=lambda name: (-len(name), name))
-    }
-    if last in elsewhere:
-        return [elsewhere[last]]
-    near = get_close_matches(last, elsewhere, n=1)
-    return _corrected(key, known) or [elsewhere[name] for name in near]
-
-
-def _corrected(key: str, known: set[str]) -> list[str]:
-    """Return the key with its first unknown name replaced by the nearest that its group holds."""
-    parts = re.split(r"([./])", key)  # names and what separates them
-    for place in range(0, len(parts), 2):
-        before, after = "".join(parts[:place]), "".join(parts[place + 1 :])
-        names = {re.split(r"[./]", name.removeprefix(before))[0] for name in known if name.startswith(before)}
-        if parts[place] not in names:
-            return [f"{before}{name}{after}" for name in get_close_matches(parts[place], names, n=1)]
-    return []
+    same = [name for name in known if re.split(r"[./]", name)[-1] == last]
+    return get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
 
 
 def _known_keys() -> set[str]:
-    """Return the keys of this program, in schemas and files, whole, and the names of its groups."""
-    own = {field.name for field in _schema_fields()}
-    folders = [path.relative_to(CONFIGS) for path in CONFIGS.rglob("*") if path.is_dir()]
-    groups = {folder.as_posix() for folder in folders if folder.parts[0] != "hydra"}
-    keys = {f"{group}.{key}" for group, key in _keys_of_groups() if group.split(".")[0] in own}
-    return own | groups | keys
-
-
-def _schema_fields() -> list[Field]:
+    """Keys of this program's schemas and of the files of its groups, and the names of the groups."""
     stored = ConfigStore.instance().repo
-    schemas = [OmegaConf.get_type(stored[name].node) for name in stored if name.endswith(f"{SCHEMA}.yaml")]
-    return [field for schema in schemas for field in fields(schema)]
-
-
-def _keys_of_groups() -> set[tuple[str, str]]:
-    """Return groups, of the schemas and of the files, with the keys that they hold."""
-    groups = [field for field in _schema_fields() if is_dataclass(field.type)]
-    held = {(group.name, field.name) for group in groups for field in fields(group.type)}
-    for file in CONFIGS.glob("*/**/*.yaml"):
-        text = file.read_text()
-        package = PACKAGE.match(text)
-        folder = ".".join(file.relative_to(CONFIGS).parent.parts)
-        content = yaml.safe_load(text) or {}
-        nodes = (
-            content if package and package[1] == "_global_" else {package[1] if package else folder: content}
-        )
-        held |= {(group, key) for group, node in nodes.items() if isinstance(node, dict) for key in node}
-    return held
+    schemas = [stored[name].node for name in stored if name.endswith(f"{SCHEMA}.yaml")]
+    own = {key for schema in schemas for key, _ in walk(OmegaConf.to_container(schema))}
+    in_files = {key for _, package, node in read_configs(CONFIGS) for key, _ in walk(node, package)}
+    folders = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*") if path.is_dir()}
+    groups = {folder for folder in folders if not folder.startswith("hydra")}
+    return own | groups | {key for key in in_files if key.split(".")[0] in own}
 
 
 def _options(group: str) -> list[str]:

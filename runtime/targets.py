@@ -21,20 +21,40 @@ _PACKAGE = re.compile(r"(?:#.*\n)*?#\s*@package\s+(\S+)")
 Targets = dict[str, dict[str, str]]  # key of a node -> name that its _target_ may have -> file that says so
 
 
+def read_configs(folder: Path) -> Iterator[tuple[Path, str, Any]]:
+    """Yield each YAML file of a folder of configurations, the key of its content, and the content.
+
+    Raises:
+        ValueError: a file is not YAML.
+    """
+    for file in sorted(folder.rglob("*.yaml")):
+        text = file.read_text()
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+        group = ".".join(file.relative_to(folder).parent.parts)
+        package = match[1] if (match := _PACKAGE.match(text)) else "_group_"
+        yield file, group if package == "_group_" else re.sub(r"^_global_\.?", "", package), content
+
+
+def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each node of nested dictionaries and lists, with its dotted key."""
+    yield key, node
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        yield from walk(child, f"{key}.{name}" if key else str(name))
+
+
 @lru_cache
 def allowed_targets(folders: Sequence[Path] = (CONFIGS,)) -> Targets:
-    """Return what the YAML files of folders name; items of a list share its key."""
-    found: Targets = {}
+    """Collect what the YAML files of folders name; items of a list share its key."""
+    targets: Targets = {}
     for folder in folders:
-        for file in sorted(folder.rglob("*.yaml")):
-            text = file.read_text()
-            try:
-                content = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
-            for key, name in _targets_in(content, _package(text, file.relative_to(folder).parent)):
-                found.setdefault(key, {}).setdefault(name, f"{folder.name}/{file.relative_to(folder)}")
-    return found
+        for file, package, content in read_configs(folder):
+            for key, name in _targets_in(content, package):
+                targets.setdefault(key, {}).setdefault(name, f"{folder.name}/{file.relative_to(folder)}")
+    return targets
 
 
 def check_targets(node: Any, allowed: Targets, key: str = "") -> None:
@@ -65,23 +85,9 @@ def load_target(key: str, name: str) -> Callable[..., Any]:
 
 
 def _targets_in(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, list):
-        for child in node:
-            yield from _targets_in(child, key)
-    elif isinstance(node, dict):
-        if "_target_" in node:
-            yield key, node["_target_"]
-        for name, child in node.items():
-            yield from _targets_in(child, f"{key}.{name}" if key else str(name))
-
-
-def _package(text: str, group: Path) -> str:
-    """Return the key of a file's content: that of its @package line, else that of its folder."""
-    of_group = ".".join(group.parts)
-    stated = _PACKAGE.match(text)
-    if not stated or stated[1] == "_group_":
-        return of_group
-    return "" if stated[1] == "_global_" else stated[1].removeprefix("_global_.")
+    for place, child in walk(node, key):
+        if isinstance(child, dict) and "_target_" in child:
+            yield re.sub(r"\.\d+\b", "", place), child["_target_"]
 
 
 def main() -> None:

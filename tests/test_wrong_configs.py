@@ -186,7 +186,7 @@ SUGGESTIONS = [
     ("train", "sampler.num_steps", "sampler.steps=2"),
     ("train", "optimizer.lr", "train.lr=2 optimiser.lr=2 lr=1"),
     ("train", "model.routes.0.selection_ratio", "model.route.0.selection_ratio=0.3 routes.0.selection_ratio=0.3"),
-    ("train", "sampler.rho or sampler.times.rho", "rho=1"),
+    ("train", "sampler.rho", "rho=1"),
     ("sample", "num_steps", "sampler.num_steps=2 steps=2"),
     ("sample", "num_samples", "num_sampels=3"),
 ]  # fmt: skip
