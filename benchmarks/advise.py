@@ -18,8 +18,8 @@ A key of the program that is null is as in the run. `advise_model` also times, b
 recommends; call it in the precision of your training, under its autocast.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -35,23 +35,24 @@ import yaml
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+from benchmarks.results import markdown
 from benchmarks.runs import count_flops
 from builders.network import build_net, build_precond
 from builders.sampling import load_net, read_run
 from data import LatentDataset, mask_coverage
-from models import cost_of, token_mask
+from models import token_mask
 from routing import Adapter, Route, attach, detach, grow_ratio, num_tokens_kept, resolve_routes
 from routing.adapters.families import adapter_of
 from routing.adapters.proof import State
 from runtime.config import build_node, command, run_main
 from runtime.errors import check_positive
 from runtime.files import write_json, write_text
-from runtime.machine import start_process
+from runtime.machine import compile_blocks, start_process
 from runtime.output import claimed, place_of
 from runtime.provenance import PROJECT, environment
 from runtime.tables import aligned
 from training.checkpoint import find_checkpoint
-from training.speed import fp32_slowdown, interleaved_seconds, most_graphs
+from training.speed import interleaved_seconds, micro_loss, micro_step, most_graphs
 
 MAX_BATCH = 4096  # of a run from elsewhere
 MIN_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
@@ -63,21 +64,17 @@ LESS_ALIKE_BY = 0.01
 NEARLY_ALIKE = 0.97  # blocks start as the identity, where all states are alike
 NOTES = """
 Times are of a forward and backward pass. Measured: the median of the repeats, and what half of them lie
-between.
+between; windows of as many blocks of each kind share one measurement.
 Similarity: mean cosine between the states in which tokens leave and in which they rejoin, without routes.
 Candidates are what published results allow: blocks 1 to 3 to depth-5 to depth-3, ratio up to 0.5.
-"""
-ONE_LENGTH = """\
-Windows of one length share one measurement.
+Rows with a name are what SimpleTuner recommends. Training with routes makes states of their windows alike.
 """
 TRAINED_WITH_ROUTES = """\
 This run was trained with routes, which makes the states of its own window alike: ask a dense run as well.
 """
-OTHERS = """\
-Rows with a name are what SimpleTuner recommends. Training with routes makes states of their windows alike.
-"""
 HARDLY_TRAINED = """\
 No advice yet: all states are nearly the same, this network has hardly been trained. Ask again later."""
+Routes = tuple[Route, ...]
 
 
 @dataclass
@@ -143,32 +140,20 @@ def main(request: dict[str, Any]) -> None:
     coverage = _coverage(request["mask_coverage"], config, dataset)
     file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
     with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
-        batch_size = resolved["micro_batch_size"]
-        alike = similarity(config, net, dataset, request["num_samples"], batch_size, device)
-        # A route may have weights.
-        net = build_net(config | {"model": config["model"] | {"routes": [asdict(PUBLISHED)]}}).to(device)
-        candidates = measure(config, resolved, net, alike, coverage, request["repeats"], device)
-        best, advice = recommend(
-            candidates,
-            depth,
-            lambda routes: f"model=tread {override(routes, depth)} run_name=NAME",
-            "train the dense twin, model=dit",
-        )
-        notes = [NOTES, ONE_LENGTH, *([TRAINED_WITH_ROUTES] if config["model"]["routes"] else [])]
-        text = report(candidates, best, [*notes, advice])
+        alike = similarity(config, net, dataset, request["num_samples"], resolved["micro_batch_size"], device)
+        advice = advise_run(config, resolved, alike, coverage, request["repeats"], device)
         figures = {
             "checkpoint": str(checkpoint),
             "mask_coverage": coverage,
-            "batch_size": batch_size,
-            "candidates": [asdict(candidate) for candidate in candidates],
-            "recommended": asdict(best) if best else None,
-            "advice": advice,
+            "batch_size": resolved["micro_batch_size"],
+            "candidates": [asdict(candidate) for candidate in advice.candidates],
+            "recommended": asdict(advice.best) if advice.best else None,
             "similarity": alike.tolist(),
             "environment": environment(device),
         }
-        write_text(file.with_suffix(".md"), text + "\n")
+        write_text(file.with_suffix(".md"), advice.text + "\n")
         write_json(file, figures)
-    print(f"{aligned(text)}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
+    print(f"{aligned(advice.text)}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
 
 
 def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
@@ -219,107 +204,132 @@ def similarity(
     trained on where there are any.
     """
     ids = dataset.held_out_ids if len(dataset.held_out_ids) else dataset.train_ids
-    ids, depth, states = ids[:num_samples], len(net.blocks), []
+    ids, total = ids[:num_samples], 0.0
     precond, loss_fn = build_precond(config, net).eval(), build_node(config, "diffusion.loss")()
+    generator, states = torch.Generator(device).manual_seed(0), []
     hooks = [block.register_forward_pre_hook(lambda _, args: states.append(args[0])) for block in net.blocks]
     hooks.append(net.blocks[-1].register_forward_hook(lambda _, __, output: states.append(output)))
-    total = torch.zeros(depth + 1, depth + 1, dtype=torch.float64, device=device)
-    generator = torch.Generator(device).manual_seed(0)
     for start in tqdm(range(0, len(ids), batch_size), desc="similarity", unit="batch"):
         stored, labels = dataset.read(ids[start : start + batch_size])
         latents = dataset.manifest.to_latents(stored.to(device), generator)
         loss_fn(precond, latents, None if labels is None else labels.to(device), generator=generator)
-        total += _sum_of_cosines([x[:, net.num_prefix_tokens :] for x in states]) / net.num_tokens
+        total += len(latents) * mean_cosines([x[:, net.num_prefix_tokens :] for x in states])
         states.clear()
     for hook in hooks:
         hook.remove()
     return (total / len(ids)).cpu().numpy()
 
 
-def _sum_of_cosines(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sums (L, L) over tokens of the cosines between any two of L states (N, T, D)."""
+def mean_cosines(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean cosine (L, L) of the tokens of any two of L states (N, T, D)."""
     unit = torch.stack([F.normalize(x.float(), dim=-1) for x in states]).flatten(1)  # (L, N * T * D)
-    return (unit @ unit.T).double()
+    return (unit @ unit.T).double() / states[0][..., 0].numel()
 
 
-def measure(
+def advise_run(
     config: dict[str, Any],
     resolved: dict[str, Any],
-    net: nn.Module,
     alike: np.ndarray,
     coverage: float,
     repeats: int,
     device: torch.device,
-) -> list[Candidate]:
-    """All candidates, with the time of a forward and backward pass at the precision of the run."""
-    depth, T, batch_size = len(net.blocks), net.num_tokens, resolved["micro_batch_size"]
-    bf16 = resolved.get("mixed_precision") == "bf16"
-    if resolved.get("compile"):
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-        torch._dynamo.config.recompile_limit = most_graphs(len(RATIOS) + 1)
-        for block in net.blocks:
-            block.compile(dynamic=False)
+) -> Advice:
+    """Measure windows of a run, in its precision, compiled as it was, with room for masks."""
+    # A route may have weights.
+    net = build_net(config | {"model": config["model"] | {"routes": [asdict(PUBLISHED)]}}).to(device)
     precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
-    x = torch.zeros(batch_size, *net.latent_shape, device=device)
-    labels = torch.zeros(batch_size, dtype=torch.int64, device=device) if net.num_classes else None
+    bf16 = torch.autocast(device.type, torch.bfloat16, enabled=resolved.get("mixed_precision") == "bf16")
+    losses = micro_loss(precond, net, bf16(loss_fn), resolved["micro_batch_size"], device, lambda _: None)
+    backward, depth, T = micro_step(losses, precond, net), len(net.blocks), net.num_tokens
+    num_forced = int(np.ceil(coverage * T))
 
-    def step(route: Route) -> None:
-        net.routes = (route,)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            loss_fn(precond, x, labels).mean().backward()
-        net.zero_grad()
-        bar.update()
+    def step(routes: Routes) -> None:
+        grown = [grow_ratio(route.selection_ratio, T, num_forced) for route in routes]
+        net.routes = tuple(replace(r, selection_ratio=ratio) for r, ratio in zip(routes, grown, strict=True))
+        backward(())
 
-    grown = {ratio: grow_ratio(ratio, T, int(np.ceil(coverage * T))) for ratio in RATIOS}
-    windows = windows_of(depth)
-    # Time depends on how long a window is, not on where it is: each length is measured once.
-    lengths = {end - start + 1: (start, end) for start, end in windows}
-    steps = {"dense": partial(step, Route(0.0, 2, depth - 4))}
-    for (length, window), ratio in product(lengths.items(), RATIOS):
-        steps[length, ratio] = partial(step, Route(grown[ratio], *window))
-    with tqdm(total=len(steps) * (repeats + 1), desc="time", unit="step") as bar:
-        seconds = interleaved_seconds(steps, device, repeats)
-    slowdown, candidates = fp32_slowdown(net, device, bf16=bf16), []
-    for (start, end), ratio in product(windows, RATIOS):
-        net.routes = resolve_routes([Route(ratio, start, end)], depth)
-        predicted = cost_of(net, None, coverage, slowdown).predicted_speedup
-        kept = (num_tokens_kept(T, grown[ratio]),)
-        candidates.append(
-            candidate(net.routes, kept, predicted, seconds["dense"], seconds[end - start + 1, ratio], alike)
-        )
-    return candidates
+    def prepare() -> None:
+        if resolved.get("compile"):
+            compile_blocks(net.blocks, most_graphs(len(RATIOS) + 1))
 
-
-def windows_of(depth: int) -> list[tuple[int, int]]:
-    """The first and last blocks of the windows that published results allow."""
-    return [window for window in product((1, 2, 3), range(depth - 5, depth - 2)) if window[0] < window[1]]
-
-
-def candidate(
-    routes: Sequence[Route],
-    num_kept: tuple[int, ...],
-    predicted_speedup: float,
-    dense_sec: Sequence[float],
-    routed_sec: Sequence[float],
-    alike: np.ndarray,
-    name: str = "",
-) -> Candidate:
-    """What times and similarities say of routes."""
-    faster = [a / b for a, b in zip(dense_sec, routed_sec, strict=True)]
-    return Candidate(
-        tuple(routes),
-        num_kept,
-        predicted_speedup,
-        measured_speedup=median(faster),
-        measured_quartiles=tuple(np.quantile(faster, (0.25, 0.75)).tolist()),
-        measured_sec=median(routed_sec),
-        similarity=min(float(alike[route.start_layer_idx, route.end_layer_idx + 1]) for route in routes),
-        name=name,
+    found = measure(
+        windows_of(depth), net.blocks, T, alike, step, repeats, device, prepare=prepare, num_forced=num_forced
     )
+    notes = [NOTES, *([TRAINED_WITH_ROUTES] if config["model"]["routes"] else [])]
+
+    def take(best: Routes) -> str:
+        return f"model=tread {override(best, depth)} run_name=NAME"
+
+    return advice_of(found, depth, notes, take, "train the dense twin, model=dit")
+
+
+def measure(
+    routes: Mapping[str, Routes],
+    blocks: Sequence[nn.Module],
+    num_tokens: int,
+    alike: np.ndarray,
+    step: Callable[[Routes], None],
+    repeats: int,
+    device: torch.device,
+    prepare: Callable[[], None] = lambda: None,
+    num_forced: int = 0,
+) -> list[Candidate]:
+    """Count the FLOPs of a step with each of the routes, and time it against a dense one.
+
+    Args:
+        routes: by name.
+        alike: similarities, as `similarity` gives them.
+        step: runs forward and backward with routes; () is dense.
+        prepare: called between counting and timing.
+        num_forced: tokens that masks force to stay.
+    """
+
+    def work(of: Routes) -> tuple[Any, ...]:
+        """What time depends on: how many blocks of each kind, not where they are."""
+        return tuple(
+            (r.selection_ratio, *map(type, blocks[r.start_layer_idx : r.end_layer_idx + 1])) for r in of
+        )
+
+    steps = {work(of): partial(step, of) for of in [(), *routes.values()]}
+    flops = {key: count_flops(run) for key, run in steps.items()}
+    prepare()
+    with tqdm(total=len(steps) * (repeats + 1), desc="time", unit="step") as bar:
+        timed = {key: lambda run=run: (run(), bar.update()) for key, run in steps.items()}
+        seconds = interleaved_seconds(timed, device, repeats)
+    found = []
+    for name, of in routes.items():
+        faster = [a / b for a, b in zip(seconds[()], seconds[work(of)], strict=True)]
+        kept = (
+            num_tokens_kept(num_tokens, grow_ratio(r.selection_ratio, num_tokens, num_forced)) for r in of
+        )
+        alike_at = min(float(alike[r.start_layer_idx, r.end_layer_idx + 1]) for r in of)
+        predicted, quartiles = flops[()] / flops[work(of)], tuple(np.quantile(faster, (0.25, 0.75)).tolist())
+        measured = (median(faster), quartiles, median(seconds[work(of)]))
+        preset = name if name in PRESETS else ""
+        found.append(Candidate(of, tuple(kept), predicted, *measured, alike_at, preset))
+    return found
+
+
+def windows_of(depth: int) -> dict[str, Routes]:
+    """The windows that published results allow, at each ratio."""
+    windows = product((1, 2, 3), range(depth - 5, depth - 2), RATIOS)
+    return {f"{a} to {b} at {ratio}": (Route(ratio, a, b),) for a, b, ratio in windows if a < b}
+
+
+def presets_of(depth: int) -> dict[str, Routes]:
+    """What SimpleTuner recommends, as far as it fits a depth."""
+    routes = {}
+    for name in PRESETS:
+        given = yaml.safe_load((PROJECT / f"configs/model/routes/{name}.yaml").read_text())["routes"]
+        try:
+            routes[name] = resolve_routes([Route(**route) for route in given], depth)
+        except ValueError:
+            continue  # of another depth
+    return routes
 
 
 def recommend(
-    candidates: Sequence[Candidate], depth: int, take: Callable[[Sequence[Route]], str], dense: str
+    candidates: Sequence[Candidate], depth: int, take: Callable[[Routes], str], dense: str
 ) -> tuple[Candidate | None, str]:
     """The candidate to take by the rule above, None for none, and the advice.
 
@@ -329,8 +339,8 @@ def recommend(
     """
     if min(c.similarity for c in candidates) > NEARLY_ALIKE:  # it cannot rank them
         return None, HARDLY_TRAINED
-    (best,) = (c for c in candidates if c.routes == resolve_routes([PUBLISHED], depth) and not c.name)
     windows = [c for c in candidates if not c.name]  # recommendations of others are shown alone
+    (best,) = (c for c in windows if c.routes == resolve_routes([PUBLISHED], depth))
     eligible = [c for c in windows if c.similarity >= best.similarity - LESS_ALIKE_BY]
     fastest = max(eligible, key=lambda c: c.measured_quartiles[0])
     enough = FASTER_BY * best.measured_speedup if best.measured_quartiles[0] >= MIN_SPEEDUP else MIN_SPEEDUP
@@ -357,21 +367,29 @@ def override(routes: Sequence[Route], depth: int) -> str:
 
 def report(candidates: Sequence[Candidate], best: Candidate | None, notes: Sequence[str]) -> str:
     """The table, and what is to be said below it, as markdown."""
-    lines = [
-        "| blocks bypassed | ratio | tokens kept | predicted | measured | half of the repeats | ms "
-        "| similarity at end | |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|---|",
+    rows = [
+        {
+            "blocks bypassed": ", ".join(f"{r.start_layer_idx} to {r.end_layer_idx}" for r in c.routes),
+            "ratio": ", ".join(f"{route.selection_ratio}" for route in c.routes),
+            "tokens kept": ", ".join(map(str, c.num_kept)),
+            "predicted": f"{c.predicted_speedup:.2f}x",
+            "measured": f"{c.measured_speedup:.2f}x",
+            "half of the repeats": "{:.2f}x to {:.2f}x".format(*c.measured_quartiles),
+            "ms": f"{1000 * c.measured_sec:.1f}",
+            "similarity at end": f"{c.similarity:.3f}",
+            "": "recommended" if c == best else c.name,
+        }
+        for c in sorted(candidates, key=lambda c: -c.measured_speedup)
     ]
-    for c in sorted(candidates, key=lambda c: -c.measured_speedup):
-        (low, high), note = c.measured_quartiles, "recommended" if c == best else c.name
-        windows = ", ".join(f"{route.start_layer_idx} to {route.end_layer_idx}" for route in c.routes)
-        ratios = ", ".join(f"{route.selection_ratio}" for route in c.routes)
-        lines.append(
-            f"| {windows} | {ratios} | {', '.join(map(str, c.num_kept))} "
-            f"| {c.predicted_speedup:.2f}x | {c.measured_speedup:.2f}x | {low:.2f}x to {high:.2f}x "
-            f"| {1000 * c.measured_sec:.1f} | {c.similarity:.3f} | {note} |"
-        )
-    return "\n".join([*lines, *notes])
+    return "\n".join([markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True), *notes])
+
+
+def advice_of(
+    candidates: list[Candidate], depth: int, notes: Sequence[str], take: Callable[[Routes], str], dense: str
+) -> Advice:
+    """Recommend one of the candidates, and write the table."""
+    best, advice = recommend(candidates, depth, take, dense)
+    return Advice(report(candidates, best, [*notes, advice]), candidates, best)
 
 
 def square(output: Any) -> torch.Tensor:
@@ -399,44 +417,36 @@ def advise_model(
     """
     attached = getattr(model, "_attached", None)
     adapter = adapter or (attached.adapter if attached else adapter_of(model))
-    with _without_routes(model):
+
+    def step(routes: Routes) -> None:
+        if routes:
+            attach(model, routes, adapter=adapter)
+        loss(model(**arguments)).backward()
+        model.zero_grad(set_to_none=True)
+        if routes:
+            detach(model)
+
+    if attached:
+        detach(model)
+    try:
         alike, num_tokens = model_similarity(model, adapter, arguments)
         depth = len(alike) - 1
         if depth < MIN_DEPTH:
             raise ValueError(f"{type(model).__name__} has {depth} blocks: advice needs {MIN_DEPTH}")
-        routes = _candidates(depth)
-        steps = {name: partial(_step, model, adapter, arguments, loss, of) for name, of in routes.items()}
-        flops = {name: count_flops(step) for name, step in steps.items()}
-        seconds = interleaved_seconds(steps, next(model.parameters()).device, repeats)
-    found = [
-        candidate(
-            of,
-            tuple(num_tokens_kept(num_tokens, route.selection_ratio) for route in of),
-            flops["dense"] / flops[name],
-            seconds["dense"],
-            seconds[name],
-            alike,
-            name if name in PRESETS else "",
-        )
-        for name, of in routes.items()
-        if of
-    ]
-    best, advice = recommend(
-        found, depth, lambda best: f"attach(model, {_shown(best, depth)})", "train without routes"
-    )
-    return Advice(report(found, best, [NOTES, OTHERS, advice]), found, best)
-
-
-@contextmanager
-def _without_routes(model: nn.Module) -> Iterator[None]:
-    attached = getattr(model, "_attached", None)
-    if attached:
-        detach(model)
-    try:
-        yield
+        blocks = [block for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
+        routes, device = windows_of(depth) | presets_of(depth), next(model.parameters()).device
+        found = measure(routes, blocks, num_tokens, alike, step, repeats, device)
     finally:
+        if hasattr(model, "_attached"):  # where a step failed
+            detach(model)
         if attached:
             attach(model, attached.routes, adapter=attached.adapter, router=attached.router)
+
+    def take(best: Routes) -> str:
+        shown = (f"Route({r.selection_ratio}, {r.start_layer_idx}, {r.end_layer_idx - depth})" for r in best)
+        return f"attach(model, [{', '.join(shown)}])"
+
+    return advice_of(found, depth, [NOTES], take, "train without routes")
 
 
 @torch.no_grad()
@@ -447,52 +457,14 @@ def model_similarity(
     depth + 1), and T.
     """
     layers = [(spec, block) for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
-    P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens(model, arguments)
-    states = [State(spec, block, P) for spec, block in layers]
+    states = [State(*layer, adapter.num_prefix_tokens(model, arguments)) for layer in layers]
     with ExitStack() as reading:
         for state in states:
             reading.enter_context(state.reading())
         model(**arguments)
     tokens = [state.value for state in states] + [states[-1].output]
-    num_tokens = tokens[0].shape[1] - S
-    total = _sum_of_cosines([x[:, :num_tokens] for x in tokens])
-    return (total / (len(tokens[0]) * num_tokens)).cpu().numpy(), num_tokens
-
-
-def _candidates(depth: int) -> dict[str, tuple[Route, ...]]:
-    """Routes by name: none, windows at each ratio, and recommendations that fit the depth."""
-    routes = {"dense": ()}
-    for (start, end), ratio in product(windows_of(depth), RATIOS):
-        routes[f"{start} to {end} at {ratio}"] = (Route(ratio, start, end),)
-    for name in PRESETS:
-        given = yaml.safe_load((PROJECT / f"configs/model/routes/{name}.yaml").read_text())["routes"]
-        try:
-            routes[name] = resolve_routes([Route(**route) for route in given], depth)
-        except ValueError:
-            continue  # of another depth
-    return routes
-
-
-def _step(
-    model: nn.Module,
-    adapter: Adapter,
-    arguments: Mapping[str, Any],
-    loss: Callable[[Any], torch.Tensor],
-    routes: Sequence[Route],
-) -> None:
-    if routes:
-        attach(model, routes, adapter=adapter)
-    try:
-        loss(model(**arguments)).backward()
-    finally:
-        if routes:
-            detach(model)
-    model.zero_grad(set_to_none=True)
-
-
-def _shown(routes: Sequence[Route], depth: int) -> str:
-    shown = (f"Route({r.selection_ratio}, {r.start_layer_idx}, {r.end_layer_idx - depth})" for r in routes)
-    return f"[{', '.join(shown)}]"
+    num_tokens = tokens[0].shape[1] - adapter.num_suffix_tokens(model, arguments)
+    return mean_cosines([x[:, :num_tokens] for x in tokens]).cpu().numpy(), num_tokens
 
 
 if __name__ == "__main__":

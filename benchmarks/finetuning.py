@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.processes import on_own_cores, start_program
+from benchmarks.processes import record_all, start_program
 from benchmarks.results import Record, Rows, markdown, spread
 from data import digits
 from examples import finetune
@@ -119,7 +119,8 @@ class Work:
             write_network(self.out / "untrained", self.sizes.width)
             steps = {"total_steps": self.sizes.pretraining_steps, "eval_every": self.sizes.steps}
             keys = {"train": "full", "lr": 1e-3, "batch_size": 32, "num_held_out": NUM_HELD_OUT, **steps}
-            self._finetune("pretrained", {"transformer": "untrained", "inputs": "upright", **keys})
+            paths = {"transformer": self.out / "untrained", "inputs": self.out / "upright"}
+            self._finetune("pretrained", paths | keys)
         if "times" not in self.record.done():
             self.record.add("times", self._time())
 
@@ -128,14 +129,8 @@ class Work:
         named = {
             f"{kind}: {arm}, lr {lr:g}, seed {seed}": (kind, arm, seed, lr) for kind, arm, seed, lr in units
         }
-        todo = named.keys() - self.record.done()
-        calls = {name: partial(self._train, name, *unit) for name, unit in named.items() if name in todo}
-        for name, ended in on_own_cores(self.jobs, calls):
-            try:
-                rows = ended.result()
-            except (OSError, ValueError) as error:  # the same command tries again
-                rows = [{"failed": str(error)}]
-            self.record.add(name, rows)
+        calls = {name: partial(self._train, name, *unit) for name, unit in named.items()}
+        record_all(calls, self.record, self.jobs)
 
     def chosen_lr(self, kind: str) -> float:
         """The learning rate whose search ended lowest."""
@@ -154,12 +149,11 @@ class Work:
 
     def _keys(self, kind: str, ratio: float) -> dict[str, Any]:
         route = {"selection_ratio": ratio, "start_layer_idx": 2, "end_layer_idx": -2}
-        paths = {"transformer": "pretrained/model", "inputs": "rotated"}
+        paths = {"transformer": f"{self.out}/pretrained/model", "inputs": f"{self.out}/rotated"}
         sizes = {"rank": RANK, "batch_size": self.sizes.batch_size, "num_held_out": NUM_HELD_OUT}
         return {**paths, "train": kind, **sizes, "routes": [route] if ratio else []}
 
     def _finetune(self, run: str, keys: dict[str, Any]) -> None:
-        keys = keys | {key: self.out / keys[key] for key in ("transformer", "inputs")}
         text = [f"{key}={value}".replace("'", "") for key, value in keys.items()]
         start_program("-m examples.finetune", self.out / f"{run}.log", f"output_dir={self.out / run}", *text)
 
@@ -171,9 +165,8 @@ class Work:
         return [{"kind": kind, "ratio": ratio, **spread(of)} for (kind, ratio), of in seconds.items()]
 
     def _step(self, kind: str, ratio: float) -> Callable[[], None]:
-        keys = self._keys(kind, ratio)
-        keys |= {key: str(self.out / keys[key]) for key in ("transformer", "inputs")}
-        request = finetune.FinetuneConfig(**keys, log_every=REPEATS + 1)  # no log between
+        # No log between.
+        request = finetune.FinetuneConfig(**self._keys(kind, ratio), log_every=REPEATS + 1)
         trainer = finetune.build_trainer(
             request, *finetune.open_inputs(request), RunFolder(self.out / "timed"), ALONE
         )

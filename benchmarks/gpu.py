@@ -16,13 +16,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -110,10 +109,12 @@ def run_apart(name: str, out: Path, limit_sec: float, *options: str) -> str:
     command = [sys.executable, "-m", "benchmarks.gpu", str(out), name, "--here", f"--limit={limit_sec}"]
     command += options
     print(f"\n{name}: the log is {out / name}.log", flush=True)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, cwd=PROJECT, process_group=0, **pipes) as process:
-        copying = threading.Thread(target=_copy, args=(process.stdout, out / f"{name}.log"))
-        copying.start()
+    with (
+        (out / f"{name}.log").open("ab") as log,
+        subprocess.Popen(
+            command, cwd=PROJECT, process_group=0, stdout=log, stderr=subprocess.STDOUT
+        ) as process,
+    ):
         try:
             process.wait(limit_sec + GRACE_SEC)
         except subprocess.TimeoutExpired:
@@ -121,17 +122,7 @@ def run_apart(name: str, out: Path, limit_sec: float, *options: str) -> str:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
-            copying.join()
     return ENDS.get(process.returncode, f"ended with status {process.returncode}")
-
-
-def _copy(source: Any, log: Path) -> None:
-    with log.open("ab") as file:
-        while chunk := source.read1():
-            file.write(chunk)
-            file.flush()
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.flush()
 
 
 def run_stage(name: str, out: Path, tiny: bool, limit_sec: float, again: bool = False) -> int:

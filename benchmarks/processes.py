@@ -4,14 +4,15 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import Record, Rows
 from runtime.provenance import PROJECT
 
 # Forks of a process that has the libraries and has not touched a device.
@@ -36,19 +37,23 @@ def _called(function: Callable[..., None], *arguments: Any) -> None:
     function(*arguments)
 
 
-def on_own_cores(jobs: int, calls: Mapping[str, Callable[[], Any]]) -> Iterator[tuple[str, Future]]:
-    """Call functions, some at a time, each on its share of the cores; yield names as they end.
-
-    Ctrl-C ends the programs that run, and starts no other.
+def record_all(calls: Mapping[str, Callable[[], Rows]], record: Record, jobs: int) -> None:
+    """Call functions by what is not in a record yet, some at a time, each on its share of the cores, and add
+    their rows as they end, or why they failed. Ctrl-C ends the programs that run, and starts no other.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = [set(cores[i::jobs]) or set(cores) for i in range(jobs)]
     # What a thread starts runs on its cores: programs that share cores wait for each other.
     with ThreadPoolExecutor(jobs, initializer=lambda: os.sched_setaffinity(0, shares.pop())) as pool:
-        started = {pool.submit(call): name for name, call in calls.items()}
+        todo = calls.keys() - record.done()
+        started = {pool.submit(call): name for name, call in calls.items() if name in todo}
         try:
             for i, ended in enumerate(as_completed(started), start=1):
-                yield started[ended], ended
+                try:
+                    rows = ended.result()
+                except (OSError, ValueError) as error:  # the same command tries again
+                    rows = [{"failed": str(error)}]
+                record.add(started[ended], rows)
                 print(f"{i} of {len(started)}: {started[ended]}", flush=True)
         finally:
             pool.shutdown(cancel_futures=True)
@@ -68,7 +73,7 @@ def start_program(program: str, log: Path, *overrides: str) -> None:
         on_cpu = {**os.environ, "ACCELERATE_USE_CPU": "true"}
         ended = subprocess.run(command, cwd=PROJECT, env=on_cpu, stdout=file, stderr=subprocess.STDOUT)
     if ended.returncode:
-        raise OSError(f"{program} ended with status {ended.returncode}")
+        raise OSError(f"{program} ended with status {ended.returncode} ({log})")
 
 
 class Worker:

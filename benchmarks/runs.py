@@ -48,7 +48,6 @@ class Setting:
     input_size: int = 32
     mask_coverage: float | None = None  # of the tokens; None trains without masks
     plain: bool = False  # time the plain step as well
-    whole: bool = False  # and our step, compiled as one graph and replayed as CUDA graphs
     check: bool = True  # compare loss and gradients with those of the plain step before
 
 

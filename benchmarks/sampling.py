@@ -4,15 +4,14 @@
 
 Times what `sample.py` does by default against eager fp32, in turn: on a CPU the network of the demo and
 DiT-S/2 at 256 tokens, on a GPU DiT-XL/2. The stage `sample` of `python -m benchmarks.gpu` has the latter, and
-evaluations of the denoiser, guided and not, in several precisions and batches.
+a guided evaluation of a small batch, by one forward and by two.
 """
 
 import argparse
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
-from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,29 +26,26 @@ from benchmarks.train_step import peaks_of, seconds_of
 from builders.drawing import LEFT_OPEN, prepare, settle
 from builders.network import build_net, build_precond
 from diffusion import CFG, Branch, ImageSource, edm_sampler
-from evaluation.precision import strict_fp32
 from models import cost_of
 from runtime.config import run_main
 from runtime.machine import start_process
-from runtime.memory import peak_gib, reset_peak
+from runtime.memory import peak_gib
 from runtime.provenance import environment
 from runtime.tables import aligned
 from training.speed import interleaved_seconds, speedup
 
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
-IMAGES_A_TURN = {"cpu": 1, "cuda": 128}  # small batches are over before a clock is sure of them
-AGREE = {"bf16": 2e-2, "TF32": 3e-3, "fp32": 3e-5}  # one batched forward with two, of the norm
+SMALL_BATCH, CALLS = 4, {"cpu": 1, "cuda": 32}  # calls of a turn: one is over before a clock is sure of it
+AGREE = 2e-2  # one batched forward with two, of the norm
 NUM_TIMED = 3  # evaluations of a call, two steps of Heun
 TURN_SEC = {"cpu": 3.0, "cuda": 1.0}
 LATENTS = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
-XL, BATCHES, WHOLE_BATCH = (*LATENTS, "model/size=xl_2"), (4, 32, 128, 512), 128
+XL = (*LATENTS, "model/size=xl_2")
 TINY = (*LATENTS, "model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
 SIZES = {
     "cpu": {"the demo's network": ("data=digits",), "S/2, 256 tokens": (*LATENTS, "model/size=s_2")},
     "cuda": {"XL/2, 256 tokens": XL},
 }
-RAW = argparse.RawDescriptionHelpFormatter
-PRECISIONS = {"cpu": ("bf16", "fp32"), "cuda": ("bf16", "TF32", "fp32")}
 # What sample.py is compared with, as keys of it; None: as by default.
 WAYS = {
     "eager": {"mixed_precision": "no", "compile": "false", "batch_size": 100},
@@ -64,7 +60,6 @@ COLUMNS = {
     "ms": "{:.1f}",
     "images_per_sec": "{:.3f}",
     "hours_50k": "{:.2f}",
-    "utilisation": "{:.1%}",
     "speedup_over_two": "{:.2f}x",
     "speedup_over_eager": "{:.2f}x",
     "speedup_over_eager_same_batch": "{:.2f}x",
@@ -77,22 +72,19 @@ COLUMNS = {
 
 
 def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
-    """What measures each precision, compiled and not, batch by batch, then whole samples."""
-    size, batches, whole_batch, repeats = (TINY, (2,), 2, 1) if tiny else (XL, BATCHES, WHOLE_BATCH, REPEATS)
-    turn_sec = 0.0 if tiny else TURN_SEC[device.type]
-    settings: dict[str, Callable[[], Rows]] = {}
-    for batch, precision, how in product(batches, PRECISIONS[device.type], ("compiled", "eager")):
-        measure = partial(evaluations, size, batch, precision, how == "compiled", repeats, device)
-        settings[f"{precision}, {how}, batch {batch}"] = measure
-    settings["as sample.py"] = partial(as_sampled, size, device, repeats, turn_sec)
-    whole = partial(whole_samples, size, whole_batch, device)
-    return settings | {f"bf16, compiled, batch {whole_batch}, whole samples": whole}
+    """What measures whole batches, and evaluations; see `benchmarks.gpu`."""
+    size, repeats, turn_sec = (TINY, 1, 0.0) if tiny else (XL, REPEATS, TURN_SEC[device.type])
+    return {
+        f"bf16, eager, batch {SMALL_BATCH}": partial(evaluations, size, repeats, device),
+        "as sample.py": partial(as_sampled, size, device, repeats, turn_sec),
+    }
 
 
 def main() -> None:
     """Measure, print and record."""
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser("python -m benchmarks.sampling", None, __doc__, formatter_class=raw).parse_args()
     device = start_process().device
-    argparse.ArgumentParser("python -m benchmarks.sampling", None, __doc__, formatter_class=RAW).parse_args()
     found, rows = environment(device), []
     for name, size in SIZES[device.type].items():
         rows += [{"setting": name, **row} for row in as_sampled(size, device, REPEATS, TURN_SEC[device.type])]
@@ -131,7 +123,7 @@ def drawing(
     """Serve batches of images of a few steps, drawn as sample.py draws them."""
     launch = start_process()
     source = ImageSource(
-        build(size, launch.device, compiled=False),
+        build(size, launch.device),
         partial(edm_sampler, num_steps=NUM_STEPS),
         CFG(GUIDANCE_SCALE if guided else 1.0),
         lambda latents: latents.cpu().numpy(),
@@ -157,92 +149,45 @@ def drawing(
     serve(connection, ready, answers)
 
 
-def build(size: tuple[str, ...], device: torch.device, compiled: bool) -> nn.Module:
+def build(size: tuple[str, ...], device: torch.device) -> nn.Module:
     """A dense network with random weights in its preconditioning; size: keys of its data and model."""
     config = compose_config(("model=dit", *size))
     torch.manual_seed(0)
     with device:  # weights are drawn where they are needed
         net = build_net(config).to(device)
     perturb(net)
-    if compiled:
-        torch._dynamo.reset()
-        for block in net.blocks:
-            block.compile(dynamic=False)
     return build_precond(config, net).eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def evaluations(
-    size: tuple[str, ...], batch: int, precision: str, compiled: bool, repeats: int, device: torch.device
-) -> Rows:
-    """Time one evaluation in each way, in turn: a row for each."""
-    precond = build(size, device, compiled)
-    noise, labels = inputs(precond, batch, device)
-    sigma = torch.ones((), device=device)
-    null = torch.full_like(labels, precond.net.num_classes)
-    batched = CFG(GUIDANCE_SCALE)(Branch(precond, labels))
+def evaluations(size: tuple[str, ...], repeats: int, device: torch.device) -> Rows:
+    """Time one evaluation of a small batch in each way, in turn: a row for each."""
+    precond = build(size, device)
+    noise = torch.randn(SMALL_BATCH, *precond.net.latent_shape, device=device)
+    sigma, labels = torch.ones((), device=device), torch.arange(SMALL_BATCH, device=device)
+    null, batched = torch.full_like(labels, precond.net.num_classes), CFG(GUIDANCE_SCALE)
 
-    def twice(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        D_cond, D_uncond = precond(x, sigma, labels), precond(x, sigma, null)
+    def twice() -> torch.Tensor:
+        D_cond, D_uncond = precond(noise, sigma, labels), precond(noise, sigma, null)
         return D_uncond + GUIDANCE_SCALE * (D_cond - D_uncond)
 
     ways = {
-        "guided": within(precision, device, batched, noise, sigma),
-        "guided, two forwards": within(precision, device, twice, noise, sigma),
-        "unguided": within(precision, device, lambda x, sigma: precond(x, sigma, labels), noise, sigma),
+        "guided": lambda: batched(Branch(precond, labels))(noise, sigma),
+        "guided, two forwards": twice,
+        "unguided": lambda: precond(noise, sigma, labels),
     }
+    ways = {name: torch.autocast(device.type, torch.bfloat16)(way) for name, way in ways.items()}
     one, two = ways["guided"](), ways["guided, two forwards"]()
     error = ((one - two).norm() / two.norm()).item()
-    assert error <= AGREE[precision], f"one batched forward and two differ by {error:.1e} of their norm"
-    num_calls = max(1, IMAGES_A_TURN[device.type] // batch)
+    assert error <= AGREE, f"one batched forward and two differ by {error:.1e} of their norm"
+    num_calls = CALLS[device.type]
     turns = {name: lambda way=way: [way() for _ in range(num_calls)] for name, way in ways.items()}
-    seconds = interleaved_seconds(turns, device, repeats)
-    flops, rows = cost_of(precond.net).dense_forward_flops * batch, {}
+    seconds, rows = interleaved_seconds(turns, device, repeats), {}
     for name, times in seconds.items():
-        reset_peak(device)
-        ways[name]()
-        row = {"evaluation": name, "peak_memory_gib": peak_gib(device)}
-        row |= spread([sec / num_calls for sec in times])
-        rows[name] = row | rate(batch, (2 * NUM_STEPS - 1) * row["ms"] / 1000)
-    if precision == "bf16":
-        peak, _ = peaks_of(device)["bf16"]
-        for name, row in rows.items():
-            num_forwards = 1 if name == "unguided" else 2
-            row["utilisation"] = num_forwards * flops / (row["ms"] / 1000) / peak
+        row = {"evaluation": name, **spread([sec / num_calls for sec in times])}
+        rows[name] = row | rate(SMALL_BATCH, (2 * NUM_STEPS - 1) * row["ms"] / 1000)
     rows["guided"]["speedup_over_two"] = speedup(seconds["guided, two forwards"], seconds["guided"])
     return list(rows.values())
-
-
-@torch.no_grad()
-def whole_samples(size: tuple[str, ...], batch: int, device: torch.device) -> Rows:
-    """Time guided samples, once, after one evaluation that compiles."""
-    precond = build(size, device, compiled=True)
-    noise, labels = inputs(precond, batch, device)
-    denoise = CFG(GUIDANCE_SCALE)(Branch(precond, labels))
-    draw = within("bf16", device, lambda z: edm_sampler(denoise, z, num_steps=NUM_STEPS), noise)
-    (seconds,) = interleaved_seconds({"draw": draw}, device, repeats=1).values()
-    return [{"evaluation": "guided, 40 Heun steps", **spread(seconds), **rate(batch, seconds[0])}]
-
-
-def inputs(precond: nn.Module, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise (batch, C, H, W) and labels (batch,)."""
-    net, generator = precond.net, torch.Generator(device).manual_seed(0)
-    shape = (batch, *net.latent_shape)
-    noise = torch.randn(shape, generator=generator, device=device)
-    return noise, torch.arange(batch, device=device) % net.num_classes
-
-
-def within(
-    precision: str, device: torch.device, function: Callable[..., Any], *arguments: Any
-) -> Callable[[], Any]:
-    """What calls a function in a precision."""
-
-    def call() -> Any:
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-        with autocast, strict_fp32() if precision == "fp32" else nullcontext():
-            return function(*arguments)
-
-    return call
 
 
 def rate(num_images: int, sec: float) -> dict[str, float]:

@@ -55,7 +55,7 @@ PLAIN_KNOWS = {
 SMALL = ("model.hidden_size=32", "model.num_heads=4", "model.depth=6")
 SMALL += ("train.batch_size=4", "train.compile=false")
 TINY_SETTINGS = [
-    Setting("256 tokens", SMALL, 8, plain=True, whole=True),
+    Setting("256 tokens", SMALL, 8, plain=True),
     Setting("masks, 25%", SMALL, 8, mask_coverage=0.25),
 ]
 COLUMNS = {
@@ -70,7 +70,6 @@ COLUMNS = {
     "share_of_predicted": "{:.1%}",
     "speedup_over_plain": "{:.2f}x",
     "possible_over_plain": "{:.2f}x",
-    "speedup_over_whole": "{:.2f}x",
     "share_outside": "{:.1%}",
     "n": "{}",
     "failed": "{}",
@@ -80,30 +79,25 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # latents and labels
 
 
 def standard_settings(device: torch.device) -> list[Setting]:
-    """The rows of the table in README, for a CPU or for a GPU."""
+    """The rows of the table in README, for a CPU or for a GPU; from short to long: time there may end."""
     on_gpu = device.type == "cuda"
     size, tokens_at_once = ("b_2", 65536) if on_gpu else ("s_2", 4096)
 
-    def of(size: str, num_samples: int, *more: str) -> tuple[str, ...]:
-        return (f"model/size={size}", f"train.batch_size={num_samples}", *more)
+    def of(num_tokens: int, *more: str, size: str = size) -> tuple[str, ...]:
+        return (f"model/size={size}", f"train.batch_size={tokens_at_once // num_tokens}", *more)
 
-    usual, fp32_block = of(size, tokens_at_once // 256), "model.fp32_after_route=true"
-    checkpointing = "model.gradient_checkpointing=true"
-    settings = [Setting("256 tokens", usual, plain=True)]  # from short to long: the time of a GPU may end
-    for side in (16, 64, 128):
-        num_tokens = (side // 2) ** 2
-        overrides = of(size, tokens_at_once // num_tokens)
-        settings.append(Setting(f"{num_tokens} tokens", overrides, side, check=not on_gpu))
+    fp32_block, xl_2 = "model.fp32_after_route=true", of(256, size="xl_2")
+    settings = [Setting("256 tokens", of(256), plain=True)]
+    for num_tokens, side in ((64, 16), (1024, 64), (4096, 128)):
+        settings.append(Setting(f"{num_tokens} tokens", of(num_tokens), side, check=not on_gpu))
     for coverage in (0.0, 0.25, 0.5):
-        settings.append(Setting(f"masks, {coverage:.0%}", usual, mask_coverage=coverage))
-    settings.append(Setting("256 tokens, fp32 block", (*usual, fp32_block), check=not on_gpu))
+        settings.append(Setting(f"masks, {coverage:.0%}", of(256), mask_coverage=coverage))
+    settings.append(Setting("256 tokens, fp32 block", of(256, fp32_block), check=not on_gpu))
     if on_gpu:
-        settings.append(Setting("256 tokens, whole network", usual, whole=True, check=False))
-        settings.append(Setting("XL/2", of("xl_2", 256)))
-        settings.append(Setting("XL/2, checkpointing", of("xl_2", 256, checkpointing), check=False))
-        settings.append(Setting("XL/2, fp32 block", of("xl_2", 256, fp32_block), check=False))
-        # CUDA graphs keep their memory between turns: at 256 the others would not fit beside them.
-        settings.append(Setting("XL/2, batch 64, whole network", of("xl_2", 64), whole=True, check=False))
+        settings.append(Setting("XL/2", xl_2))
+        checkpointing = (*xl_2, "model.gradient_checkpointing=true")
+        settings.append(Setting("XL/2, checkpointing", checkpointing, check=False))
+        settings.append(Setting("XL/2, fp32 block", (*xl_2, fp32_block), check=False))
     return settings
 
 
@@ -121,16 +115,13 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.train_step", None, __doc__, formatter_class=raw)
     parser.add_argument("overrides", nargs="*", help="keys of train.py; none: the standard rows")
     parser.add_argument("--repeats", type=int, default=REPEATS[device.type], help="turns of each process")
-    parser.add_argument("--input-size", type=int, default=32, help="side of the latents of one setting")
-    parser.add_argument("--mask-coverage", type=float, help="fraction of tokens under masks of one setting")
     parser.add_argument("--record", help="name of the record; none for one setting unless it is given")
     asked = parser.parse_intermixed_args()
     if any(override.startswith(("model=", "data=", "data.")) for override in asked.overrides):
         parser.error("model and data are set here: both dense and routed steps are timed, on noise")
     settings, record = standard_settings(device), asked.record or "train_step"
     if asked.overrides:
-        one = Setting("given", tuple(asked.overrides), asked.input_size, asked.mask_coverage, plain=True)
-        settings, record = [one], asked.record
+        settings, record = [Setting("given", tuple(asked.overrides), plain=True)], asked.record
     found, peaks, rows = environment(device), peaks_of(device), []
     for setting in settings:
         rows += (measured := measure(setting, asked.repeats, peaks))
@@ -153,11 +144,7 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
             print(f"  not compared with the plain step, which does not know {', '.join(unknown)}", flush=True)
         elif setting.check:
             compare(folder, overrides)
-        builders = {"": ours}
-        if setting.plain and not unknown:
-            builders["plain "] = plain
-        if setting.whole:
-            builders["whole "] = whole
+        builders = {"": ours, "plain ": plain} if setting.plain and not unknown else {"": ours}
         workers = {
             name + kind: stack.enter_context(Worker(name + kind, builder, folder, overrides[kind]))
             for name, builder in builders.items()
@@ -179,8 +166,6 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         if name.endswith("routed"):
             row["speedup_over_dense"] = speedup(seconds[name.replace("routed", "dense")], seconds[name])
             row["share_of_predicted"] = row["speedup_over_dense"] / row["predicted_speedup"]
-        if f"whole {name}" in seconds:
-            row["speedup_over_whole"] = speedup(seconds[f"whole {name}"], seconds[name])
         if of_plain := seconds.get(f"plain {name}"):
             row["speedup_over_plain"] = speedup(of_plain, seconds[name])
             # What matrix products alone would take at the peak.
@@ -235,21 +220,13 @@ def peaks_of(device: torch.device) -> Peaks:
 def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
     """Serve the steps of the trainer."""
     trainer, row = build(folder, overrides)
-    step = _steps(trainer)
-    _serve_steps(connection, row, step, trainer.launch.device, partial(share_outside, trainer, step))
-
-
-def whole(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
-    """Serve the steps of the trainer, its network compiled as one and, on a GPU, replayed as CUDA graphs."""
-    trainer, row = build(folder, (*overrides, "train.compile=false"))
-    trainer.net.compile(dynamic=False, mode="reduce-overhead")
-    take_step = _steps(trainer)
+    batches = trainer.batches.from_step(0)
 
     def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        take_step()
+        trainer.train_step(next(batches))
+        trainer.step += 1
 
-    _serve_steps(connection, row | {"compile": "as a whole"}, step, trainer.launch.device)
+    _serve_steps(connection, row, step, trainer.launch.device, partial(share_outside, trainer, step))
 
 
 def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
@@ -258,17 +235,7 @@ def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
     device, step = trainer.launch.device, plain_step(trainer, _latents(trainer, row["batch_size"]))
     del trainer
     gc.collect()
-    _serve_steps(connection, row | {"mixed_precision": "no"}, step, device)
-
-
-def _steps(trainer: Trainer) -> Callable[[], None]:
-    batches = trainer.batches.from_step(0)
-
-    def step() -> None:
-        trainer.train_step(next(batches))
-        trainer.step += 1
-
-    return step
+    _serve_steps(connection, row | {"mixed_precision": "no"}, step, device, lambda: None)
 
 
 def _serve_steps(
@@ -276,7 +243,7 @@ def _serve_steps(
     row: dict[str, Any],
     step: Callable[[], None],
     device: torch.device,
-    outside: Callable[[], float | None] = lambda: None,
+    outside: Callable[[], float | None],
 ) -> None:
     answers = {
         "warm up": lambda: _warm_up(step, device),
@@ -366,7 +333,7 @@ def _latents(trainer: Trainer, num_samples: int) -> Batch:
 
 def _warm_up(step: Callable[[], None], device: torch.device) -> None:
     reset_peak(device)
-    for _ in range(3):  # CUDA graphs are recorded in the second
+    for _ in range(3):
         step()
     _hand_back(device)
 

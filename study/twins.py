@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import Worker, on_own_cores, start_program, take_turns
+from benchmarks.processes import Worker, record_all, start_program, take_turns
 from benchmarks.results import Record, Rows, markdown, read_environment, read_results, spread
 from benchmarks.runs import QUIET, compose_config
 from benchmarks.train_step import ours
@@ -213,17 +213,11 @@ class Work:
         return [row for file in same for row in read_results(file) if not row.get("failed")]
 
     def _do(self, what: str, units: Sequence[tuple[str, int, float]]) -> None:
-        todo = {self.setting(*unit): unit for unit in units}
-        done = self._done()
-        todo = {setting: unit for setting, unit in todo.items() if setting not in done}
-        calls = {setting: partial(self._train, setting, *unit) for setting, unit in todo.items()}
-        recorded = f"{len(units) - len(todo)} more are recorded"
-        print(f"{self.name}: {len(todo)} {what}, {recorded}; logs are in {self.asked.out}", flush=True)
-        for setting, ended in on_own_cores(self.asked.jobs, calls):
-            try:
-                self.record.add(setting, ended.result())
-            except (OSError, ValueError) as error:  # the same command tries again
-                self.record.add(setting, [{"failed": f"{error} ({self.run_of(setting)}.log)"}])
+        calls, done = {self.setting(*unit): partial(self._train, *unit) for unit in units}, self._done()
+        calls = {setting: call for setting, call in calls.items() if setting not in done}
+        recorded = f"{len(units) - len(calls)} more are recorded"
+        print(f"{self.name}: {len(calls)} {what}, {recorded}; logs are in {self.asked.out}", flush=True)
+        record_all(calls, self.record, self.asked.jobs)
 
     def _factor(self, arm: str) -> float:
         if not arm.startswith(LONGER):  # changed ones, too
@@ -235,14 +229,10 @@ class Work:
         """The name of a training."""
         return f"{self.name}: {arm}, lr {lr:g}, seed {seed}"
 
-    def run_of(self, setting: str) -> Path:
-        """The folder of a training."""
-        return self.asked.out.resolve() / named(setting)
-
-    def _train(self, setting: str, arm: str, seed: int, lr: float) -> Rows:
+    def _train(self, arm: str, seed: int, lr: float) -> Rows:
         """Train once: a row for each evaluation, and for each scale of guidance in the end."""
         out, search = self.asked.out.resolve(), seed == SEARCH_SEED
-        run = self.run_of(setting)
+        run = out / named(self.setting(arm, seed, lr))
         own = [f"data={self.study.data}", *self.study.task, *self.arms[arm], f"optimizer.lr={lr}"]
         own += TINY if self.asked.tiny else ()
         own += [f"data.path={out / self.study.data}"] if self.study.samples else []  # a mixture has no file
@@ -250,15 +240,9 @@ class Work:
         own += [f"evaluation={self.study.data}", *sampled(self.asked.tiny)] if scored else []
         steps = round(self.factors[arm] * (self.steps // 2 if search else self.steps))
         every = steps // (1 if search else 2 if scored else 4)
-        keys = (f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null")
-        start_program(
-            "train.py",
-            Path(f"{run}.log"),
-            *own,
-            *keys,
-            f"train.eval_every={every}",
-            f"train.save_every={every}",
-        )
+        own += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
+        own += [f"train.eval_every={every}", f"train.save_every={every}"]
+        start_program("train.py", Path(f"{run}.log"), *own)
         same = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
         rows = [{**same, **row} for row in evaluations_of(run)]
         if scored:
@@ -316,11 +300,8 @@ def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> R
     """Time a step of each arm in turn, each in a process of its own."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
-        task = (
-            f"data={study.data}",
-            *study.task,
-            *((f"data.path={folder / 'latents'}",) if study.samples else ()),
-        )
+        task = [f"data={study.data}", *study.task]
+        task += [f"data.path={folder / 'latents'}"] if study.samples else []
         workers = {}
         for name, own in arms.items():
             overrides = (*task, *own, *(TINY if tiny else ()), *QUIET)
