@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,21 +44,12 @@ OPTIONS = (
 
 # When a run is killed, and how often compared with the others; the last is a request, not a kill.
 MOMENTS = {"starting": 1, "training": 2, "saving": 2, "asked to stop": 1}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How a run is started."""
-
-    launcher: Sequence[str]
-    overrides: Sequence[str] = ()
-
-
+# The launcher of a run, and its overrides.
 VARIANTS = {
-    "one process": Variant(ONE),
-    "accumulation": Variant(ONE, ("train.micro_batch_size=2",)),
-    "compiled": Variant(ONE, ("train.compile=true",)),
-    "two processes": Variant(TWO, ("train.micro_batch_size=2",)),
+    "one process": (ONE,),
+    "accumulation": (ONE, "train.micro_batch_size=2"),
+    "compiled": (ONE, "train.compile=true"),
+    "two processes": (TWO, "train.micro_batch_size=2"),
 }
 
 
@@ -71,6 +62,20 @@ class Outcome:
     lost: list[str] = field(default_factory=list)  # what was not as it should be
 
 
+def all_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """A process and those that it started, the eldest first; empty if it has ended."""
+    whole = [psutil.Process(process.pid)] if process.poll() is None else []
+    return whole + [child for parent in whole for child in parent.children(recursive=True)]
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for victim in processes:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            continue  # it had just come to its end
+
+
 class Killed:
     """A run in a folder of its own that is started again and again.
 
@@ -78,140 +83,98 @@ class Killed:
         folder: the current directory of its processes.
     """
 
-    def __init__(self, folder: Path, variant: Variant):
+    def __init__(self, folder: Path, launcher: tuple[str, ...], *overrides: str):
         folder.mkdir(parents=True)
-        self.folder, self.run, self.variant = folder, folder / "runs/r", variant
+        self.folder, self.run, self.launcher, self.overrides = folder, folder / "runs/r", launcher, overrides
 
     def start(self) -> subprocess.Popen:
-        command = [*self.variant.launcher, str(ROOT / "train.py"), *OPTIONS, *self.variant.overrides]
+        command = [*self.launcher, str(ROOT / "train.py"), *OPTIONS, *self.overrides]
         with (self.folder / "output").open("a") as output:
-            return subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=ENVIRONMENT,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            options = {"stdout": output, "stderr": output, "start_new_session": True}
+            return subprocess.Popen(command, cwd=self.folder, env=ENVIRONMENT, **options)
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def manifest(self) -> dict:
+        file = self.run / "manifest.json"
+        return json.loads(file.read_text()) if file.is_file() else {}
 
     def finish(self) -> None:
         """Run to the end, undisturbed."""
-        process = self.start()
-        if process.wait(STARTED_WITHIN_SEC * 5) != 0:
-            raise AssertionError(
-                f"{self.folder} did not finish:\n{(self.folder / 'output').read_text()[-3000:]}"
-            )
-
-    def is_finished(self) -> bool:
-        file = self.run / "manifest.json"
-        return file.is_file() and json.loads(file.read_text()).get("status") == "finished"
+        if self.start().wait(STARTED_WITHIN_SEC * 5) != 0:
+            raise AssertionError(f"{self.folder} did not finish:\n{self.output()[-3000:]}")
 
     def start_and_kill(self, moment: str, rng: random.Random) -> bool:
-        """Start, wait for a moment, kill; return whether there was something left to kill."""
+        """Start, wait for a moment, kill; False if the run had ended before."""
         before = self._last_begin()
         process = self.start()
         if moment == "starting":
             time.sleep(rng.uniform(0, 6))
         else:
             self.wait_for_training(process, before)
-        if moment == "training":
-            time.sleep(rng.uniform(0, 1.5))
         if moment == "saving":
-            self._wait_for_saving(process)
+            while process.poll() is None and not list((self.run / "checkpoints").glob(".step_*")):
+                time.sleep(0.0005)
             time.sleep(rng.uniform(0, 0.02))
-        if moment == "asked to stop":
+        if moment in ("training", "asked to stop"):
             time.sleep(rng.uniform(0, 1.5))
-        was_running = process.poll() is None
-        if moment == "asked to stop":
-            self._ask(process)
-        else:
-            self._kill(process, rng)
-        return was_running
+        whole = all_of(process)
+        if moment == "asked to stop":  # as a scheduler does
+            process.terminate()
+        else:  # all at once, as when a machine fails; or one of several alone, worker or launcher
+            one_alone = len(whole) > 2 and rng.random() < 0.5
+            kill([rng.choice(whole[:3])] if one_alone else whole)
+        process.wait(ALL_ENDED_WITHIN_SEC)
+        _, alive = psutil.wait_procs(whole, timeout=ALL_ENDED_WITHIN_SEC)
+        if alive:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"{alive} still run {ALL_ENDED_WITHIN_SEC} s after another ended")
+        return bool(whole)
 
     def wrong(self) -> list[str]:
-        """Return what is not as it must be at any moment."""
-        found = [
-            f"{path}: {damage}"
-            for _, path in steps_in(self.run / "checkpoints")
-            if (damage := damage_of(path))
-        ]
-        if self._last_begin() and "status" not in json.loads((self.run / "manifest.json").read_text()):
-            found.append("manifest.json is not whole")
-        return found
+        """What is not as it must be at any moment."""
+        damages = {path: damage_of(path) for _, path in steps_in(self.run / "checkpoints")}
+        wrong = [f"{path}: {damage}" for path, damage in damages.items() if damage]
+        if self._last_begin() and "status" not in self.manifest():
+            wrong.append("manifest.json is not whole")
+        return wrong
 
     def _last_begin(self) -> float:
         file = self.run / "config.yaml"  # written once in each start
         return file.stat().st_mtime if file.exists() else 0.0
 
-    def wait_for_training(self, process: subprocess.Popen, before: float) -> None:
+    def wait_for_training(self, process: subprocess.Popen, before: float = 0.0) -> None:
         deadline = time.monotonic() + STARTED_WITHIN_SEC
         while process.poll() is None and self._last_begin() == before:
             if time.monotonic() > deadline:
                 raise AssertionError(f"{self.folder} did not start")
             time.sleep(0.01)
 
-    def _wait_for_saving(self, process: subprocess.Popen) -> None:
-        while process.poll() is None and not list((self.run / "checkpoints").glob(".step_*")):
-            time.sleep(0.0005)
-
-    def _ask(self, process: subprocess.Popen) -> None:
-        """Send SIGTERM, as a scheduler does."""
-        whole = [psutil.Process(process.pid)] if process.poll() is None else []
-        whole += [child for parent in whole for child in parent.children(recursive=True)]
-        process.terminate()
-        process.wait(ALL_ENDED_WITHIN_SEC)
-        self._wait_for_all(process, whole)
-
-    def _kill(self, process: subprocess.Popen, rng: random.Random) -> None:
-        """Kill all at once, as when a machine fails; or one of several alone, worker or launcher."""
-        whole = [psutil.Process(process.pid)] if process.poll() is None else []
-        whole += [child for parent in whole for child in parent.children(recursive=True)]
-        one_alone = len(whole) > 2 and rng.random() < 0.5
-        for victim in [rng.choice(whole[:3])] if one_alone else whole:
-            try:
-                victim.kill()
-            except psutil.NoSuchProcess:
-                continue  # it had just come to its end
-        process.wait()
-        self._wait_for_all(process, whole)
-
-    def _wait_for_all(self, process: subprocess.Popen, whole: list[psutil.Process]) -> None:
-        _, alive = psutil.wait_procs(whole, timeout=ALL_ENDED_WITHIN_SEC)
-        if alive:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(
-                f"{len(alive)} process(es) still run {ALL_ENDED_WITHIN_SEC} s after another ended"
-            )
-
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return what differs between two runs that should be the same, clocks aside."""
-    found = []
+    """What differs between two runs that should be the same, clocks aside."""
     checkpoints = latest_checkpoint(one), latest_checkpoint(other)
+    different = []
     for name in ("net", "ema", "optimizer"):
-        files = [checkpoint / f"{name}.safetensors" for checkpoint in checkpoints]
-        if files[0].read_bytes() != files[1].read_bytes():
-            found.append(f"{name} of {other}")
-    if metrics(one) != metrics(other):
-        found.append(f"metrics of {other}")
-    return found
+        first, second = ((checkpoint / f"{name}.safetensors").read_bytes() for checkpoint in checkpoints)
+        different += [] if first == second else [f"{name} of {other}"]
+    return different + ([] if metrics(one) == metrics(other) else [f"metrics of {other}"])
 
 
 def kill_often(
-    folder: Path, variant: Variant, num_kills: int, seed: int, progress: Callable[[], None] = lambda: None
+    folder: Path, name: str, num_kills: int, seed: int, progress: Callable[[], None] = lambda: None
 ) -> Outcome:
     """Kill runs of a variant so many times in all, bring each to its end, and compare it with one that was
     left alone.
     """
     rng, outcome = random.Random(seed), Outcome()
-    whole = Killed(folder / "whole", variant)
+    whole = Killed(folder / "whole", *VARIANTS[name])
     whole.finish()
-    number = 0
-    while sum(outcome.kills.values()) < num_kills:
-        killed = Killed(folder / f"killed_{number}", variant)
-        number += 1
-        while sum(outcome.kills.values()) < num_kills and not killed.is_finished():
-            moment = rng.choices(list(MOMENTS), MOMENTS.values())[0]
+    while outcome.kills.total() < num_kills:
+        killed = Killed(folder / f"killed_{outcome.compared}", *VARIANTS[name])
+        while outcome.kills.total() < num_kills and killed.manifest().get("status") != "finished":
+            (moment,) = rng.choices(list(MOMENTS), MOMENTS.values())
             if killed.start_and_kill(moment, rng):
                 outcome.kills[moment] += 1
                 progress()

@@ -25,62 +25,41 @@ def main() -> None:
     """Run all variants, two at a time, and print a table; a loss is an error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="of each variant")
-    parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of the moments"
-    )
-    arguments = parser.parse_args()
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of moments")
+    options = parser.parse_args()
     folder, start = Path(tempfile.mkdtemp(prefix="soak_")), time.time()
-    print(f"seed {arguments.seed}, runs and their output in {folder}", flush=True)
-    with (
-        tqdm(total=arguments.kills * len(VARIANTS), desc="kill", unit="kill") as bar,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    print(f"seed {options.seed}, runs and their output in {folder}", flush=True)
+    bar = tqdm(total=options.kills * len(VARIANTS), desc="kill", unit="kill")
+    with bar, ThreadPoolExecutor(2) as pool:
         running = {
             name: pool.submit(
-                kill_often,
-                folder / name.replace(" ", "_"),
-                variant,
-                arguments.kills,
-                arguments.seed + i,
-                bar.update,
+                kill_often, folder / name.replace(" ", "_"), name, options.kills, options.seed + i, bar.update
             )
-            for i, (name, variant) in enumerate(VARIANTS.items())
+            for i, name in enumerate(VARIANTS)
         }
         outcomes = {name: future.result() for name, future in running.items()}
+    here = environment(torch.device("cpu"))
+    changed = " with uncommitted changes" if here["uncommitted_changes"] else ""
     print(table(outcomes))
-    here = environment_line(arguments.seed, time.time() - start)
+    print(
+        f"{time.strftime('%Y-%m-%d')}, commit {here['commit'][:7]}{changed}, seed {options.seed}, "
+        f"{(time.time() - start) / 60:.0f} minutes, {here['processor']}, torch {here['versions']['torch']}"
+    )
     lost = [f"{name}: {what}" for name, outcome in outcomes.items() for what in outcome.lost]
-    print(here, *lost, sep="\n")
     if lost:
-        sys.exit(f"error: {len(lost)} losses; the runs are in {folder}")
+        sys.exit("\n".join([*lost, f"error: {len(lost)} losses; the runs are in {folder}"]))
     shutil.rmtree(folder)
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
     """Lay out what was injected, survived and lost."""
-    lines = [
-        f"| variant | {' | '.join(MOMENTS)} | faults | survived | lost | runs compared |",
-        f"|---|{'--:|' * (len(MOMENTS) + 4)}",
-    ]
+    rows = [["variant", *MOMENTS, "faults", "survived", "lost", "runs compared"]]
     for name, outcome in outcomes.items():
-        faults = sum(outcome.kills.values())
-        by_moment = " | ".join(str(outcome.kills[moment]) for moment in MOMENTS)
-        survived = faults - len(outcome.lost)
-        lines.append(
-            f"| {name} | {by_moment} | {faults} | {survived} | {len(outcome.lost)} | {outcome.compared} |"
-        )
-    return "\n".join(lines)
-
-
-def environment_line(seed: int, seconds: float) -> str:
-    """Say what was run where."""
-    found = environment(torch.device("cpu"))
-    changed = " with uncommitted changes" if found["uncommitted_changes"] else ""
-    return (
-        f"{time.strftime('%Y-%m-%d')}, commit {found['commit'][:7]}{changed}, seed {seed}, "
-        f"{seconds / 60:.0f} minutes, "
-        f"{found['processor']}, torch {found['versions']['torch']}"
-    )
+        faults, lost = outcome.kills.total(), len(outcome.lost)
+        by_moment = [outcome.kills[moment] for moment in MOMENTS]
+        rows.append([name, *by_moment, faults, faults - lost, lost, outcome.compared])
+    first, *others = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join([first, f"|---|{'--:|' * (len(MOMENTS) + 4)}", *others])
 
 
 if __name__ == "__main__":

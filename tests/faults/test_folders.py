@@ -1,6 +1,5 @@
 """Two starts in one run folder, and a run folder that is moved, removed, or robbed of a file."""
 
-import fcntl
 import json
 import shutil
 import subprocess
@@ -11,11 +10,10 @@ from itertools import product
 import pytest
 
 from runtime.errors import UserError
-from runtime.lock import TRY_AGAIN, Busy
-from tests.faults.killing import ENVIRONMENT, ONE, TWO, Killed, Variant, differences
+from runtime.lock import TRY_AGAIN
+from tests.faults.killing import ENVIRONMENT, ONE, TWO, Killed, differences
 from tests.faults.programs import program
 from tests.runs import ROOT, TINY, before_each_step, metrics, tiny_run, tiny_trainer
-from training import run_folder
 from training.fit import run_training
 from training.run_folder import RunFolder
 
@@ -32,77 +30,27 @@ def holder(folder, seconds):
     return process
 
 
-def test_a_lock_released_to_a_waiting_process_is_not_held_twice(tmp_path, monkeypatch):
-    """The one that waits has the file open that the holder removes; a third then makes a new one."""
-    monkeypatch.setattr(run_folder, "LOCK_WITHIN_SEC", 0.0)
-    first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
-    first.lock()
-    flock, turns = fcntl.flock, []
-
-    def slowly(descriptor, how):
-        if not turns:
-            turns.append("once")
-            first.unlock()
-            third.lock()
-        flock(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", slowly)
-    with pytest.raises(Busy):
-        second.lock()
-    third.check_place()
-
-
-def test_a_folder_removed_while_another_start_locks_it_is_made_again(tmp_path, monkeypatch):
-    first, second = RunFolder(tmp_path / "runs/run"), RunFolder(tmp_path / "runs/run")
-    first.lock()
-    acquire, turns = run_folder.Lock.acquire, []
-
-    def slowly(lock):
-        if not turns:
-            turns.append("once")
-            first.unlock()
-            assert not (tmp_path / "runs").exists()
-        return acquire(lock)
-
-    monkeypatch.setattr(run_folder.Lock, "acquire", slowly)
-    second.lock()
-    second.check_place()
-    second.unlock()
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [ONE, TWO])
-def test_a_second_start_says_who_holds_the_folder_and_ends(tmp_path, launcher):
+def test_a_second_start_says_who_holds_the_folder_and_ends_or_waits(tmp_path, launcher):
     with holder(tmp_path / "runs/r", 120) as process:
-        start = time.monotonic()
-        result = program(launcher, folder=tmp_path)
-        process.kill()
-    assert result.returncode == (
-        TRY_AGAIN if launcher == ONE else 1
-    )  # launchers have an exit status of their own
-    assert time.monotonic() - start < 60
-    said = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
-    (line,) = said
-    assert line.startswith(f"error: output_dir=runs/r is in use by process {process.pid} on ")
-    assert line.endswith(": end it, or try again when it has ended, or wait for that with wait=true")
-    assert "in use" not in result.stdout
-    assert [file.name for file in (tmp_path / "runs/r").iterdir()] == [".lock"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [ONE, TWO])
-def test_a_start_waits_with_wait_true(tmp_path, launcher):
-    command = [*launcher, str(ROOT / "train.py"), *TINY, "run_name=r", "wait=true"]
-    options = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "text": True}
-    with holder(tmp_path / "runs/r", 120) as process, subprocess.Popen(command, **options) as waiting:
-        said = []
-        for line in waiting.stdout:
-            said.append(line)
-            if "wait=true: output_dir=runs/r is in use by process " in line:
-                process.kill()
-    assert waiting.returncode == 0
-    assert "".join(said).count("wait=true: output_dir=runs/r is in use by process ") == 1
+        refused = program(launcher, folder=tmp_path)
+        # Launchers have an exit status of their own.
+        assert refused.returncode == (TRY_AGAIN if launcher == ONE else 1)
+        (line,) = {line for line in refused.stderr.splitlines() if line.startswith("error: ")}
+        assert line.startswith(f"error: output_dir=runs/r is in use by process {process.pid} on ")
+        assert line.endswith(": end it, or try again when it has ended, or wait for that with wait=true")
+        assert "in use" not in refused.stdout
+        assert [file.name for file in (tmp_path / "runs/r").iterdir()] == [".lock"]
+        command = [*launcher, str(ROOT / "train.py"), *TINY, "run_name=r", "wait=true"]
+        options = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **options) as waiting:
+            said = []
+            for line in waiting.stdout:
+                said += ["waits"] * ("wait=true: output_dir=runs/r is in use by process " in line)
+                if said:
+                    process.kill()
+    assert (waiting.returncode, said) == (0, ["waits"])
     assert json.loads((tmp_path / "runs/r/manifest.json").read_text())["status"] == "finished"
 
 
@@ -119,11 +67,6 @@ def test_a_run_without_one_of_its_files_says_which(tmp_path):
     tiny_run(tmp_path)
 
 
-def moved_at(step, trainer, do):
-    """Do something to the folder of a run before it takes a step."""
-    before_each_step(trainer, lambda now: now == step and do())
-
-
 DRAWING = ("train.sample_every=1", "sampler.num_steps=2", "train.log_every=6")
 
 
@@ -137,11 +80,7 @@ def drawing(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("what", "tracker", "step"),
-    [
-        ("moved", "tensorboard", 2),
-        ("removed", "tensorboard", 5),
-        ("taken", "none", 2),
-    ],
+    [("moved", "tensorboard", 2), ("removed", "tensorboard", 5), ("taken", "none", 2)],
 )
 def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there(tmp_path, drawing, what, tracker, step):
     """After step 2 a grid of samples would be next, after step 5 the last save; a tracker opens its file at
@@ -160,7 +99,7 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there(tmp_path, dr
             others.append(tiny_trainer(folder, *options))
             others.append({file: file.read_bytes() for file in folder.rglob("*") if file.is_file()})
 
-    moved_at(step, trainer, move)
+    before_each_step(trainer, lambda now: now == step and move())
     with pytest.raises(UserError) as error:
         run_training(trainer, run)
     assert str(error.value).startswith(
@@ -187,33 +126,28 @@ def test_a_failing_run_leaves_a_new_folder_in_its_place_alone(tmp_path, end):
         folder.mkdir()
         raise end("the cosmic ray")
 
-    moved_at(1, trainer, move)
+    before_each_step(trainer, lambda step: step == 1 and move())
     with pytest.raises(RuntimeError if end is RuntimeError else UserError):
         run_training(trainer, run)
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [ONE, TWO])
-def test_a_moved_run_resumes_where_it_is(tmp_path, launcher):
+def test_a_moved_run_of_two_processes_resumes_where_it_is(tmp_path):
     """Of the whole program: its status, its one line, and that nothing was lost."""
-    whole = Killed(tmp_path / "whole", Variant(launcher, ("train.micro_batch_size=4", "wait=true")))
+    options = ("train.micro_batch_size=4", "wait=true")
+    whole, killed = (Killed(tmp_path / name, TWO, *options) for name in ("whole", "moved"))
     whole.finish()
-    killed = Killed(tmp_path / "moved", Variant(launcher, ("train.micro_batch_size=4", "wait=true")))
     process = killed.start()
-    killed.wait_for_training(process, 0.0)
     while not list((killed.run / "checkpoints").glob("step_*")):
+        assert process.poll() is None, killed.output()
         time.sleep(0.05)
-    killed.run.rename(killed.folder / "elsewhere")
+    elsewhere = killed.run.rename(killed.folder / "elsewhere")
     assert process.wait(120) == 1
-    output = (killed.folder / "output").read_text()
-    assert (
-        "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to resume from its "
-        "newest" in output
-    )
-    assert ("Traceback" in output) == (launcher == TWO), "torchrun has one of its own"
+    moved = "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to resume from"
+    assert moved in killed.output()
     assert not killed.run.exists()
-    assert json.loads((killed.folder / "elsewhere/manifest.json").read_text())["status"] == "running"
-    killed.variant = Variant(launcher, ("train.micro_batch_size=4", "output_dir=elsewhere"))
+    assert json.loads((elsewhere / "manifest.json").read_text())["status"] == "running"
+    killed.overrides = (*options, "output_dir=elsewhere")
     killed.finish()
-    assert differences(whole.run, killed.folder / "elsewhere") == []
+    assert differences(whole.run, elsewhere) == []

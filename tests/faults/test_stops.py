@@ -2,10 +2,8 @@
 nothing had been.
 """
 
-import json
 import os
 import signal
-import subprocess
 import time
 
 import psutil
@@ -14,14 +12,15 @@ import pytest
 from runtime.config import INTERRUPTED
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
-from tests.faults.killing import BIN, ENVIRONMENT, ONE, TWO, Killed, Variant
-from tests.faults.programs import program
+from tests.faults.killing import BIN, ONE, TWO, Killed
+from tests.programs import start
 from tests.runs import before_each_step, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.fit import run_training
-from training.stopping import INTERRUPT
+from training.stopping import INTERRUPT, LAUNCHED, TIME_LIMIT, StopRequest
 
 ACCELERATE = (str(BIN / "accelerate"), "launch")
+GONE = "the launcher is gone"
 ALL_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 
 
@@ -39,12 +38,13 @@ def whole(tmp_path_factory):
         (signal.SIGTERM, 3, "SIGTERM"),
         (signal.SIGUSR1, 4, "SIGUSR1"),
         (signal.SIGINT, 1, INTERRUPT),
+        (signal.SIGTERM, 5, "SIGTERM"),
     ],
 )
 def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(
     tmp_path, whole, number, at, reason, capsys
 ):
-    """Also where nothing was to be saved, and within a window of the log."""
+    """Also where nothing was to be saved, within a window of the log, and before the last evaluation."""
     options = ("train.eval_every=4",)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
     before_each_step(trainer, lambda step: step == at and os.kill(os.getpid(), number))
@@ -92,17 +92,6 @@ def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
         signal.signal(signal.SIGINT, handler)
 
 
-def test_a_signal_leaves_what_is_due_for_the_next_start(tmp_path):
-    options = ("train.eval_every=3", "train.log_every=4")
-    tiny_run(tmp_path / "whole", *options)
-    trainer, run = tiny_trainer(tmp_path / "run", *options)
-    before_each_step(trainer, lambda step: step == 5 and os.kill(os.getpid(), signal.SIGTERM))
-    assert run_training(trainer, run) == "SIGTERM"
-    assert (run.manifest()["status"], run.manifest()["step"]) == ("stopped", 6)
-    tiny_run(tmp_path / "run", *options)
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
-
-
 def test_the_last_log_point_is_left_for_the_next_start(tmp_path):
     """A kill between the last checkpoint and the last line, which is at no log point."""
     tiny_run(tmp_path / "whole", "train.log_every=4")
@@ -123,29 +112,21 @@ def test_the_last_log_point_is_left_for_the_next_start(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def wait_for_a_line(killed, process):
-    while not (killed.run / "metrics.jsonl").is_file() or not metrics(killed.run):
-        assert process.poll() is None, (killed.folder / "output").read_text()
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("save_every", [2, 100])
-def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path, save_every):
-    options = ("train.eval_every=3", f"train.save_every={save_every}")
-    tiny_run(tmp_path / "whole", *options)
-    trainer, run = tiny_trainer(tmp_path / "run", *options)
-    agreed, asked = trainer.stop.agreed, []
+def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path):
+    tiny_run(tmp_path / "whole", "train.eval_every=3")
+    trainer, run = tiny_trainer(tmp_path / "run", "train.eval_every=3")
+    agreed, calls = trainer.stop.agreed, []
 
     def before_the_evaluation(reserve_sec, now):
-        asked.append(trainer.step)
-        if asked.count(3) == 2:  # the first is that of the turn, the second that of its evaluation
+        calls.append(trainer.step)
+        if calls.count(3) == 2:  # the first is that of the turn, the second that of its evaluation
             os.kill(os.getpid(), signal.SIGTERM)
         return agreed(reserve_sec, now)
 
     trainer.stop.agreed = before_the_evaluation
     assert run_training(trainer, run) == "SIGTERM"
     assert trainer.step == trainer.saved_step == 3
-    tiny_run(tmp_path / "run", *options)
+    tiny_run(tmp_path / "run", "train.eval_every=3")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
@@ -155,54 +136,63 @@ def test_a_limit_that_leaves_no_step_is_an_error(tmp_path):
         run_training(trainer, run)
 
 
+def started(folder, launcher, *overrides):
+    """A run that has logged a line, and its process."""
+    killed = Killed(folder / "run", launcher, *overrides)
+    process = killed.start()
+    while not (killed.run / "metrics.jsonl").is_file() or not metrics(killed.run):
+        assert process.poll() is None, killed.output()
+        time.sleep(0.05)
+    return killed, process
+
+
+def assert_stopped(killed, reason):
+    manifest = killed.manifest()
+    assert (manifest["status"], manifest["reason"]) == ("stopped", reason)
+    assert (killed.run / f"checkpoints/step_{manifest['step']:08d}").is_dir()
+    assert killed.wrong() == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "status", "last_line"),
-    [
-        (signal.SIGTERM, TRY_AGAIN, "(SIGTERM): run the same command again to resume: python "),
-        (signal.SIGINT, INTERRUPTED, "(Ctrl-C): run the same command again to resume: python "),
-    ],
+    ("number", "status", "reason"),
+    [(signal.SIGTERM, TRY_AGAIN, "SIGTERM"), (signal.SIGINT, INTERRUPTED, INTERRUPT)],
 )
-def test_python_train_ends_with_the_documented_status(tmp_path, number, status, last_line):
-    killed = Killed(tmp_path / "run", Variant(ONE, ("train.num_workers=1",)))
-    process = killed.start()
-    wait_for_a_line(killed, process)
+def test_python_train_ends_with_the_documented_status(tmp_path, number, status, reason):
+    killed, process = started(tmp_path, ONE, "train.num_workers=1")
     os.killpg(process.pid, number)  # the process that reads ahead as well, as schedulers and terminals do
     assert process.wait() == status
-    manifest = json.loads((killed.run / "manifest.json").read_text())
-    assert manifest["status"] == "stopped"
-    assert (killed.run / f"checkpoints/step_{manifest['step']:08d}").is_dir()
-    output = (tmp_path / "run/output").read_text()
-    assert last_line in output and "train.num_workers=1" in output and "Traceback" not in output
+    assert_stopped(killed, reason)
+    assert f"({reason}): run the same command again to resume: python " in killed.output()
+    assert "train.num_workers=1" in killed.output() and "Traceback" not in killed.output()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_while_starting_or_evaluating_ends_without_a_traceback(tmp_path, presses):
-    """Before the first step at once; in a long evaluation the second time."""
-    long = ("train.eval_every=null", "train.sample_every=1", "sampler.num_steps=100000")
-    huge = ("train.batch_size=100000", "train.check_resources=false")
-    killed = Killed(tmp_path / "run", Variant(ONE, long if presses == 2 else huge))
+def test_the_second_ctrl_c_ends_an_evaluation_without_a_traceback(tmp_path):
+    long = ("train.save_every=1", "train.sample_every=1", "sampler.num_steps=100000")
+    killed = Killed(tmp_path / "run", ONE, *long)
     process = killed.start()
-    killed.wait_for_training(process, 0.0)
-    time.sleep(3)
-    for _ in range(presses):
+    for ready in (
+        lambda: (killed.run / "checkpoints/step_00000001").is_dir(),  # saved before the evaluation
+        lambda: "another Ctrl-C ends it at once" in killed.output(),
+    ):
+        while not ready():
+            assert process.poll() is None, killed.output()
+            time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
-        time.sleep(1)
     assert process.wait(10) == -signal.SIGINT
-    output = (tmp_path / "run/output").read_text()
-    assert "interrupted at step " in output and "Traceback" not in output
-    assert json.loads((killed.run / "manifest.json").read_text())["status"] == "interrupted"
+    assert "interrupted at step 1" in killed.output() and "Traceback" not in killed.output()
+    assert killed.manifest()["status"] == "interrupted"
 
 
 LAUNCHES = {
-    "accelerate, SIGTERM": (ACCELERATE, signal.SIGTERM, "the launcher is gone"),
+    "accelerate, SIGTERM": (ACCELERATE, signal.SIGTERM, GONE),
     "torchrun, SIGTERM": (TWO, signal.SIGTERM, "SIGTERM"),
-    "torchrun, SIGUSR1": (TWO, signal.SIGUSR1, "the launcher is gone"),
+    "torchrun, SIGUSR1": (TWO, signal.SIGUSR1, GONE),
     "torchrun that handles all, SIGUSR1": ((*TWO, *ALL_SIGNALS), signal.SIGUSR1, "SIGUSR1"),
-    "accelerate, SIGINT": (ACCELERATE, signal.SIGINT, "the launcher is gone"),
+    "accelerate, SIGINT": (ACCELERATE, signal.SIGINT, GONE),
     "torchrun, SIGINT": (TWO, signal.SIGINT, INTERRUPT),
-    "torchrun, SIGKILL": (TWO, signal.SIGKILL, "the launcher is gone"),
+    "torchrun, SIGKILL": (TWO, signal.SIGKILL, GONE),
 }
 
 
@@ -210,67 +200,50 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_launcher_ends_with_a_checkpoint_and_a_status(tmp_path, name):
     launcher, number, reason = LAUNCHES[name]
-    killed = Killed(tmp_path / "run", Variant(launcher))
-    process = killed.start()
-    wait_for_a_line(killed, process)
+    killed, process = started(tmp_path, launcher)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     assert process.wait() != 0
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
-    manifest = json.loads((killed.run / "manifest.json").read_text())
-    assert (manifest["status"], manifest["reason"]) == ("stopped", reason)
-    assert (killed.run / f"checkpoints/step_{manifest['step']:08d}").is_dir()
-    assert killed.wrong() == []
+    assert_stopped(killed, reason)
 
 
 @pytest.mark.slow
 def test_a_limit_of_time_is_kept(tmp_path):
-    start = time.monotonic()
-    limit = 20.0
-    result = program(
-        ONE,
-        "train.total_steps=1000000",
-        "train.save_every=1000000",
-        f"train.max_time_sec={limit}",
-        folder=tmp_path,
-    )
-    assert result.returncode == TRY_AGAIN
-    assert time.monotonic() - start < limit
-    manifest = json.loads((tmp_path / "runs/r/manifest.json").read_text())
-    assert (manifest["status"], manifest["reason"]) == ("stopped", "the time limit train.max_time_sec")
-    assert (tmp_path / f"runs/r/checkpoints/step_{manifest['step']:08d}").is_dir()
+    began, limit = time.monotonic(), 20.0
+    endless = ("train.total_steps=1000000", "train.save_every=1000000", f"train.max_time_sec={limit}")
+    killed = Killed(tmp_path / "run", ONE, *endless)
+    assert killed.start().wait(60) == TRY_AGAIN
+    assert time.monotonic() - began < limit
+    assert_stopped(killed, TIME_LIMIT)
 
 
-def test_a_run_without_a_launcher_outlives_its_parent(tmp_path):
+@pytest.mark.parametrize(("variable", "reason"), [("TORCHELASTIC_RUN_ID", GONE), ("OTHER", "")])
+def test_a_run_without_a_launcher_outlives_its_parent(monkeypatch, variable, reason):
     """Only a launcher's end is a reason: nohup and & leave a run to itself."""
-    code = "import os; from training.stopping import StopRequest; print(StopRequest(None)._launcher)"
-    for name, expected in (("TORCHELASTIC_RUN_ID", str(os.getpid())), ("OTHER", "None")):
-        environment = {
-            key: value
-            for key, value in ENVIRONMENT.items()
-            if not key.startswith(("ACCELERATE_", "TORCHELASTIC"))
-        }
-        result = subprocess.run(
-            [*ONE, "-c", code], env={**environment, name: "1"}, capture_output=True, text=True, check=True
-        )
-        assert result.stdout.strip() == expected
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "1")
+    stop = StopRequest(None)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.agreed(0.0) == reason
 
 
 @pytest.mark.parametrize("has_peers", [True, False])
 def test_a_rank_that_fails_says_why_before_its_launcher_ends_it(has_peers):
     """The launcher's SIGTERM comes while the error is on its way to the terminal."""
-    start = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+    begin = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
     code = f"""
 import os, signal, torch.distributed as dist
 from training.stopping import StopRequest
-{start if has_peers else ""}
+{begin if has_peers else ""}
 try:
     with StopRequest(None).listening():
         raise SystemExit("why")
 finally:
     os.kill(os.getpid(), signal.SIGTERM)
 """
-    result = subprocess.run([*ONE, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    result = start(f"-c {code}", check=False)
     told = (1, ["why"]) if has_peers else (-signal.SIGTERM, [])
     assert (result.returncode, result.stderr.splitlines()[-1:]) == told
