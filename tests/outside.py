@@ -1,29 +1,38 @@
-"""Readers of files from outside, small files for them, and the damage that is done to these."""
+"""Readers of files from outside, small files for them, the damage done to these, and the table of all."""
 
 import io
 import json
 import os
+import pickle
 import struct
 import tarfile
 import zipfile
 import zlib
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import save
 
-from data import LatentManifest, LatentWriter, open_images, open_latents, open_shards
+from builders.scoring import read_labels
+from data import LatentManifest, LatentWriter, open_images, open_latents, open_shards, read_manifest
+from data.encoders import load_encoder
 from data.importers import FORMATS
+from data.listing import list_images
 from data.make_shards import write_shards
 from data.parts import EncodedParts
 from data.shards import read_shard_manifest
+from data.verify import damages
 from evaluation import open_reference
 from evaluation.detectors import inception
+from examples import finetune
 from tests.networks import small_dit
+from tests.photos import write_autoencoder
 from training.weights import load_weights
 
 COUNT, SHAPE, HUGE = 6, (4, 4, 4), 10**15
@@ -289,6 +298,222 @@ def png(side):
     data[16:24] = struct.pack(">2I", side, side)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     return written("images/a.png", bytes(data)).parent
+
+
+# The table.
+PICKLE, OBJECTS = b"cos\nsystem\n(S'touch EXECUTED'\ntR.", npy(np.array([Malicious()], dtype=object))
+ZEROS, IMAGES = npy(np.zeros(1)), npy(np.zeros((2, 8, 8, 1), np.uint8))
+LATENT = npy(np.zeros((8, 4, 4), np.float32))
+BRACKETS, NESTED = b"[" + b"[]," * 2**22 + b"[]]", b"[" * 200_000
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n"  # PIL runs a program
+LYING_TENSOR = b'{"a":{"dtype":"F32","shape":[1000000000],"data_offsets":[0,4000000000]}}'
+tread, repa = read_format("tread_wds"), read_format("repa")
+
+# What reads an array, and writes bytes in its place; the shape and the type that a lie must have.
+ARRAYS = {
+    "samples": (read_images, lambda data: npz(arr_0=data), (HUGE, 8, 8, 3), "|u1"),
+    "labels of samples": (read_labels, lambda data: npz(arr_0=IMAGES, arr_1=data), (HUGE,), "|u1"),
+    "reference": (read_reference, lambda data: npz(mu=data, sigma=data), (HUGE,), "<f8"),
+    "hash of a reference": (read_reference, lambda data: npz(weights=data), (), "<U500000000"),
+    "latents": (read_latents, partial(latent_folder, "latents.npy"), (HUGE, 4, 4, 4), "<f2"),
+    "labels": (read_latents, partial(latent_folder, "labels.npy"), (10**30,), "<i8"),
+    "masks": (read_latents, partial(latent_folder, "masks.npy"), (HUGE, 4, 4), "|u1"),
+    "part": (read_part, parts, (HUGE,), "|u1"),
+    "shard": (read_stream, shard_of, (HUGE,), "|u1"),
+    "tread_wds": (tread, lambda data: wds(data, "latent.npy"), (HUGE,), "|u1"),
+    "repa": (repa, npy_zip, (HUGE,), "|u1"),
+    "folder of repa": (repa, npy_folder, (HUGE,), "|u1"),
+    "edm2": (read_format("edm2"), npy_zip, (HUGE,), "|u1"),
+    "inputs": (finetune._open, lambda data: written("inputs/latents.npy", data), (HUGE, 2), "|u1"),
+}  # fmt: skip
+ARRAY_DAMAGE = {
+    "objects": (lambda *_: OBJECTS, "."),
+    "a pickle": (lambda *_: PICKLE, "."),
+    "a shape": (
+        declared,
+        "bytes, its shape .* needs|must be .*: of another network|must be a hash|than file size",
+    ),
+    "a header": (
+        lambda *_: b"\x93NUMPY" + struct.pack("<BBI", 2, 0, 2**30) + b" " * 100,
+        "declares a header of .* bytes, must be at most 10000",
+    ),
+    "brackets": (lambda *_: b"\x93NUMPY\x01\x00\x10\x27" + b"(" * 10_000, "."),
+}
+JSON = {
+    "manifest": (read_latents, partial(latent_folder, "manifest.json")),
+    "manifest of shards": (read_stream, partial(shards_folder, "manifest.json")),
+    "shards.json": (read_stream, partial(shards_folder, "shards.json")),
+    "dataset.json": (list_images, images_with_labels),
+    "labels in a zip": (repa, lambda text: npy_zip(ZEROS, text, zipfile.ZIP_DEFLATED)),
+}
+JSON_DAMAGE = {
+    "a pickle": (PICKLE, "."),
+    "brackets": (BRACKETS, "brackets in .* bytes"),
+    "depth": (NESTED, "."),
+    "length": (b"{}" + b" " * (17 * 2**20), "more than .* bytes"),
+}
+TARS = {
+    "shard": (read_stream, lambda write: write(shards_folder() / "train-000000.tar").parent),
+    "tread_wds": (tread, lambda write: write(Path("w.tar"))),
+}
+NOTES = "takes? more than .* bytes"
+TAR_DAMAGE = {
+    "a note": (noted, NOTES),
+    "a note of pax": (partial(noted, kind=tarfile.XHDTYPE), NOTES),
+    "notes on notes": (notes_on_notes, "."),
+    "a list of holes that is cut off": (cut_holes, "."),
+    "a list of holes without end": (endless_holes, NOTES),
+}
+WEIGHTS = {
+    "weights": (load_net, lambda write: write("w.pt")),
+    "inception": (read_inception, lambda write: write("w.pth")),
+}
+WEIGHTS_DAMAGE = {
+    "a pickle": (partial(written, data=PICKLE), "."),
+    "objects": (lambda name: saved({"fc.weight": Malicious()}, name), "."),
+    "compression": (repacked, "is compressed, must be as torch.save writes it"),
+    "two directories": (two_directories, "does not end as files that torch.save writes"),
+    "a comment": (
+        lambda name: repacked(name, zipfile.ZIP_STORED, tail=b"PK"),
+        "does not end as files that torch.save writes",
+    ),
+    "members that overlap": (overlapping, "declares .* bytes, more than the .* that are there"),
+    "one number for many": (
+        lambda name: saved({"fc.weight": torch.zeros(1).expand(HUGE)}, name),
+        "weights do not match the model|declares .* bytes, more than the file holds",
+    ),
+}
+
+
+def autoencoder_of_pickles():
+    folder = Path(write_autoencoder(Path("autoencoder").resolve()))  # as diffusers once saved them
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    return saved({"x": Malicious()}, folder / "diffusion_pytorch_model.bin").parent
+
+
+def lightningdit_of_pickles():
+    tensors = {key: torch.zeros(2, 4, 8, 8) for key in ("latents", "latents_flip")}
+    file = written("vavae/shard.safetensors", save({**tensors, "labels": torch.zeros(2, dtype=torch.int64)}))
+    return saved({"mean": Malicious(), "std": Malicious()}, file.with_name("latents_stats.pt")).parent
+
+
+def lying_shards(name):
+    counts = {"train-000000.tar": 3, "train-000001.tar": 2, "held_out-000000.tar": 1, name: HUGE}
+    folder = with_json(shards_folder(), "shards.json", **counts)
+    return with_json(folder, "manifest.json", count=sum(counts.values()))
+
+
+def latents_of(**changes):
+    return with_json(latent_folder(), "manifest.json", **changes)
+
+
+# What one reader alone meets: (the damage, the reader, the file, the rule).
+OTHERS = [
+    ("weights.safetensors: a pickle", load_net, lambda: written("w.safetensors", PICKLE), "."),
+    ("weights.safetensors: a tensor", load_net,
+     lambda: written("w.safetensors", struct.pack("<Q", len(LYING_TENSOR)) + LYING_TENSOR), "."),
+    ("weights.safetensors: a header", load_net,
+     lambda: written("w.safetensors", struct.pack("<Q", HUGE) + b"{}"), "."),
+    ("graph: a pickle", read_inception, lambda: written("w.pb", PICKLE), "."),
+    ("graph: a constant", read_inception,
+     lambda: graph(softmax__weights=(HUGE,)), "must be at most .* numbers"),
+    ("graph: a constant that wraps around", read_inception, lambda: graph(softmax__weights=(2**32, 2**32)),
+     "must be at most .* numbers"),
+    ("graph: a length", read_inception, lambda: written("g.pb", b"\x0a\xff\xff\xff\xff\x0f"), "."),
+    ("reference: a pickle", read_reference, lambda: written("r.npz", PICKLE), "."),
+    ("reference: numbers", read_reference,
+     lambda: npz(mu=declared((2048,), "|V2000000000"), sigma=ZEROS), "must be floats"),
+    ("samples: an archive", read_images, lambda: inflated("a.npz", "arr_0.npy", declared((HUGE, 1, 1, 1))),
+     "declares .* bytes, more than the .* that are there can be"),
+    ("samples: a size", read_images,
+     lambda: npz(arr_0=declared((1, 10**6, 10**6, 3))), "an image has at most .* pixels"),
+    ("manifest: count", read_latents, lambda: latents_of(count=HUGE), "."),
+    ("manifest: scale", read_latents, lambda: latents_of(scale=10**400), "."),
+    ("manifest: classes", read_latents, lambda: latents_of(num_classes=HUGE), "num_classes=.* must be in"),
+    ("manifest: shape", read_latents,
+     lambda: latents_of(shape=[4, 10**6, 10**6]), "at most .* numbers"),
+    ("manifest: brackets", read_latents,
+     lambda: latents_of(origin={"a": [[]] * 2**18}), "brackets in .* bytes"),
+    ("manifest: blocks", lambda path: list(damages(path, read_manifest(path))),
+     lambda: latents_of(block_bytes=10**30), "block_bytes=.* and at most"),
+    ("shards.json: count", read_stream, lambda: lying_shards("train-000000.tar"), "."),
+    ("shards.json: count held out", read_stream, lambda: lying_shards("held_out-000000.tar"), "."),
+    ("shard: a hole", read_stream, lambda: shard_of(ZEROS, hole), "declares .* bytes, must be a file"),
+    ("shard: a member", read_stream, lambda: shard_of(ZEROS, huge), "declares .* bytes, must be a file"),
+    ("shard: a crowd of files", read_stream,
+     lambda: crowded(shards_folder() / "train-000000.tar").parent,
+     "a sample takes more than .* bytes"),
+    ("tread_wds: a hole", tread,
+     lambda: wds(ZEROS, "latent.npy", change=hole), "declares .* bytes, more than are there"),
+    ("tread_wds: a class", tread,
+     lambda: wds(ZEROS, "cls", change=huge), "declares .* bytes, more than are there"),
+    ("tread_wds: a note on all", tread, lambda: noted("w.tar", tarfile.XGLTYPE), NOTES),
+    ("maskdit_wds: a pickle", read_format("maskdit_wds"),
+     lambda: wds(pickle.dumps(Malicious()), "latent"), "."),
+    ("maskdit_lmdb: a pickle", read_format("maskdit_lmdb"),
+     lambda: written("lmdb/data.mdb", PICKLE).parent, "."),
+    ("lightningdit: a pickle", FORMATS["lightningdit"].open, lightningdit_of_pickles, "."),
+    ("autoencoder: a pickle", lambda path: load_encoder(str(path), torch.device("cpu")),
+     autoencoder_of_pickles, "."),
+    ("repa: a packing", repa, lambda: npy_zip(ZEROS, method=zipfile.ZIP_BZIP2), "must be stored or deflated"),
+    ("repa: an archive", repa, lambda: npy_zip(npz(a=ZEROS).read_bytes()), "."),
+    ("list of images: a pickle", list_images, lambda: written("l.txt", PICKLE), "."),
+    ("images: a pickle", read_images, lambda: written("images/a.png", PICKLE).parent, "."),
+    ("images: PostScript", read_images,
+     lambda: written("images/a.png", POSTSCRIPT).parent, "cannot identify image"),
+    ("images: a side", partial(read_images, resolution=8), lambda: png(2**31 - 1), "exceeds limit"),
+    ("images: a size in a zip", partial(read_images, resolution=8),
+     lambda: inflated("a.zip", "a.webp", b"RIFF" + b"\0" * 2**20), "must have at most .*"),
+    *((f"shards.json: {name!r}", read_stream,
+       lambda name=name: with_json(shards_folder(), "shards.json", **{name: 1}),
+       "must list shards train-N.tar and held_out-N.tar")
+      for name in ("../train-0.tar", "/train-0.tar", "x/train-0.tar", "pipe:touch x", "train-0.tar\n")),
+    *((f"checksums: {name}", read_manifest, lambda name=name: latents_of(checksums={name: ["0" * 64]}),
+       r"manifest\.json is not a latent manifest: checksums are of .* the folder itself")
+      for name in ("../secret", "/etc/hostname", "a/../../secret", "..")),
+]  # fmt: skip
+
+
+def cases():
+    """All of them: a reader, what makes the file, the rule."""
+    grids = [(JSON, JSON_DAMAGE), (TARS, TAR_DAMAGE), (WEIGHTS, WEIGHTS_DAMAGE)]
+    rows = [
+        (f"{name}: {damage}", read, partial(place, content), rule)
+        for readers, damages in grids
+        for name, (read, place) in readers.items()
+        for damage, (content, rule) in damages.items()
+    ]
+    rows += [
+        (f"{name}: {damage}", read, partial(write, content(shape, dtype)), rule)
+        for name, (read, write, shape, dtype) in ARRAYS.items()
+        for damage, (content, rule) in ARRAY_DAMAGE.items()
+    ]
+    return [pytest.param(*row, id=name) for name, *row in (*rows, *OTHERS)]
+
+
+NET = small_dit(depth=1).state_dict()
+SMALL_GRAPH = {"softmax__weights": (4, 3), "softmax__biases": (3,), "conv__conv2d_params": (1, 1, 2, 2)}
+OLD = {"_use_new_zipfile_serialization": False}
+# Reader, valid file or folder, and the file in the folder.
+VALID = {
+    "samples": (read_images, lambda: npz(arr_0=npy(np.zeros((3, 8, 8, 3), np.uint8))), ""),
+    "reference": (read_reference, lambda: npz(weights=npy(np.array("0" * 64)), arr_0=IMAGES), ""),
+    "latents": (read_latents, latent_folder, "latents.npy"),
+    "labels": (read_latents, latent_folder, "labels.npy"),
+    "manifest": (read_latents, latent_folder, "manifest.json"),
+    "shards.json": (read_stream, shards_folder, "shards.json"),
+    "shard": (read_stream, shards_folder, "train-000000.tar"),
+    "tread_wds": (tread, lambda: wds(LATENT, "latent.npy"), ""),
+    "repa": (repa, lambda: npy_zip(LATENT), ""),
+    "folder of repa": (repa, lambda: npy_folder(LATENT), "a.npy"),
+    "dataset.json": (repa, lambda: npy_folder(LATENT), "dataset.json"),
+    "part": (read_part, lambda: parts(npy(np.zeros((1, 4, 4, 4), np.float16))), "0000000.npz"),
+    "safetensors": (load_net, lambda: written("w.safetensors", save(NET)), ""),
+    "pt": (load_net, lambda: saved({"ema": NET}, "w.pt"), ""),
+    "old pt": (load_net, lambda: saved({"ema": NET}, "old.pt", **OLD), ""),
+    "inception.pth": (read_inception, lambda: saved({"ema": NET}, "old.pth", **OLD), ""),  # refused
+    "graph": (read_inception, lambda: graph(**SMALL_GRAPH), ""),  # refused, once all of it is read
+}  # fmt: skip
 
 
 def spoil_run(run, change):
