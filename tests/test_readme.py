@@ -2,13 +2,16 @@
 documented.
 """
 
+import json
 import re
 import shlex
 from dataclasses import fields
 from itertools import product
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from benchmarks import (
     advise,  # noqa: F401  registers its schema
@@ -28,26 +31,13 @@ from runtime.errors import check_choice
 from runtime.provenance import flatten
 from study import twins
 from study.published import read_header, read_rows
+from tests.programs import start
 from tests.runs import ROOT, composed
 
 FOLDERS = ("training", "routing", "models", "diffusion", "data", "evaluation", "benchmarks")
 SOURCES = (*FOLDERS, "study", "builders", "runtime", "configs", "examples", "tests")
-PAPERS = {
-    "TREAD",
-    "DiT",
-    "EDM",
-    "EDM2",
-    "ADM",
-    "KID",
-    "CFG",
-    "SiT",
-    "SG",
-    "SPRINT",
-    "REPA",
-    "MaskDiT",
-    "PRX",
-    "LightningDiT",
-}
+PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "SPRINT", "REPA", "MaskDiT"}
+PAPERS |= {"PRX", "LightningDiT"}
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 PAGES = {document.parent.name: document.read_text() for document in DOCUMENTS[1:]}
 README = DOCUMENTS[0].read_text()
@@ -64,6 +54,7 @@ COMMANDS = [
 EXAMPLES = [block for language, block in BLOCKS if language == "python" and "open_run" not in block]
 PROGRAMS = {
     "train.py": "config",
+    "benchmarks.train_step": "config",
     "sample.py": "sample",
     "fid.py": "fid",
     "data.encode": "encode",
@@ -79,43 +70,40 @@ PROGRAMS = {
 }
 
 
+# Programs whose arguments are no overrides of a configuration.
+PARSERS = {"benchmarks.gpu": gpu.parse, "study.twins": twins.parse}
+CHECKS = {
+    "evaluation.fetch": lambda request: [check_choice("files", f, PUBLISHED) for f in request["files"]],
+    "fid.py": check_request,
+    "data.encode": encode.check_request,
+    "examples.finetune": lambda request: finetune.check_request(finetune.FinetuneConfig(**request)),
+}
+
+
 def overrides_of(command):
-    """Return the program of a command and its overrides, in a sweep with the first of the values."""
+    """The program of a command and its overrides, in a sweep with the first of the values."""
     words = shlex.split(command.removeprefix("until ").partition(";")[0])
     (program,) = [word for word in words if word in PROGRAMS]
     given = words[words.index(program) + 1 :]
     sweep = given[:1] == ["-m"]  # whose launchers and sweepers are in tests/test_sweeps.py
     given = [word for word in given if not re.search(r"=interval\(", word)]  # a sweeper chooses in it
-    return program, [
-        word.split(",")[0] if sweep else word for word in given if not word.startswith(("-", "hydra"))
-    ]
+    given = [word for word in given if not word.startswith(("-", "hydra"))]
+    return program, [word.split(",")[0] for word in given] if sweep else given
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("make ")])
 def test_commands_compose_and_validate(command, monkeypatch):
-    words = shlex.split(command)
-    if words[:2] == ["python", "-m"] and words[2] == "benchmarks.train_step":
-        configuration.validate(composed("model=tread", "data=synthetic", *words[3:]))
-        return
-    if words[:3] == ["python", "-m", "benchmarks.gpu"]:
-        gpu.parse(shlex.split(command, comments=True)[3:])
-        return
-    if words[:3] == ["python", "-m", "study.twins"]:
-        twins.parse(shlex.split(command, comments=True)[3:])
+    words = shlex.split(command, comments=True)
+    if words[:2] == ["python", "-m"] and words[2] in PARSERS:
+        PARSERS[words[2]](words[3:])
         return
     program, overrides = overrides_of(command)
-    if program != "train.py":
+    if program not in ("train.py", "benchmarks.train_step"):
         request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
-        checks = {
-            "evaluation.fetch": lambda request: [
-                check_choice("files", f, PUBLISHED) for f in request["files"]
-            ],
-            "fid.py": check_request,
-            "data.encode": encode.check_request,
-            "examples.finetune": lambda asked: finetune.check_request(finetune.FinetuneConfig(**asked)),
-        }
-        checks.get(program, lambda request: None)(request)
+        CHECKS.get(program, lambda request: None)(request)
         return
+    if program == "benchmarks.train_step":
+        overrides = ["model=tread", "data=synthetic", *overrides]
     if {"data=latents", "data=stream"} & set(overrides):  # the sizes are in the manifest of the folder
         overrides += ["data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
         manifest = LatentManifest(540, (4, 32, 32), "float16", "samples", 1000, "identity")
@@ -123,11 +111,15 @@ def test_commands_compose_and_validate(command, monkeypatch):
     configuration.validate(composed(*overrides))
 
 
-def test_make_twins_asks_for_what_there_is():
-    asked = [re.search(r'ARGS="(.*?)"', command) for command in COMMANDS if command.startswith("make twins")]
-    assert len(asked) == 3
-    for arguments in filter(None, asked):
-        twins.parse(["out", *shlex.split(arguments[1])])
+def test_make_targets_exist_and_take_their_arguments():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    given = [shlex.split(command, comments=True)[1:] for command in COMMANDS if command.startswith("make ")]
+    assert {target for target, *_ in given} <= set(targets)
+    twin_studies = [words for target, *words in given if target == "twins"]
+    assert len(twin_studies) == 3
+    for words in twin_studies:
+        (arguments,) = [word[5:] for word in words if word.startswith("ARGS=")] or [""]
+        twins.parse(["out", *shlex.split(arguments)])
 
 
 def test_the_documents_have_commands_and_examples():
@@ -151,19 +143,9 @@ def test_the_page_of_benchmarks_names_every_program():
 
 def test_records_that_are_named_exist():
     pages = [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]
-    texts = [page.read_text() for page in pages]
-    named = {
-        name for text in texts for name in re.findall(r"((?:benchmarks|study)/results/[\w.-]+\.csv)", text)
-    }
-    assert all((ROOT / name).is_file() for name in named)
-    assert len(named) >= 7
-
-
-def test_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for command in COMMANDS:
-        if command.startswith("make "):
-            assert re.search(rf"^{command.split()[1]}:", makefile, flags=re.M)
+    record = re.compile(r"(?:benchmarks|study)/results/[\w.-]+\.csv")
+    named = {name for page in pages for name in record.findall(page.read_text())}
+    assert len(named) >= 7 and all((ROOT / name).is_file() for name in named)
 
 
 def test_commands_of_published_results_are_the_recipe_to_the_last_key():
@@ -209,35 +191,11 @@ def test_keys_that_are_cited_are_in_the_references():
     references = README.partition("## References")[2]
     listed = set(re.findall(r"\[([A-Z]\w+)\] [^;]*\[arXiv", references))
     bracketed = set(re.findall(r"(?<![\w\]])\[([A-Z][A-Za-z0-9]+)\](?!\()", text))
-    cited = bracketed & (listed | PAPERS)
-    assert cited == listed
-    for name in ("SimpleTuner", "SR-DiT", "PRX", "REPA", "MaskDiT"):
-        assert name in references
-    assert not re.search(r"\[TREAD\] (section|eq|appendix)", text), "its full text was not at hand"
-
-
-# What models/README.md calls absent, and a word that code of it could hardly do without.
-ABSENT = {
-    "REPA": "alignment",
-    "text to image": "text_embed|coco",
-    "two routes with a loss of their own": "ensemble",
-}
-
-
-def test_what_is_called_absent_is_absent():
-    (section,) = re.findall(r"this is absent here:\n\n((?:[- ] .*\n)+)", PAGES["models"])
-    files = [
-        *(ROOT / "configs").glob("*/*.yaml"),
-        *(f for room in ("models", "diffusion") for f in (ROOT / room).glob("**/*.py")),
-    ]
-    code = "\n".join(re.sub(r"#.*", "", file.read_text()) for file in files)
-    for what, word in ABSENT.items():
-        assert (what in section) == (not re.search(word, code, flags=re.I)), f"{what}: {word}"
-    assert section.count("\n- ") + 1 == 3
+    assert bracketed & (listed | PAPERS) == listed
 
 
 def anchors(document):
-    """Return the anchors that GitHub gives to the headings of a page."""
+    """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)", document.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -251,7 +209,7 @@ def test_links_lead_to_files_and_headings():
 
 
 def keys_of(file, prefix):
-    """Return the dotted keys of a YAML file of a group, without `_target_`."""
+    """The dotted keys of a YAML file of a group, without `_target_`."""
     found = yaml.safe_load((ROOT / "configs" / file).read_text())
     return {key for key in flatten(found.get(prefix, found), prefix) if not key.endswith("._target_")}
 
@@ -297,16 +255,51 @@ def test_every_published_row_is_on_the_page_of_recipes():
 
 
 def test_every_option_of_a_group_is_in_the_readme():
-    groups = (
-        "model",
-        "model/routes",
-        "model/router",
-        "model/rejoin",
-        "model/block",
-        "data",
-        "parity",
-        "diffusion",
-    )
-    for group in (*groups, "sampler", "guidance", "optimizer", "ema", "evaluation", "tracker"):
+    groups = "model model/routes model/router model/rejoin model/block data parity diffusion sampler guidance"
+    for group in (*groups.split(), "optimizer", "ema", "evaluation", "tracker"):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
             assert f"`{file.stem}`" in README, file
+
+
+RANDOM = ("weights=evaluation_files/inception-random.pth", "allow_unpublished_weights=true")
+SHORTER = {
+    "train.py": ("train.total_steps=8", "train.compile=false", "sampler.num_steps=2"),
+    "sample.py": ("num_steps=2", "compile=false"),
+    "fid.py": ("num_steps=2", "compile=false", *RANDOM),
+}
+
+
+def write_pictures(folder):
+    """Write 20 pictures of two classes, of several sizes."""
+    rng = np.random.default_rng(0)
+    for i in range(20):
+        place = folder / ("dark" if i % 2 else "light")
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 100, (60 + i, 90, 3)) + (0 if i % 2 else 150)
+        Image.fromarray(pixels.astype(np.uint8)).save(place / f"{i}.png")
+
+
+@pytest.mark.slow
+def test_six_commands_lead_from_pictures_to_scores(tmp_path):
+    """As they stand, but for keys that make them short, and for random weights of the Inception network."""
+    write_pictures(tmp_path / "IMAGES")
+    section = README.split("## Your own images")[1]
+    lines = re.search(r"```sh\n(.*?)```", section, flags=re.S)[1].splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        program, *arguments = shlex.split(re.sub(r"^accelerate launch |^python ", "", line))
+        if program == "-m":
+            program, arguments = f"-m {arguments[0]}", arguments[1:]
+        arguments = [argument.replace("inception", "random") for argument in arguments]
+        more = RANDOM if "mode=reference" in arguments else SHORTER.get(program, ())
+        start(program, *arguments, *more, folder=tmp_path)
+    run = tmp_path / "runs/tread_auto_latents_seed0"
+    assert len([*(run / "samples").glob("step_????????.png")]) == 8
+    (samples,) = (run / "samples").glob("*.npz")
+    with np.load(samples) as arrays:
+        assert arrays["arr_0"].shape == (100, 32, 32, 3)
+    (scores,) = (run / "scores").glob("*.json")
+    record = json.loads(scores.read_text())
+    assert record["num_images"] == 200
+    assert "fid200_of_random_weights" in record["values"]
+    assert any("these scores mean nothing" in warning for warning in record["warnings"])
