@@ -46,7 +46,6 @@ from tests.routing.families import FAMILIES
 from training.ema import EMA
 
 CUDA = torch.device("cuda")
-SMALL = partial(ddpm_sampler, variance="small")
 ROUTES = (Route(0.5, 1, 3), Route(0.25, 5, 6))
 OPTIONS = [
     {},
@@ -99,14 +98,10 @@ def batch(num_classes=10):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_a_training_step(options):
     net = net_on_cuda(ROUTES, **options).train()
-    ema, optimizer = (
-        EMA(nn.Linear(1, 1), decay=0.9, warmup=True),
-        torch.optim.AdamW(net.parameters(), fused=True),
-    )
-    ema.net, ema.num_updates = (
-        net_on_cuda(ROUTES, **options),
-        torch.zeros((), device=CUDA),
-    )  # fakes have no copy
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    ema = EMA(nn.Linear(1, 1), decay=0.9, warmup=True)
+    # Fakes have no copy.
+    ema.net, ema.num_updates = net_on_cuda(ROUTES, **options), torch.zeros((), device=CUDA)
     x, labels = batch(net.num_classes)
     routing = Routing(force_keep=torch.zeros(4, 16, dtype=torch.bool, device=CUDA))
     mask = torch.rand(4, 8, 8, device=CUDA)
@@ -129,26 +124,29 @@ def test_a_loss_of_kept_tokens():
 
 
 @pytest.mark.parametrize(
-    "precond, loss",
+    ("precond", "loss", "learn_sigma"),
     [
-        (EDMPrecond, EDMLoss(contrastive_weight=0.1)),
-        (FlowPrecond, FlowLoss(contrastive_weight=0.1)),
-        (X0Precond, X0Loss(contrastive_weight=0.1)),
-        (DDPMPrecond, DDPMLoss()),
+        (EDMPrecond, EDMLoss(contrastive_weight=0.1), True),
+        (FlowPrecond, FlowLoss(contrastive_weight=0.1), True),
+        (X0Precond, X0Loss(contrastive_weight=0.1), True),
+        (DDPMPrecond, DDPMLoss(), False),
+        (DDPMPrecond, DDPMLoss(), True),
     ],
-    ids=["edm", "flow", "x0", "ddpm"],
 )
-@pytest.mark.parametrize("learn_sigma", [False, True])
 def test_losses(precond, loss, learn_sigma):
     net = net_on_cuda(learn_sigma=learn_sigma).train()
     assert loss(precond(net), *batch()).device.type == "cuda"
 
 
-@pytest.mark.parametrize("guidance", [CFG(1.0), CFG(1.5), SparseGuidance(1.5)], ids=["none", "cfg", "sparse"])
 @pytest.mark.parametrize(
-    ("precond", "sampler"),
-    [(EDMPrecond, edm_sampler), (FlowPrecond, sde_sampler), (X0Precond, ode_sampler), (DDPMPrecond, SMALL)],
-    ids=["edm", "sde", "ode", "ddpm"],
+    ("precond", "sampler", "guidance"),
+    [
+        (EDMPrecond, edm_sampler, CFG(1.0)),
+        (EDMPrecond, edm_sampler, SparseGuidance(1.5)),
+        (FlowPrecond, sde_sampler, CFG(1.5)),
+        (X0Precond, ode_sampler, CFG(1.5)),
+        (DDPMPrecond, partial(ddpm_sampler, variance="small"), CFG(1.5)),
+    ],
 )
 def test_samples(precond, sampler, guidance):
     precond, (noise, labels) = precond(net_on_cuda()).eval(), batch()

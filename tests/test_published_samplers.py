@@ -2,7 +2,6 @@
 
 import math
 import re
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
 from builders.sampling import _settings
 from builders.schemas import OBJECTIVES
-from diffusion import Branch, FlowPath, ddpm_sampler, sde_sampler
+from diffusion import CFG, Branch, FlowPath, ddpm_sampler, sde_sampler
 from tests.runs import composed
 
 PAGE = Path(__file__).parents[1] / "diffusion" / "README.md"
@@ -140,7 +139,7 @@ def test_the_settings_of_the_table_are_the_published_sampler(name, objective, se
 def test_diffusions_are_those_of_sit(diffusion, norm):
     _, precond = network("sit")
     noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
-    denoise = partial(_denoise, precond)
+    denoise = CFG(1.0)(Branch(precond, LABELS))
     options = {"num_steps": 20, "coefficient": diffusion, "norm": norm, "randn_like": randn_from(1)}
     x = sde_sampler(denoise, noise, FlowPath(), **options)
     public = sit(precond.net, noise, randn_from(1), 1.0, 20, diffusion, norm)
@@ -148,17 +147,10 @@ def test_diffusions_are_those_of_sit(diffusion, norm):
     assert torch.allclose(x, public, rtol=1e-6, atol=1e-6) == same
 
 
-def _denoise(precond, x, t, *, with_variance=False):
-    return precond(x, t, LABELS)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("num_steps", [2, 25])
-def test_ancestral_steps_are_those_of_dit(num_steps):
+def test_ancestral_steps_are_those_of_dit():
     """From noise of unit variance, though the path ends at sigma = 0.99998."""
     _, precond = network("ddpm")
-    denoise = build_guidance({"guidance": {"_target_": "diffusion.CFG"}})(Branch(precond, LABELS))
-    noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
-    x = ddpm_sampler(denoise, noise, precond.path, num_steps=num_steps, randn_like=randn_from(1))
-    expected = dit(precond.net, noise, randn_from(1), 1.0, num_steps)
-    torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-9)
+    noise, denoise = torch.randn(2, 4, 4, 4, dtype=torch.float64), CFG(1.0)(Branch(precond, LABELS))
+    x = ddpm_sampler(denoise, noise, precond.path, num_steps=25, randn_like=randn_from(1))
+    torch.testing.assert_close(x, dit(precond.net, noise, randn_from(1), 1.0, 25), rtol=1e-9, atol=1e-9)

@@ -53,15 +53,9 @@ def test_a_run_trains_and_is_scored_by_siblings(run):
 
 
 def test_a_network_is_built_of_blocks_from_outside(tmp_path):
-    shape = (
-        "model.hidden_size=32",
-        "model.patch_size=2",
-        "model.depth=8",
-        "model.num_heads=2",
-        "model/block=toy",
-    )
+    shape = ("model.hidden_size=32", "model.patch_size=2", "model.depth=8", "model.num_heads=2")
     options = ("train.compile=false", "train.mixed_precision=no", f"output_dir={tmp_path}/run")
-    start("train.py", OWN, "model=tread", "data=synthetic", *shape, *SHORT[:2], *options)
+    start("train.py", OWN, "model=tread", "model/block=toy", "data=synthetic", *shape, *SHORT[:2], *options)
     weights = load_file(tmp_path / "run/checkpoints/step_00000002/ema.safetensors")
     assert weights["blocks.7.norm2.bias"].shape == (32,)
     start("sample.py", OWN, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"output={tmp_path}/a.npz")
