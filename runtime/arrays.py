@@ -61,7 +61,7 @@ def parse_array(data: bytes) -> np.ndarray:
 
 
 def member_size(archive: zipfile.ZipFile, name: str) -> int:
-    """Return how many bytes a member of an .npz holds."""
+    """The size of a member of an .npz in bytes."""
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{name} is packed by method {member.compress_type}, must be stored or deflated")

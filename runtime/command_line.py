@@ -37,6 +37,7 @@ CLEARER = (
     (r"field '[\w.]+' is not Optional", "must not be null"),
     (r"\w+ \(DictConfig\) does not support deletion", "must not be removed"),
     (r"(Could not load 'hydra/\w+/\w+')\.", r"\1, which `pip install -r requirements-sweeps.txt` brings"),
+    (r"^Config group override must be .*", "the value of a group must be the name of one of its files"),
     (r"list index out of range", "the list has no such item"),
     (
         r"^invalid literal for int\(\) with base 10: ('.*')$",
@@ -48,7 +49,7 @@ INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with Hydra's options before the overrides, the only order that it can parse."""
+    """Sort a command line: Hydra parses options only before the overrides."""
     known, others = get_args_parser().parse_known_args(arguments)
     for text in others:
         if text.startswith("-"):
@@ -58,42 +59,16 @@ def options_first(arguments: Sequence[str]) -> list[str]:
     return [text for text in arguments if text not in overrides] + overrides
 
 
-def _unreadable(override: str, arguments: list[str]) -> str:
-    """Say why an override cannot be read."""
-    first = arguments.index(override) if override in arguments else len(arguments)
-    last = first
-    while first > 0 and _is_cut(*arguments[first - 1 : first + 1]):
-        first -= 1
-    while last + 1 < len(arguments) and _is_cut(*arguments[last : last + 2]):
-        last += 1
-    if first < last:
-        pieces = arguments[first : last + 1]
-        return f"{' '.join(pieces)} is cut by a space: write {''.join(pieces)}, or put it in quotes"
-    key, equals, value = override.partition("=")
-    if (dotted := re.sub(r"\.?\[(\d+)\]", r".\1", key)) != key:
-        return f"{override} cannot be read: write {dotted}{equals}{value}"
-    rule = "must be KEY=VALUE, items of a list as routes.0.KEY, special characters in quotes"
-    return f"{override} cannot be read: {rule}"
-
-
-def _is_cut(left: str, right: str) -> bool:
-    """True if two arguments look like one with a space in it."""
-    return not left.startswith("-") and (left[-1:] in tuple(",=:[{(") or right[:1] in tuple(",=:]})"))
-
-
-def explanation(error: BaseException, arguments: Sequence[str]) -> str:
-    """Return one line for an error of Hydra, of OmegaConf, or of our own."""
+def explanation(error: BaseException) -> str:
+    """Explain an error of Hydra, of OmegaConf, or of our own in one line."""
     if isinstance(error, OverrideParseException):
-        return _unreadable(error.override, list(arguments))
+        rule = "must be KEY=VALUE without spaces, items of a list as routes.0.KEY, other characters in quotes"
+        return f"{error.override} cannot be read: {rule}"
     cause = error.__cause__ if isinstance(error, HydraException) else None
     text = ": ".join(filter(None, (one_line(str(e)) for e in (error, cause) if e)))
     if unknown := re.match(r"Could not override '([\w./@]+)'", text):
         hint = "".join(f": did you mean {key}?" for key in _nearest(unknown[1]))
         return f"{unknown[1]} is not known{hint}"
-    if "Config group override must be" in text:
-        named = [a for a in arguments if (CONFIGS / a.partition("=")[0].lstrip("+~")).is_dir()]
-        options = [f"{a} (one of {', '.join(_options(a.partition('=')[0].lstrip('+~')))})" for a in named]
-        return f"{'; '.join(options)}: the value of a group must be the name of one of its files"
     text = re.sub(r"^Error merging override (.*?): ", r"\1: ", text)
     for pattern, words in CLEARER:
         text = re.sub(pattern, words, text)
@@ -101,7 +76,7 @@ def explanation(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a message without what Hydra and OmegaConf add for developers."""
+    """Strip a message of what Hydra and OmegaConf add for developers."""
     text = INTERPOLATED.sub(r"\2 takes its value from \1, which is not there", text)
     lines = [line.strip() for line in text.split("Config search path")[0].splitlines()]
     joined = " ".join(line for line in lines if line and not line.startswith(FOR_DEVELOPERS))
@@ -109,11 +84,10 @@ def one_line(text: str) -> str:
 
 
 def is_of_hydra(error: BaseException) -> bool:
-    """Return whether an error comes from composing, where Hydra raises bare ValueErrors, too."""
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
-    return isinstance(error, HydraException | OmegaConfBaseException) or bool(
-        {"hydra", "omegaconf"} & {*raised_in}
-    )
+    """True if an error comes from composing, where Hydra raises bare ValueErrors, too."""
+    raised_in = {*Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts}
+    is_known = isinstance(error, HydraException | OmegaConfBaseException)
+    return is_known or not raised_in.isdisjoint(("hydra", "omegaconf"))
 
 
 def _nearest(key: str) -> list[str]:
@@ -133,7 +107,3 @@ def _known_keys() -> set[str]:
     folders = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*") if path.is_dir()}
     groups = {folder for folder in folders if not folder.startswith("hydra")}
     return own | groups | {key for key in in_files if key.split(".")[0] in own}
-
-
-def _options(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))

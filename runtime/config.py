@@ -32,7 +32,7 @@ from runtime.command_line import SCHEMA, explanation, is_of_hydra, options_first
 from runtime.errors import UserError, did_you_mean
 from runtime.lock import TRY_AGAIN, Busy
 from runtime.sweep import is_main, job_heading, job_name, record_end, start_sweep, summary, take_ended
-from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
+from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target, walk
 
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
@@ -103,7 +103,7 @@ def run_main(main: Callable[[], None]) -> None:
         if show_traceback or not (isinstance(error, UserError) or is_of_hydra(error)):
             raise
         # One write: lines of processes that share a terminal stay intact. `sys.exit(text)` writes twice.
-        sys.stderr.write(f"error: {explanation(error, arguments)}\n")
+        sys.stderr.write(f"error: {explanation(error)}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
     except SystemExit as end:
         take_ended()  # where a job was stopped: the sweep ends with it
@@ -138,22 +138,17 @@ def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
             if is_main():
                 record_end(name, folder=cfg.get("output_dir"))
         except caught as error:  # whatever it is: the other jobs are worth more
-            _record_failure(name, error)
+            if isinstance(error, UserError):
+                sys.stderr.write(f"error: {error} (in the job {name})\n")
+                record_end(name, reason=str(error), again=isinstance(error.__cause__, Busy))
+            else:
+                traceback.print_exc()
+                record_end(name, reason=f"{type(error).__name__}: {error}")
         finally:
             gc.collect()
         return value
 
     return job
-
-
-def _record_failure(job: str, error: BaseException) -> None:
-    """Show and record why a job failed."""
-    if isinstance(error, UserError):
-        sys.stderr.write(f"error: {error} (in the job {job})\n")
-        record_end(job, reason=str(error), again=isinstance(error.__cause__, Busy))
-    else:
-        traceback.print_exc()
-        record_end(job, reason=f"{type(error).__name__}: {error}")
 
 
 def _leave_launch() -> None:
@@ -172,13 +167,13 @@ def _end_sweep() -> None:
     failed = [job for job in ended if job["reason"]]
     if ended and is_main():
         print(summary([job for job in ended if not job["reason"]], len(ended)), flush=True)
-    if failed:
+    if failed and is_main():
         lines = [f"error: {len(failed)} of the jobs failed:"]
         lines += [f"  {job['job']}: {job['reason']}" for job in failed]
         command = shlex.join(["python", *sys.argv])
-        lines.append(f"The same command runs them again, and passes over what is finished: {command}")
-        if is_main():
-            sys.stderr.write("\n".join(lines) + "\n")
+        lines.append(f"The same command runs them again, and passes over what is finished: {command}\n")
+        sys.stderr.write("\n".join(lines))
+    if failed:
         sys.exit(TRY_AGAIN if all(job["again"] for job in failed) else 1)
 
 
@@ -200,15 +195,6 @@ def check_keys(node: Any, key: str = "") -> None:
         check_keys(node._get_node(name), f"{dotted}{name}")
 
 
-def missing_keys(node: Any, key: str = "") -> list[str]:
-    """Return the mandatory keys without a value; OmegaConf's own search fails at interpolations."""
-    if not isinstance(node, dict | list):
-        return [key] if node == MISSING else []
-    children = node.items() if isinstance(node, dict) else enumerate(node)
-    nested = (missing_keys(child, f"{key}.{name}" if key else str(name)) for name, child in children)
-    return [missing for keys in nested for missing in keys]
-
-
 def to_plain(cfg: DictConfig, hints: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Check keys and types against the schema, resolve interpolations, and return plain types.
 
@@ -216,20 +202,21 @@ def to_plain(cfg: DictConfig, hints: Mapping[str, str] | None = None) -> dict[st
         hints: what to add to the error, by the key that is missing.
     """
     check_keys(cfg)
-    missing = missing_keys(OmegaConf.to_container(cfg))
+    # OmegaConf's own search for missing keys fails at interpolations.
+    missing = sorted(key for key, value in walk(OmegaConf.to_container(cfg)) if value == MISSING)
     if missing:
         more = "".join(hint for key, hint in (hints or {}).items() if key in missing)
-        raise ValueError(f"{', '.join(sorted(missing))} must be given, as KEY=VALUE{more}")
+        raise ValueError(f"{', '.join(missing)} must be given, as KEY=VALUE{more}")
     return OmegaConf.to_container(cfg, resolve=True)
 
 
 def is_sweep() -> bool:
-    """Return whether this is a job of a sweep, -m on the command line."""
+    """True in a job of a sweep, -m on the command line."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def chosen_overrides() -> list[str]:
-    """Return what the command line, or the sweeper of a job, has chosen; outside of a program nothing."""
+    """Overrides of the command line, or of the sweeper of a job; none outside of a program."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
@@ -242,7 +229,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 
 
 def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:
-    """Return what the `_target_` of the node at a dotted key names, with the node's other entries bound."""
+    """Import the `_target_` of the node at a dotted key, and bind the node's other entries to it."""
     node = reduce(getitem, key.split("."), config)
     check_targets(node, allowed_targets(config_folders()), key)  # again: on the very node that is built
     arguments = {name: value for name, value in node.items() if name != "_target_"}
@@ -250,7 +237,7 @@ def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:
 
 
 def config_folders() -> tuple[Path, ...]:
-    """Return the folders whose files say what may be built: our own, and those of the command line."""
+    """Folders whose files say what may be built: our own, and those of the command line."""
     sources = HydraConfig.get().runtime.config_sources if HydraConfig.initialized() else []
     given = [Path(source.path) for source in sources if source.schema == "file"]
     return (CONFIGS, *(folder for folder in given if folder.resolve() != CONFIGS))
@@ -282,7 +269,7 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
 
 
 def _plain(hint: Any) -> Any:
-    """Return a type that OmegaConf checks, or Any."""
+    """The part of a type hint that OmegaConf can check, or Any."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = [option for option in options if option in (bool, int, float, str)]
     if len(plain) != 1:

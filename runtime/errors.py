@@ -24,7 +24,7 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 def did_you_mean(key: str, keys: Iterable[str]) -> str:
-    """Return a hint at the key nearest to an unknown one; empty if none is near."""
+    """Hint at the key nearest to an unknown one; empty if none is near."""
     name = re.split(r"[./]", key)[-1]
     near = get_close_matches(name, sorted(set(keys)), n=1)
     return f": did you mean {key.removesuffix(name)}{near[0]}?" if near and near[0] != name else ""

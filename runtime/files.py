@@ -44,7 +44,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def finite(content: Any) -> Any:
-    """Return JSON content with null in place of numbers that are not finite."""
+    """Replace numbers that are not finite in JSON content by null."""
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -95,7 +95,7 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def sha256(file: Path) -> str:
-    """Return the hash of a file."""
+    """The hash of a file's content."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

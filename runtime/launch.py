@@ -30,7 +30,7 @@ class Launch:
 
     @classmethod
     def of(cls, state: PartialState) -> "Launch":
-        """Return the launch that accelerate describes."""
+        """The launch that accelerate describes."""
         return cls(state.process_index, state.num_processes, state.device)
 
     @property
@@ -60,7 +60,7 @@ class Launch:
                 self.barrier()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over the ranks."""
+        """Sum a tensor over the ranks."""
         if self.world_size == 1:
             return tensor
         tensor = tensor.clone()
@@ -68,16 +68,16 @@ class Launch:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, stacked: (...) -> (world_size, ...)."""
+        """Stack the tensors of all ranks: (...) -> (world_size, ...)."""
         # All of one shape and not empty: some backends cannot gather anything else.
         return gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor.unsqueeze(0)
 
     def gather_items(self, items: list[T]) -> list[T]:
-        """Return the items of all ranks in one list."""
+        """Collect the items of all ranks in one list."""
         return gather_object(items) if self.world_size > 1 else items
 
     def broadcast_from_main(self, decide: Callable[[], T]) -> T:
-        """Return, on all ranks, what the first one decides; its ValueError or OSError is raised on all."""
+        """Send the first rank's decision to all ranks; its ValueError or OSError is raised on all."""
         if self.world_size == 1:
             return decide()
         answer: tuple[T | None, Exception | None] = (None, None)
@@ -95,17 +95,16 @@ class Launch:
         return decided
 
     def assert_ranks_agree(self, facts: Mapping[str, Any]) -> None:
-        """Raise a ValueError, on all ranks, that names the facts that are not the same on all of them."""
-        of_ranks = self.gather_items([dict(facts)])
-        keys = sorted({key for of_one in of_ranks for key in of_one})
-        described = []
-        for key in keys:
-            others = [i for i, of_one in enumerate(of_ranks) if of_one.get(key) != of_ranks[0].get(key)]
-            if others:
-                values = [str(of_ranks[i].get(key))[:MAX_VALUE] for i in (0, others[0])]
-                described.append(f"{key}: {values[0]} in process 0, {values[1]} in process {others[0]}")
-        if described:
-            raise ValueError(f"ranks disagree on {'; '.join(described)}")
+        """Raise a ValueError, on all ranks, that names the facts that differ between them."""
+        all_facts = self.gather_items([dict(facts)])
+        differences = []
+        for key in sorted(set().union(*all_facts)):
+            values = [each.get(key) for each in all_facts]
+            if other := next((i for i, value in enumerate(values) if value != values[0]), 0):
+                first, second = (str(value)[:MAX_VALUE] for value in (values[0], values[other]))
+                differences.append(f"{key}: {first} in process 0, {second} in process {other}")
+        if differences:
+            raise ValueError(f"ranks disagree on {'; '.join(differences)}")
 
     @contextmanager
     def claimed_by_main(
@@ -113,11 +112,7 @@ class Launch:
     ) -> Iterator[None]:
         """Let the first rank claim the place of a result for all, see `runtime.output.claimed`."""
         with ExitStack() as held:
-
-            def claim() -> None:
-                held.enter_context(claimed(key, file, beside, overwrite))
-
-            self.broadcast_from_main(claim)
+            self.broadcast_from_main(lambda: held.enter_context(claimed(key, file, beside, overwrite)))
             yield
 
 
@@ -125,5 +120,5 @@ ALONE = Launch()  # one process, on the CPU
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether an error comes from waiting for a process that is gone."""
+    """True if an error comes from waiting for a process that is gone."""
     return isinstance(error, DistError) or "gloo/transport" in str(error)  # gloo has no type for it

@@ -38,7 +38,7 @@ def check_precision(given: str, precision: str) -> None:
 
 
 def recorded_variables() -> dict[str, str]:
-    """Return the variables of the environment that may change numbers or speed."""
+    """The variables of the environment that may change numbers or speed."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)}
 
 

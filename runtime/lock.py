@@ -69,7 +69,7 @@ class Lock:
         self._close()
 
     def is_in_place(self) -> bool:
-        """Return whether the lock is held, and its file is still in its place."""
+        """True if the lock is held, and its file is still in its place."""
         try:
             if not self._certain:
                 return self.file.exists()
@@ -80,7 +80,7 @@ class Lock:
             return True
 
     def holder(self) -> str:
-        """Return who holds the lock."""
+        """Describe the process that holds the lock."""
         with suppress(OSError):  # the holder may just have ended
             return self.file.read_text() or "another process"
         return "another process"

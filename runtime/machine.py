@@ -32,7 +32,6 @@ PATIENCE = timedelta(days=30)  # of ranks that are done with their share and wai
 MIN_BF16_SPEEDUP, BF16_TURNS = 1.2, 6  # below it, fp32 is more exact and as fast
 COMPILATION_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # set to 1
 LINKED_WITHIN_SEC = 10  # a library is empty for a moment while it is written
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 
 
 def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch:
@@ -57,7 +56,7 @@ def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch
 
 
 def device_type() -> str:
-    """Return what a process would run on here, without joining others."""
+    """The device that a process would run on here, without joining others."""
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     return "cpu" if on_cpu else "cuda"
 
@@ -90,15 +89,9 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def bf16_instructions() -> set[str]:
-    """Return the processor's instructions for bf16, as Linux names them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return BF16_FLAGS & set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-
-
 @cache
 def bf16_speedup(device: torch.device) -> float:
-    """Return how much faster a linear layer is under bf16 autocast than in fp32, forward and backward.
+    """Measure the speedup of a linear layer by bf16 autocast over fp32, forward and backward.
 
     Measured once in a process, in turn, at a size of S/2: the answer is the same for all networks of a study.
     On one thread: several wait for each other where other programs run. A flag of the processor does not
@@ -122,14 +115,14 @@ def bf16_speedup(device: torch.device) -> float:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Return whether a device is faster in bf16: as a GPU says, as measured on a CPU."""
+    """True if a device is faster in bf16: as a GPU says, as measured on a CPU."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and bf16_speedup(device) >= MIN_BF16_SPEEDUP
 
 
 def can_keep_freed_memory(device: torch.device) -> bool:
-    """Return whether freed memory can be kept, and the user has set none of the C library's variables."""
+    """True if freed memory can be kept, and the user has set none of the C library's variables."""
     chosen_by_user = any(os.environ.get(name) for name in MALLOC_VARIABLES)
     return device.type == "cpu" and platform.libc_ver()[0] == "glibc" and not chosen_by_user
 
@@ -159,7 +152,7 @@ def discard_empty_libraries() -> None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return whether blocks can be compiled for a device, and no variable switches compilation off."""
+    """True if blocks can be compiled for a device, and no variable switches compilation off."""
     if any(os.environ.get(name) == "1" for name in COMPILATION_OFF):
         return False
     if device.type == "cuda":

@@ -8,7 +8,7 @@ from runtime.lock import Busy, Lock
 
 
 def place_of(key: str, asked: str | None, run: Path, inside: str) -> Path:
-    """Return where a result goes: where asked, or inside a run, whose links must not lead out of it."""
+    """The file of a result: as requested, or inside a run, whose links must not lead out of it."""
     if asked:
         return Path(asked)
     place = run / inside

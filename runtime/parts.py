@@ -50,9 +50,8 @@ class PartFolder:
             if not replace:
                 raise
             old = {}
-        changes = [
-            f"{key}: {old.get(key)} -> {new}" for key, new in self.about.items() if old.get(key) != new
-        ]
+        wanted = self.about.items()
+        changes = [f"{key}: {old.get(key)} -> {new}" for key, new in wanted if old.get(key) != new]
         if changes and (replace or self.is_empty()):
             self.remove()
             return self.start()
@@ -63,11 +62,11 @@ class PartFolder:
         return [i for i in range(self.num_parts) if i not in done]
 
     def done(self) -> set[int]:
-        """Return the finished parts."""
+        """The finished parts."""
         return {int(file.stem) for file in self.path.glob("*.npz") if file.stem.isdecimal()}
 
     def is_empty(self) -> bool:
-        """Return whether no part was ever finished."""
+        """True if no part was ever finished."""
         return next(self.path.glob("[0-9]*.npz"), None) is None
 
     def write(self, i: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -102,7 +101,7 @@ class PartFolder:
             raise
 
     def lock(self) -> Lock:
-        """Return the lock of who makes parts; another program waits for it."""
+        """The lock of the program that makes parts; another program waits for it."""
         return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=None)
 
     def remove(self) -> None:
@@ -110,12 +109,12 @@ class PartFolder:
         shutil.rmtree(self.path)
 
     def file(self, i: int) -> Path:
-        """Return where a part is."""
+        """The file of a part."""
         return self.path / f"{i:07d}.npz"
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Return what describes the job whose parts are in a folder; nothing where there is none."""
+    """Read what describes the job whose parts are in a folder; empty if there is none."""
     return read_object(path / ABOUT) if (path / ABOUT).is_file() else {}
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,18 +14,18 @@ import torch
 from joblib import cpu_count
 
 from runtime.launcher import recorded_variables
-from runtime.machine import bf16_instructions
 
 OWN_PACKAGES = ("builders", "data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
 PROJECT = Path(__file__).resolve().parents[1]
 SOURCES = ("*.py", "configs/**/*.yaml", *(f"{package}/**/*.py" for package in OWN_PACKAGES))
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity")
 PACKAGES += ("pillow",)
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
 RECORDS = (":!benchmarks/results", ":!study/results")  # results, not code
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return commit, versions, device, processor and command of this process."""
+    """Describe commit, versions, device, processor and command of this process."""
     return {
         "command": " ".join([os.path.relpath(sys.argv[0], PROJECT), *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD"),
@@ -42,10 +43,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    bf16 = "".join(f", {flag}" for flag in sorted(bf16_instructions()))
-    return f"{names[0] if names else platform.processor()}, {cpu_count()} cores{bf16}"
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    name = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    bf16 = "".join(f", {flag}" for flag in sorted(BF16_FLAGS & {*text.split()}))
+    return f"{name[1].strip() if name else platform.processor()}, {cpu_count()} cores{bf16}"
 
 
 def _git(*arguments: str) -> str | None:
@@ -57,7 +58,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dictionaries by their dotted keys."""
+    """Map the dotted keys of nested dictionaries to their values."""
     if not isinstance(config, dict):
         return {prefix: config}
     flat = {}
@@ -67,7 +68,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def source_sha256() -> str:
-    """Return a hash of the code and configurations of this project, committed or not."""
+    """Hash the code and configurations of this project, committed or not."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in SOURCES for file in PROJECT.glob(pattern)}):
         name, content = file.relative_to(PROJECT).as_posix(), hashlib.sha256(file.read_bytes())

@@ -34,7 +34,7 @@ class Rate:
 
 
 def answered(call: Callable[[], T]) -> T:
-    """Return the result of a call; raise a TimeoutError after ANSWER_SEC, and leave it to a daemon thread."""
+    """Make a call in a daemon thread; raise a TimeoutError after ANSWER_SEC."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -67,7 +67,7 @@ def _is_local(host: str) -> bool:
 
 
 def _is_inside(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return True for what is not of the internet, or an IPv4 address within one of IPv6."""
+    """True for addresses that are not of the internet, and for IPv4 within IPv6."""
     translated = address.version == 6 and (address.sixtofour is not None or address in NAT64)
     return not address.is_global or address.is_multicast or translated
 

@@ -42,7 +42,7 @@ def _leave_out(sweeper: Sweeper, batch: list[list[str]]) -> None:
     if len(errors) == len(batch):
         raise errors[0]
     for i, error in errors.items():
-        job, reason = job_name(batch[i]), explanation(error, sweep_arguments())
+        job, reason = job_name(batch[i]), explanation(error)
         if is_main():
             sys.stderr.write(f"error: {reason} (in the job {job})\n")
         record_end(job, reason=reason)
@@ -61,17 +61,17 @@ def start_sweep(arguments: Sequence[str]) -> None:
 
 
 def sweep_arguments() -> list[str]:
-    """Return the command line of the sweep."""
+    """The command line of the sweep."""
     return shlex.split(os.environ[COMMAND])
 
 
 def key_of(override: str) -> str:
-    """Return the key or group that an override sets."""
+    """The key or group that an override sets."""
     return override.partition("=")[0].lstrip("+~")
 
 
 def swept_keys(arguments: Iterable[str]) -> set[str]:
-    """Return the keys that a command line sweeps."""
+    """The keys that a command line sweeps."""
     texts = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(texts)
     return {override.key_or_group for override in parsed if override.is_sweep_override()}
@@ -85,19 +85,13 @@ def job_name(overrides: Iterable[str]) -> str:
 
 
 def job_heading(number: int, name: str) -> str:
-    """Return the line before the output of a job; `number` counts from 0."""
+    """The line before the output of a job; `number` counts from 0."""
     total = os.environ.get(NUM_JOBS)  # other sweepers do not know it
     return f"job {number + 1}{f' of {total}' if total else ''}: {name}"
 
 
 def record_end(job: str, folder: str | None = None, reason: str | None = None, again: bool = False) -> None:
-    """Record the end of a job.
-
-    Args:
-        folder: of its run.
-        reason: why it failed; None: it finished.
-        again: it may succeed later.
-    """
+    """Record the folder of a job's run, why it failed (None: it finished), and if it may succeed later."""
     path = Path(os.environ[ENDED])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -105,7 +99,7 @@ def record_end(job: str, folder: str | None = None, reason: str | None = None, a
 
 
 def take_ended() -> list[dict[str, Any]]:
-    """Return what was recorded, and remove the record."""
+    """Read how jobs ended, and remove the record."""
     file = Path(os.environ[ENDED])
     ended = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     file.unlink(missing_ok=True)
@@ -113,7 +107,7 @@ def take_ended() -> list[dict[str, Any]]:
 
 
 def summary(finished: Sequence[dict[str, Any]], num_jobs: int) -> str:
-    """Return which of `num_jobs` jobs finished, and the command that compares their runs."""
+    """Name the jobs that finished out of `num_jobs`, and the command that compares their runs."""
     lines = [f"sweep: {len(finished)} of {num_jobs} jobs finished"]
     lines += [f"  {job['job']}: {job['folder']}" for job in finished if job["folder"]]
     folders = dict.fromkeys(job["folder"] for job in finished if job["folder"])

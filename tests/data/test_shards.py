@@ -326,7 +326,7 @@ def told(address, folder):
     """Return the line in which train.py refuses an address."""
     with pytest.raises(UserError) as raised:
         train.main(composed(*RUN, f"output_dir={folder}", f"data.path='{address}'"))
-    return explanation(raised.value, [])
+    return explanation(raised.value)
 
 
 def test_a_run_without_its_shards_is_refused_in_one_line(served, tmp_path):
