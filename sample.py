@@ -27,7 +27,7 @@ from runtime.config import as_job, run_main, user_mistakes
 from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
 from runtime.machine import PATIENCE, start_process
-from runtime.output import check_free, place_of
+from runtime.output import place_of
 from runtime.parts import PartFolder, explained
 from runtime.provenance import environment
 
@@ -41,10 +41,9 @@ def main(cfg: DictConfig) -> None:
     with user_mistakes():
         request = configuration.resolve(cfg)
         check_positive("grid_columns", request["grid_columns"])
-        if asked := request["output"]:
-            if not asked.endswith(".npz"):
-                raise ValueError(f"output={asked} must end in .npz; picture and record take its name")
-            check_free("output", Path(asked), beside(Path(asked)), may_replace(Path(asked), request))
+        if request["output"] and not request["output"].endswith(".npz"):
+            rule = "must end in .npz; picture and record take its name"
+            raise ValueError(f"output={request['output']} {rule}")
         check_sampling(request)
         launch = start_process(timeout=PATIENCE)
         source, name, record = open_source(request, launch)
@@ -58,12 +57,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def may_replace(output: Path, request: dict[str, Any]) -> bool:
-    """Return whether samples may be replaced: as asked, or by a job that was stopped while it joined them."""
+    """True if requested, or for a job that was stopped while it joined its parts."""
     return request["overwrite"] or parts_of(output).is_dir()
 
 
 def beside(output: Path) -> list[Path]:
-    """Return where picture, record and scores of samples go."""
+    """Files of picture, record and scores."""
     return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
 

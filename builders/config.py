@@ -2,8 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from builders.network import (
     build_optimizer,
     build_precond,
     build_route_plan,
-    build_router,
     build_sampler,
 )
 from builders.recipe import recipe
@@ -35,6 +34,7 @@ from diffusion import Precond
 from routing import Route
 from runtime.command_line import one_line
 from runtime.config import (
+    build_node,
     check_arguments,
     compose_config,
     config_folders,
@@ -51,32 +51,23 @@ MAX_NAME = 160
 PLAIN_VALUE = re.compile(r"-?[\w.]+(e-\d+)?", re.ASCII)  # which a folder's name shows as it is
 NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
-GROUPS_OF_TARGETS = (
-    *MUST_NAME_A_TARGET,
-    "model.block",
-    "model.router",
-    "model.rejoin",
-    "sampler.times",
-    "evaluation",
-    "tracker",
-)
+GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.block", "model.router", "model.rejoin")
+GROUPS_OF_TARGETS += ("sampler.times", "evaluation", "tracker")
 
 
 def register(program: str, schema: type) -> None:
     """Tell Hydra the schema of a program, before it composes, and the resolvers."""
     resolvers = {
         "default_run_name": _default_run_name,
-        "latent_manifest": partial(_manifest_key, read_manifest),
-        "shard_manifest": partial(_manifest_key, read_shard_manifest),
+        "latent_manifest": lambda path, key: getattr(read_manifest(path), key),
+        "shard_manifest": lambda path, key: getattr(read_shard_manifest(path), key),
         "recipe": recipe,
     }
     register_with_hydra(program, schema, resolvers)
 
 
 def _default_run_name(seed: int) -> str:
-    """Name a run by every group that differs from its default, a job of a sweep by what is swept, so that no
-    two share a folder.
-    """
+    """Name a run by the groups that differ from their defaults, a job of a sweep by what is swept."""
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     experiment = choices.get("experiment") or ""
@@ -91,7 +82,7 @@ def _default_run_name(seed: int) -> str:
     else:
         chosen = "_".join(_chosen_groups(hydra.overrides.task))
     name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", chosen]))
-    # Folder names have a limit of 255 bytes; the hash keeps shortened names apart.
+    # Folder names are limited to 255 bytes; the hash keeps shortened names apart.
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}_{_short_hash(name)}"
 
 
@@ -118,12 +109,8 @@ def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:
             yield f"{group.rpartition('/')[2]}-{choice}"
 
 
-def _manifest_key(reader: Callable[[str], Any], path: str, key: str) -> Any:
-    return getattr(reader(path), key)
-
-
 def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
-    """Check a training configuration before any device is touched, and return it resolved, as plain types."""
+    """Check a training configuration before any device is touched; return it resolved, as plain types."""
     config = resolve(cfg)
     check_loop(config, num_processes)
     check_groups(config)
@@ -131,7 +118,7 @@ def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
         net = build_net(config)  # the network's own rules, without its memory
     check_latents(net, config["data"])
     if "router" in config["model"]:
-        build_router(config)(torch.zeros(1, net.num_tokens, 1), 1)  # it checks its own keys
+        build_node(config, "model.router")(torch.zeros(1, net.num_tokens, 1), 1)  # it checks its own keys
     build_route_plan(config, net)
     build_loss(config, net)
     build_optimizer(config, net.named_parameters())
@@ -197,7 +184,7 @@ def of_run(run: RunFolder) -> dict[str, Any]:
 def checked(written: Any, file: str | Path) -> dict[str, Any]:
     """Check a configuration from anyone's file as on the command line."""
     try:
-        if any("${" in text for text in _texts(written)):
+        if "${" in str(written):
             raise ValueError("it has interpolations, which no run writes")
         config = resolve(OmegaConf.merge(OmegaConf.structured(Config), written))
         if missing := flatten(config).keys() - flatten(written).keys():
@@ -209,15 +196,6 @@ def checked(written: Any, file: str | Path) -> dict[str, Any]:
         key = f"{one_line(place)}: " if place else ""
         raise ValueError(f"{file}: {key}{one_line(str(error))}") from error
     return config
-
-
-def _texts(node: Any) -> Iterator[str]:
-    children = [*node, *node.values()] if isinstance(node, dict) else node
-    if isinstance(children, list | tuple):
-        for child in children:
-            yield from _texts(child)
-    elif isinstance(node, str):
-        yield node
 
 
 def _check_arguments(node: Any, key: str = "") -> None:

@@ -53,7 +53,7 @@ def settle(
         num_samples: of the whole job.
     """
 
-    def decide() -> tuple[dict[str, Any], str]:
+    def decide() -> dict[str, Any]:
         chosen = {
             key: saved.get(key) if asked[key] == left_open else asked[key]
             for key, left_open in LEFT_OPEN.items()
@@ -61,21 +61,16 @@ def settle(
         precision = chosen["mixed_precision"] or ("bf16" if has_fast_bf16(launch.device) else "no")
         source.bf16 = precision == "bf16"
         batch_size = chosen["batch_size"] or default_batch_size(source)
-        compiled, why = chosen["compile"], ""
+        compiled = chosen["compile"]
         if compiled is None:
-            compiled, why = is_worth_compiling(source, num_samples)
-        return {
-            "mixed_precision": precision,
-            "batch_size": batch_size,
-            "compile": compiled in (True, "true"),
-        }, why
+            compiled = is_worth_compiling(source, num_samples)
+        compiled = compiled in (True, "true")
+        return {"mixed_precision": precision, "batch_size": batch_size, "compile": compiled}
 
     if can_keep_freed_memory(launch.device):
         keep_freed_memory()
-    resolved, why = launch.broadcast_from_main(decide)
+    resolved = launch.broadcast_from_main(decide)
     source.bf16, source.batch_size = resolved["mixed_precision"] == "bf16", resolved["batch_size"]
-    if why:
-        launch.print(f"{why} (compile=true or false decides)")
     return resolved
 
 
@@ -95,22 +90,16 @@ def num_lengths(evaluations: Any) -> int:
     return len({length for net, kept in evaluations for length in (net.num_tokens, *kept)} - {0})
 
 
-def is_worth_compiling(source: ImageSource, num_samples: int) -> tuple[bool, str]:
-    """True if compiled blocks save more time than compiling takes, and the reason."""
+def is_worth_compiling(source: ImageSource, num_samples: int) -> bool:
+    """True if compiled blocks save more time than compiling takes."""
     kind = source.launch.device.type
     if kind not in FLOPS_PER_SEC or not can_compile(source.launch.device):
-        return False, ""
+        return False
     evaluations = source.count_evaluations()
     flops = cost_of_evaluations(evaluations, 1)["flops"] * num_samples
     sec = flops / FLOPS_PER_SEC[kind] / (cpu_count() if kind == "cpu" else 1)
-    if sec < 1:
-        return False, ""
     first, further = COMPILE_SEC[kind]
-    price, saving = first + further * (num_lengths(evaluations) - 1), SAVED_SHARE[kind] * sec
-    verb = "are compiled" if saving > price else "are not compiled"
-    work = f"{num_samples} images take {flops / 1e12:.3g} TFLOP, about {sec:.0f} s"
-    balance = f"compiled blocks would save about {saving:.0f} s and take about {price} s to compile"
-    return saving > price, f"{work}: {balance}, so they {verb}"
+    return SAVED_SHARE[kind] * sec > first + further * (num_lengths(evaluations) - 1)
 
 
 def default_batch_size(source: ImageSource) -> int:

@@ -59,8 +59,7 @@ def build_evaluators(
         batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
         if isinstance(dataset, MixtureDataset) and isinstance(denoiser, EDMPrecond):
-            best = OptimalPrecond(dataset.posterior_mean, denoiser.sigma_data)
-            denoisers["val_loss_optimal"] = best
+            denoisers["val_loss_optimal"] = OptimalPrecond(dataset.posterior_mean, denoiser.sigma_data)
         by_level = [key for key in denoisers if key != "val_loss_dense"]
         dense_loss = DenseLoss(denoisers, loss, batches, launch.sum, device, by_level)
         evaluators.append((settings["eval_every"], dense_loss))
@@ -71,9 +70,7 @@ def build_evaluators(
         )
         suite = build_suite(config, reference, launch, source, run.path / "features")
         evaluators.append((settings["eval_every"], suite))
-        worth, why = is_worth_compiling(source, suite.num_samples) if resolved["compile"] else (False, "")
-        if worth:
-            launch.print(f"evaluation: {why}")
+        if resolved["compile"] and is_worth_compiling(source, suite.num_samples):
             prepare(source)
     return evaluators
 
@@ -97,9 +94,7 @@ def drawing_flops(evaluators: Sequence[tuple[int, Any]]) -> float:
 
 
 def grid_of(num_classes: int) -> tuple[int, int]:
-    """Return how many samples a picture of a training has, and in how many columns: about ten, each class as
-    often, and each of up to 100.
-    """
+    """Samples and columns of a training's pictures: about ten samples, each of up to 100 classes as often."""
     if not 0 < num_classes <= MAX_CLASSES_SHOWN:
         return GRID_SAMPLES, GRID_COLUMNS
     columns = GRID_COLUMNS // num_classes * num_classes or GRID_COLUMNS

@@ -74,9 +74,7 @@ class KeptTokensLoss:
         return kept
 
     def _weight(self, chosen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return (N, H, W): 0 where a token is not chosen (N, T), elsewhere so that the mean is one over the
-        pixels of those that are.
-        """
+        """(N, H, W): 0 where a token is not chosen (N, T), else such that the mean is over chosen pixels."""
         T, grid = self.net.num_tokens, isqrt(self.net.num_tokens)
         # There may be none: routes without a kept token in common, or without one that bypasses.
         weight = chosen * T / chosen.sum(dim=1, keepdim=True).clamp(min=1)

@@ -10,7 +10,7 @@ import torch.nn as nn
 from builders.kept_tokens import KeptTokensLoss
 from diffusion import Guidance, Loss, Precond
 from models import Backbone
-from routing import Route, RoutePlan, Router
+from routing import Route, RoutePlan
 from runtime.config import build_node, check_arguments
 from training.ema import EMA
 from training.optimizer import Optimizer, check_options
@@ -26,14 +26,10 @@ def build_net(config: dict[str, Any]) -> Backbone:
     if "block" in model:
         parts["block"] = build_node(config, "model.block").func  # a class, which has no keys
     if "router" in model:
-        parts["router"] = build_router(config)
+        parts["router"] = build_node(config, "model.router")
     if "rejoin" in model:
         parts["rejoin"] = build_node(config, "model.rejoin")
     return build_node(config, "model")(**parts)
-
-
-def build_router(config: dict[str, Any]) -> Router:
-    return build_node(config, "model.router")
 
 
 def build_route_plan(config: dict[str, Any], net: Backbone) -> RoutePlan:

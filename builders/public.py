@@ -9,8 +9,10 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from builders import config as configuration
-from builders.schemas import OBJECTIVES
+from builders.schemas import OBJECTIVES, OBJECTIVES_OF_OTHERS
 from data import LatentManifest
 from data.manifest import read_manifest
 from runtime.errors import check_choice
@@ -29,7 +31,7 @@ CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an
 def read_weights_file(
     file: Path, objective: str | None, latents: str | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what `builders.sampling.read_run` returns of a run: its configuration, and its manifest.
+    """Read configuration and manifest, as `builders.sampling.read_run` does of a run.
 
     Args:
         objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file of
@@ -37,9 +39,6 @@ def read_weights_file(
         latents: a latent folder whose manifest says how the latents of other code are scaled and decoded,
             and their size where a file does not (SPRINT); None: they are those of sd-vae-ft-ema, of 256x256
             images where a file does not say it.
-
-    Raises:
-        ValueError: with the key, the value and the rule.
     """
     if not file.is_file():
         raise FileNotFoundError(f"checkpoint={file} is not a file: give one, or run=FOLDER")
@@ -56,10 +55,8 @@ def read_weights_file(
         written, manifest = (parse_json(header[name].encode()) for name in (CONFIG, MANIFEST))
         return configuration.checked(written, str(file)), {"data": {"manifest": manifest}}
     if objective is None:
-        raise ValueError(
-            f"objective must be given, {file} does not say what it predicts: edm or flow for a file of "
-            "TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA and SPRINT"
-        )
+        rule = f"{file} does not say what it predicts: {OBJECTIVES_OF_OTHERS}"
+        raise ValueError(f"objective must be given, {rule}")
     check_choice("objective", objective, tuple(OBJECTIVES))
     weights = read_weights(file, shapes_only=True)
     described = None if latents is None else read_manifest(latents)
@@ -100,13 +97,11 @@ def precond_of(file: Path, objective: str | None) -> dict[str, Any]:
 
 
 def num_heads_of(weights: Weights, objective: str | None) -> int | None:
-    """Return the number of attention heads, which shapes do not tell: that of the run, or that of published
-    networks of this width; None for another width.
-    """
+    """The run's number of attention heads, or that of published networks of this width; None for others."""
     if objective is None:
         return _own_configuration(weights.file)["model"].get("num_heads")
-    embedding = weights.tensors.get("x_embedder.proj.weight")
-    return None if embedding is None else NUM_HEADS.get(embedding.shape[0])
+    embedding = weights.tensors.get("x_embedder.proj.weight", torch.empty(0))
+    return NUM_HEADS.get(embedding.shape[0])
 
 
 def _own_configuration(file: Path) -> dict[str, Any]:
@@ -116,7 +111,7 @@ def _own_configuration(file: Path) -> dict[str, Any]:
 
 
 def sizes_of(weights: Weights, side: int) -> dict[str, Any]:
-    """Return the keys of a configuration that shapes of a DiT determine.
+    """The keys of a configuration that shapes of a DiT determine.
 
     Args:
         side: of the latents of SPRINT, whose networks have no position table to tell it.
@@ -149,8 +144,8 @@ def sizes_of(weights: Weights, side: int) -> dict[str, Any]:
 
 
 def classes_of(weights: Weights, num_described: int | None) -> dict[str, Any]:
-    """Return the keys that a table of labels determines. Public code has a row for the null class only where
-    that class is trained.
+    """The keys that a table of labels determines. Public code has a row for the null class only where that
+    class is trained.
 
     Args:
         num_described: classes in the manifest of latents, if given.

@@ -1,7 +1,7 @@
 """The recipe of data=latents: network, steps and intervals that fit the entries, their shape and the device.
 
-It is chosen when a run is begun; a run that has results resumes with what its own config.yaml says, wherever
-that is. Rules of thumb, not findings: the published recipes are those of data=imagenet256.
+It is chosen when a run is started; a run that has results resumes with what its own config.yaml says, on any
+machine. Rules of thumb, not findings: the published recipes are those of data=imagenet256.
 """
 
 import os
@@ -88,17 +88,7 @@ def optimizer(root: DictConfig) -> tuple[float, list[float]]:
     return OF_NARROW if root.model.hidden_size <= NARROW else OF_OTHERS
 
 
-def why(root: DictConfig, manifest: LatentManifest) -> str:
-    """The recipe in words."""
-    tokens = (manifest.input_size // root.model.patch_size) ** 2
-    device = "a CPU" if device_type() == "cpu" else "a GPU"
-    fits = f"for {manifest.num_trained:,} entries of {manifest.input_size}x{manifest.input_size} on {device}"
-    chosen = f"{tokens} tokens, width {root.model.hidden_size}, batches of {root.train.batch_size}"
-    return f"{fits}: {chosen} (each part is a key; data=latents_published: as for ImageNet)"
-
-
 CHOICES = {
-    "recipe": why,
     "model.patch_size": lambda root, manifest: patch_size(manifest.input_size),
     "model.hidden_size": lambda root, manifest: network(manifest)[0],
     "model.depth": lambda root, manifest: network(manifest)[1],

@@ -7,11 +7,13 @@ from typing import Any
 from builders.schemas import check_train
 from models import Backbone
 from runtime.errors import check_choice, check_not_negative, check_positive
+from runtime.provenance import flatten
 
 MUST_NAME_A_TARGET = ("model", "data", "diffusion.precond", "diffusion.loss")
 MUST_NAME_A_TARGET += ("optimizer", "ema", "sampler", "guidance")
 STREAMED_DATA = "data.open_shards"
 RECONSTRUCTS = "diffusion.EDMPrecond"
+COUNTS = {"data.num_entries", "data.num_components", "data.num_images", "evaluation.batch_size"}
 DRAWN_DATA = ("data.synthetic", "data.mixture")
 # Option of model/routes that each routed method is known for.
 ROUTES = {"tread": "paper", "sprint": "sprint"}
@@ -36,7 +38,12 @@ def check_loop(config: dict[str, Any], num_processes: int) -> None:
     check_train(train)
     if not 0 <= config["seed"] < NUM_SEEDS:
         raise ValueError(f"seed={config['seed']} must not be negative, and less than {NUM_SEEDS}")
-    check_split(train["batch_size"], train["micro_batch_size"] or 1, num_processes)
+    batch_size, micro_batch_size = train["batch_size"], train["micro_batch_size"] or 1
+    if batch_size % (micro_batch_size * num_processes):
+        raise ValueError(
+            f"train.batch_size={batch_size} must be a multiple of train.micro_batch_size={micro_batch_size} "
+            f"times the number of processes={num_processes}"
+        )
 
 
 def check_groups(config: dict[str, Any]) -> None:
@@ -51,14 +58,11 @@ def check_groups(config: dict[str, Any]) -> None:
     if method == "dit" and routes:
         rule = "must be empty for model=dit, the dense twin; use model=tread"
         raise ValueError(f"model.routes={routes} {rule}")
+    flat = flatten(config)
     for key in (*MUST_NAME_A_TARGET, *(f"model.{part}" for part in PARTS if part in config["model"])):
-        node = config
-        for name in key.split("."):
-            node = node.get(name) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or "_target_" not in node:
-            raise ValueError(f"{key}={node} must name a _target_")
-    router = config["model"].get("router", {}).get("_target_")  # not every backbone has one
-    if train["kept_tokens_only"] and router != "routing.random_router":
+        if f"{key}._target_" not in flat:
+            raise ValueError(f"{key} must name a _target_")
+    if train["kept_tokens_only"] and flat.get("model.router._target_") != "routing.random_router":
         raise ValueError(
             "train.kept_tokens_only=true needs model/router=random: the loss must know the kept tokens"
         )
@@ -68,18 +72,15 @@ def check_groups(config: dict[str, Any]) -> None:
         # Flow predicts x_in by a velocity of 0, and DDPM's D_x is off by 1 / alpha times the error.
         if config["diffusion"]["precond"]["_target_"] != RECONSTRUCTS:
             raise ValueError(f"train.reconstruction_weight={weight} needs diffusion=edm")
-    if data["_target_"] in DRAWN_DATA:
-        check_drawn(data)
-    if "num_images" in data:
-        check_positive("data.num_images", data["num_images"])
+    for key in flat.keys() & COUNTS:
+        if flat[key] is not None:
+            check_positive(key, flat[key])
     if "seed" in data:
         check_not_negative("data.seed", data["seed"])
-    if evaluation.get("batch_size") is not None:
-        check_positive("evaluation.batch_size", evaluation["batch_size"])
+    if data["_target_"] in DRAWN_DATA:
+        check_drawn(data)
     if "labels" in evaluation:
         check_choice("evaluation.labels", evaluation["labels"], LABELS)
-    if "num_samples" in evaluation and evaluation["num_samples"] < 2:
-        raise ValueError(f"evaluation.num_samples={evaluation['num_samples']} must be at least 2")
     if evaluation and train["eval_every"] and train["eval_every"] % train["save_every"]:
         raise ValueError(
             f"train.eval_every={train['eval_every']} must be a multiple of train.save_every="
@@ -104,21 +105,10 @@ def check_finite(node: Any, key: str = "") -> None:
 def check_drawn(data: dict[str, Any]) -> None:
     """Raise a ValueError unless as many random latents can be drawn."""
     count, num_held_out = data["num_entries"], data["num_held_out"]
-    for key in ("num_entries", *(key for key in ("num_components",) if key in data)):
-        check_positive(f"data.{key}", data[key])
     if count * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:
         raise ValueError(f"data.num_entries={count} must give at most {MAX_SYNTHETIC} numbers in memory")
     if not 0 <= num_held_out < count:
         raise ValueError(f"data.num_held_out={num_held_out} must be in [0, {count - 1}], of data.num_entries")
-
-
-def check_split(batch_size: int, micro_batch_size: int, num_processes: int) -> None:
-    """Raise a ValueError unless the batch divides into the micro-batches of the processes."""
-    if batch_size % (micro_batch_size * num_processes):
-        raise ValueError(
-            f"train.batch_size={batch_size} must be a multiple of train.micro_batch_size={micro_batch_size} "
-            f"times the number of processes={num_processes}"
-        )
 
 
 def check_latents(net: Backbone, data: dict[str, Any]) -> None:
@@ -126,7 +116,5 @@ def check_latents(net: Backbone, data: dict[str, Any]) -> None:
     shape = (data["in_channels"], data["input_size"], data["input_size"])
     if net.latent_shape != shape:
         raise ValueError(f"the model takes latents of {net.latent_shape}, those of the data are {shape}")
-    if net.num_classes != data["num_classes"]:
-        raise ValueError(
-            f"model.num_classes={net.num_classes} must be data.num_classes={data['num_classes']}"
-        )
+    if net.num_classes != (expected := data["num_classes"]):
+        raise ValueError(f"model.num_classes={net.num_classes} must be data.num_classes={expected}")

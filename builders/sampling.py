@@ -23,7 +23,7 @@ from builders.network import build_guidance, build_net, build_precond, build_sam
 from builders.public import read_weights_file
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS
 from builders.schemas import PRECISIONS, SWITCH
-from data import LatentManifest, encoder_for, image_decoder, manifest_from
+from data import encoder_for, image_decoder, manifest_from
 from diffusion import Guidance, ImageSource, Precond
 from models import Backbone
 from runtime.errors import check_choice, check_positive
@@ -102,10 +102,6 @@ def open_run(
     Args:
         checkpoint: a step, a name or a path; None: the newest that is intact.
         sampler, guidance: nodes in place of those of the run's configuration.
-
-    Raises:
-        FileNotFoundError: there is no such run, or it has no such checkpoint.
-        ValueError: with the key, the value and the rule.
     """
     config, details = read_run(path)
     weights = _weights_of(Path(path), checkpoint, launch)
@@ -127,12 +123,7 @@ def open_weights_file(
     guidance: Node | None = None,
     launch: Launch = ALONE,
 ) -> OpenedRun:
-    """Load a network from a file of other code, or from one that `builders.export` wrote.
-
-    Args:
-        objective, latents: what a file of other code predicts, and of what, see `builders.public`.
-        The others are those of `open_run`.
-    """
+    """Load a network from a file of other code or of `builders.export`; see `builders.public`."""
     config, details = read_weights_file(Path(file), objective, latents)
     return _open(Path(file), config, details, Path(file), sampler, guidance, launch)
 
@@ -185,7 +176,8 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     if request["run"] is not None:
         weights = _weights_of(path, request["checkpoint"], launch)
     run = _open(path, config, details, weights, settings["sampler"], settings["guidance"], launch)
-    manifest = _manifest_of(request, run.details)
+    where = f"{request['run']}/manifest.json" if request["run"] else source_name(request)
+    manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
     if settings["class_label"] in manifest.untrained_classes:
         raise ValueError(f"class_label={settings['class_label']} has no images in the training data")
     entry = run.entry or run.weights.name
@@ -210,13 +202,16 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         class_names=manifest.class_names,
         classes=manifest.trained_classes,
     )
+    networks = [  # what weights do not tell
+        {key: each[key] for key in ("model", "diffusion")} for each in (config, *run.weak.values())
+    ]
     record = {
         **settings,
         "run": request["run"],
         "checkpoint": str(run.weights.parent if request["run"] else run.weights),
         "objective": request["objective"],
         "ema": config["ema"],
-        "networks": [_network_of(each) for each in (config, *run.weak.values())],
+        "networks": networks,
         "data": run.details["data"],
         "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
         "weights_entry": entry,
@@ -224,16 +219,6 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
     return source, _name(run, config, settings, request["objective"]), record
-
-
-def _manifest_of(request: dict[str, Any], details: dict[str, Any]) -> LatentManifest:
-    where = f"{request['run']}/manifest.json" if request["run"] else source_name(request)
-    return manifest_from(details["data"]["manifest"], f"{where}: data.manifest")
-
-
-def _network_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that weights do not tell."""
-    return {key: config[key] for key in ("model", "diffusion")}
 
 
 def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -272,9 +257,7 @@ def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def load_net(config: dict[str, Any], weights: Path) -> tuple[Backbone, str | None]:
-    """Build the network of a run with its weights, once their shapes are known to match, and return it with
-    the entry of the file that they were in.
-    """
+    """Build the network of a run with its weights; return it with their entry in the file."""
     check_shapes(config, weights)
     net = build_net(config)
     return net, load_weights(net, weights)["entry"]
@@ -316,16 +299,11 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
         unconditional = "null for an unconditional network (num_classes=0)"
         allowed = f"in [0, {num_classes - 1}]" if num_classes else unconditional
         raise ValueError(f"class_label={label} must be {allowed}")
-    if label is not None and request["labels"] == "balanced":
-        raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
     decoding = config["decoding"] if request["decoding"] is None else request["decoding"]
     check_choice("decoding", decoding, DECODINGS)
     settings = {key: request[key] for key in RECORDED} | {"decoding": decoding}
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
         node = request[group] or config[group]
-        if request[key] is not None and key not in node:
-            known = ", ".join(name for name in node if name != "_target_")
-            raise ValueError(f"{key}={request[key]} is no key of {node['_target_']}: it has {known}")
         settings[group] = node if request[key] is None else {**node, key: request[key]}
     weak = settings["guidance"]
     if weak.get("weak_checkpoint") is not None and weak["weak_run"] is None:
@@ -344,23 +322,10 @@ def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any], obje
     parts += ["guidance" + str(scale).removesuffix(".0")] if scale != 1 else []
     parts += [f"{settings['sampler']['num_steps']}steps"] if "num_steps" in settings["sampler"] else []
     for group in ("sampler", "guidance"):
-        asked, of_run = ({**node, **NAMED} for node in (settings[group], config[group]))
-        if asked["_target_"] != of_run["_target_"]:
-            parts += [_short(asked)]
-        else:
-            others = {key: value for key, value in asked.items() if value != of_run.get(key)}
-            parts += [_short(v) if isinstance(v, dict) else f"{key}{_plain(v)}" for key, v in others.items()]
-    precision = {"auto": [], "no": ["fp32"], "bf16": ["bf16"]}
-    parts += precision[settings["mixed_precision"]]
+        node, run_node = ({**node, **NAMED} for node in (settings[group], config[group]))
+        if node != run_node:
+            digest = hashlib.sha256(json.dumps(node, sort_keys=True).encode()).hexdigest()[:8]
+            parts += [f"{node['_target_'].rpartition('.')[2]}-{digest}"]
+    parts += {"auto": [], "no": ["fp32"], "bf16": ["bf16"]}[settings["mixed_precision"]]
     parts += ["official"] if settings["decoding"] == "official" else []
     return "_".join(parts)
-
-
-def _plain(value: Any) -> str:
-    return "-".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _short(node: Node) -> str:
-    """Name what is built from a node, with a hash that tells its other arguments."""
-    digest = hashlib.sha256(json.dumps(node, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{node['_target_'].rpartition('.')[2]}-{digest}"

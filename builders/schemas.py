@@ -23,6 +23,7 @@ OBJECTIVES = {
     "sit": ("diffusion=flow", "diffusion.precond.from_noise=true"),
     "ddpm": ("diffusion=ddpm",),
 }
+OBJECTIVES_OF_OTHERS = "edm or flow (TREAD), ddpm (DiT), sit (SiT, LightningDiT), flow (REPA, SPRINT)"
 
 
 @dataclass
@@ -96,7 +97,6 @@ class Config:
     wait: bool = False  # for another process that holds output_dir
     seed: int = 0
     sweep_metric: str | None = None  # what a sweeper is told of a finished run: its newest value
-    recipe: str | None = None  # why the sizes and steps of data=latents are as they are
     decoding: str = "rounded"  # of samples, from latents to bytes; or official, as the public TREAD code
     data: dict[str, Any] = field(default_factory=dict)  # before the model, which takes its sizes from here
     model: dict[str, Any] = field(default_factory=dict)

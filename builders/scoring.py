@@ -1,4 +1,4 @@
-"""Suites of metrics, and what `fid.py` is asked: its samples, its reference, and the table of scores."""
+"""Suites of metrics, and the request of `fid.py`: its samples, its reference, and the table of scores."""
 
 import zipfile
 from dataclasses import dataclass, fields
@@ -17,15 +17,14 @@ from builders.sampling import SamplingConfig, check_sampling, folder_of, open_so
 from data import encoder_for, open_images, open_latents, read_manifest, real_images
 from diffusion import ImageSource
 from evaluation import ArrayImages, Reference, Suite, open_reference
-from evaluation.detectors.inception import check_weights_file
 from evaluation.files import fingerprint
 from evaluation.suite import Scores, digest_of
-from runtime.arrays import ZIP_ERRORS, array_names, read_member
+from runtime.arrays import ZIP_ERRORS, read_member
 from runtime.config import build_node, config_folders
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
-from runtime.output import check_free, place_of
+from runtime.output import place_of
 from runtime.parts import PartFolder, settings_of
 
 NUM_SAMPLES = 50_000  # of a run, by default
@@ -106,7 +105,7 @@ def suite_config(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_request(request: dict[str, Any]) -> None:
-    """Check that the keys that are given belong together."""
+    """Check that the keys that are given belong together, and what is requested of a run."""
     check_choice("mode", request["mode"], ("score", "reference"))
     suite = suite_config(request)["evaluation"]
     what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
@@ -126,13 +125,9 @@ def check_request(request: dict[str, Any]) -> None:
                 raise ValueError(f"{key}={value} has no meaning for suite={request['suite']}")
         elif key not in keys:
             raise ValueError(f"{key}={value} has no meaning for {what}")
-    by_name = {"samples": " (an .npz, a folder or a zip; or run=NAME to draw from a run)"}
-    by_name["reference"] = " (an .npz: `python -m evaluation.fetch` lists some)"
-    if request["suite"] in ("digits", "glyphs"):
-        by_name["reference"] = f" (a latent folder, as latents/{request['suite']})"
     for key in needed:
         if request[key] is None:
-            raise ValueError(f"{key} must be given for {what}{by_name.get(key, '')}")
+            raise ValueError(f"{key} must be given for {what}")
     for key in ("resolution", "num_samples", "detector_batch_size"):
         if request[key] is not None:
             check_positive(key, request[key])
@@ -140,22 +135,10 @@ def check_request(request: dict[str, Any]) -> None:
         suffix, out = ".npz" if request["mode"] == "reference" else ".json", Path(request["out"])
         if out.suffix != suffix:
             raise ValueError(f"out={out} must end in {suffix}")
-        check_free("out", out, [out.with_suffix(".json")], request["overwrite"])
     samples = request["samples"]
     if samples and Path(samples).is_dir() and request["num_samples"] is None:
         rule = "is a folder, which may have older images in it: give their number as num_samples=N"
         raise ValueError(f"samples={samples} {rule}")
-
-
-def check_files(request: dict[str, Any]) -> None:
-    """Check that the files are there, and what is asked of a run."""
-    suite = suite_config(request)["evaluation"]
-    download = ": `python -m evaluation.fetch` lists what can be downloaded" if "weights" in suite else ""
-    for key, hint in (("samples", ": sample.py writes one"), ("reference", download), ("images", "")):
-        if request[key] is not None and not Path(request[key]).exists():
-            raise FileNotFoundError(f"{key}={request[key]} not found{hint}")
-    if "weights" in suite:
-        check_weights_file(Path(suite["weights"]))
     if draws(request):
         check_sampling(drawn(request))
 
@@ -183,7 +166,7 @@ def features_folder(request: dict[str, Any], out: Path) -> Path:
 
 
 def open_suite(request: dict[str, Any], num_samples: int, out: Path, launch: Launch) -> Suite:
-    """Build the suite that is asked for, with its reference: a file, or latents if the suite has none."""
+    """Build the requested suite with its reference: a file, or latents if the suite has none."""
     config = suite_config(request)
     if config["evaluation"].get("reference") is not None:
         reference = open_reference(Path(request["reference"]), open_images)
@@ -195,11 +178,6 @@ def open_suite(request: dict[str, Any], num_samples: int, out: Path, launch: Lau
         reference = reference_of(dataset, encoder, f"reference={request['reference']}")
     config["evaluation"]["num_samples"] = num_samples
     return build_suite(config, reference, launch, kept_in=features_folder(request, out))
-
-
-def open_samples(request: dict[str, Any], launch: Launch) -> "FileSamples | DrawnSamples":
-    """Open the samples that are asked for."""
-    return DrawnSamples(request, launch) if draws(request) else FileSamples(request)
 
 
 class FileSamples:
@@ -217,15 +195,14 @@ class FileSamples:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of the file or the folder."""
         return fingerprint(self.path)
 
     def labels(self) -> np.ndarray:
         """Class of each image (N,)."""
-        labels, names = read_labels(self.path) if self.path.suffix == ".npz" else (None, "image files")
+        labels = read_labels(self.path) if self.path.suffix == ".npz" else None
         if labels is None or labels.shape != (self.count,):
             rule = "must be an .npz with a label (arr_1) for each image (arr_0)"
-            raise ValueError(f"{self.name} holds {names}, {rule}")
+            raise ValueError(f"{self.name} {rule}")
         return labels
 
     def settle(self, suite: Suite) -> PartFolder | None:
@@ -233,7 +210,7 @@ class FileSamples:
         return suite.parts_named("samples", {"samples": self.sha256}, self.images)
 
     def record(self) -> dict[str, Any]:
-        """Return what the samples are, with the record of `sample.py` if there is one."""
+        """The samples, with the record of `sample.py` if there is one."""
         record = {"path": str(self.path), "sha256": self.sha256}
         record |= {"num_samples": self.count, "shape": self.shape}
         beside = self.path.with_suffix(".json")
@@ -264,7 +241,7 @@ class DrawnSamples:
         return labels.numpy()
 
     def settle(self, suite: Suite) -> PartFolder:
-        """Decide how they are drawn, and return where what is found in them is kept."""
+        """Resolve the options of drawing; the folder of the features of parts."""
         what = None if suite.batch_size is None else suite.looks_with()  # None: the images are kept
         asked = about({**self._record, "num_samples": self.count}, self._launch) | {"looked_at_by": what}
         path, launch = self._kept_in / f"drawn-{digest_of(asked)}", self._launch
@@ -279,16 +256,15 @@ class DrawnSamples:
         return kept
 
     def record(self) -> dict[str, Any]:
-        """Return what the samples are."""
+        """The samples, with what they are drawn from."""
         return {"num_samples": self.count, "shape": self.shape, "drawn": self._record}
 
 
-def read_labels(file: Path) -> tuple[np.ndarray | None, str]:
-    """Read the labels (N,) of an .npz in the layout of [ADM], None where it has none; name its arrays."""
+def read_labels(file: Path) -> np.ndarray | None:
+    """Read the labels (N,) of an .npz in the layout of [ADM]; None where it has none."""
     try:
         with zipfile.ZipFile(file) as archive:
-            labels = read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
-            return labels, array_names(archive)
+            return read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
     except ZIP_ERRORS as error:
         raise ValueError(f"samples={file}: arr_1 cannot be read: {error}") from error
 
@@ -304,10 +280,7 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
     rows = {"class means": (np.stack(means).astype(np.uint8)[turns], labels[turns])}
     if reference.held_out is not None:
         rows["held-out real"] = reference.held_out
-    found = {}
-    for name, (pixels, labels) in rows.items():
-        found[name] = suite.score(ArrayImages(pixels), labels)
-    return found
+    return {name: suite.score(ArrayImages(pixels), labels) for name, (pixels, labels) in rows.items()}
 
 
 def show(scores: Scores, others: dict[str, Scores]) -> None:
@@ -322,5 +295,3 @@ def show(scores: Scores, others: dict[str, Scores]) -> None:
         print(f"{metric:16}   left out: {reason}")
     for warning in scores.warnings:
         print(f"note: {warning}")
-    if others:
-        print("A distance also depends on n: it grows as n falls.")

@@ -1,4 +1,4 @@
-"""What a sweep of guidance has found: one table and one picture of the records of a run's scores.
+"""The table of a sweep of guidance: the records of a run's scores.
 
 Records are compared that have the newest one's protocol, checkpoint, seeds and number of samples: their
 samples are drawn from the same noise.
@@ -11,23 +11,15 @@ from typing import Any
 from runtime.files import atomic_write, read_json
 from runtime.provenance import flatten
 
-SCALE = "guidance.guidance_scale"
-TABLE, PICTURE = "sweep.md", "sweep.png"
-FIXED = (  # what the compared samples share
-    "weights_sha256",
-    "objective",
-    "num_samples",
-    "first_seed",
-    "labels",
-    "class_label",
-    "mixed_precision",
-    "decoding",
-)
+TABLE = "sweep.md"
+# What the compared samples share.
+FIXED = ("weights_sha256", "objective", "num_samples", "first_seed", "labels", "class_label")
+FIXED += ("mixed_precision", "decoding")
 MAY_DIFFER = ("sampler", "guidance")  # of what is drawn
 
 
 def summarise(newest: Path) -> Path | None:
-    """Write table and picture beside a record of scores; None where there is nothing to compare it with."""
+    """Write a table beside a record of scores; None where there is nothing to compare it with."""
     first = read_json(newest)
     records = [read_json(file) for file in sorted(newest.parent.glob("*.json"))]
     records = [record for record in records if fixed(record) == fixed(first)]
@@ -37,7 +29,6 @@ def summarise(newest: Path) -> Path | None:
     table = newest.with_name(TABLE)
     with atomic_write(table) as partial:
         partial.write_text(_heading(first) + _markdown(rows, records))
-    _draw(rows, records, newest.with_name(PICTURE))
     return table
 
 
@@ -100,40 +91,3 @@ def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
         cost = record.get("cost_per_image")
         lines.append([*row.values(), *scores, f"{cost['flops'] / 1e9:.4g}" if cost else ""])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def _draw(rows: list[dict[str, Any]], records: list[dict[str, Any]], file: Path) -> None:
-    """Draw each score against the scale of guidance, a line for each other setting, the best marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    keys = list(records[0]["values"])
-    lines: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
-        others = {key.rpartition(".")[2]: value for key, value in row.items() if key != SCALE and value}
-        name = ", ".join(value if key in MAY_DIFFER else f"{key}={value}" for key, value in others.items())
-        lines.setdefault(name, []).append(i)
-    figure, panels = plt.subplots(
-        1, len(keys), figsize=(4 * len(keys), 3.6), squeeze=False, layout="constrained"
-    )
-    for key, axes in zip(keys, panels[0], strict=True):
-        for name, members in lines.items():
-            points = sorted((_scale(records[i]), _value(records[i], key)) for i in members)
-            axes.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
-        if (i := _best(records, key)) is not None:
-            axes.plot(_scale(records[i]), _value(records[i], key), "*", color="black", markersize=13)
-        axes.set(xlabel="guidance_scale", title=key)
-        axes.spines[["top", "right"]].set_visible(False)
-    if len(lines) > 1:
-        handles, names = panels[0][0].get_legend_handles_labels()
-        names = [name or "all else" for name in names]
-        figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    with atomic_write(file) as partial:
-        figure.savefig(partial, dpi=130, format="png")
-    plt.close(figure)
-
-
-def _scale(record: dict[str, Any]) -> float:
-    return record["samples"]["drawn"]["guidance"].get("guidance_scale", 1.0)

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import resolve_auto
-from builders.estimate import estimate, free_disk, free_memory, weights_alone
+from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
 from builders.network import (
     build_ema,
@@ -26,6 +26,7 @@ from builders.network import (
     build_route_plan,
 )
 from builders.public import carries_configuration, num_heads_of, precond_of
+from builders.schemas import OBJECTIVES_OF_OTHERS
 from builders.summary import check_resources, summary, warnings
 from data import (
     LatentDataset,
@@ -37,12 +38,12 @@ from data import (
     shards_by_step,
     stream,
 )
-from models import cost_of, resolve_attention, token_mask
+from models import cost_of, token_mask
 from routing import RoutePlan, Routing
 from runtime.config import build_node, chosen_overrides
 from runtime.files import sha256
 from runtime.launch import Launch
-from runtime.machine import bf16_speedup, compile_blocks, keep_freed_memory
+from runtime.machine import compile_blocks, keep_freed_memory
 from runtime.provenance import environment, flatten, source_sha256
 from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
@@ -54,7 +55,6 @@ from training.trackers import check_wandb
 from training.trainer import Settings, Trainer
 from training.weights import (
     LABEL_TABLE,
-    Weights,
     find_mismatch,
     is_own_checkpoint,
     load_weights,
@@ -74,15 +74,10 @@ def check_files(config: dict[str, Any], run: RunFolder) -> None:
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
         check_init_shapes(config)
     check_wandb(config["tracker"])
-    for key in ("reference", "weights"):
-        file = config["evaluation"].get(key)
-        if file is not None and not Path(file).exists():
-            hint = "`python -m evaluation.fetch` lists what can be downloaded"
-            raise FileNotFoundError(f"evaluation.{key}={file} not found: {hint}")
 
 
 def check_init_from(source: str, objective: str | None) -> None:
-    """Check that the weights to start from are there, and that what they predict is known."""
+    """Check that the weights to start from exist, and that what they predict is known."""
     try:
         own = is_own_checkpoint(source) or carries_configuration(Path(source))
     except FileNotFoundError as error:
@@ -92,46 +87,38 @@ def check_init_from(source: str, objective: str | None) -> None:
             f"train.init_from_objective={objective} must not be given for a run of this project, {source}"
         )
     if not own and objective is None:
-        raise ValueError(
-            f"train.init_from={source} does not say what it predicts: give train.init_from_objective=edm or "
-            "flow for a file of TREAD, ddpm for DiT, sit for SiT and LightningDiT, flow for REPA and SPRINT"
-        )
+        rule = f"does not say what it predicts: give train.init_from_objective={OBJECTIVES_OF_OTHERS}"
+        raise ValueError(f"train.init_from={source} {rule}")
 
 
 def check_init_shapes(config: dict[str, Any]) -> None:
-    """Check that the network takes the weights to start from."""
-    source, label_table = config["train"]["init_from"], config["train"]["init_from_label_table"]
+    """Check that the network takes the weights to start from, with their heads and classes."""
+    train, num_classes, own_heads = (
+        config["train"],
+        config["data"]["num_classes"],
+        config["model"].get("num_heads"),
+    )
+    source, with_labels = f"train.init_from={train['init_from']}", train["init_from_label_table"]
+    without = "train.init_from_label_table=false keeps everything but the table of labels"
     with torch.device("meta"):
         net = build_net(config)
     try:
-        weights = read_weights(source, shapes_only=True)
-        mismatch = find_mismatch(net, weights, label_table)
-        num_heads = num_heads_of(weights, config["train"]["init_from_objective"])
+        weights = read_weights(train["init_from"], shapes_only=True)
+        mismatch = find_mismatch(net, weights, with_labels)
+        num_heads = num_heads_of(weights, train["init_from_objective"])
     except ValueError as error:
         raise ValueError(f"train.init_from={error}") from error
-    if mismatch is None:
-        _check_unseen(config, weights, num_heads)
-        return
-    hint = f"{INIT_KEYS} must be the same"
-    if mismatch.name == LABEL_TABLE:
-        rule = "train.init_from_label_table=false keeps everything but this table"
-        hint = f"data.num_classes={config['data']['num_classes']} must be the same, or {rule}"
-    raise ValueError(f"train.init_from={source}: weights do not match the model: {mismatch}; {hint}")
-
-
-def _check_unseen(config: dict[str, Any], weights: Weights, num_heads: int | None) -> None:
-    """Check heads and classes, which the shapes of weights do not tell."""
-    train, own_heads = config["train"], config["model"].get("num_heads")
-    if num_heads is not None and own_heads != num_heads:
-        raise ValueError(
-            f"model.num_heads={own_heads} must be {num_heads}, as in train.init_from={train['init_from']}"
-        )
-    num_classes, said = config["data"]["num_classes"], weights.num_classes
-    if said not in (None, num_classes) and LABEL_TABLE in weights.tensors and train["init_from_label_table"]:
-        raise ValueError(
-            f"data.num_classes={num_classes} must be {said}, as train.init_from={train['init_from']} says, "
-            "or train.init_from_label_table=false keeps everything but the table of labels"
-        )
+    if mismatch is not None:
+        hint = f"{INIT_KEYS} must be the same"
+        if mismatch.name == LABEL_TABLE:
+            hint = f"data.num_classes={num_classes} must be the same, or {without}"
+        raise ValueError(f"{source}: weights do not match the model: {mismatch}; {hint}")
+    # Shapes do not tell heads and classes.
+    if num_heads not in (None, own_heads):
+        raise ValueError(f"model.num_heads={own_heads} must be {num_heads}, as in {source}")
+    if weights.num_classes not in (None, num_classes) and LABEL_TABLE in weights.tensors and with_labels:
+        rule = f"must be {weights.num_classes}, as {source} says, or {without}"
+        raise ValueError(f"data.num_classes={num_classes} {rule}")
 
 
 def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
@@ -153,12 +140,16 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     The folder must be locked.
     """
     train, device = config["train"], launch.device
-    resolved = _resolve(config, run, launch)
+    saved = run.manifest()["resolved"] if run.has_results() else {}
+    # One rank decides for all.
+    resolved = launch.broadcast_from_main(partial(resolve_auto, config, saved, device, launch.world_size))
+    if resolved["keep_freed_memory"]:
+        keep_freed_memory()
     bf16, micro_batch_size = resolved["mixed_precision"] == "bf16", resolved["micro_batch_size"]
 
     memory, folder = free_memory(launch), run.path / "checkpoints"
     with torch.device("meta"):  # before its memory is taken
-        least = weights_alone(config, build_net(config))
+        least = Estimate(0.0, bytes_in_memory(config, build_net(config)), 0)
     launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
 
     torch.manual_seed(config["seed"])
@@ -182,11 +173,19 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     settings = Settings(**{field.name: train[field.name] for field in fields(Settings)})
 
     slowdown = fp32_slowdown(net, device, bf16)
+
+    def predicted(ratios: tuple[float, ...]) -> float:
+        return cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup
+
+    @cache
+    def training_flops(ratios: tuple[float, ...]) -> int:
+        return cost_of(net, ratios).routed_training_flops
+
     losses = micro_loss(precond, net, loss, micro_batch_size, device, Routing)
-    step, predicted = micro_step(losses, precond, net), partial(_predicted_speedup, net, slowdown)
+    step = micro_step(losses, precond, net)
     speed_check = SpeedCheck(step, predicted, device, recorder) if train["check_speed"] else None
     parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
-    work = Work(cache(partial(_training_flops, net)), specified_peak(device, bf16))
+    work = Work(training_flops, specified_peak(device, bf16))
     trainer = Trainer(*parts, stop, settings, work, speed_check)
 
     coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
@@ -197,10 +196,6 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     launch.barrier()  # all have read what the first rank is about to change
 
     cost = cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown)
-    bare_precond, ratios = build_precond(config, net), plan.min_ratios(train["masked_loss"])
-
-    def loss_of(num_images: int) -> torch.Tensor:
-        return micro_loss(bare_precond, net, loss, num_images, device, Routing)(ratios)
 
     def start_writing() -> None:
         details = {
@@ -215,43 +210,17 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
             "scores": [evaluator.describe() for _, evaluator in evaluators],
         }
         details["changes"] = changes(run.manifest(), details) if checkpoint else []
-        takes = estimate(config, resolved, cost, loss_of, net, launch, drawing_flops(evaluators))
-        disk, left = free_disk(folder), train["total_steps"] - trainer.step
-        check_resources(train, takes, left, memory, disk)
+        takes = estimate(config, resolved, cost, net, launch, drawing_flops(evaluators))
+        left = train["total_steps"] - trainer.step
+        short = check_resources(train, takes, left, memory, free_disk(folder))
         run.record_start(config, details, trainer.step)
         recorder.open(build_node(config, "tracker")() if config["tracker"] else None, flatten(config))
         print(summary(config, details, net, trainer.step, dataset.manifest, takes), flush=True)
-        for line in warnings(config, dataset.manifest, takes, left, memory, disk):
-            print(line, flush=True)
+        for line in (*warnings(config, dataset.manifest), *short):
+            print(f"warning: {line}", flush=True)
 
     launch.broadcast_from_main(start_writing)
     return trainer
-
-
-def _resolve(config: dict[str, Any], run: RunFolder, launch: Launch) -> dict[str, Any]:
-    saved = run.manifest()["resolved"] if run.has_results() else {}
-    chosen = launch.broadcast_from_main(partial(_precision, config, saved, launch))
-    resolved = resolve_auto(config, saved | chosen, launch.device, launch.world_size) | chosen
-    agreed = ("mixed_precision", "compile", "micro_batch_size")
-    launch.assert_ranks_agree({key: resolved[key] for key in agreed})
-    if resolved["keep_freed_memory"]:
-        keep_freed_memory()
-    if "attention" in config["model"]:
-        dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
-        attention = resolve_attention(config["model"]["attention"], launch.device.type, dtype)
-        resolved |= {"attention": attention}
-    return resolved
-
-
-def _precision(config: dict[str, Any], saved: dict[str, Any], launch: Launch) -> dict[str, Any]:
-    """Return the precision, and what was measured to choose it. Only the first rank measures, while the
-    others wait.
-    """
-    resolved = resolve_auto(config, saved, launch.device, launch.world_size)
-    precision = {"mixed_precision": resolved["mixed_precision"]}
-    if config["train"]["mixed_precision"] != "auto" or launch.device.type != "cpu":
-        return precision
-    return precision | {"bf16_speedup": saved.get("bf16_speedup") or round(bf16_speedup(launch.device), 2)}
 
 
 def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:
@@ -275,14 +244,6 @@ def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # The loss runs under autocast; accelerate's own would stay on in evaluations.
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp]).prepare_model(net)
-
-
-def _predicted_speedup(net: nn.Module, slowdown: float, ratios: tuple[float, ...]) -> float:
-    return cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup
-
-
-def _training_flops(net: nn.Module, ratios: tuple[float, ...]) -> int:
-    return cost_of(net, ratios).routed_training_flops
 
 
 def _build_batches(

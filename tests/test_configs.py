@@ -5,7 +5,6 @@ import inspect
 import math
 import re
 from dataclasses import MISSING, asdict, fields, replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +13,10 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from joblib import cpu_count
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from builders import config as configuration
-from builders.auto import resolve_auto
 from builders.kept_tokens import KeptTokensLoss
 from builders.network import build_loss, build_net, build_optimizer, build_precond, build_sampler
 from builders.rules import check_groups
@@ -31,7 +29,7 @@ from runtime.config import build_node
 from runtime.provenance import flatten
 from study.published import read_header, read_rows
 from tests.networks import BLOCKS
-from tests.runs import ROOT, validated
+from tests.runs import ROOT, composed, validated
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem != "auto"]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
@@ -94,52 +92,6 @@ RECIPE = {
         "num_channels": None,
     },
 }
-EXPECTED_FID = {  # unguided, 50,000 samples; with routes, without
-    "s_2": ("47.04", "68.40"),
-    "b_2": ("21.34", "43.47"),
-    "l_2": ("9.10", "23.33"),
-    "xl_2": ("7.38", "19.47"),
-}
-RECIPE_OF_STEPS = {
-    "total_steps": 400_000,
-    "batch_size": 256,
-    "grad_clip": None,
-    "init_from": None,
-    "masked_loss": False,
-    "kept_tokens_only": False,
-    "reconstruction_weight": 0.0,
-}
-# Options that are known by a number, which results are told with.
-NUMBERS = {
-    ("guidance", "cfg"): {"guidance.guidance_scale": 1.5},
-    ("evaluation", "adm"): {"evaluation.num_samples": 50_000, "evaluation.labels": "random"},
-    ("evaluation", "adm_5k"): {"evaluation.num_samples": 5000, "evaluation.labels": "random"},
-    ("evaluation", "glyphs"): {"evaluation.num_samples": 2000, "evaluation.labels": "random"},
-    ("data", "imagenet512"): {"model.input_size": 64, "train.batch_size": 256, "train.total_steps": 400_000},
-    ("data", "digits"): {
-        "train.total_steps": 1000,
-        "train.batch_size": 32,
-        "optimizer.lr": 1e-3,
-        "optimizer.betas": [0.9, 0.99],
-        "ema.decay": 0.999,
-        "ema.warmup": True,
-        "sampler.num_steps": 40,
-        "train.masked_loss": False,
-    },
-    ("data", "glyphs"): {
-        "data.num_images": 65536,
-        "model.hidden_size": 384,
-        "train.total_steps": 50_000,
-        "train.batch_size": 256,
-        "optimizer.lr": 1e-4,
-        "ema.decay": 0.9999,
-    },
-    ("data", "digits_masked"): {
-        "train.masked_loss": True,
-        "data.foreground_masks": True,
-        "optimizer.lr": 1e-3,
-    },
-}
 OPTIONS = [(group, p.stem) for group in GROUPS for p in sorted((ROOT / "configs" / group).glob("*.yaml"))]
 
 
@@ -183,7 +135,6 @@ def test_every_option_composes_and_builds(group, option, latents):
         extra += [f"guidance.weak_run={run}"]
     config, _ = built(*extra, f"{group}={option}")
     assert config["run_name"] == "test"
-    assert flatten(config).items() >= NUMBERS.get((group, option), {}).items()
 
 
 @pytest.mark.parametrize(
@@ -273,13 +224,15 @@ def test_jobs_of_a_sweep_are_the_published_rows(experiment, monkeypatch):
     ((key, values),) = yaml.safe_load((ROOT / f"configs/experiment/{experiment}.yaml").read_text())["hydra"][
         "sweeper"
     ]["params"].items()
-    override = OverridesParser.create().parse_override(f"{key}={values}")
+    parser = OverridesParser.create()
+    override = parser.parse_override(f"{key}={values}")
     jobs = [f"{key}={value}" for value in override.sweep_string_iterator()]
     rows = [row for row in read_rows() if row.experiment == experiment]
     assert [row.keys for row in rows] == [(job,) for job in jobs]
-    names = set()
+    names, config = set(), composed(f"experiment={experiment}", "data.path=x")
     for job in jobs:
-        of_experiment(experiment, job)
+        OmegaConf.update(config, key, parser.parse_override(job).value())
+        configuration.validate(config.copy())
         choices = {"model": "tread", "model/size": "b_2", "data": "imagenet256", "experiment": experiment}
         hydra = job_of_sweep(choices, [job, f"experiment={experiment}"], {key: values})
         monkeypatch.setattr(configuration.HydraConfig, "get", lambda hydra=hydra: hydra)
@@ -329,7 +282,7 @@ def test_the_stages_of_sprint_are_one_network():
     assert second["train"].items() >= {"batch_size": 1024, "total_steps": 20_000, "grad_clip": 1.0}.items()
 
 
-@pytest.mark.parametrize("size", EXPECTED_FID)
+@pytest.mark.parametrize("size", ["s_2", "b_2", "l_2", "xl_2"])
 def test_published_experiments_are_the_recipe_and_twins_but_for_routes(size):
     path = ("data.path=x",)
     names = (f"experiment=imagenet256_{model}_{size}_400k" for model in ("tread", "dit"))
@@ -343,10 +296,9 @@ def test_published_experiments_are_the_recipe_and_twins_but_for_routes(size):
     published = PUBLISHED_SIZES[size.removesuffix("_2")]
     widths = dict(zip(("hidden_size", "depth", "num_heads"), published, strict=True))
     assert {group: dit[group] for group in RECIPE} == {**RECIPE, "model": RECIPE["model"] | widths}
-    assert dit["train"].items() >= RECIPE_OF_STEPS.items()
-    rows = {row.experiment: row.values for row in read_rows() if "fid50k" in row.values}
-    for model, fid50k in zip(("tread", "dit"), EXPECTED_FID[size], strict=True):
-        assert rows[f"imagenet256_{model}_{size}_400k"] == {"fid50k": fid50k}
+    steps = {"total_steps": 400_000, "batch_size": 256, "grad_clip": None}
+    losses = {"masked_loss": False, "kept_tokens_only": False, "reconstruction_weight": 0.0}
+    assert dit["train"].items() >= (steps | losses).items()
     assert dit["routing"].items() >= {"schedule": "constant", "off_last_steps": None}.items()
 
 
@@ -427,41 +379,10 @@ def test_values_are_converted_to_the_types_of_the_signature():
     assert isinstance(model["mlp_ratio"], float)
 
 
-def test_no_more_processes_read_ahead_than_there_are_cores():
-    cpu, most = torch.device("cpu"), cpu_count()
-    for asked, resolved in ((0, 0), (most, most), (most + 7, most)):
-        config = validated(f"train.num_workers={asked}")
-        assert resolve_auto(config, {}, cpu, 1)["num_workers"] == resolved
-
-
-def test_a_resume_on_more_ranks_makes_micro_batches_smaller():
-    saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32}
-    sizes = [resolve_auto(validated(), saved, torch.device("cpu"), n)["micro_batch_size"] for n in (1, 2, 4)]
-    assert sizes == [32, 16, 8]
-
-
 def test_processes_must_divide_the_batch():
     with pytest.raises(ValueError, match=r"batch_size=32 must be a multiple of .* number of processes=3"):
         validated(num_processes=3)
     validated(num_processes=4)
-
-
-def test_auto_is_decided_once_and_kept():
-    cpu = torch.device("cpu")
-    for precision, compiled in (("bf16", True), ("no", False)):  # on a machine that would choose one of both
-        saved = {"mixed_precision": precision, "compile": compiled, "micro_batch_size": 16}
-        assert resolve_auto(validated(), saved, cpu, 2).items() > saved.items()
-    for written, compiled in (("true", True), ("True", True), ("false", False)):
-        fresh = resolve_auto(validated(f"train.compile={written}", "train.mixed_precision=no"), {}, cpu, 2)
-        assert fresh.items() > {"mixed_precision": "no", "compile": compiled, "micro_batch_size": 16}.items()
-
-
-def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="mixed_precision=no gives no here, but the launcher asks for fp16"):
-        resolve_auto(validated("train.mixed_precision=no"), {}, torch.device("cpu"), 1)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's default
-    assert resolve_auto(validated("train.mixed_precision=bf16"), {}, torch.device("cpu"), 1)
 
 
 @pytest.mark.parametrize("routes", [p.stem for p in (ROOT / "configs/model/routes").glob("*.yaml")])
@@ -560,15 +481,6 @@ def test_jobs_that_differ_in_any_sign_have_names_of_their_own(jobs):
     names = [configuration._chosen_in_sweep(re.split(r" (?=b=)", job), set(), swept) for job in jobs]
     assert len(set(names)) == len(jobs)
     assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
-
-
-def test_long_constants_do_not_hide_what_is_swept():
-    constants = [f"train.key_{i}={'x' * 30}" for i in range(10)]
-    name = partial(configuration._chosen_in_sweep, left_out=set(), swept={"optimizer.lr"})
-    names = {name([*constants, f"optimizer.lr={lr}"]) for lr in (1, 2)}
-    assert len(names) == 2
-    assert all(name.startswith("optimizer.lr-") and len(name) < 30 for name in names)
-    assert name(["a=1", "optimizer.lr=1"]) not in names, "other constants, another folder"
 
 
 def test_the_router_is_as_configured():

@@ -1,12 +1,8 @@
 """Every key of every program given a wrong value, every rule across keys broken: one line each, and no device is touched."""
 
-import ast
 import hashlib
-import inspect
 import io
-import json
 import os
-import textwrap
 from contextlib import chdir, redirect_stderr
 from functools import cache, wraps
 from unittest import mock
@@ -21,22 +17,14 @@ import fid
 import sample
 import train
 from benchmarks import advise
-from builders import config as configuration
-from builders import rules, sampling, schemas, scoring
-from builders.trainer import check_files, check_init_from
+from builders import sampling
 from data import convert, encode
-from evaluation.detectors import inception
 from examples import finetune
-from models import DiT, layers
-from routing import RoutePlan, routes
-from runtime import command_line, errors
-from runtime import config as mechanics
 from runtime.config import run_main
 from runtime.provenance import flatten
 from runtime.targets import CONFIGS
 from tests.routing.families import FAMILIES
 from tests.runs import composed, validated
-from training import checkpoint
 
 PROGRAMS = {
     program.__name__.rpartition(".")[2]: program
@@ -47,21 +35,15 @@ POSITIVE, NOT_NEGATIVE, FINITE = "must be greater than 0", "must not be negative
 BELOW_ONE, CHOICE = "must be in [0, 1)", "must be one of "
 SYNTHETIC, IMAGENET = "data=synthetic", "data=imagenet256 data.path=x"
 ADM = "evaluation=adm_5k evaluation.reference=x"
-RUN = "run=r reference=file weights=weights.pth"
+RUN = "run=r reference=file"
 FILES = "samples=file reference=file"
 MAKE = "mode=reference images=file out=new.npz"
 FINETUNE = "transformer=flux inputs=flux"
 ONE_ROUTE = "routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
 ENCODE, CONVERT = "source=file out=new", "format=repa source=file out=new"
 
-# Shapes of what a small FLUX is fine-tuned on, and what is wrong with them in each folder.
+# Shapes of what a small FLUX is fine-tuned on.
 INPUTS = {"latents": (80, 1, 8, 8), "text": (80, 5, 12), "pooled": (80, 8), "masks": (80, 8, 8)}
-WRONG_INPUTS = {
-    "unequal": {"text": (79, 5, 12)},
-    "wide": {"text": (80, 5, 13)},
-    "odd": {"masks": (80, 9, 8)},
-    "four": {"latents": (80, 4, 8, 8)},
-}
 
 # What makes a request complete, of a program or of an option of a group.
 COMPLETE = {
@@ -102,7 +84,7 @@ VALUES = [
     ("train", "must be in (0, 1)", "sampler.times.epsilon_s=1"),
     ("train", "must be in [0, 1000)", "sampler.times.j_0=1000"),
     ("train", "must be in [1, 1000]", "routing.off_last_steps=1001"),
-    ("train", "must be at least 2", "guidance.num_levels=1 evaluation.num_samples=1"),
+    ("train", "must be at least 2", "guidance.num_levels=1"),
     ("train", "must be two numbers in [0, 1)", "optimizer.betas=[0.9]"),
     ("train", "must be two noise levels, low and high", "guidance.guidance_interval=[1] guidance.guidance_interval=0.5"),
     ("train", "must be greater than 0.002, the other end", "sampler.sigma_max=0.001"),
@@ -119,7 +101,6 @@ VALUES = [
     ("train", "must be a name below runs/: output_dir sets any other place", "run_name=../elsewhere run_name=/elsewhere"),
     ("train", "is not a run directory (no nowhere/config.yaml)", "guidance.weak_run=nowhere"),
     ("train", "not found: give a weights file, a checkpoint folder or a run folder", "train.init_from=nowhere"),
-    ("train", "not found: `python -m evaluation.fetch` lists what can be", "evaluation.reference=nowhere"),
     ("sample fid advise", POSITIVE, "num_samples=0 batch_size=0"),
     ("sample fid advise", "is not a run directory (no nowhere/config.yaml)", "run=nowhere"),
     ("sample fid advise", "not found: run=r has steps 4", "checkpoint=5"),
@@ -132,9 +113,6 @@ VALUES = [
     ("sample", POSITIVE, "grid_columns=0"),
     ("sample", "must end in .npz", "output=x.png"),
     ("fid", POSITIVE, "detector_batch_size=0"),
-    ("fid", "not found: sample.py writes one", "samples=nowhere.npz"),
-    ("fid", "not found: `python -m evaluation.fetch` lists what can be downloaded", "reference=nowhere.npz"),
-    ("fid", "not found. Expected: ", "weights=nowhere.pth"),
     ("fid", "must end in .json", "out=scores.txt"),
     ("encode", POSITIVE, "resolution=0"),
     ("convert", POSITIVE, "num_classes=0 scale=-1 std=0"),
@@ -168,11 +146,9 @@ KEYS = [
     ("train", "sampler=ddpm sampler.variance=small sampler.num_steps=1001", "must be in [1, 1000]"),
     ("train", "sampler=heun sampler.times.t_min=1", "must be in [0, 0.98"),
     ("train", "sampler=heun diffusion=flow sampler.times.t_max=2", "must be in (0, 1.0], which ends the path"),
-    ("train", "evaluation=adm_5k evaluation.reference=file evaluation.weights=nowhere", "not found"),
     ("train", "train.init_from=file train.init_from_objective=noise", "must be one of edm, flow, sit, ddpm"),
     ("train", "train.kept_tokens_only=true train.reconstruction_weight=-1", NOT_NEGATIVE),
     ("sample", "checkpoint=file objective=noise", "must be one of edm, flow, sit, ddpm"),
-    ("fid", f"{MAKE} images=nowhere", "not found"),
     ("fid", f"{MAKE} resolution=0", POSITIVE),
     ("finetune", f"{FINETUNE} {ONE_ROUTE} router=nearest", "must be one of random, norm"),
     ("finetune", f"{FINETUNE} {ONE_ROUTE} off_last_steps=1001", "must be in [0, total_steps=1000]"),
@@ -198,7 +174,7 @@ RULES = [
     ("train", "model/router=norm train.kept_tokens_only=true", "train.kept_tokens_only=true needs model/router=random"),
     ("train", "model.in_channels=3", "the model takes latents of (3, 8, 8), those of the data are (1, 8, 8)"),
     ("train", "model=sprint model.routes=[]", "model.routes=[]: SPRINT training requires you to configure the routes, e.g. model/rou"),
-    ("train", "model.rejoin=5", "model.rejoin=5 must name a _target_"),
+    ("train", "model.rejoin=5", "model.rejoin must name a _target_"),
     ("train", "model=dit guidance=path_drop", "guidance=path_drop needs a network with routes (model=sprint)"),
     ("train", "model=dit model/routes=paper", "model.routes=[{'selection_ratio': 0.5, "),
     ("train", "model.routes.0.selection_ratio=???", "model.routes.0.selection_ratio must be given, as KEY=VALUE"),
@@ -233,7 +209,7 @@ RULES = [
     ("train", "~train.batch_size", "~train.batch_size: must not be removed"),
     ("train", "~data.num_classes", "model.num_classes takes its value from data.num_classes, which is not there"),
     ("train", "~model.depth", "model.depth must be given: DiT needs it"),
-    ("train", "~sampler", "sampler={} must name a _target_"),
+    ("train", "~sampler", "sampler must name a _target_"),
     ("train", "++train.total_stepz=3", "train.total_stepz=3 is not known: did you mean total_steps?"),
     ("train", "++model.hiden_size=3", "model.hiden_size=3 is not known: did you mean hidden_size?"),
     ("train", "qqqq=2", "qqqq is not known"),
@@ -250,21 +226,16 @@ RULES = [
     ("train", "model.routes.x=0.3", "'x' is not an item of a list: those are 0, 1, ..."),
     ("sample", "num_samples=3", "run=FOLDER or checkpoint=FILE must be given"),
     ("sample", "checkpoint=nowhere.pt", "checkpoint=nowhere.pt is not a file: give one, or run=FOLDER"),
-    ("sample", "run=r sampler=dopri5 num_steps=5", "num_steps=5 is no key of diffusion.adaptive_sampler: it has rtol, atol, t_min"),
+    ("sample", "run=r sampler=dopri5 num_steps=5", "num_steps=5 is not known"),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
-    ("sample", "run=r labels=balanced class_label=3", "class_label=3 is one class: labels=balanced must not be given"),
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
     ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
-    ("fid", "samples=file", "reference must be given for scoring samples in files (an .npz: `python -m evaluation.fetch`"),
-    ("fid", "samples=file suite=digits", "reference must be given for scoring samples in files (a latent folder, as latents/digits)"),
-    ("fid", "reference=file", "samples must be given for scoring samples in files (an .npz, a folder or a zip; or run=NAME"),
+    ("fid", "samples=file", "reference must be given for scoring samples in files"),
     ("fid", f"{RUN} samples=file", "samples=file has no meaning for scoring a network"),
     ("fid", f"{FILES} suite=digits kid=true", "kid=True has no meaning for suite=digits"),
     ("fid", f"{MAKE} num_samples=5", "num_samples=5 has no meaning for mode=reference"),
     ("fid", "reference=file samples=r", "samples=r is a folder, which may have older images in it"),
     ("fid", "mode=reference images=file", "out must be given for mode=reference"),
-    ("fid", "mode=reference images=file out=there.npz", "out=there.npz: there.npz is there already: overwrite=true "),
-    ("fid", f"{FILES} weights=file", "weights=file has 0 bytes: truncated, or another file"),
     ("encode", "source=file out=new conditioning_type=segmentation", "conditioning_type=segmentation needs masks=FOLDER"),
     ("convert", f"{CONVERT} shift=0", "shift=0.0 needs scale as well"),
     ("convert", f"{CONVERT} scale=2", "scale=2.0 needs shift as well"),
@@ -279,38 +250,15 @@ RULES = [
     ("finetune", f"{FINETUNE} routes=[{{selection_rate:0.5}}]", "routes.0.selection_rate=0.5 is not known: did you mean "),
     ("finetune", f"{FINETUNE} {ONE_ROUTE.replace('-2', '9')}", "routes.0.end_layer_idx=9 must be in [-7, 6] for depth=7"),
     ("finetune", "transformer=flux inputs=without", "inputs=without has no pooled.npy, which FluxTransformer2DModel needs"),
-    ("finetune", "transformer=wan inputs=flux", "inputs=flux has pooled.npy, which this program does not give to Wan"),
     ("finetune", "transformer=flux inputs=unequal", "inputs=unequal has arrays of different lengths: {'latents': 80, "),
-    ("finetune", "transformer=flux inputs=wide", "inputs=wide: a FluxTransformer2DModel does not take rows of {'latents': (80, 1"),
     ("finetune", "transformer=flux inputs=damaged", "damaged/latents.npy cannot be read as an array of numbers"),
-    ("finetune", "transformer=sd3 inputs=four", "inputs=four: from rows of {'latents': (80, 4, 8, 8), "),
-    ("finetune", "transformer=flux inputs=odd", "inputs=odd: masks.npy has shape (80, 9, 8), latents.npy (80, 1, 8, 8)"),
-    ("sample", "run=unknown", "unknown/config.yaml: train.speed: Key 'speed' not in 'TrainConfig'"),
+    ("sample", "run=unknown", "unknown/config.yaml: speed: Key 'speed' not in 'Config'"),
     ("sample", "run=older", "older/config.yaml: seed is missing: another version of this code wrote it"),
-    ("sample", "run=interpolated", "interpolated/config.yaml: it has interpolations, which no run writes"),
-    ("sample", "run=dotted", "dotted/config.yaml: sampler.'num_steps.of' must be a name without dots: keys are nested"),
-    ("sample", "run=untold", "untold/manifest.json has no manifest of the data (data.manifest)"),
-    ("advise", "run=r", "run=r: its manifest has micro_batch_size=None: set batch_size=N"),
-    ("advise", "run=r batch_size=8", "run=r: data.path=latents/digits is not a folder here: set data_path=PATH"),
-    *((program, f"{run}run=foreign", "foreign/config.yaml: sampler._target_=os.system must be diffusion.adaptive_sampler or diffu")
-      for program, run in (("sample", ""), ("fid", "reference=file weights=weights.pth "), ("advise", ""))),
 ]  # fmt: skip
 
 # Groups whose options bring keys of their own.
 GROUPS = ["data", "evaluation", "tracker", "model/router", "model/rejoin", "diffusion", "sampler", "guidance"]
 GROUPS += ["optimizer", "ema"]
-USER_ERRORS = ("ValueError", "FileNotFoundError", "FileExistsError")
-# Where rules are told: modules, classes and functions.
-TOLD_BY = [
-    rules, schemas, configuration, mechanics, command_line, errors,
-    routes.resolve_routes, routes._resolve, RoutePlan.__post_init__, DiT.__init__,
-    layers.sincos_position_table, layers.rotary_table, inception.check_weights_file, check_files, check_init_from,
-    checkpoint.find_checkpoint, checkpoint._checkpoints_of, sampling._settings, sampling.read_run, sample.main,
-    fid.main, scoring.suite_config, scoring.check_request, scoring.check_files,
-    encode.check_request, encode.check_out, encode.check_sources, convert.check_request,
-    advise.main, advise._resolved, advise._find_data,
-    finetune.check_request, finetune.read_routes, finetune.open_inputs, finetune._open,
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -327,41 +275,31 @@ def folder(tmp_path_factory):
         if name != "empty":
             (checkpoint / "ema.safetensors").touch()
             (checkpoint / "SHA256SUMS").write_text(f"{hashlib.sha256().hexdigest()}  ema.safetensors\n")
-    config = validated()
-    spoilt = {
-        "foreign": config | {"sampler": {"_target_": "os.system", "command": "touch EXECUTED"}},
-        "unknown": config | {"train": config["train"] | {"speed": 9}},
-        "older": {key: value for key, value in config.items() if key != "seed"},
-        "interpolated": config | {"output_dir": "${oc.env:HOME}"},
-        "dotted": config | {"sampler": config["sampler"] | {"num_steps.of": 9}},
-        "untold": config,
-    }
-    for name, written in spoilt.items():
+    spoilt = {"unknown": ("seed: 0", "speed: 9"), "older": ("seed: 0\n", "")}
+    for name, (old, new) in spoilt.items():
         (folder / name).mkdir()
-        (folder / name / "config.yaml").write_text(yaml.safe_dump(written))
+        config = (folder / "r/config.yaml").read_text()
+        assert old in config
+        (folder / name / "config.yaml").write_text(config.replace(old, new))
         (folder / name / "manifest.json").write_text("{}")
-    for name in ("flux", "pixart", "sd3", "wan"):
+    for name in ("flux", "pixart"):
         FAMILIES[name].build().save_config(folder / name)
-    for name, changed in ({"flux": {}, "without": {}, "damaged": {}} | WRONG_INPUTS).items():
+    for name in ("flux", "without", "damaged", "unequal"):
         (folder / name).mkdir(exist_ok=True)
-        for array, shape in (INPUTS | changed).items():
+        for array, shape in INPUTS.items():
             np.save(folder / name / f"{array}.npy", np.zeros(shape, dtype=np.float32))
     (folder / "without/pooled.npy").unlink()
     (folder / "damaged/latents.npy").write_bytes(b"not an array")
-    config = folder / "sd3/config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "out_channels": 8}))
+    np.save(folder / "unequal/text.npy", np.zeros((79, 5, 12)))
     (own := folder / "own/checkpoints/step_00000004").mkdir(parents=True)
-    for file in (folder / "file", folder / "there.npz", own / "ema.safetensors", own / "SHA256SUMS"):
+    for file in (folder / "file", own / "ema.safetensors", own / "SHA256SUMS"):
         file.touch()
-    with (folder / "weights.pth").open("wb") as weights:
-        weights.truncate(inception.MIN_FILE_BYTES + 1)  # takes no room
     with chdir(folder):
         yield folder
 
 
-@cache
 def refusal(program, overrides):
-    """Return how a program ends that is started with overrides, and what it says."""
+    """What a program prints that is started with overrides and refuses them."""
     arguments = overrides.split()
     name, schemas = "config" if program == "train" else program, ConfigStore.instance().repo
     others = [key for key in schemas if key.endswith("_schema.yaml") and not key.startswith(program)]
@@ -377,11 +315,11 @@ def refusal(program, overrides):
         main = PROGRAMS[program].main
         run_main(wraps(main)(lambda: main(composed(*arguments, config_name=name))))
     assert end.value.code == 1
-    return end.value, said.getvalue()
+    return said.getvalue()
 
 
 def line_of(program, overrides):
-    _, said = refusal(program, overrides)
+    said = refusal(program, overrides)
     assert said.startswith("error: ")
     assert said.index("\n") == len(said) - 1
     return said.removeprefix("error: ").rstrip("\n")
@@ -459,39 +397,9 @@ def test_a_broken_rule_is_reported_in_one_line(program, overrides, expected):
     assert line_of(program, overrides).startswith(expected)
 
 
-def raises_of(source):
-    """Yield (file, first and last line) of every `raise` of an error of the user's in a module, class or function."""
-    source = inspect.unwrap(source)  # from what Hydra puts around it
-    lines, start = inspect.getsourcelines(source)
-    for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
-        error = node.exc if isinstance(node, ast.Raise) else None
-        if isinstance(error, ast.Call) and error.func.id in USER_ERRORS:
-            offset = max(start, 1) - 1
-            yield inspect.getsourcefile(source), node.lineno + offset, node.end_lineno + offset
-
-
-def lines_that_raised(error):
-    """Yield (file, line) of every step of the way of an error, and of the errors that it came from."""
-    while error:
-        trace = error.__traceback__
-        while trace:
-            yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
-            trace = trace.tb_next
-        error = error.__cause__ or error.__context__
-
-
-def test_every_rule_is_broken_by_a_row():
-    rows = (*VALUE_ROWS, *RULE_ROWS)
-    raised = {step for row in rows for step in lines_that_raised(refusal(*row[:2])[0])}
-    known = [place for source in TOLD_BY for place in raises_of(source)]
-    assert len(known) > 60
-    for file, first, last in known:
-        assert raised & {(file, line) for line in range(first, last + 1)}, f"{file}:{first}"
-
-
 def test_nothing_is_printed_but_the_line(caplog, capsys):
     """Hydra logs what it cannot import, in lines of its own."""
-    _, said = refusal.__wrapped__("train", "sampler._target_=diffusion.nothing")
+    said = refusal("train", "sampler._target_=diffusion.nothing")
     assert said.count("\n") == 1
     assert caplog.records == []
     assert capsys.readouterr() == ("", "")

@@ -1,57 +1,73 @@
-"""What a run makes of the machine: precision and memory; tests/test_configs.py has the rest."""
-
-import json
-from types import SimpleNamespace
+"""What a run makes of the machine: precision, cores and memory."""
 
 import pytest
 import torch
+from joblib import cpu_count
 
 from builders.auto import resolve_auto
-from builders.trainer import _resolve
-from runtime.launch import ALONE
 from runtime.machine import MALLOC_VARIABLES
 from tests.runs import validated
-from training.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 
 
-def resolved(*overrides, device=CPU):
-    return resolve_auto(validated(*overrides), {}, device, 1)["keep_freed_memory"]
+def resolved(*overrides, saved=None, device=CPU, num_processes=1):
+    return resolve_auto(validated(*overrides), saved or {}, device, num_processes)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch):
     for name in MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_first_rank_measures_the_precision_and_the_others_take_it(tmp_path, monkeypatch):
-    config, run = validated("train.keep_freed_memory=false"), RunFolder(tmp_path)
-    monkeypatch.setattr("runtime.machine.bf16_speedup", lambda device: 2.654)
-    monkeypatch.setattr("builders.trainer.bf16_speedup", lambda device: 2.654)
-    first = _resolve(config, run, ALONE)
+def test_the_precision_is_measured_once_in_the_life_of_a_run(monkeypatch):
+    for module in ("runtime.machine", "builders.auto"):
+        monkeypatch.setattr(f"{module}.bf16_speedup", lambda device: 2.654)
+    first = resolved()
     assert (first["mixed_precision"], first["bf16_speedup"]) == ("bf16", 2.65)
-    monkeypatch.setattr("runtime.machine.bf16_speedup", lambda device: pytest.fail("measured again"))
-    decided = {key: first[key] for key in ("mixed_precision", "bf16_speedup")}
-    collective = {"broadcast_from_main": lambda decide: decided, "assert_ranks_agree": lambda values: None}
-    second = SimpleNamespace(device=CPU, world_size=2, **collective)
-    assert _resolve(config, run, second).items() >= decided.items()
-    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
-    run.manifest_file.write_text(json.dumps({"resolved": first}))
-    assert _resolve(config, run, ALONE) == first, "a resumed run does not measure"
+    for module in ("runtime.machine", "builders.auto"):
+        monkeypatch.setattr(f"{module}.bf16_speedup", lambda device: pytest.fail("measured again"))
+    assert resolved(saved=first) == first
+    assert "bf16_speedup" not in resolved("train.mixed_precision=no")
 
 
-@pytest.mark.usefixtures("nothing_chosen")
-def test_freed_memory_is_kept_on_a_cpu_by_default(monkeypatch):
-    assert resolved() is True
-    assert resolved("train.keep_freed_memory=false") is False
-    assert resolved(device=torch.device("cuda")) is False
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")  # the user has told the C library what to do
-    assert resolved() is False
-    assert resolved("train.keep_freed_memory=true") is True
+def test_what_a_run_started_with_is_kept():
+    for precision, compiled in (("bf16", True), ("no", False)):  # on a machine that would choose one of both
+        saved = {"mixed_precision": precision, "compile": compiled, "micro_batch_size": 16, "bf16_speedup": 1}
+        assert resolved(saved=saved, num_processes=2).items() > saved.items()
+    for written, compiled in (("true", True), ("True", True), ("false", False)):
+        fresh = resolved(f"train.compile={written}", "train.mixed_precision=no", num_processes=2)
+        assert fresh.items() > {"mixed_precision": "no", "compile": compiled, "micro_batch_size": 16}.items()
 
 
-def test_freed_memory_is_not_kept_by_another_c_library(monkeypatch):
+def test_micro_batches_shrink_where_processes_cannot_share_the_batch():
+    saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32, "bf16_speedup": 1}
+    assert [resolved(saved=saved, num_processes=n)["micro_batch_size"] for n in (1, 2, 4)] == [32, 16, 8]
+
+
+def test_no_more_processes_read_ahead_than_there_are_cores():
+    most = cpu_count()
+    for request, expected in ((0, 0), (most + 7, most)):
+        assert resolved(f"train.num_workers={request}", "train.mixed_precision=no")["num_workers"] == expected
+
+
+def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="mixed_precision=no gives no here, but the launcher asks for fp16"):
+        resolved("train.mixed_precision=no")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's default
+    assert resolved("train.mixed_precision=bf16")
+
+
+def test_freed_memory_is_kept_on_a_cpu_with_glibc_by_default(monkeypatch):
+    fixed, key = "train.mixed_precision=no", "keep_freed_memory"
+    assert resolved(fixed)[key] is True
+    assert resolved(fixed, "train.keep_freed_memory=false")[key] is False
+    assert resolved(fixed, device=torch.device("cuda"))[key] is False
+    with monkeypatch.context() as patch:
+        patch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")  # the user has told the C library what to do
+        assert resolved(fixed)[key] is False
+        assert resolved(fixed, "train.keep_freed_memory=true")[key] is True
     monkeypatch.setattr("runtime.machine.platform.libc_ver", lambda: ("", ""))
-    assert resolved() is False
+    assert resolved(fixed)[key] is False
