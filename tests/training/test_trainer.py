@@ -426,23 +426,18 @@ def test_a_dense_finetune_starts_from_the_average_of_a_routed_run(tmp_path):
 
 @pytest.mark.parametrize("model", ["tread", "dit"])
 @pytest.mark.parametrize("precision", ["bf16", "no"])
-def test_a_run_says_what_its_block_in_fp32_costs(tmp_path, capsys, monkeypatch, model, precision):
+def test_a_run_records_what_its_block_in_fp32_costs(tmp_path, monkeypatch, model, precision):
     slowdown = "builders.trainer.fp32_slowdown"
     monkeypatch.setattr(slowdown, lambda net, device, bf16: 2.5 if net.routes and bf16 else 1.0)
     run = (f"model={model}", "parity=official", f"train.mixed_precision={precision}", "train.total_steps=3")
     tiny_run(tmp_path / "run", *run)
-    said, manifest = capsys.readouterr().out, json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     cost = manifest["cost"]
     if (model, precision) != ("tread", "bf16"):
-        assert "fp32 block" not in said
         assert cost["fp32_slowdown"] == 1
         return
     without = cost["dense_training_flops"] / cost["routed_training_flops"]
     assert without > 1
-    assert (
-        "outside autocast products take 2.5x as long here: without model.fp32_after_route the steps could "
-        f"be {without:.2f}x" in said
-    )
     extra = 1.5 * cost["fp32_training_flops"]
     expected = cost["dense_training_flops"] / (cost["routed_training_flops"] + extra)
     assert (
