@@ -103,25 +103,6 @@ def test_a_sweep_runs_each_job_in_its_own_folder_as_if_alone_and_continues(tmp_p
     assert len(list((tmp_path / "runs").glob("*/"))) == 7
 
 
-ERRORS = [
-    (["train.total_steps=abc"], "error: train.total_steps=abc: must be of type int"),
-    (["model/size=huge"], "Could not find 'model/size/huge' Available options in 'model/size': auto b_2"),
-    (["data=latents", "data.path=nowhere"], "error: data.path=nowhere must be a latent folder"),
-]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"), ERRORS, ids=[" ".join(overrides) for overrides, _ in ERRORS]
-)
-def test_a_mistake_ends_in_one_message_and_no_traceback(tmp_path, overrides, message):
-    result = start("train.py", "run_name=r", *DIGITS, *overrides, folder=tmp_path, check=False)
-    assert result.returncode != 0
-    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
-    assert line.startswith("error: ")
-    assert message in line
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.slow
 def test_masked_training_compiles_and_agrees_on_two_processes(tmp_path):
     """All that changes the length of a sequence at once; blocks that fall back to eager are an error."""
@@ -143,47 +124,37 @@ def test_masked_training_compiles_and_agrees_on_two_processes(tmp_path):
                 assert other[key] == pytest.approx(line[key], rel=1e-4), (name, key)
 
 
-def test_mistakes_of_sample_and_fid_end_in_one_message(tmp_path):
-    (tmp_path / "noise.npz").write_bytes(b"noise")
-    (tmp_path / "latents/digits").mkdir(parents=True)
-    np.savez(tmp_path / "floats.npz", np.zeros((4, 8, 8, 1)), np.zeros(4))
-    for program, overrides, message in (
-        ("sample.py", ["run=nowhere"], "run=nowhere is not a run directory"),
-        ("fid.py", ["samples=noise.npz", *DIGIT_SCORES], "noise.npz cannot be read"),
-        ("fid.py", ["samples=floats.npz", *DIGIT_SCORES], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
-    ):
-        result = start(program, *overrides, folder=tmp_path, check=False)
-        assert result.returncode != 0
-        assert message in result.stderr
-        assert "Traceback" not in result.stderr
-
-
 @pytest.mark.slow
-def test_trackers_write_beside_the_run(tmp_path):
-    short = ("run_name=r", *DIGITS, "train.sample_every=null", "train.eval_every=null", "train.total_steps=2")
-    start("train.py", "tracker=tensorboard", *short, folder=tmp_path)
-    assert list((tmp_path / "runs/r/tensorboard").glob("events.*"))
-    start("train.py", "tracker=wandb", *short, "run_name=fresh", folder=tmp_path)  # makes its folder
-    assert list((tmp_path / "runs/fresh/wandb").glob("offline-run-*"))
-
-
-@pytest.mark.slow
-def test_compiled_training_agrees_with_uncompiled_and_resumes_bitwise(tmp_path):
+def test_compiled_training_resumes_bitwise(tmp_path):
     short = (*DIGITS, "train.sample_every=null", "train.compile=true", "train.eval_every=2")
-    start("train.py", "run_name=uninterrupted", *short, folder=tmp_path)
+    start("train.py", "run_name=whole", *short, folder=tmp_path)
     start("train.py", "run_name=parts", *short, "train.total_steps=2", folder=tmp_path)
     start("train.py", "run_name=parts", *short, folder=tmp_path)
-    start("train.py", "run_name=two", *short, num_processes=2, folder=tmp_path)
-    start("train.py", "run_name=eager", *short, "train.compile=false", folder=tmp_path)
-    whole, parts, eager = (tmp_path / "runs" / name for name in ("uninterrupted", "parts", "eager"))
-    for run in (whole, parts, eager):
-        resolved = json.loads((run / "manifest.json").read_text())["resolved"]
-        assert resolved["compile"] == (run != eager)
+    whole, parts = (tmp_path / "runs" / name for name in ("whole", "parts"))
+    assert json.loads((whole / "manifest.json").read_text())["resolved"]["compile"]
     assert metrics(whole) == metrics(parts)
     for file in ("net", "ema", "optimizer"):
         path = f"checkpoints/step_00000004/{file}.safetensors"
         assert (whole / path).read_bytes() == (parts / path).read_bytes()
-    for name in ("eager", "two"):
-        for line, other in zip(metrics(whole), metrics(tmp_path / "runs" / name), strict=True):
-            for key in line:
-                assert other[key] == pytest.approx(line[key], rel=1e-4), (name, key)
+
+
+@pytest.mark.parametrize(
+    ("program", "overrides", "message"),
+    [
+        (
+            "train.py",
+            ["model/size=huge"],
+            "Could not find 'model/size/huge' Available options in 'model/size': ",
+        ),
+        ("sample.py", ["run=nowhere"], "run=nowhere is not a run directory"),
+        ("fid.py", ["samples=floats.npz", *DIGIT_SCORES], "arr_0 is float64 (4, 8, 8, 1), must be uint8"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_no_traceback(tmp_path, program, overrides, message):
+    np.savez(tmp_path / "floats.npz", np.zeros((4, 8, 8, 1)), np.zeros(4))
+    (tmp_path / "latents/digits").mkdir(parents=True)
+    result = start(program, *overrides, folder=tmp_path, check=False)
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ") and message in line
+    assert not (tmp_path / "runs").exists()

@@ -170,11 +170,6 @@ def test_a_manifest_of_other_data_is_refused(run):
     assert "data.input_size=8 must be 4096, as in run/manifest.json" in told("sample")
 
 
-def test_a_run_that_is_not_spoilt_is_sampled(run):
-    sample.main(composed("run=run", "num_samples=2", config_name="sample"))
-    assert (run / "samples/step_00000002_n2_seed0_2steps.npz").exists()
-
-
 @pytest.mark.parametrize(
     ("target", "path"), [("data.digits", "../OUTSIDE"), ("data.open_shards", "http://127.0.0.1:9/x")]
 )
