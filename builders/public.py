@@ -9,8 +9,6 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from builders import config as configuration
 from builders.schemas import OBJECTIVES, OBJECTIVES_OF_OTHERS
 from data import LatentManifest
@@ -100,8 +98,8 @@ def num_heads_of(weights: Weights, objective: str | None) -> int | None:
     """The run's number of attention heads, or that of published networks of this width; None for others."""
     if objective is None:
         return _own_configuration(weights.file)["model"].get("num_heads")
-    embedding = weights.tensors.get("x_embedder.proj.weight", torch.empty(0))
-    return NUM_HEADS.get(embedding.shape[0])
+    embedding = weights.tensors.get("x_embedder.proj.weight")
+    return None if embedding is None else NUM_HEADS.get(embedding.shape[0])
 
 
 def _own_configuration(file: Path) -> dict[str, Any]:
