@@ -51,7 +51,6 @@ from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
 from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, most_graphs, specified_peak
 from training.stopping import StopRequest
-from training.trackers import check_wandb
 from training.trainer import Settings, Trainer
 from training.weights import (
     LABEL_TABLE,
@@ -73,7 +72,6 @@ def check_files(config: dict[str, Any], run: RunFolder) -> None:
     if config["train"]["init_from"] and not latest_checkpoint(run.path):
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
         check_init_shapes(config)
-    check_wandb(config["tracker"])
 
 
 def check_init_from(source: str, objective: str | None) -> None:

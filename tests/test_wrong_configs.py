@@ -71,7 +71,7 @@ VALUES = [
     ("train", CHOICE, "method=sit model.init=zero model.attention=flash routing.schedule=sine sampler.coefficient=square"),
     ("train", CHOICE, "routing.force_keep_overflow=drop diffusion.loss.distribution=normal sampler.solve_on=ddpm"),
     ("train", CHOICE, "sampler.solver=rk4 sampler.last_step=tweedie sampler.variance=medium guidance.schedule=sine"),
-    ("train", CHOICE, "guidance.masks=new guidance.ratio_schedule=sine evaluation.labels=alphabetical tracker.mode=on"),
+    ("train", CHOICE, "guidance.masks=new guidance.ratio_schedule=sine evaluation.labels=alphabetical"),
     ("train", CHOICE, "train.mixed_precision=fp16 train.compile=maybe train.keep_freed_memory=maybe"),
     ("train sample fid", CHOICE, "decoding=jpeg"),
     ("sample fid", CHOICE, "labels=alphabetical mixed_precision=fp16 compile=maybe"),

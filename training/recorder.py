@@ -92,8 +92,6 @@ class Recorder:
         self.tracker: BackgroundTracker | None = None
         self.bar = tqdm(disable=True)
         self._kept = {"size": 0, "waiting": ""}
-        self._newest: dict[str, float] = {}
-        self._step = 0
 
     def open(self, tracker: Tracker | None, config: dict[str, Any]) -> None:
         """Start to write, after what belongs to the loaded checkpoint."""
@@ -108,8 +106,6 @@ class Recorder:
         if self.tracker:
             shown = {key: v for key, v in values.items() if isinstance(v, int | float | np.ndarray)}
             self.tracker.log({"num_images": num_images, **shown}, step)
-            self._newest |= without_pictures(shown)
-            self._step = step
 
     def note(self, fields: dict[str, Any]) -> None:
         """Write fields into the manifest, if there is room."""
@@ -152,8 +148,6 @@ class Recorder:
         if self.metrics_file:
             self.metrics_file.close()
         if self.tracker:
-            if self._newest and not hurried:
-                self.tracker.table(self._newest, self._step)
             self.tracker.close(HURRIED_SEC if hurried else CLOSE_WITHIN_SEC)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """TensorBoard and Weights & Biases, each in a thread of its own, where it cannot stop a run."""
 
 import hashlib
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runtime.errors import check_choice
-
 CLOSE_WITHIN_SEC = 60.0
-TABLE = "last_values"
-WANDB_MODES = ("offline", "online", "disabled")
 Values = dict[str, float | np.ndarray]  # numbers, and pictures (height, width, C) uint8
 
 
@@ -26,8 +21,6 @@ class Tracker(Protocol):
 
     def log(self, values: Values, step: int) -> None: ...
 
-    def table(self, values: dict[str, float], step: int) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -36,7 +29,7 @@ class BackgroundTracker:
 
     def __init__(self, tracker: Tracker, show: Callable[[str], None], config: dict[str, Any]):
         self._tracker, self.show, self._config = tracker, show, config
-        self._lines: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lines: SimpleQueue[tuple[Values, int] | None] = SimpleQueue()
         self._failed = False
         self._thread = Thread(target=self._run, name="tracker", daemon=True)
         self._thread.start()
@@ -44,12 +37,7 @@ class BackgroundTracker:
     def log(self, values: Values, step: int) -> None:
         """Hand a line over."""
         if not self._failed:
-            self._lines.put(partial(self._tracker.log, values, step))
-
-    def table(self, values: dict[str, float], step: int) -> None:
-        """Hand the last values of a run over."""
-        if not self._failed:
-            self._lines.put(partial(self._tracker.table, values, step))
+            self._lines.put((values, step))
 
     def close(self, within_sec: float = CLOSE_WITHIN_SEC) -> None:
         """Wait for the lines that were handed over, `within_sec` at most."""
@@ -62,7 +50,7 @@ class BackgroundTracker:
         try:
             self._tracker.open(self._config)
             while line := self._lines.get():
-                line()
+                self._tracker.log(*line)
             self._tracker.close()
         except Exception as error:  # whatever a service comes to: the training is worth more
             self._switch_off(f"{type(error).__name__}: {error}")
@@ -73,16 +61,6 @@ class BackgroundTracker:
         self._failed = True
         reason = " ".join(reason.split())
         self.show(f"warning: the tracker is switched off ({reason}); metrics.jsonl has every line")
-
-
-def check_wandb(given: dict[str, Any]) -> None:
-    """Raise a ValueError if an environment variable of wandb differs from the key, which takes precedence."""
-    if "mode" in given:
-        check_choice("tracker.mode", given["mode"], WANDB_MODES)
-    for variable, key in (("WANDB_MODE", "mode"), ("WANDB_PROJECT", "project")):
-        asked = os.environ.get(variable)
-        if asked and key in given and asked != given[key]:
-            raise ValueError(f"{variable}={asked}, but tracker.{key}={given[key]}: they must agree")
 
 
 class WandbTracker:
@@ -96,7 +74,7 @@ class WandbTracker:
     def __init__(self, run_name: str, folder: str, project: str, mode: str):
         import wandb
 
-        self._folder, self._picture, self._table = Path(folder), wandb.Image, wandb.Table
+        self._folder, self._picture = Path(folder), wandb.Image
         options = {"project": project, "name": run_name, "dir": folder, "mode": mode, "resume": "allow"}
         identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
         self._init = partial(wandb.init, **options, id=identity)
@@ -110,10 +88,6 @@ class WandbTracker:
             raise FileNotFoundError(f"{self._folder} is gone")  # wandb would make it again for pictures
         pictures = {key: self._picture(v) for key, v in values.items() if isinstance(v, np.ndarray)}
         self._run.log({**values, **pictures}, step=step)
-
-    def table(self, values: dict[str, float], step: int) -> None:
-        rows = [[key, value] for key, value in values.items()]
-        self._run.log({TABLE: self._table(columns=["metric", "value"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -135,22 +109,15 @@ class TensorBoardTracker:
         # Points that an earlier start logged after the checkpoint are removed.
         if self._writer is None:
             self._writer = self._writer_from(purge_step=step)
-            self._writer.add_text("configuration", markdown("key", self._config), step)
+            rows = [f"| `{key}` | {value} |" for key, value in self._config.items()]
+            table = "\n".join(["| key | value |", "|---|---|", *rows])
+            self._writer.add_text("configuration", table, step)
         for key, value in values.items():
             if isinstance(value, np.ndarray):
                 self._writer.add_image(key, value, step, dataformats="HWC")
             else:
                 self._writer.add_scalar(key, value, step)
 
-    def table(self, values: dict[str, float], step: int) -> None:
-        self._writer.add_text(TABLE, markdown("metric", values), step)
-
     def close(self) -> None:
         if self._writer:
             self._writer.close()
-
-
-def markdown(heading: str, values: dict[str, Any]) -> str:
-    """A table of two columns."""
-    rows = [f"| `{key}` | {value} |" for key, value in values.items()]
-    return "\n".join([f"| {heading} | value |", "|---|---|", *rows])

@@ -17,7 +17,6 @@ from runtime.launcher import check_launcher, check_precision, threads_are_chosen
 from runtime.provenance import environment
 from tests.programs import ROOT, start
 from tests.runs import validated
-from training.trackers import check_wandb
 
 ONE = {"OMP_NUM_THREADS": "1"}
 MARK = {"ACCELERATE_MIXED_PRECISION": "no"}
@@ -79,21 +78,18 @@ def test_a_training_refuses_before_any_work(tmp_path):
     common = {"folder": tmp_path, "check": False}
     result = start("train.py", **common, variables={"ACCELERATE_USE_FSDP": "true"})
     assert (result.returncode, result.stderr.count("\n"), result.stdout) == (1, 1, "")
-    result = start("train.py", "tracker=wandb", **common, variables={"WANDB_MODE": "online"})
-    assert result.stderr == "error: WANDB_MODE=online, but tracker.mode=offline: they must agree\n"
     assert not list(tmp_path.iterdir())
 
 
-def test_variables_of_wandb_must_agree_with_the_keys_that_win(monkeypatch):
-    given = validated("tracker=wandb")["tracker"]
-    for variables in ({"WANDB_MODE": "offline"}, {"WANDB_MODE": ""}, {"WANDB_PROJECT": "tread"}):
+def test_variables_of_wandb_are_defaults_of_its_keys(monkeypatch):
+    for variables, project, mode in (
+        ({}, "tread", "offline"),
+        ({"WANDB_MODE": "disabled", "WANDB_PROJECT": "mine"}, "mine", "disabled"),
+    ):
         monkeypatch.setattr(os, "environ", variables)
-        check_wandb(given)
-    for variables in ({"WANDB_MODE": "disabled"}, {"WANDB_PROJECT": "mine"}):
-        monkeypatch.setattr(os, "environ", variables)
-        check_wandb(validated("tracker=tensorboard")["tracker"])
-        with pytest.raises(ValueError, match=r"=\w+, but tracker.\w+=\w+: they must agree"):
-            check_wandb(given)
+        tracker = validated("tracker=wandb")["tracker"]
+        assert (tracker["project"], tracker["mode"]) == (project, mode)
+        assert validated("tracker=wandb", "tracker.mode=online")["tracker"]["mode"] == "online"
 
 
 @pytest.mark.parametrize(

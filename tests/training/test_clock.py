@@ -161,7 +161,7 @@ def test_a_resumed_run_reserves_time_by_its_own_steps(tmp_path, clock):
     def ignore(*_):
         pass
 
-    silent = SimpleNamespace(log=ignore, table=ignore, close=ignore)
+    silent = SimpleNamespace(log=ignore, close=ignore)
     trainer.recorder.tracker = silent
     run_training(trainer, run)
     end_sec = END_SEC + HURRIED_SEC  # the tracker has to end, too
