@@ -44,7 +44,7 @@ from runtime.config import (
 from runtime.provenance import flatten
 from runtime.sweep import key_of, sweep_arguments, swept_keys
 from runtime.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
-from training.checkpoint import check_checkpoint
+from training.checkpoint import find_checkpoint
 from training.run_folder import RunFolder
 
 MAX_NAME = 160
@@ -154,7 +154,7 @@ def check_sampling(config: dict[str, Any]) -> None:
 def _without_weights(path: str, checkpoint: str | None) -> Precond:
     run = RunFolder(path)
     run.check_started()
-    check_checkpoint(run.path, checkpoint)
+    find_checkpoint(run.path, checkpoint)
     config = of_run(run)
     with torch.device("meta"):
         return build_precond(config, build_net(config))

@@ -29,7 +29,7 @@ from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256
 from runtime.launch import ALONE, Launch
-from training.checkpoint import check_checkpoint, find_checkpoint
+from training.checkpoint import find_checkpoint
 from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
 
@@ -100,7 +100,7 @@ def open_run(
     """Load the averaged weights of a run.
 
     Args:
-        checkpoint: a step, a name or a path; None: the newest that is intact.
+        checkpoint: a step, a name or a path; None: the newest.
         sampler, guidance: nodes in place of those of the run's configuration.
     """
     config, details = read_run(path)
@@ -110,7 +110,7 @@ def open_run(
 
 def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
     # The first rank chooses: a run that still trains may save in between.
-    chosen = launch.broadcast_from_main(partial(find_checkpoint, run, checkpoint, launch.print))
+    chosen = launch.broadcast_from_main(partial(find_checkpoint, run, checkpoint))
     return chosen / "ema.safetensors"
 
 
@@ -165,7 +165,7 @@ def check_sampling(request: dict[str, Any]) -> None:
         message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
         raise ValueError(message) from error
     if request["run"] is not None:
-        check_checkpoint(Path(request["run"]), request["checkpoint"])
+        find_checkpoint(Path(request["run"]), request["checkpoint"])
 
 
 def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:

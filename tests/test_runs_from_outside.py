@@ -190,24 +190,20 @@ def with_sums(checkpoint):
     (checkpoint / "SHA256SUMS").write_text(sums)
 
 
-NONE_INTACT = "has no intact checkpoint to sample from"
-
-
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (lambda file: os.truncate(file, 1000), NONE_INTACT),
+        (lambda file: os.truncate(file, 1000), "is truncated or not a "),
         (lambda file: (file.write_bytes(b"x" * 99), with_sums(file.parent)), "is truncated or not a "),
-        (lambda file: (file.unlink(), os.mkfifo(file)), NONE_INTACT),
-        (lambda file: (file.unlink(), file.symlink_to("/dev/zero")), NONE_INTACT),
-        (lambda file: os.truncate(file.with_name("SHA256SUMS"), 2**30), NONE_INTACT),
+        (lambda file: (file.unlink(), os.mkfifo(file)), "ema.safetensors not found"),
+        (lambda file: (file.unlink(), file.symlink_to("/dev/zero")), "ema.safetensors not found"),
+        (lambda file: os.truncate(file.with_name("SHA256SUMS"), 2**30), "is damaged (it holds more than"),
     ],
 )  # fmt: skip
 def test_weights_that_are_none_end_in_one_line(run, spoil, expected):
     (file,) = run.glob("checkpoints/*/ema.safetensors")
     spoil(file)
     assert expected in told("sample")
-    assert re.search(r"ema.safetensors|damaged", told("sample", ("checkpoint=2",)))
 
 
 # Folder of results, and the files that a program writes there on its way: the lock, then the others.

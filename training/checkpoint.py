@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,20 +76,17 @@ class CheckpointFolder:
         Raises:
             ValueError: there are checkpoints, and all are damaged.
         """
-        found = steps_in(self.folder)
-        for _, path in reversed(found):
+        for _, path in reversed(steps_in(self.folder)):
             damage = damage_of(path)
             if damage is None:
                 return path
             aside = path.with_name(f"{path.name}.damaged")
             _remove(aside)
             path.rename(aside)
-            renamed = f"renamed to {aside.name}; the checkpoint before it is used"
-            show(f"warning: {path} is damaged ({damage}), {renamed}")
-        if found or list(self.folder.glob("*.damaged")):
-            raise ValueError(
-                f"{self.folder}: no intact checkpoint to resume from: start another with run_name=NAME"
-            )
+            show(f"warning: {path} is damaged ({damage}): renamed, the checkpoint before it is used")
+        if list(self.folder.glob("*.damaged")):
+            rule = "no intact checkpoint to resume from: start another with run_name=NAME"
+            raise ValueError(f"{self.folder}: {rule}")
         return None
 
     def _write(self, step: int, states: Mapping[str, dict[str, Any]]) -> None:
@@ -117,9 +113,6 @@ class CheckpointFolder:
         _discard(final)
         partial.rename(final)
         sync(self.folder)
-        self._remove_old()
-
-    def _remove_old(self) -> None:
         # The newest was just written, and newer ones that were damaged have been renamed.
         for step, path in steps_in(self.folder)[: -self.keep_last]:
             if not self.milestone_every or step % self.milestone_every:
@@ -138,53 +131,24 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
     return found[-1][1] if found else None
 
 
-def find_checkpoint(run_folder: Path, asked: str | None, show: Callable[[str], None] = print) -> Path:
-    """Find a checkpoint by step, name or path; None: the newest intact one."""
+def find_checkpoint(run_folder: Path, asked: str | None) -> Path:
+    """Find a checkpoint by step, name or path; None: the newest."""
+    found = steps_in(run_folder / "checkpoints")
     if asked is None:
-        return _newest_intact(run_folder, show)
-    named = dict(steps_in(run_folder / "checkpoints")).get(int(asked)) if asked.isdigit() else None
+        if not found:
+            raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
+        return found[-1][1]
+    named = dict(found).get(int(asked)) if asked.isdigit() else None
     for folder in (named, run_folder / "checkpoints" / asked, Path(asked)):
         if folder and folder.is_dir():
             return folder
-    known = "; ".join(_told(step, folder) for step, folder in steps_in(run_folder / "checkpoints"))
+    known = ", ".join(str(step) for step, _ in found)
     raise FileNotFoundError(f"checkpoint={asked} not found: run={run_folder} has steps {known or 'none yet'}")
-
-
-def _told(step: int, folder: Path) -> str:
-    written = datetime.fromtimestamp(folder.stat().st_mtime)
-    size = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
-    return f"{step} ({written:%Y-%m-%d %H:%M}, {size / 2**20:.1f} MiB)"
-
-
-def check_checkpoint(run_folder: Path, asked: str | None) -> None:
-    """Raise a FileNotFoundError where there is not the checkpoint that `find_checkpoint` is asked for."""
-    if asked is None:
-        _checkpoints_of(run_folder)
-    else:
-        find_checkpoint(run_folder, asked)
-
-
-def _checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
-    found = steps_in(run_folder / "checkpoints")
-    if not found:
-        raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
-    return found
-
-
-def _newest_intact(run_folder: Path, show: Callable[[str], None]) -> Path:
-    for _, path in reversed(_checkpoints_of(run_folder)):
-        damage = damage_of(path, ["ema.safetensors"])
-        if damage is None:
-            return path
-        show(f"warning: {path} is damaged ({damage}); the checkpoint before it is used")
-    raise ValueError(f"run={run_folder} has no intact checkpoint to sample from")
 
 
 def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
     """The damage of files of a checkpoint, all by default; None if they are intact."""
     sums = checkpoint / SUMS
-    if not checkpoint.is_dir():
-        return "it is not a folder"
     if not sums.is_file():
         return f"it has no {SUMS}"
     try:
@@ -192,9 +156,8 @@ def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | Non
             lines = read_bounded(opened, MAX_SUMS_BYTES).decode().splitlines()
         digests = {name: digest for digest, name in (line.split("  ") for line in lines)}
         names = digests.keys() | {STATE} if names is None else names  # its line is the last one
-        if no_files := [name for name in sorted(names) if not (checkpoint / name).is_file()]:
-            return f"{no_files[0]} is not a file"
-        wrong = [name for name in sorted(names) if digests.get(name) != sha256(checkpoint / name)]
+        files = {name: checkpoint / name for name in sorted(names)}
+        wrong = [n for n, file in files.items() if not file.is_file() or digests.get(n) != sha256(file)]
     except (FileNotFoundError, ValueError) as error:  # others may pass, and say nothing of the files
         return str(error)
     return f"{', '.join(wrong)} is not what was written" if wrong else None

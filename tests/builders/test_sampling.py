@@ -192,6 +192,6 @@ def test_a_checkpoint_is_given_by_step_name_or_path(tmp_path):
         assert find_checkpoint(tmp_path, asked) == folders[0]
     for asked in ("5", "step_5", "nowhere"):
         with pytest.raises(
-            FileNotFoundError, match=rf"checkpoint={asked} not found: run=.* has steps 4 \(20.*MiB\); 12 \("
+            FileNotFoundError, match=rf"checkpoint={asked} not found: run=.* has steps 4, 12$"
         ):
             find_checkpoint(tmp_path, asked)
