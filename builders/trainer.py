@@ -108,7 +108,7 @@ def check_init_shapes(config: dict[str, Any]) -> None:
         raise ValueError(f"train.init_from={error}") from error
     if mismatch is not None:
         hint = f"{INIT_KEYS} must be the same"
-        if mismatch.name == LABEL_TABLE:
+        if mismatch.startswith(LABEL_TABLE):
             hint = f"data.num_classes={num_classes} must be the same, or {without}"
         raise ValueError(f"{source}: weights do not match the model: {mismatch}; {hint}")
     # Shapes do not tell heads and classes.

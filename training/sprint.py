@@ -44,13 +44,12 @@ def from_sprint(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
     """
     if "renoise_linear.weight" not in tensors:  # the fusion, which no other code has
         return tensors
-    depths = dict.fromkeys(STACKS, 0)
-    for match in filter(None, map(BLOCK.match, tensors)):
-        depths[match[1]] = max(depths[match[1]], int(match[2]) + 1)
-    if (depths["encoder"], depths["decoder"]) != (NUM_DENSE, NUM_DENSE):
-        rule = f"has {depths['encoder']} encoder_blocks and {depths['decoder']} decoder_blocks"
+    blocks = {match.groups() for match in map(BLOCK.match, tensors) if match}
+    num_encoder, num_middle, num_decoder = (sum(name == stack for name, _ in blocks) for stack in STACKS)
+    if (num_encoder, num_decoder) != (NUM_DENSE, NUM_DENSE):
+        rule = f"has {num_encoder} encoder_blocks and {num_decoder} decoder_blocks"
         raise ValueError(f"{file} {rule}, must be {NUM_DENSE} each, as in every published network of SPRINT")
-    first = {"encoder": 0, "middle": NUM_DENSE, "decoder": NUM_DENSE + depths["middle"]}
+    first = {"encoder": 0, "middle": NUM_DENSE, "decoder": NUM_DENSE + num_middle}
     own = {}
     for name, tensor in tensors.items():
         own_name, convert = CONVERTED.get(name, (name, Tensor.detach))

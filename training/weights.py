@@ -4,13 +4,13 @@ import argparse
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from runtime.arrays import check_stored
 from training.checkpoint import STEP_FOLDER, damage_of, instead_of, latest_checkpoint
@@ -22,9 +22,8 @@ COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
 AVERAGED = re.compile(r"ema|averag|(?<!exp_)avg|polyak|swa|shadow|teacher", re.IGNORECASE)  # of entries
 IGNORED = ("projectors.",)  # REPA: heads of an alignment, which samples do not need
-RENAMED = {".mlp.w12.": ".mlp.fc1.", ".mlp.w3.": ".mlp.fc2."}  # LightningDiT
-# Switches of LightningDiT's block, and the parts of names by which a file has them.
-SWITCHES = {"RoPE": "feat_rope.", "SwiGLU": ".mlp.w12.", "RMSNorm": ".norm1."}
+SWIGLU = ".mlp.w12."
+RENAMED = {SWIGLU: ".mlp.fc1.", ".mlp.w3.": ".mlp.fc2."}  # LightningDiT
 ROPE = ("feat_rope.freqs_sin", "feat_rope.freqs_cos")  # tables (T, d) that networks here compute
 LEGACY = "decoder_blocks."  # REPA's earlier layout: the blocks after those of the alignment
 LABEL_TABLE = "y_embedder.embedding_table.weight"
@@ -42,19 +41,6 @@ class Weights(NamedTuple):
     tensors: dict[str, torch.Tensor]
     entry: str | None
     num_classes: int | None
-
-
-class Mismatch(NamedTuple):
-    """The first tensor in which a file differs from a network; a shape is None where there is none."""
-
-    name: str
-    found: tuple[int, ...] | None
-    expected: tuple[int, ...] | None
-
-    def __str__(self) -> str:
-        if self.found is None:
-            return f"{self.name} is missing, the model has {self.expected}"
-        return f"{self.name} is {self.found}, the model has {self.expected}"
 
 
 def load_weights(net: nn.Module, source: str | Path, label_table: bool = True) -> dict[str, str | None]:
@@ -85,13 +71,15 @@ def load_weights(net: nn.Module, source: str | Path, label_table: bool = True) -
     return {"file": str(file), "entry": weights.entry}
 
 
-def find_mismatch(net: nn.Module, weights: Weights, label_table: bool = True) -> Mismatch | None:
-    """Find the first tensor that differs from a network, which may be on the meta device."""
+def find_mismatch(net: nn.Module, weights: Weights, label_table: bool = True) -> str | None:
+    """Describe the first tensor that differs from a network, which may be on the meta device."""
     found = {name: tuple(tensor.shape) for name, tensor in _fitted(net, weights, label_table).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
-    names = sorted(expected.keys() | found.keys())
-    differing = (Mismatch(name, found.get(name), expected.get(name)) for name in names)
-    return next((each for each in differing if each.found != each.expected), None)
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name):
+            state = f"is {found[name]}" if name in found else "is missing"
+            return f"{name} {state}, the model has {expected.get(name)}"
+    return None
 
 
 def is_own_checkpoint(source: str | Path) -> bool:
@@ -103,8 +91,7 @@ def metadata_in(file: Path) -> dict[str, str]:
     """Read the text in the header of a `.safetensors` file; empty for other files."""
     if file.suffix != ".safetensors":
         return {}
-    _shapes_in(file)  # that it can be read
-    with safe_open(file, "pt") as opened:
+    with _opened(file) as opened:
         return opened.metadata() or {}
 
 
@@ -138,8 +125,8 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
     if entry is not None:
         _check_entries(content, entry, file)
     plain = _renamed(tensors, _without_prefixes, file)
-    if not is_own_checkpoint(file):
-        _check_switches(plain, file)
+    if any(SWIGLU in name for name in plain) and ROPE[0] not in plain:
+        raise ValueError(f"{file} has SwiGLU without RoPE: a block of LightningDiT here has both")
     plain = from_sprint(plain, file)
     num_first = len({name.split(".")[1] for name in plain if name.startswith("blocks.")})
     named = _renamed(plain, lambda name: _own_name(name, num_first), file)
@@ -148,13 +135,12 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
 
 def _content(file: Path, shapes_only: bool) -> Any:
     if file.suffix == ".safetensors":
-        if shapes_only:
-            blank = torch.empty((), device="meta")
-            return {name: blank.expand(shape) for name, shape in _shapes_in(file).items()}
-        try:
-            return load_file(file)
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
+        with _opened(file) as opened:
+            names = opened.keys()
+            if shapes_only:
+                blank = torch.empty((), device="meta")
+                return {name: blank.expand(opened.get_slice(name).get_shape()) for name in names}
+            return {name: opened.get_tensor(name) for name in names}
     check_stored(file)
     try:
         # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
@@ -165,14 +151,12 @@ def _content(file: Path, shapes_only: bool) -> Any:
         raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
 
 
-def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes in a `.safetensors` file by name, without reading the tensors."""
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is not a file")
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, "pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+            yield opened
+    except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
 
 
@@ -189,14 +173,11 @@ def _weights_file(source: Path) -> Path:
 
 def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
     """Raise a ValueError where an entry beside the one that is taken may be what is meant."""
-    taken = {_without_prefixes(name) for name in content[entry]}
-    num_numbers = sum(tensor.numel() for tensor in content[entry].values())
+    taken, is_average = {_without_prefixes(name) for name in content[entry]}, AVERAGED.search(entry)
     beside = {key: value for key, value in content.items() if key != entry}
-    groups = _tensor_groups(beside, len(taken), num_numbers)
-    is_average = AVERAGED.search(entry)
     others = [
         path
-        for path, names in groups
+        for path, names in _groups(beside, sum(tensor.numel() for tensor in content[entry].values()))
         if AVERAGED.search(path) or not (is_average or path.startswith("opt") or names.isdisjoint(taken))
     ]
     if others:
@@ -204,19 +185,10 @@ def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
             f"{file} has weights under {entry}, which would be taken, and under {', '.join(others)[:200]}, "
             "which may be an average of them: save those that are meant in a file of their own"
         )
-    for key in ENTRIES:
-        other = beside.get(key)
-        names = {_without_prefixes(str(name)) for name in other} if isinstance(other, dict) else set()
-        lacking = sorted(name for name in names - taken if not name.startswith(IGNORED))
-        if lacking and not names.isdisjoint(taken):
-            raise ValueError(f"{file}: {entry}, which would be taken, lacks {lacking[0]}, which {key} has")
 
 
-def _tensor_groups(content: Any, num_taken: int, num_numbers: int) -> Iterator[tuple[str, set[str]]]:
-    """Yield path and names of each group of tensors, at least half as many as those that are taken.
-
-    Of tensors that hold half as many numbers, weights that may have been flattened, the path alone.
-    """
+def _groups(content: Any, num_numbers: int) -> Iterator[tuple[str, set[str]]]:
+    """Yield path and names of each group of tensors, or flat tensor, of half as many numbers or more."""
     todo, seen = [("", content)], set()
     while todo:
         path, node = todo.pop()
@@ -224,16 +196,12 @@ def _tensor_groups(content: Any, num_taken: int, num_numbers: int) -> Iterator[t
             continue
         seen.add(id(node))
         if isinstance(node, torch.Tensor):
-            if 2 * node.numel() >= num_numbers:
-                yield path, set()
-            continue
-        children = list(node.items() if isinstance(node, dict) else enumerate(node))
-        # Single numbers are meters and counters, not weights.
-        tensors = {name: child for name, child in children if isinstance(child, torch.Tensor) and child.ndim}
-        if 2 * len(tensors) >= max(num_taken, 1):
-            yield path, {_without_prefixes(str(name)) for name in tensors}
-        elif 2 * sum(tensor.numel() for tensor in tensors.values()) >= num_numbers:
-            yield path, set()
+            children, tensors = [], {"": node}
+        else:
+            children = list(node.items() if isinstance(node, dict) else enumerate(node))
+            tensors = {str(name): child for name, child in children if isinstance(child, torch.Tensor)}
+        if 2 * sum(tensor.numel() for tensor in tensors.values()) >= num_numbers:
+            yield path, {_without_prefixes(name) for name in tensors}
         todo += [(f"{path}.{name}".lstrip(".")[:200], child) for name, child in children]
 
 
@@ -245,20 +213,6 @@ def _num_classes(content: Mapping[str, Any]) -> int | None:
         if isinstance(node, dict) and type(number := node.get("num_classes")) is int:
             return number
     return None
-
-
-def _check_switches(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Raise a ValueError for a combination of LightningDiT's switches that no block here has."""
-    on = {switch for switch, part in SWITCHES.items() if any(part in name for name in tensors)}
-    first, second = (tensors.get(f"blocks.0.mlp.fc{i}.weight", torch.empty(0)).shape for i in (1, 2))
-    if on == {"RMSNorm"} and first[:1] != second[1:2]:
-        return  # gate and value in one matrix: the block of this project, whose names these are
-    if on not in (set(), {*SWITCHES}):
-        off = ", ".join(switch for switch in SWITCHES if switch not in on)
-        raise ValueError(
-            f"{file} has blocks with {', '.join(s for s in SWITCHES if s in on)} and without {off}: a block "
-            "here has all of them (LightningDiT) or none (DiT)"
-        )
 
 
 def _renamed(
