@@ -49,7 +49,7 @@ from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
-from training.speed import SpeedCheck, fp32_slowdown, micro_loss, micro_step, most_graphs, specified_peak
+from training.speed import SpeedCheck, fp32_slowdown, micro_loss, most_graphs, specified_peak
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
 from training.weights import (
@@ -172,6 +172,9 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
 
     slowdown = fp32_slowdown(net, device, bf16)
 
+    def losses(ratios: tuple[float, ...]) -> torch.Tensor:
+        return micro_loss(precond, net, loss, micro_batch_size, device, Routing(ratios))
+
     def predicted(ratios: tuple[float, ...]) -> float:
         return cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup
 
@@ -179,9 +182,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     def training_flops(ratios: tuple[float, ...]) -> int:
         return cost_of(net, ratios).routed_training_flops
 
-    losses = micro_loss(precond, net, loss, micro_batch_size, device, Routing)
-    step = micro_step(losses, precond, net)
-    speed_check = SpeedCheck(step, predicted, device, recorder) if train["check_speed"] else None
+    speed_check = SpeedCheck(losses, precond, predicted, device, recorder) if train["check_speed"] else None
     parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
     work = Work(training_flops, specified_peak(device, bf16))
     trainer = Trainer(*parts, stop, settings, work, speed_check)
