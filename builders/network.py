@@ -13,7 +13,7 @@ from models import Backbone
 from routing import Route, RoutePlan
 from runtime.config import build_node, check_arguments
 from training.ema import EMA
-from training.optimizer import Optimizer, check_options
+from training.optimizer import Optimizer
 
 # Keys of a group that its target does not take.
 OURS = {"optimizer": ("warmup_steps",)}
@@ -44,8 +44,11 @@ def build_optimizer(
     node = dict(config["optimizer"])
     options = {key: node.pop(key) for key in OURS["optimizer"] if key in node}
     options = check_arguments("optimizer", Optimizer, options)
-    check_options(node)
-    return Optimizer(build_node({"optimizer": node}, "optimizer")(named_parameters), **options)
+    try:
+        built = build_node({"optimizer": node}, "optimizer")(named_parameters)
+    except (ValueError, IndexError) as error:  # torch's messages name no key
+        raise ValueError(f"optimizer: {error}") from error
+    return Optimizer(built, **options)
 
 
 def build_ema(config: dict[str, Any], net: nn.Module) -> EMA:

@@ -55,7 +55,7 @@ COMPLETE = {
 # or in KEYS has no rule but its type.
 VALUES = [
     ("train", POSITIVE, "model.input_size=0 model.in_channels=0 model.depth=0 model.num_heads=0 model.mlp_ratio=0"),
-    ("train", POSITIVE, "data.num_entries=0 data.num_components=0 data.num_images=0 optimizer.lr=-1"),
+    ("train", POSITIVE, "data.num_entries=0 data.num_components=0 data.num_images=0"),
     ("train", POSITIVE, "diffusion.sigma_data=0 diffusion.loss.P_std=0 diffusion.loss.shift=0 diffusion.loss.t_min=0"),
     ("train", POSITIVE, "sampler.sigma_min=0 sampler.rho=0 sampler.rtol=0 sampler.atol=0 sampler.t_min=0"),
     ("train", POSITIVE, "sampler.times.shift=0 sampler.times.rho=0 sampler.times.sigma_min=0 sampler.times.M=0"),
@@ -64,7 +64,7 @@ VALUES = [
     ("train", f"{POSITIVE}, or null", "train.micro_batch_size=0 train.grad_clip=0 train.eval_every=0 train.milestone_every=0"),
     ("train", FINITE, "diffusion.loss.P_mean=inf optimizer.lr=nan train.max_time_sec=inf"),
     ("train", NOT_NEGATIVE, "seed=-1 seed=4294967296 data.seed=-1 model.num_prefix_tokens=-1 diffusion.loss.cosine_weight=-1"),
-    ("train", NOT_NEGATIVE, "optimizer.eps=-1 optimizer.weight_decay=-1 optimizer.warmup_steps=-1 train.num_workers=-1"),
+    ("train", NOT_NEGATIVE, "optimizer.warmup_steps=-1 train.num_workers=-1"),
     ("train", NOT_NEGATIVE, "sampler.S_churn=-1 sampler.S_min=-1 sampler.S_noise=-1 sampler.times.C_2=-1 sampler.norm=-1"),
     ("train", BELOW_ONE, "model.class_dropout_prob=1 model.rejoin.path_drop_prob=1 model.routes.0.selection_ratio=1"),
     ("train", BELOW_ONE, "diffusion.loss.contrastive_weight=1 ema.decay=1 guidance.strong_ratio=1 guidance.weak_ratio=1"),
@@ -85,7 +85,6 @@ VALUES = [
     ("train", "must be in [0, 1000)", "sampler.times.j_0=1000"),
     ("train", "must be in [1, 1000]", "routing.off_last_steps=1001"),
     ("train", "must be at least 2", "guidance.num_levels=1"),
-    ("train", "must be two numbers in [0, 1)", "optimizer.betas=[0.9]"),
     ("train", "must be two noise levels, low and high", "guidance.guidance_interval=[1] guidance.guidance_interval=0.5"),
     ("train", "must be greater than 0.002, the other end", "sampler.sigma_max=0.001"),
     ("train", "must be greater than sigma_min=0.02", "sampler.times.sigma_max=0.01"),
@@ -169,6 +168,8 @@ SUGGESTIONS = [
 
 # (program, overrides, how the line begins): rules across keys, and what is not a value at all.
 RULES = [
+    ("train", "optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
+    ("train", "optimizer.betas=[0.9]", "optimizer: "),
     ("train", "experiment=ablation_masking diffusion=flow", "train.reconstruction_weight=0.1 needs diffusion=edm"),
     ("train", "train.reconstruction_weight=0.1", "train.reconstruction_weight=0.1 needs train.kept_tokens_only=true"),
     ("train", "model/router=norm train.kept_tokens_only=true", "train.kept_tokens_only=true needs model/router=random"),
@@ -364,6 +365,7 @@ def wrong_values():
             (program, completed(program, v), rule) for program in programs.split() for v in values.split()
         ]
     by_hand = {(program, key_of(overrides)) for program, overrides, _ in rows}
+    by_hand.add(("train", "optimizer.betas"))  # a list
     for program in PROGRAMS:
         for key in keys_of(program):
             if key.endswith("._target_"):

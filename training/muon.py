@@ -30,19 +30,11 @@ def muon(
         matrices: a regular expression: Muon has the two-dimensional parameters in whose names it is found.
         momentum, nesterov, ns_steps: of Muon; the last are Newton-Schulz iterations.
         betas, eps: of AdamW.
-
-    Raises:
-        ValueError: no parameter is Muon's, or none is AdamW's.
     """
     of_muon, others = [], []
     for name, parameter in named_parameters:
         is_matrix = parameter.ndim == 2 and re.search(matrices, name)
         (of_muon if is_matrix else others).append((name, parameter))
-    if not of_muon or not others:
-        what = "all parameters" if of_muon else "no parameter with two dimensions"
-        raise ValueError(
-            f"optimizer.matrices={matrices} finds {what} of the network: Muon has some, AdamW the others"
-        )
     options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
     options |= {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
     adamw = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "fused": True}

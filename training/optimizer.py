@@ -4,14 +4,13 @@ A skipped step leaves weights, state and step counters as they were, to the bit,
 hear of it.
 """
 
-import inspect
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-from runtime.errors import check_not_negative, check_positive
+from runtime.errors import check_not_negative
 
 
 class Optimizer:
@@ -21,9 +20,6 @@ class Optimizer:
         built: an optimizer, or several by name, each with parameters of its own: what a target of
             `configs/optimizer/` returns for the named parameters of a network.
         warmup_steps: in which the learning rates grow from 0 to their values.
-
-    Raises:
-        ValueError: an optimizer evaluates the loss itself (LBFGS), or a value is out of range.
     """
 
     def __init__(
@@ -35,11 +31,6 @@ class Optimizer:
         self.groups = [group for each in self.optimizers.values() for group in each.param_groups]
         self.rates = [group["lr"] for group in self.groups]
         self._stepped: set[torch.Tensor] = set()
-        for optimizer in self.optimizers.values():
-            closure = inspect.signature(optimizer.step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
-                rule = "evaluates the loss itself, several times a step: choose another one"
-                raise ValueError(f"optimizer._target_: {type(optimizer).__name__} {rule}")
         for group in self.groups:
             on_gpu = group["params"][0].is_cuda
             if on_gpu and "capturable" in group and not group.get("fused"):
@@ -71,28 +62,12 @@ class Optimizer:
                 _step_or_undo(optimizer, skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each optimizer, by its name."""
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
         self.groups = [group for each in self.optimizers.values() for group in each.param_groups]
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the values that many optimizers share: torch names no key.
-
-    Raises:
-        ValueError: one is out of range.
-    """
-    check_positive("optimizer.lr", options["lr"])
-    for key in ("eps", "weight_decay", "momentum"):
-        check_not_negative(f"optimizer.{key}", options.get(key, 0))
-    betas = options.get("betas", [0, 0])
-    if not isinstance(betas, list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"optimizer.betas={betas} must be two numbers in [0, 1)")
 
 
 def _step_or_undo(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:

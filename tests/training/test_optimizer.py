@@ -120,13 +120,8 @@ def test_muon_has_the_matrices_that_its_names_find():
     built = muon(small_net().named_parameters(), lr=0.01, matrices=r"^0\.")
     names = {name: each.param_groups[0]["param_names"] for name, each in built.items()}
     assert names == {"muon": ["0.weight"], "adamw": ["0.bias", "2.weight", "2.bias"]}
-    with pytest.raises(ValueError, match=r"optimizer\.matrices=blocks finds no parameter with"):
+    with pytest.raises(ValueError, match="empty parameter list"):
         muon(small_net().named_parameters(), lr=0.01, matrices="blocks")
-
-
-def test_an_optimizer_that_evaluates_the_loss_is_refused():
-    with pytest.raises(ValueError, match="LBFGS evaluates the loss itself"):
-        Optimizer(torch.optim.LBFGS(small_net().parameters()))
 
 
 @pytest.mark.parametrize(
