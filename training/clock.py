@@ -9,6 +9,7 @@ import torch
 
 STEPS_IN_RESERVE = 5  # of the mean time
 END_SEC = 5.0  # for the end of the process itself, which takes 2 to 3 on a busy machine
+STATE = ("train_time_sec", "evaluation_time_sec", "longest_sec")
 
 
 class Clock:
@@ -18,9 +19,7 @@ class Clock:
 
     def __init__(self, device: torch.device, guessed_save_sec: float):
         self.device = device
-        self.train_time_sec = 0.0
-        self.window_start_sec = 0.0
-        self.evaluation_time_sec = 0.0
+        self.train_time_sec = self.evaluation_time_sec = 0.0
         self.longest_sec = {"save": guessed_save_sec, "evaluation": 0.0}
 
     def start(self) -> None:
@@ -39,20 +38,6 @@ class Clock:
         """Count training time from here on."""
         self._resumed = time.perf_counter()
 
-    @property
-    def window_sec(self) -> float:
-        """Training time since the last log point."""
-        return self.train_time_sec - self.window_start_sec
-
-    @property
-    def evaluation_share(self) -> float:
-        """Share of the run that went into evaluations."""
-        return self.evaluation_time_sec / (self.evaluation_time_sec + self.train_time_sec)
-
-    def start_window(self) -> None:
-        """Start the next window here."""
-        self.window_start_sec = self.train_time_sec
-
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
         """Time a `save` or an `evaluation`."""
@@ -64,7 +49,7 @@ class Clock:
             self.evaluation_time_sec += took_sec
 
     def reserve_sec(self, num_steps: int, evaluation: bool) -> float:
-        """Return what a few more steps, a save, perhaps an evaluation, and the end of the process may take.
+        """Time that a few more steps, a save, perhaps an evaluation, and the end of the process may take.
 
         Args:
             num_steps: done by this process.
@@ -74,15 +59,8 @@ class Clock:
         return reserve_sec + (self.longest_sec["evaluation"] if evaluation else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "train_time_sec": self.train_time_sec,
-            "window_start_sec": self.window_start_sec,
-            "evaluation_time_sec": self.evaluation_time_sec,
-            "longest_save_sec": self.longest_sec["save"],
-        }
+        return {key: getattr(self, key) for key in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        self.train_time_sec, self.window_start_sec = state["train_time_sec"], state["window_start_sec"]
-        self.evaluation_time_sec = state["evaluation_time_sec"]
-        self.longest_sec["save"] = state["longest_save_sec"]
+        for key in STATE:
+            setattr(self, key, state[key])

@@ -225,7 +225,8 @@ class Trainer:
             self._log({**values, **timed})
         if numbers:
             text = "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
-            share = self.clock.evaluation_share
+            evaluation_sec, train_sec = self.clock.evaluation_time_sec, self.clock.train_time_sec
+            share = evaluation_sec / (evaluation_sec + train_sec)
             self.recorder.show(f"step {self.step}: {text}  ({share:.0%} of the run went into evaluations)")
         self.clock.resume()
         return reason

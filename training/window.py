@@ -38,7 +38,7 @@ class Window:
     def __init__(self, launch: Launch, clock: Clock, batch_size: int, routed: bool, work: Work | None):
         self.launch, self.clock, self.batch_size, self.routed = launch, clock, batch_size, routed
         self.work = work
-        self.sums = torch.zeros(len(SUMS), device=launch.device)
+        self.sums, self.start_sec = torch.zeros(len(SUMS), device=launch.device), 0.0
 
     def add_step(
         self, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, ratios: tuple[float, ...]
@@ -60,15 +60,16 @@ class Window:
         # SYNC: the sums come to the host.
         sums = dict(zip(SUMS, self.launch.sum(self.sums).div(self.launch.world_size).tolist(), strict=True))
         applied, num_steps = sums["applied"], sums["applied"] + sums["skipped"]
+        window_sec = self.clock.train_time_sec - self.start_sec
         values = {
             "loss": sums["loss"] / applied if applied else None,
             "grad_norm": sums["grad_norm"] / applied if applied else None,
             "num_skipped_steps": int(sums["skipped"]),
-            "images_per_sec": num_steps * self.batch_size / self.clock.window_sec,
+            "images_per_sec": num_steps * self.batch_size / window_sec,
             "train_time_sec": self.clock.train_time_sec,
         }
         if self.work:
-            values["tflops_per_sec"] = sums["tflop"] / self.clock.window_sec
+            values["tflops_per_sec"] = sums["tflop"] / window_sec
         if self.work and self.work.peak_flops_per_sec:
             peak_tflops = self.work.peak_flops_per_sec * self.launch.world_size / 1e12
             values["utilisation"] = values["tflops_per_sec"] / peak_tflops
@@ -84,17 +85,17 @@ class Window:
         self.sums.zero_()
         with suppress(OSError):
             reset_peak(self.launch.device)
-        self.clock.start_window()
+        self.start_sec = self.clock.train_time_sec
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of each rank, so that a resumed window adds up bitwise."""
-        return {"sums": self.launch.gather(self.sums).tolist()}
+        return {"sums": self.launch.gather(self.sums).tolist(), "start_sec": self.start_sec}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint; on another number of ranks each takes the mean of the sums, and its
         share of the counts.
         """
-        sums = torch.tensor(state["sums"], device=self.sums.device)
+        sums, self.start_sec = torch.tensor(state["sums"], device=self.sums.device), state["start_sec"]
         same = len(sums) == self.launch.world_size
         self.sums = sums[self.launch.rank] if same else sums.mean(dim=0)
         self.sums[SUMS.index("num_forced_bypassed")] *= len(sums) / self.launch.world_size
