@@ -272,13 +272,16 @@ def test_a_run_says_what_another_number_of_processes_means(folder):
     starts = json.loads((folder / "handed/manifest.json").read_text())["starts"]
     assert [(start["step"], start["num_processes"]) for start in starts] == [(0, 1), (2, 2), (4, 1)]
     (change,) = starts[2]["changes"]
-    assert change == "2 process(es) -> 1: the order of the data stays, sums are rounded differently"
+    assert (
+        change
+        == "num_processes 2 -> 1: sums are rounded differently; data=stream reads other shards from here on"
+    )
     assert f"changed    {change}\n" in (folder / "said.txt").read_text()
 
 
 def test_micro_batches_that_new_processes_cannot_share_become_smaller(folder):
     start = json.loads((folder / "smaller/manifest.json").read_text())["starts"][1]
-    change = "micro-batches of 8 -> 4: noise, dropped labels and tokens are other draws from here on"
+    change = "micro_batch_size 8 -> 4: noise, dropped labels and tokens are other draws from here on"
     assert change in start["changes"]
     assert metrics(folder / "smaller")[-1]["step"] == 3
 

@@ -41,7 +41,6 @@ class EMA:
         return {**self.net.state_dict(), "num_updates": int(self.num_updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
         weights = dict(state)
         self.num_updates.fill_(weights.pop("num_updates"))
         self.net.load_state_dict(weights)

@@ -1,10 +1,5 @@
 """Run a training to its end, however it ends, and record how it ended."""
 
-import os
-import shlex
-import sys
-from pathlib import Path
-
 from runtime.errors import UserError
 from runtime.launch import is_peer_failure
 from training.history import NotFinite
@@ -38,7 +33,7 @@ def run_training(trainer: Trainer, run: RunFolder) -> str:
         )
     if reason:
         saved = "which is saved" if trainer.step else "before the first"
-        trainer.recorder.show(f"stopped at step {trainer.step}, {saved} ({reason}): {_again()}")
+        trainer.recorder.show(f"stopped at step {trainer.step}, {saved} ({reason}): {AGAIN}")
     return reason
 
 
@@ -58,7 +53,7 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
         if trainer.launch.is_main:
             run.update({"status": "interrupted", "step": trainer.step})
         saved = trainer.saved_step
-        how = f"the checkpoint of step {saved} is kept, {_again()}" if saved else "nothing is saved yet"
+        how = f"the checkpoint of step {saved} is kept, {AGAIN}" if saved else "nothing is saved yet"
         reason = INTERRUPT
         trainer.recorder.show(f"interrupted at step {trainer.step}: {how}")
         raise
@@ -69,14 +64,6 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
         trainer.recorder.close(hurried=bool(reason))
         run.unlock()
     return reason
-
-
-def _again() -> str:
-    """The way to resume, with the command where a person has given it."""
-    if Path(sys.argv[0]).name != "train.py" or "TORCHELASTIC_RUN_ID" in os.environ:
-        return AGAIN
-    launcher = ["accelerate", "launch"] if "ACCELERATE_MIXED_PRECISION" in os.environ else ["python"]
-    return f"{AGAIN}: {shlex.join([*launcher, *sys.argv])}"
 
 
 def _fail(trainer: Trainer, run: RunFolder, error: Exception) -> None:

@@ -65,28 +65,24 @@ class LossHistory:
         self.num_rows += 1
 
     def report(self, step: int) -> dict[str, list[dict[str, Any]]]:
-        """Return the skipped steps and the spikes since the last log point, up to `step`, and start again.
-
-        The first step is 1.
+        """Report skipped steps and spikes since the last log point, up to `step` (from 1), and start again.
 
         Raises:
             NotFinite: too many of them in a row were skipped.
         """
-        rows = self._gathered_rows()
+        rows = [*map(_merge_ranks, zip(*self._gathered_rows(), strict=True))]
         found = {"skipped_steps": [], "loss_spikes": []}
         self.num_rows, first_skipped = 0, None
-        for at, of_ranks in enumerate(zip(*rows, strict=True), start=step - len(rows[0]) + 1):
-            loss = sum(row[0] for row in of_ranks) / len(of_ranks)
-            if of_ranks[0][1]:
-                self.num_in_row += 1
-                found["skipped_steps"].append({"step": at, "entries": self._largest(at, of_ranks)})
-                if self.num_in_row >= self.max_skipped_steps:
-                    first_skipped = at - self.num_in_row + 1
-                continue
-            self.num_in_row = 0
-            if self._is_spike(loss):
-                spike = {"step": at, "loss": loss, "entries": self._largest(at, of_ranks)}
+        for at, row in enumerate(rows, start=step - len(rows) + 1):
+            loss, skipped = row[:2]
+            self.num_in_row = self.num_in_row + 1 if skipped else 0
+            if skipped:
+                found["skipped_steps"].append({"step": at, "entries": self._largest(at, row)})
+            elif self._is_spike(loss):
+                spike = {"step": at, "loss": loss, "entries": self._largest(at, row)}
                 found["loss_spikes"].append(spike)
+            if self.num_in_row >= self.max_skipped_steps:
+                first_skipped = at - self.num_in_row + 1
         if first_skipped is not None:
             entries = list(self.entries(first_skipped - 1))
             more = " and more" if len(entries) > MAX_ENTRIES else ""
@@ -98,7 +94,7 @@ class LossHistory:
         return {key: steps for key, steps in found.items() if steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows of all ranks, and the statistics."""
+        """The rows of all ranks, and the statistics."""
         return {"rows": self._gathered_rows(), **{key: getattr(self, key) for key in STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,16 +103,14 @@ class LossHistory:
             setattr(self, key, state[key])
         # JSON has null for a loss that was not finite.
         saved = [[[math.inf if x is None else x for x in row] for row in rows] for rows in state["rows"]]
-        if len(saved) == self.launch.world_size:
-            rows = saved[self.launch.rank]
-        else:
-            rows = [_together(of_ranks) for of_ranks in zip(*saved, strict=True)]
+        same = len(saved) == self.launch.world_size
+        rows = saved[self.launch.rank] if same else [*map(_merge_ranks, zip(*saved, strict=True))]
         self.num_rows = len(rows)
         restored = torch.tensor(rows, device=self.rows.device).reshape(len(rows), FIELDS)
         self.rows = torch.cat([restored, torch.zeros_like(self.rows)])  # room for another window
 
     def _gathered_rows(self) -> list[list[list[float]]]:
-        """Return the rows of all ranks so far, (P, R, FIELDS)."""
+        """The rows of all ranks so far, (P, R, FIELDS)."""
         # SYNC: the rows come to the host. All are gathered: some backends cannot gather an empty tensor.
         return self.launch.gather(self.rows)[:, : self.num_rows].tolist()
 
@@ -131,14 +125,13 @@ class LossHistory:
         self.variance = (1 - weight) * (self.variance + weight * delta**2)
         return is_spike
 
-    def _largest(self, step: int, of_ranks: Sequence[Sequence[float]]) -> list[Any]:
-        """Return the entries whose samples had the largest losses of a step, the largest first."""
-        row = _together(of_ranks)
+    def _largest(self, step: int, row: Sequence[float]) -> list[Any]:
+        """The entries whose samples had the largest losses of a step, the largest first."""
         names = self.entries(step - 1)
         return [names[int(place)] for place in row[2 + MAX_NAMED :] if place != EMPTY]
 
 
-def _together(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+def _merge_ranks(of_ranks: Sequence[Sequence[float]]) -> list[float]:
     """Merge the rows of all ranks: the mean loss, and the largest losses of samples."""
     loss = sum(row[0] for row in of_ranks) / len(of_ranks)
     pairs = [zip(row[2 + MAX_NAMED :], row[2 : 2 + MAX_NAMED], strict=True) for row in of_ranks]

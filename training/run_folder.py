@@ -28,6 +28,12 @@ FREE_OF_TRAIN += ("check_resources", "check_speed")
 FREE_KEYS += tuple(f"train.{key}" for key in FREE_OF_TRAIN)
 # What a resumed run must not change where it scores its samples: a score must mean the same all along.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
+# What a resume with another of these does to the numbers.
+EFFECTS = {
+    "num_processes": "sums are rounded differently; data=stream reads other shards from here on",
+    "micro_batch_size": "noise, dropped labels and tokens are other draws from here on",
+    "code": "results may differ",
+}
 
 
 class Moved(OSError):
@@ -67,11 +73,10 @@ class RunFolder:
 
     def check_started(self) -> None:
         """Raise a FileNotFoundError unless a run was started here."""
-        for file in (self.config_file, self.manifest_file):
-            if not file.is_file():
-                known = [found.parent.name for found in self.path.parent.glob("*/manifest.json")]
-                hint = did_you_mean(str(self.path), known)
-                raise FileNotFoundError(f"run={self.path} is not a run directory (no {file}){hint}")
+        if file := self._missing_file():
+            known = [found.parent.name for found in self.path.parent.glob("*/manifest.json")]
+            hint = did_you_mean(str(self.path), known)
+            raise FileNotFoundError(f"run={self.path} is not a run directory (no {file}){hint}")
 
     def has_results(self) -> bool:
         """True if the folder has saved steps, or the record of some, which another run must not overwrite."""
@@ -85,11 +90,7 @@ class RunFolder:
         return manifest.get("status") == "finished" and manifest.get("step") == total_steps
 
     def newest(self, key: str) -> float:
-        """Return the newest value of a metric.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The newest value of a metric; a ValueError if there is none."""
         lines = [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
         values = [line[key] for line in lines if line.get(key) is not None]
         if not values:
@@ -124,12 +125,12 @@ class RunFolder:
 
     def check_complete(self) -> None:
         """Raise a FileNotFoundError if results are there without their record."""
-        for file in (self.config_file, self.manifest_file):
-            if not file.is_file():
-                raise FileNotFoundError(
-                    f"output_dir={self.path} holds a run without its {file.name}: put it back, or start this "
-                    "run elsewhere with run_name=NAME"
-                )
+        if file := self._missing_file():
+            rule = "put it back, or start this run elsewhere with run_name=NAME"
+            raise FileNotFoundError(f"output_dir={self.path} holds a run without its {file.name}: {rule}")
+
+    def _missing_file(self) -> Path | None:
+        return next((file for file in (self.config_file, self.manifest_file) if not file.is_file()), None)
 
     def lock(self, launch: Launch = ALONE, wait: bool = False) -> None:
         """Lock the folder until the first process of this launch ends, however it ends.
@@ -153,12 +154,7 @@ class RunFolder:
                 announced = True
 
     def _acquire(self) -> None:
-        try:
-            self._lock = Lock(self.path / ".lock", f"output_dir={self.path}", LOCK_WITHIN_SEC).acquire()
-        except Busy:
-            raise
-        except OSError as error:
-            raise OSError(f"output_dir={self.path} cannot be written: {error}") from error
+        self._lock = Lock(self.path / ".lock", f"output_dir={self.path}", LOCK_WITHIN_SEC).acquire()
         self.failure_file.unlink(missing_ok=True)
 
     def unlock(self) -> None:
@@ -168,9 +164,7 @@ class RunFolder:
             self._lock = None
 
     def check_place(self) -> None:
-        """Make sure that what this process writes is still written to the folder that it holds, if it holds
-        it.
-        """
+        """Raise Moved if the folder that this process has locked was moved or removed."""
         if self._lock and not self._lock.is_in_place():
             hint = "to resume from its newest checkpoint, run the same command with output_dir=ITS_NEW_PLACE"
             raise Moved(
@@ -241,21 +235,18 @@ def depends_on_total_steps(config: dict[str, Any]) -> bool:
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Describe the differences between the manifests of two starts of a run."""
-    said = []
-    if old["num_processes"] != new["num_processes"]:
-        streamed = "note" in new["data"]
-        order = "each process reads other shards from here on" if streamed else "the order of the data stays"
-        numbers = f"{old['num_processes']} process(es) -> {new['num_processes']}"
-        said.append(f"{numbers}: {order}, sums are rounded differently")
-    sizes = [manifest["resolved"]["micro_batch_size"] for manifest in (old, new)]
-    if sizes[0] != sizes[1]:
-        draws = "noise, dropped labels and tokens are other draws from here on"
-        said.append(f"micro-batches of {sizes[0]} -> {sizes[1]}: {draws}")
-    if old["source_sha256"] != new["source_sha256"]:
-        said.append(f"code changed: {old['commit']} -> {new['commit']}")
-    machine = {key: new[key] for key in ("device", "processor", "threads")}
-    for key, value in {**machine, **new["versions"]}.items():
-        before = {**old, **old["versions"]}.get(key)
-        if before != value:
-            said.append(f"{key} {before} -> {value}: results may differ by rounding")
-    return said
+    before, now = (
+        {
+            "num_processes": manifest["num_processes"],
+            "micro_batch_size": manifest["resolved"]["micro_batch_size"],
+            "code": manifest["source_sha256"][:8],
+            **{key: manifest[key] for key in ("device", "processor", "threads")},
+            **manifest["versions"],
+        }
+        for manifest in (old, new)
+    )
+    return [
+        f"{key} {before.get(key)} -> {value}: {EFFECTS.get(key, 'results may differ by rounding')}"
+        for key, value in now.items()
+        if before.get(key) != value
+    ]

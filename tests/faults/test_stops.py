@@ -163,8 +163,8 @@ def test_python_train_ends_with_the_documented_status(tmp_path, number, status, 
     os.killpg(process.pid, number)  # the process that reads ahead as well, as schedulers and terminals do
     assert process.wait() == status
     assert_stopped(killed, reason)
-    assert f"({reason}): run the same command again to resume: python " in killed.output()
-    assert "train.num_workers=1" in killed.output() and "Traceback" not in killed.output()
+    assert f"({reason}): run the same command again to resume" in killed.output()
+    assert "Traceback" not in killed.output()
 
 
 @pytest.mark.slow
