@@ -14,8 +14,8 @@ that is as much alike, give or take 0.01. That rule is cautious on purpose: simi
 predict the quality of a route, and published quality is known for the published window alone. There is no
 advice where the network has hardly been trained, or where the repeats do not agree.
 
-A key of the program that is null is as in the run. `advise_model` also times, by name, what SimpleTuner
-recommends; call it in the precision of your training, under its autocast.
+A key of the program that is null is as in the run. Call `advise_model` in the precision of your training,
+under its autocast.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import yaml
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -49,7 +48,7 @@ from runtime.errors import check_positive
 from runtime.files import write_json, write_text
 from runtime.machine import compile_blocks, start_process
 from runtime.output import claimed, place_of
-from runtime.provenance import PROJECT, environment
+from runtime.provenance import environment
 from runtime.tables import aligned
 from training.checkpoint import find_checkpoint
 from training.speed import interleaved_seconds, micro_loss, micro_step, most_graphs
@@ -58,7 +57,6 @@ MAX_BATCH = 4096  # of a run from elsewhere
 MIN_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
 RATIOS = (0.25, 0.5)  # published: 0.75 is worse than dense
 PUBLISHED = Route(0.5, 2, -4)
-PRESETS = ("basic", "advanced", "balanced", "max_speed", "high_res", "lora", "masked", "wan")
 FASTER_BY, MIN_SPEEDUP = 1.05, 1.05  # than the published window; than no route at all
 LESS_ALIKE_BY = 0.01
 NEARLY_ALIKE = 0.97  # blocks start as the identity, where all states are alike
@@ -67,14 +65,11 @@ Times are of a forward and backward pass. Measured: the median of the repeats, a
 between; windows of as many blocks of each kind share one measurement.
 Similarity: mean cosine between the states in which tokens leave and in which they rejoin, without routes.
 Candidates are what published results allow: blocks 1 to 3 to depth-5 to depth-3, ratio up to 0.5.
-Rows with a name are what SimpleTuner recommends. Training with routes makes states of their windows alike.
-"""
-TRAINED_WITH_ROUTES = """\
-This run was trained with routes, which makes the states of its own window alike: ask a dense run as well.
+Training with routes makes the states of their windows alike: ask a dense network as well.
 """
 HARDLY_TRAINED = """\
 No advice yet: all states are nearly the same, this network has hardly been trained. Ask again later."""
-Routes = tuple[Route, ...]
+Routes = tuple[Route, ...]  # one, or none: dense
 
 
 @dataclass
@@ -94,18 +89,17 @@ class AdviceConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Routes, predicted and measured: `num_kept` of each includes the tokens that masks force to stay,
-    `measured_quartiles` are the first and the last of the repeats, `similarity` is the lowest of the windows.
+    """A route, predicted and measured: `num_kept` includes the tokens that masks force to stay,
+    `measured_quartiles` are the first and the last of the repeats.
     """
 
-    routes: tuple[Route, ...]
-    num_kept: tuple[int, ...]
+    route: Route
+    num_kept: int
     predicted_speedup: float
     measured_speedup: float
     measured_quartiles: tuple[float, float]
     measured_sec: float
     similarity: float
-    name: str = ""
 
 
 class Advice(NamedTuple):
@@ -252,19 +246,15 @@ def advise_run(
         if resolved.get("compile"):
             compile_blocks(net.blocks, most_graphs(len(RATIOS) + 1))
 
-    found = measure(
-        windows_of(depth), net.blocks, T, alike, step, repeats, device, prepare=prepare, num_forced=num_forced
-    )
-    notes = [NOTES, *([TRAINED_WITH_ROUTES] if config["model"]["routes"] else [])]
+    found = measure(net.blocks, T, alike, step, repeats, device, prepare=prepare, num_forced=num_forced)
 
-    def take(best: Routes) -> str:
+    def take(best: Route) -> str:
         return f"model=tread {override(best, depth)} run_name=NAME"
 
-    return advice_of(found, depth, notes, take, "train the dense twin, model=dit")
+    return advice_of(found, depth, take, "train the dense twin, model=dit")
 
 
 def measure(
-    routes: Mapping[str, Routes],
     blocks: Sequence[nn.Module],
     num_tokens: int,
     alike: np.ndarray,
@@ -274,122 +264,99 @@ def measure(
     prepare: Callable[[], None] = lambda: None,
     num_forced: int = 0,
 ) -> list[Candidate]:
-    """Count the FLOPs of a step with each of the routes, and time it against a dense one.
+    """Count the FLOPs of a step with each candidate, and time it against a dense one.
 
     Args:
-        routes: by name.
         alike: similarities, as `similarity` gives them.
-        step: runs forward and backward with routes; () is dense.
+        step: runs forward and backward with a route, or none.
         prepare: called between counting and timing.
         num_forced: tokens that masks force to stay.
     """
 
-    def work(of: Routes) -> tuple[Any, ...]:
+    def work(route: Route) -> tuple[Any, ...]:
         """What time depends on: how many blocks of each kind, not where they are."""
-        return tuple(
-            (r.selection_ratio, *map(type, blocks[r.start_layer_idx : r.end_layer_idx + 1])) for r in of
-        )
+        return route.selection_ratio, *map(type, blocks[route.start_layer_idx : route.end_layer_idx + 1])
 
-    steps = {work(of): partial(step, of) for of in [(), *routes.values()]}
+    routes, found = candidates_of(len(blocks)), []
+    steps = {(): partial(step, ())} | {work(route): partial(step, (route,)) for route in routes}
     flops = {key: count_flops(run) for key, run in steps.items()}
     prepare()
     with tqdm(total=len(steps) * (repeats + 1), desc="time", unit="step") as bar:
         timed = {key: lambda run=run: (run(), bar.update()) for key, run in steps.items()}
         seconds = interleaved_seconds(timed, device, repeats)
-    found = []
-    for name, of in routes.items():
-        faster = [a / b for a, b in zip(seconds[()], seconds[work(of)], strict=True)]
-        kept = (
-            num_tokens_kept(num_tokens, grow_ratio(r.selection_ratio, num_tokens, num_forced)) for r in of
-        )
-        alike_at = min(float(alike[r.start_layer_idx, r.end_layer_idx + 1]) for r in of)
-        predicted, quartiles = flops[()] / flops[work(of)], tuple(np.quantile(faster, (0.25, 0.75)).tolist())
-        measured = (median(faster), quartiles, median(seconds[work(of)]))
-        preset = name if name in PRESETS else ""
-        found.append(Candidate(of, tuple(kept), predicted, *measured, alike_at, preset))
+    for route in routes:
+        faster = [a / b for a, b in zip(seconds[()], seconds[work(route)], strict=True)]
+        quartiles = tuple(np.quantile(faster, (0.25, 0.75)).tolist())
+        measured = (median(faster), quartiles, median(seconds[work(route)]))
+        kept = num_tokens_kept(num_tokens, grow_ratio(route.selection_ratio, num_tokens, num_forced))
+        similar = float(alike[route.start_layer_idx, route.end_layer_idx + 1])
+        found.append(Candidate(route, kept, flops[()] / flops[work(route)], *measured, similar))
     return found
 
 
-def windows_of(depth: int) -> dict[str, Routes]:
+def candidates_of(depth: int) -> list[Route]:
     """The windows that published results allow, at each ratio."""
     windows = product((1, 2, 3), range(depth - 5, depth - 2), RATIOS)
-    return {f"{a} to {b} at {ratio}": (Route(ratio, a, b),) for a, b, ratio in windows if a < b}
-
-
-def presets_of(depth: int) -> dict[str, Routes]:
-    """What SimpleTuner recommends, as far as it fits a depth."""
-    routes = {}
-    for name in PRESETS:
-        given = yaml.safe_load((PROJECT / f"configs/model/routes/{name}.yaml").read_text())["routes"]
-        try:
-            routes[name] = resolve_routes([Route(**route) for route in given], depth)
-        except ValueError:
-            continue  # of another depth
-    return routes
+    return [Route(ratio, start, end) for start, end, ratio in windows if start < end]
 
 
 def recommend(
-    candidates: Sequence[Candidate], depth: int, take: Callable[[Routes], str], dense: str
+    candidates: Sequence[Candidate], depth: int, take: Callable[[Route], str], dense: str
 ) -> tuple[Candidate | None, str]:
     """The candidate to take by the rule above, None for none, and the advice.
 
     Args:
-        take: says how routes are taken.
+        take: says how a route is taken.
         dense: says how to go without.
     """
     if min(c.similarity for c in candidates) > NEARLY_ALIKE:  # it cannot rank them
         return None, HARDLY_TRAINED
-    windows = [c for c in candidates if not c.name]  # recommendations of others are shown alone
-    (best,) = (c for c in windows if c.routes == resolve_routes([PUBLISHED], depth))
-    eligible = [c for c in windows if c.similarity >= best.similarity - LESS_ALIKE_BY]
+    (best,) = (c for c in candidates if c.route == resolve_routes([PUBLISHED], depth)[0])
+    eligible = [c for c in candidates if c.similarity >= best.similarity - LESS_ALIKE_BY]
     fastest = max(eligible, key=lambda c: c.measured_quartiles[0])
     enough = FASTER_BY * best.measured_speedup if best.measured_quartiles[0] >= MIN_SPEEDUP else MIN_SPEEDUP
     if fastest.measured_quartiles[0] >= enough:
         best = fastest
     low, high = best.measured_quartiles
     if low >= MIN_SPEEDUP:
-        return best, f"Recommended: {take(best.routes)}"
-    (route, *_) = best.routes
-    window = f"blocks {route.start_layer_idx} to {route.end_layer_idx} at a ratio of {route.selection_ratio}"
+        return best, f"Recommended: {take(best.route)}"
+    window = f"blocks {best.route.start_layer_idx} to {best.route.end_layer_idx}"
     speedups = f"{low:.2f}x to {high:.2f}x as fast ({best.predicted_speedup:.2f}x by FLOPs)"
-    between = f"a step with {window} is {speedups}"
+    between = f"a step with {window} at a ratio of {best.route.selection_ratio} is {speedups}"
     if high < MIN_SPEEDUP:
         return None, f"No route is worth it here ({between}): {dense}."
     return None, f"No advice ({between}): measure while nothing else runs, or with repeats=50."
 
 
-def override(routes: Sequence[Route], depth: int) -> str:
-    """Routes for the command line, their ends counted from the last block as in `model/routes`."""
-    given = [asdict(replace(route, end_layer_idx=route.end_layer_idx - depth)) for route in routes]
-    texts = (", ".join(f"{key}: {value}" for key, value in each.items()) for each in given)
-    return f"'model.routes=[{', '.join(f'{{{text}}}' for text in texts)}]'"
+def override(route: Route, depth: int) -> str:
+    """A route for the command line, its end counted from the last block as in `model/routes`."""
+    given = asdict(replace(route, end_layer_idx=route.end_layer_idx - depth))
+    return f"'model.routes=[{{{', '.join(f'{key}: {value}' for key, value in given.items())}}}]'"
 
 
-def report(candidates: Sequence[Candidate], best: Candidate | None, notes: Sequence[str]) -> str:
+def report(candidates: Sequence[Candidate], best: Candidate | None, advice: str) -> str:
     """The table, and what is to be said below it, as markdown."""
     rows = [
         {
-            "blocks bypassed": ", ".join(f"{r.start_layer_idx} to {r.end_layer_idx}" for r in c.routes),
-            "ratio": ", ".join(f"{route.selection_ratio}" for route in c.routes),
-            "tokens kept": ", ".join(map(str, c.num_kept)),
+            "blocks bypassed": f"{c.route.start_layer_idx} to {c.route.end_layer_idx}",
+            "ratio": c.route.selection_ratio,
+            "tokens kept": c.num_kept,
             "predicted": f"{c.predicted_speedup:.2f}x",
             "measured": f"{c.measured_speedup:.2f}x",
             "half of the repeats": "{:.2f}x to {:.2f}x".format(*c.measured_quartiles),
             "ms": f"{1000 * c.measured_sec:.1f}",
             "similarity at end": f"{c.similarity:.3f}",
-            "": "recommended" if c == best else c.name,
+            "": "recommended" if c == best else "",
         }
         for c in sorted(candidates, key=lambda c: -c.measured_speedup)
     ]
-    return "\n".join([markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True), *notes])
+    return "\n".join([markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True), NOTES, advice])
 
 
-def advice_of(
-    candidates: list[Candidate], depth: int, notes: Sequence[str], take: Callable[[Routes], str], dense: str
-) -> Advice:
+def advice_of(candidates: list[Candidate], depth: int, take: Callable[[Route], str], dense: str) -> Advice:
     """Recommend one of the candidates, and write the table."""
     best, advice = recommend(candidates, depth, take, dense)
-    return Advice(report(candidates, best, [*notes, advice]), candidates, best)
+    return Advice(report(candidates, best, advice), candidates, best)
 
 
 def square(output: Any) -> torch.Tensor:
@@ -434,19 +401,18 @@ def advise_model(
         if depth < MIN_DEPTH:
             raise ValueError(f"{type(model).__name__} has {depth} blocks: advice needs {MIN_DEPTH}")
         blocks = [block for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
-        routes, device = windows_of(depth) | presets_of(depth), next(model.parameters()).device
-        found = measure(routes, blocks, num_tokens, alike, step, repeats, device)
+        found = measure(blocks, num_tokens, alike, step, repeats, next(model.parameters()).device)
     finally:
         if hasattr(model, "_attached"):  # where a step failed
             detach(model)
         if attached:
             attach(model, attached.routes, adapter=attached.adapter, router=attached.router)
 
-    def take(best: Routes) -> str:
-        shown = (f"Route({r.selection_ratio}, {r.start_layer_idx}, {r.end_layer_idx - depth})" for r in best)
-        return f"attach(model, [{', '.join(shown)}])"
+    def take(best: Route) -> str:
+        window = f"{best.start_layer_idx}, {best.end_layer_idx - depth}"
+        return f"attach(model, [Route({best.selection_ratio}, {window})])"
 
-    return advice_of(found, depth, [NOTES], take, "train without routes")
+    return advice_of(found, depth, take, "train without routes")
 
 
 @torch.no_grad()
