@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reports.page import check, mixtures, page
+from reports.page import mixtures, page
 from reports.runs import Run, as_csv, as_text, grouped, printable, sections, table
 from runtime.config import command, run_main
 from runtime.files import write_text
@@ -66,13 +66,12 @@ def _read_one(folder: RunFolder) -> list[Run]:
 
 
 def _read_several(folders: Sequence[RunFolder]) -> list[Run]:
-    """Read runs, and leave out those that cannot be read."""
+    """Read runs, and leave out those that cannot be read or shown."""
     runs = []
     for folder in (folder for folder in folders if folder.path.is_dir()):  # runs/* has files, too
         try:
-            run = _read_one(folder)[0]
-            check(run)
-            runs.append(run)
+            page(found := _read_one(folder))
+            runs += found
         except (ValueError, OSError) as error:
             print(f"left out: {error}")
     if not runs:

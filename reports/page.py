@@ -4,8 +4,7 @@ import base64
 import io
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -19,7 +18,6 @@ from reports.runs import (
     Arm,
     Lines,
     Run,
-    as_csv,
     differences,
     grouped,
     sections,
@@ -33,7 +31,7 @@ from training.speed import describe_check
 MAX_PICTURE_BYTES, MAX_DEPTH, MAX_PANELS = 2**26, 1000, 60
 TEMPLATE = Path(__file__).with_name("page.html")
 LOSSES = ("loss", "val_loss_dense", "val_loss_dense_ema", "val_loss_optimal")
-HELD_OUT, FEW_HELD_OUT = "val_loss", 10  # key of losses; images
+FEW_HELD_OUT = 10  # images
 EVENTS = ("loss_spikes", "skipped_steps")
 STYLES = ("-", "--", "-.", ":")  # lines differ in more than their colour
 Points = list[tuple[float, float, float, float]]  # (x, mean, least, most)
@@ -48,13 +46,11 @@ def page(runs: Sequence[Run], refresh_sec: float | None = None) -> str:
     Raises:
         ValueError: a file of a run is damaged.
     """
-    with _as_runs_write(runs):
+    try:
         arms = grouped(runs)
-        title = (
-            f"{runs[0].name}: step {runs[0].step}"
-            if len(runs) == 1
-            else f"{len(runs)} runs, {len(arms)} arms"
-        )
+        title = f"{len(runs)} runs, {len(arms)} arms"
+        if len(runs) == 1:
+            title = f"{runs[0].name}: step {runs[0].step}"
         tables, pictures = [], []
         for data, alike in sections(arms).items():
             heading = f"<h2>{escape(data)}</h2>"
@@ -63,27 +59,15 @@ def page(runs: Sequence[Run], refresh_sec: float | None = None) -> str:
         runs_of = [_environment(arm, run) for arm in arms for run in arm.runs]
         tables += [_progress(runs[0])] if len(runs) == 1 else ["<h2>Runs</h2>", _wide(runs_of)]
         pictures += [_configuration(arm.runs[0], arm.name) for arm in arms]
+    except (AttributeError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+        names = ", ".join(str(run.folder.path) for run in runs)
+        raise ValueError(f"{names} is not as a run writes it: {error!r}") from error
     return Template(TEMPLATE.read_text()).substitute(
         title=escape(title),
         refresh=f'<meta http-equiv="refresh" content="{refresh_sec}">' if refresh_sec else "",
         tables="\n".join(tables),
         pictures="\n".join(pictures),
     )
-
-
-def check(run: Run) -> None:
-    """Raise a ValueError if the page cannot show a run."""
-    page([run])
-    as_csv(grouped([run]))
-
-
-@contextmanager
-def _as_runs_write(runs: Sequence[Run]) -> Iterator[None]:
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
-        names = ", ".join(str(run.folder.path) for run in runs)
-        raise ValueError(f"{names} is not as a run writes it: {error!r}") from error
 
 
 def _tables(arms: Sequence[Arm]) -> Iterable[str]:
@@ -131,9 +115,7 @@ def mixtures(arms: Sequence[Arm]) -> list[str]:
         for arm in arms
         if len({run.seed for run in arm.runs}) < len(arm.runs)
     ]
-    if (num_held_out := min(run.num_held_out for run in runs)) == 1:
-        notes.append("note: held-out losses are of a single image: they are not drawn")
-    elif 0 < num_held_out < FEW_HELD_OUT:
+    if 0 < (num_held_out := min(run.num_held_out for run in runs)) < FEW_HELD_OUT:
         notes.append(f"note: held-out losses are of {num_held_out} images")
     return notes
 
@@ -228,19 +210,13 @@ def panels_of(arms: Sequence[Arm], constant: Mapping[str, float]) -> dict[str, l
     """The lines (name, arm, key) of each panel: the losses of one run share a panel."""
     logged = (key for arm in arms for run in arm.runs for key in run.curves)
     keys = dict.fromkeys([*shown_keys(arms), *logged])  # losses and scores first
-    keys = [key for key in keys if LEVEL not in key and ": " not in key and key not in constant]
-    keys = [key for key in keys if _is_drawn(key, arms)][:MAX_PANELS]
+    keys = [k for k in keys if LEVEL not in k and ": " not in k and k not in constant][:MAX_PANELS]
     if len(arms) > 1:
         return {key: [(arm.name, arm, key) for arm in arms] for key in keys}
     (arm,) = arms
-    together = [key for key in LOSSES if key in arm.runs[0].curves and _is_drawn(key, arms)]
+    together = [key for key in LOSSES if key in arm.runs[0].curves]
     panels = {"losses": [(key, arm, key) for key in together]} if len(together) > 1 else {}
     return panels | {key: [(key, arm, key)] for key in keys if not panels or key not in LOSSES}
-
-
-def _is_drawn(key: str, arms: Sequence[Arm]) -> bool:
-    """True unless a curve would show a single held-out image."""
-    return not key.startswith(HELD_OUT) or all(run.num_held_out > 1 for arm in arms for run in arm.runs)
 
 
 def _curves(arms: Sequence[Arm], constant: Mapping[str, float]) -> Iterable[str]:
@@ -264,7 +240,7 @@ def levels_of(arms: Sequence[Arm]) -> dict[str, list[tuple[str, Points]]]:
     found: dict[str, list[tuple[str, Points]]] = {}
     for key in keys:
         loss, is_level, t = key.partition(LEVEL)
-        if is_level and _is_drawn(loss, arms):
+        if is_level:
             of_arms = found.setdefault(loss, [(arm.name, []) for arm in arms])
             for arm, (_, points) in zip(arms, of_arms, strict=True):
                 if values := arm.values(key):

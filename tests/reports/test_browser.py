@@ -6,18 +6,16 @@ import pytest
 
 from reports.__main__ import ReportsConfig, write_reports
 from reports.runs import AXES
-from tests.runs import runs_to_compare
 
 BROWSER = shutil.which("chromium")
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    runs = runs_to_compare(tmp_path_factory.mktemp("browser"))
-    write_reports(ReportsConfig([str(runs[0])]))
-    write_reports(ReportsConfig([str(run) for run in runs]))
-    return [runs[0] / "report.html", runs[0].parent / "report.html"]
+def pages(compared):
+    write_reports(ReportsConfig([str(compared[0])]))
+    write_reports(ReportsConfig([str(run) for run in compared]))
+    return [compared[0] / "report.html", compared[0].parent / "report.html"]
 
 
 @pytest.fixture(scope="module")
