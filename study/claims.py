@@ -10,7 +10,7 @@ one side of 0, else it is open there.
 
 import argparse
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +28,7 @@ from study.twins import ARMS, LOSS, LRS, STUDIES, UNGUIDED
 CONFIRMED, REFUTED, OPEN, ABSENT = "confirmed", "refuted", "open", "not measured"
 UNTESTED = "cannot be tested at this scale"
 SCORES = (EXCESS, LOSS, "train_loss", *DISTANCES.values(), "label_accuracy", "precision", "recall")
-FIGURE_ARMS = ("dense", "routed", "no removal")
-COLOURS = dict(zip(FIGURE_ARMS, ("#4c72b0", "#dd8452", "#55a868"), strict=True))
+FIGURE_ARMS = {"dense": "#4c72b0", "routed": "#dd8452", "no removal": "#55a868"}
 
 
 class Finding(NamedTuple):
@@ -104,9 +103,10 @@ class Bound:
         """What all values say."""
         files = records.files(f"{self.record}_[A-Z]*")  # then comes the device
         rows = [read_environment(file) | row for file in files for row in read_results(file)]
-        rows = [row for row in rows if row.get(self.column) and self._counts(row)]
-        divisors = [float(row[self.divided_by]) if self.divided_by else 1.0 for row in rows]
-        values = [float(row[self.column]) / by for row, by in zip(rows, divisors, strict=True)]
+        rows = [row for row in rows if row.get(self.column)]
+        rows = [row for row in rows if all(row[key] in values for key, values in self.where.items())]
+        divided_by = [float(row[self.divided_by]) if self.divided_by else 1.0 for row in rows]
+        values = [float(row[self.column]) / by for row, by in zip(rows, divided_by, strict=True)]
         if not values:
             return [Finding(ABSENT, self.name)]
         verdicts = {self._holds(value) for value in values}
@@ -114,9 +114,6 @@ class Bound:
         text = f"{self.name}: {min(values):.2f} to {max(values):.2f}x"
         commits = dict.fromkeys(row["commit"][:7] for row in rows)
         return [Finding(outcome, text, self.n or str(len(values)), tuple(commits))]
-
-    def _counts(self, row: Mapping[str, str]) -> bool:
-        return all(row[key] in values for key, values in self.where.items())
 
     def _holds(self, value: float) -> bool:
         bounds = ((operator.gt, self.above), (operator.ge, self.at_least), (operator.le, self.at_most))
@@ -195,12 +192,8 @@ def arms_table(records: Records, study: str) -> str:
     for arm in dict.fromkeys([*of_study, *found]):  # changed ones last
         *_, last = records.of(study, arm)
         edge = "!" if float(last["lr"]) == max(LRS) else ""
-        row = {
-            "arm": arm,
-            "lr": last["lr"] + edge,
-            "steps": last["step"],
-            "TFLOP": f"{float(last['gflop']) / 1e3:.0f}",
-        }
+        row = {"arm": arm, "lr": last["lr"] + edge, "steps": last["step"]}
+        row["TFLOP"] = f"{float(last['gflop']) / 1e3:.0f}"
         for guidance, mark, keys in guided:
             for key in keys:
                 if values := [*records.final(study, arm, key, guidance).values()]:
@@ -248,15 +241,6 @@ the same overrides, seed by seed, with its 95 % interval. "Best guidance" is the
 1.75 of classifier-free guidance. All arms have the block of DiT; "sprint" has no second stage."""
 
 
-def curves(records: Records, study: str, key: str) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Arm, (steps, gflop) (2, P) and scores (seeds, P) for the arms of the figure."""
-    for arm in FIGURE_ARMS:
-        seeds = [*records.curve(study, arm, key).values()]
-        if seeds:
-            points = np.array(seeds)  # (seeds, P, 3)
-            yield arm, points[0, :, :2].T, points[:, :, 2]
-
-
 def draw(records: Records, file: Path) -> None:
     """Draw the excess loss of the twins against steps and FLOPs."""
     import matplotlib
@@ -265,12 +249,14 @@ def draw(records: Records, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for arm, spent, scores in curves(records, "mixture", EXCESS):
-        for axes, x in zip(panels, (spent[0], spent[1] / 1e3), strict=True):
-            axes.plot(x, scores.mean(axis=0), "o-", color=COLOURS[arm], markersize=4, label=arm)
-            axes.fill_between(
-                x, scores.min(axis=0), scores.max(axis=0), color=COLOURS[arm], alpha=0.2, linewidth=0
-            )
+    for arm, color in FIGURE_ARMS.items():
+        seeds = np.array([*records.curve("mixture", arm, EXCESS).values()])  # (seeds, P, 3)
+        if not len(seeds):
+            continue
+        scores = seeds[:, :, 2]
+        for axes, x in zip(panels, (seeds[0, :, 0], seeds[0, :, 1] / 1e3), strict=True):
+            axes.plot(x, scores.mean(axis=0), "o-", color=color, markersize=4, label=arm)
+            axes.fill_between(x, scores.min(axis=0), scores.max(axis=0), color=color, alpha=0.2, linewidth=0)
     panels[0].set(xlabel="steps", ylabel="dense loss above the optimum", yscale="log")
     panels[1].set(xlabel="training TFLOPs")
     for axes in panels:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.results import Record, read_results
 from builders.network import build_net
@@ -18,7 +19,7 @@ from training.run_folder import RunFolder
 SERIES = ("depth", "width", "tokens")
 COMPOSED = [("digits", arm) for arm in twins.ARMS]  # those of the mixture and the glyphs, too
 COMPOSED += [(study, arm) for study in ("mixture", "glyphs") for arm in twins.TWINS]
-COMPOSED += [(study, arm) for study in SERIES for arm in twins.STUDIES[study].arms]
+COMPOSED += [(study, arm) for study in SERIES for arm in [*twins.STUDIES[study].arms][-2:]]
 
 
 def configured(study, arm):
@@ -30,12 +31,10 @@ def configured(study, arm):
 def test_every_arm_composes_and_differs_in_the_network_or_its_routes_alone(study, arm):
     """From the first of its study, and a routed one of a series from its dense twin."""
     config, first = configured(study, arm), configured(study, next(iter(twins.STUDIES[study].arms)))
-    dense, own = (
-        cost_of(build_net(first)).dense_training_flops,
-        cost_of(build_net(config)).routed_training_flops,
-    )
+    with torch.device("meta"):
+        dense, own = (cost_of(build_net(each)) for each in (first, config))
     if arm.startswith(("routed", "ratio", "late", "early", "sprint")) and study not in SERIES:
-        assert own < dense
+        assert own.routed_training_flops < dense.dense_training_flops
     changed = {key for key in config if config[key] != first[key]} - {"method", "run_name", "output_dir"}
     assert changed <= {"model", "routing"}
     if arm.startswith("routed, ") and arm not in twins.LONGER:
