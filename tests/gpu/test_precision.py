@@ -191,12 +191,6 @@ def test_compiled_blocks(device, tiny, kind, check):
     check([(f"{kind}: blocks that ran without being compiled", float(compiled == 0), 0)])
 
 
-@pytest.fixture(scope="module")
-def routed():
-    with torch.random.fork_rng():
-        return model("routed", tiny=True)
-
-
 @torch.no_grad()
 def a_weight_off(net):
     net.blocks[3].attn.proj.weight[0, 0] += 1
@@ -218,8 +212,9 @@ def another_label_dropout(net):
 
 
 @pytest.mark.parametrize("spoil", [a_weight_off, other_tokens, weights_in_tf32, another_label_dropout])
-def test_another_computation_is_seen(routed, spoil):
-    config, net = routed
+def test_another_computation_is_seen(spoil):
+    with torch.random.fork_rng():
+        config, net = model("routed", tiny=True)
     spoilt = deepcopy(net)
     spoil(spoilt)
     exceeded = {what for what, error, bound in errors("routed", config, net, spoilt, CPU) if error > bound}
@@ -227,28 +222,3 @@ def test_another_computation_is_seen(routed, spoil):
     if spoil == weights_in_tf32:
         found = errors("dense", config, net, spoilt, CPU)
         assert "dense, guided, fp32: samples" in {what for what, error, bound in found if error > bound}
-
-
-def test_all_devices_draw_the_same():
-    generators = [torch.Generator().manual_seed(0) for _ in range(3)]
-    with DrawnByGenerator():
-        pairs = zip(generators, (CPU, "meta"), strict=False)
-        here, there = (torch.randn(3, generator=generator, device=device) for generator, device in pairs)
-    assert torch.equal(here, torch.randn(3, generator=generators[2])) and there.device.type == "meta"
-    assert torch.equal(generators[0].get_state(), generators[1].get_state()), '"meta" alone draws nothing'
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_tf32_is_allowed_where_it_is_asked_for(before):
-    def allowed():
-        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-
-    at_first = allowed()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = before
-    try:
-        for precision in ("fp32", "tf32", "bf16"):
-            with computing(precision, CPU):
-                assert allowed() == (precision == "tf32",) * 2
-            assert allowed() == (before, before)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = at_first

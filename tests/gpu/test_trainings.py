@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import traceback
 from contextlib import contextmanager, nullcontext
@@ -200,12 +201,9 @@ def trainer(tmp_path):
 
 def test_a_step_that_is_not_skipped_or_moves_nothing_is_seen(trainer):
     step = trainer.optimizer.step
-    trainer.optimizer.step = lambda skipped: step(torch.zeros_like(skipped))
-    (_, changed, _), _ = spoil_one_step(trainer)
-    assert changed > len(trainer.parameters)
-    trainer.optimizer.step = lambda skipped: None
-    _, (_, stayed, _) = spoil_one_step(trainer)
-    assert stayed >= len(trainer.parameters)
+    for spoilt, row in ((lambda skipped: step(torch.zeros_like(skipped)), 0), (lambda skipped: None, 1)):
+        trainer.optimizer.step = spoilt
+        assert spoil_one_step(trainer)[row][1] >= len(trainer.parameters)
 
 
 def test_where_a_step_waits_is_told(trainer):
@@ -214,8 +212,7 @@ def test_where_a_step_waits_is_told(trainer):
 
     trainer.update_weights = wait
     told = where_it_waits(trainer)
-    assert told.startswith("test_trainings.py, line ")
-    assert told.endswith(": called a synchronizing CUDA operation")
+    assert re.fullmatch(r"test_trainings.py, line \d+: called a synchronizing CUDA operation", told)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +221,6 @@ def test_where_a_step_waits_is_told(trainer):
         ({"weight": 1.01}, {}, ["cpu", "cuda"]),
         ({"average": 1.01}, {}, ["cpu", "cuda"]),
         ({"loss": 0.51}, {}, ["cpu", "cuda"]),
-        ({}, {"weight": 1.01}, ["cpu"]),  # two runs with one seed
         ({"weight": 1 + 1e-6}, {}, ["cpu"]),
         ({"weight": 1.04}, {"weight": 1.01}, ["cpu"]),  # as far as CUDA parts two equal runs
         ({"weight": 1.06}, {"weight": 1.01}, ["cpu", "cuda"]),
