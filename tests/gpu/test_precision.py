@@ -196,22 +196,13 @@ def a_weight_off(net):
     net.blocks[3].attn.proj.weight[0, 0] += 1
 
 
-def other_tokens(net):
-    router, T = net.router, net.num_tokens
-    net.router = lambda *args, **kwargs: ((router(*args, **kwargs) + 1) % T).sort(dim=1).values
-
-
 @torch.no_grad()
 def weights_in_tf32(net):
     for parameter in net.parameters():
         parameter.copy_(((parameter.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32))
 
 
-def another_label_dropout(net):
-    net.class_dropout_prob = 0.6
-
-
-@pytest.mark.parametrize("spoil", [a_weight_off, other_tokens, weights_in_tf32, another_label_dropout])
+@pytest.mark.parametrize("spoil", [a_weight_off, weights_in_tf32])
 def test_another_computation_is_seen(spoil):
     with torch.random.fork_rng():
         config, net = model("routed", tiny=True)

@@ -218,10 +218,8 @@ def test_where_a_step_waits_is_told(trainer):
 @pytest.mark.parametrize(
     ("resumed", "again", "exceeded_on"),
     [
-        ({"weight": 1.01}, {}, ["cpu", "cuda"]),
         ({"average": 1.01}, {}, ["cpu", "cuda"]),
         ({"loss": 0.51}, {}, ["cpu", "cuda"]),
-        ({"weight": 1 + 1e-6}, {}, ["cpu"]),
         ({"weight": 1.04}, {"weight": 1.01}, ["cpu"]),  # as far as CUDA parts two equal runs
         ({"weight": 1.06}, {"weight": 1.01}, ["cpu", "cuda"]),
     ],

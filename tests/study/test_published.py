@@ -15,21 +15,10 @@ from tests.inception import write_random_weights
 from tests.programs import start
 
 EXPERIMENT = "imagenet256_tread_b_2_400k"
-SMALL = (
-    "data.input_size=8",
-    "data.in_channels=3",
-    "data.num_classes=7",
-    "model.hidden_size=32",
-    "model.num_heads=4",
-    "train.total_steps=2",
-    "train.batch_size=2",
-    "train.save_every=2",
-    "train.eval_every=null",
-    "train.num_workers=0",
-    "train.mixed_precision=no",
-    "train.compile=false",
-    "sampler.num_steps=2",
-)
+SMALL = ("data.input_size=8", "data.in_channels=3", "data.num_classes=7", "model.hidden_size=32")
+SMALL += ("model.num_heads=4", "sampler.num_steps=2")
+SMALL += tuple(f"train.{key}" for key in ("total_steps=2", "batch_size=2", "save_every=2", "eval_every=null"))
+SMALL += ("train.num_workers=0", "train.mixed_precision=no", "train.compile=false")
 ROW = Row(EXPERIMENT, SMALL, {"fid5": "3.50"}, None)
 GUIDED = Row(EXPERIMENT, (*SMALL, "guidance=cfg", "guidance.guidance_scale=UNKNOWN"), {"fid5": "3.50"}, None)
 
