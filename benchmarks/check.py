@@ -30,7 +30,7 @@ SETTINGS = {
 }
 
 
-def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
+def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
     """What measures each setting; see `benchmarks.gpu`."""
     on_gpu, settings = device.type == "cuda" and not tiny, SETTINGS
     if on_gpu:

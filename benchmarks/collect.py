@@ -5,7 +5,7 @@ record it is empty.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,11 +30,10 @@ SPEED = ("setting", "images_per_sec", "utilisation", "speedup_over_dense", "shar
 Columns = Mapping[str, Mapping[str, str]]  # of each stage's table, key -> format
 
 
-def collect(out: Path, columns: Columns, whole: Collection[str], project: Path, tiny: bool) -> None:
+def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
     """Merge the records of a folder into those of the project, and fill the tables from all of these.
 
     Args:
-        whole: stages whose records are replaced instead: their rows belong together.
         tiny: the records are of a rehearsal, for a copy of the project.
     """
     files = {file: read_environment(file) for file in sorted(out.glob("gpu_*.csv"))}
@@ -51,7 +50,7 @@ def collect(out: Path, columns: Columns, whole: Collection[str], project: Path, 
             # A copy of the code without its newest history cannot name its commit.
             if row["commit"] == code_of(here) and here["commit"] and not here["uncommitted_changes"]:
                 row["commit"] = here["commit"]
-        if target.exists() and file.name.split("_")[1] not in whole:
+        if target.exists():
             rows = merged(read_results(target), rows)
         write_record(target, rows, about)
         print(f"recorded in {target}")

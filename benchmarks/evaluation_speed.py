@@ -28,7 +28,7 @@ COLUMNS = {
 }
 
 
-def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
+def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
     """What measures each part of scoring; see `benchmarks.gpu`."""
     length, num_reference, num_samples = (64, 200, 400) if tiny else (NUM_POOL_FEATURES, 10_000, 50_000)
     batch_size, image_size, repeats = (2, 64, 1) if tiny else (64, 256, 3)

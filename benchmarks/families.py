@@ -10,7 +10,6 @@ attention included, as in models/cost.py; torch counts them while one step of ea
 from collections.abc import Callable
 from functools import partial
 from math import isqrt
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -59,7 +58,7 @@ class Size(NamedTuple):
     batch: int
 
 
-def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
+def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
     """Plan a measurement of each class at each length; see `benchmarks.gpu`."""
     settings = {}
     for num_tokens in (16,) if tiny else NUM_TOKENS:

@@ -1,7 +1,7 @@
 """All measurements that need a GPU, in one command: stages of at most eight minutes, recorded row by row.
 
     python -m benchmarks.gpu OUT                    all stages, in this order; an estimated hour on an H200
-    python -m benchmarks.gpu OUT step sample        some of check, step, sample, score, families, twins
+    python -m benchmarks.gpu OUT step sample        some of check, step, sample, score, families
     python -m benchmarks.gpu OUT --tiny             all of them in minutes, at sizes that a CPU can do
     python -m benchmarks.gpu --collect OUT          records to benchmarks/results/, figures to the pages
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import check, evaluation_speed, families, glyphs, sampling, train_step
+from benchmarks import check, evaluation_speed, families, sampling, train_step
 from benchmarks.collect import collect
 from benchmarks.results import NOT_ENDED, RESULTS, Record, Rows, done_in, markdown, read_results
 from runtime.config import run_main
@@ -45,14 +45,10 @@ ENDS = {
 
 
 class Stage(NamedTuple):
-    """What measures each setting, from short to long, and how its rows are shown.
+    """What measures each setting, from short to long, and how its rows are shown."""
 
-    `has_state`: a setting continues what the one before left in the folder of the records.
-    """
-
-    plan: Callable[[torch.device, bool, Path], dict[str, Callable[[], Rows]]]  # device, tiny, records' folder
+    plan: Callable[[torch.device, bool], dict[str, Callable[[], Rows]]]  # device, tiny
     columns: dict[str, str]
-    has_state: bool = False
 
 
 STAGES = {
@@ -61,7 +57,6 @@ STAGES = {
     "sample": Stage(sampling.plan, sampling.COLUMNS),
     "score": Stage(evaluation_speed.plan, evaluation_speed.COLUMNS),
     "families": Stage(families.plan, families.COLUMNS),
-    "twins": Stage(glyphs.plan, glyphs.COLUMNS, has_state=True),
 }
 
 
@@ -89,8 +84,7 @@ def main() -> None:
     asked = parse()
     if asked.collect:
         columns = {name: stage.columns for name, stage in STAGES.items()}
-        whole = {name for name, stage in STAGES.items() if stage.has_state}
-        collect(asked.out, columns, whole, asked.into, asked.tiny)
+        collect(asked.out, columns, asked.into, asked.tiny)
         return
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.here:
@@ -137,9 +131,9 @@ def run_stage(name: str, out: Path, tiny: bool, limit_sec: float, again: bool = 
     start, row_sec, stage = time.perf_counter(), 0.0, STAGES[name]
     device = start_process().device
     record = Record(f"gpu_{name}", out, environment(device) | {"tiny": tiny})
-    settings = stage.plan(device, tiny, out)
+    settings = stage.plan(device, tiny)
     committed = RESULTS / record.file.name
-    if committed.exists() and not (tiny or again or stage.has_state):
+    if committed.exists() and not (tiny or again):
         recorded = done_in(read_results(committed))
         print(f"{len(settings.keys() & recorded)} settings are recorded in {committed}", flush=True)
         settings = {setting: measure for setting, measure in settings.items() if setting not in recorded}

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ COLUMNS = {
 }
 
 
-def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
+def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
     """What measures whole batches, and evaluations; see `benchmarks.gpu`."""
     size, repeats, turn_sec = (TINY, 1, 0.0) if tiny else (XL, REPEATS, TURN_SEC[device.type])
     return {

@@ -101,7 +101,7 @@ def standard_settings(device: torch.device) -> list[Setting]:
     return settings
 
 
-def plan(device: torch.device, tiny: bool, out: Path) -> dict[str, Callable[[], Rows]]:
+def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
     """What measures each setting; see `benchmarks.gpu`."""
     settings = TINY_SETTINGS if tiny else standard_settings(device)
     repeats, peaks = 1 if tiny else REPEATS[device.type], peaks_of(device)

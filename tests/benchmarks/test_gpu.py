@@ -1,6 +1,5 @@
 """The stages of `benchmarks.gpu`, rehearsed on a CPU, with their records and tables."""
 
-import json
 import re
 import shutil
 from xml.etree import ElementTree
@@ -8,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import check, glyphs, gpu
+from benchmarks import check, gpu
 from benchmarks.collect import PAGES, TABLE, collect, filled, targets
 from benchmarks.results import RESULTS, Record, code_of, read_results, write_results
 from runtime.provenance import environment
@@ -31,7 +30,7 @@ def stage(monkeypatch):
     def make(**settings):
         monkeypatch.setattr(gpu, "environment", lambda device: HERE)  # takes half a second
         columns = {"setting": "{}", "ms": "{:.1f}"}
-        monkeypatch.setitem(gpu.STAGES, "score", gpu.Stage(lambda device, tiny, out: settings, columns))
+        monkeypatch.setitem(gpu.STAGES, "score", gpu.Stage(lambda device, tiny: settings, columns))
 
     return make
 
@@ -154,10 +153,10 @@ def test_targets_are_beside_what_was_measured(tmp_path):
 def test_a_rehearsal_is_not_taken_for_a_measurement(tmp_path, project, tiny, message):
     write_results("gpu_score", [{"setting": "a"}], HERE | {"tiny": not tiny}, tmp_path)
     with pytest.raises(ValueError, match=message):
-        collect(tmp_path, COLUMNS, (), project, tiny)
+        collect(tmp_path, COLUMNS, project, tiny)
     assert not (project / "benchmarks").exists()
     with pytest.raises(ValueError, match="has no record"):
-        collect(project, COLUMNS, (), project, tiny)
+        collect(project, COLUMNS, project, tiny)
 
 
 def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
@@ -171,30 +170,11 @@ def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
             record.add(setting, [{"failed": "it" if setting == failing else ""}])
     record.add("c", [{"failed": "started and not ended"}])
     record.add("d", [{"failed": "it"}])
-    collect(tmp_path, COLUMNS, (), project, tiny=True)
+    collect(tmp_path, COLUMNS, project, tiny=True)
     file, old, new = results / record.file.name, "fedcba9876", "0123456789"
     rows = [(row["setting"], row["commit"], row["failed"]) for row in read_results(file)]
     assert rows == [("a", old, ""), ("c", old, ""), ("b", new, ""), ("d", new, "it")]
     assert "at commit fedcba9, 0123456 (a rehearsal)" in (project / "RESULTS.md").read_text()
-    collect(tmp_path, COLUMNS, ("score",), project, tiny=True)
-    assert {row["commit"] for row in read_results(file)} == {new}, "as a whole"
-
-
-def test_twins_are_compared_after_the_same_seconds(tmp_path):
-    ends = [
-        {"num_images": 4, "fd_classifier": 8.0, "label_accuracy": 0.2, "val_loss_dense_ema": 0.5},
-        {"num_images": 8, "fd_classifier": 4.0, "label_accuracy": 0.4, "val_loss_dense_ema": 0.3},
-    ]
-    rates = ((0.001, 0.4, 0.5), (0.3, 0.9))  # it compiled
-    steps = enumerate(zip(rates, ends, strict=True), start=1)
-    lines = [
-        {"step": i, **line} for i, (of, end) in steps for line in [*({"images_per_sec": r} for r in of), end]
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    scores = glyphs.scores_of(tmp_path)
-    assert [(score["num_images"], score["train_sec"]) for score in scores] == [(4, 10.0), (8, 20.0)]
-    found = [glyphs.at_second(scores, "fd_classifier", sec) for sec in (9, 10, 15, 20, 21)]
-    assert found == [None, 8.0, 6.0, 4.0, None]
 
 
 @pytest.mark.slow
