@@ -3,7 +3,7 @@
 import os
 
 # Threads that spin take the core that others need; a short spin costs nothing on a quiet machine
-# (benchmarks/waiting.py). What the user has set stays.
+# (benchmarks/LOG.md). What the user has set stays.
 SPIN_COUNT = "10000"
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
