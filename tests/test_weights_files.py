@@ -19,23 +19,13 @@ from data import LatentManifest, LatentWriter
 from diffusion import CFG, Branch
 from tests.networks import small_dit
 from tests.programs import start
-from tests.public_dit import CHANNELS, CLASSES, PATCH, SIDE, SWITCHES, WIDTH, PublicDiT
+from tests.public_dit import CHANNELS, CLASSES, PATCH, SIDE, SWITCHES, WIDTH, PublicDiT, public
 from tests.runs import composed, tiny_run
 from training import weights
 from training.run_folder import RunFolder
 from training.weights import load_weights
 
 NET = small_dit()
-
-
-def public(**options):
-    torch.manual_seed(0)
-    net = PublicDiT(**options)
-    for name, parameter in net.named_parameters():
-        # Large queries and keys, or attention would be a mean, and positions would not matter.
-        parameter.data = torch.randn_like(parameter) * (0.1 if "qkv.weight" in name else 0.05)
-        parameter.data += 1.0 if "norm" in name else 0.0
-    return net.eval()
 
 
 def legacy(state):
@@ -198,51 +188,47 @@ def test_weights_of_a_file_are_known_or_refused(content, expected, tmp_path):
         assert str(raised.value).startswith(str(tmp_path / "file.pt")) and "\n" not in str(raised.value)
 
 
-def test_rotary_tables_of_another_grid_are_refused(tmp_path):
-    state = public(switches=SWITCHES, depth=1).state_dict()
-    state["feat_rope.freqs_sin"] = state["feat_rope.freqs_sin"].roll(1, dims=0)
-    torch.save(state, tmp_path / "file.pt")
-    with pytest.raises(ValueError, match=r"feat_rope\.freqs_sin is not of the rotary positions of the model"):
-        open_weights_file(tmp_path / "file.pt", "sit")
+@pytest.mark.parametrize(
+    "num_rows, said, expected",
+    [(11, 11, (11, 0.0)), (10, 9, (9, 0.1)), (11, None, (10, 0.1)), (1001, None, (1000,)), (0, 1000, (0,))],
+)
+def test_a_file_is_asked_how_many_classes_it_has(num_rows, said, expected, tmp_path):
+    """Without a table of labels none, whatever the arguments of its script have as default."""
+    state = public(depth=1, num_rows=num_rows).state_dict()
+    state = state if num_rows else {name: tensor for name, tensor in state.items() if "y_embed" not in name}
+    torch.save({"ema": state, **({"args": {"num_classes": said}} if said else {})}, tmp_path / "file.pt")
+    net = open_weights_file(tmp_path / "file.pt", "sit").precond.net
+    assert (net.num_classes, net.class_dropout_prob)[: len(expected)] == expected
+
+
+WIDE = {"x_embedder.proj.weight": torch.zeros(400, CHANNELS, PATCH, PATCH)}
+ROLLED = {"feat_rope.freqs_sin": public(switches=SWITCHES, depth=1).feat_rope.freqs_sin.roll(1, dims=0)}
 
 
 @pytest.mark.parametrize(
-    "num_rows, said, expected",
+    "options, changes, said, objective, told",
     [
-        (
-            1000,
-            None,
-            "1000 rows of labels are 1000 classes, or 999 and the null class, and the file does not",
-        ),
-        (10, None, "give latents=FOLDER, whose manifest has num_classes"),
-        (11, 12, "11 rows of labels must be num_classes=12, from the file, or one more for the null class"),
-        (11, 11, (11, 0.0)),
-        (10, 9, (9, 0.1)),
-        (11, None, (10, 0.1)),
-        (1001, None, (1000, 0.1)),
+        ({}, {}, None, None, "objective must be given"),
+        ({}, WIDE, None, "edm", "hidden_size=400 must be a published width"),
+        ({}, {"x_embedder.proj.weight": None}, None, "edm", "does not have the names and shapes of a DiT"),
+        ({"switches": SWITCHES}, ROLLED, None, "sit",
+         r"feat_rope\.freqs_sin is not of the rotary positions of the model"),
+        ({"num_rows": 1000}, {}, None, "sit", "1000 rows of labels are 1000 classes, or 999 and the null"),
+        ({"num_rows": 10}, {}, None, "sit", "give latents=FOLDER, whose manifest has num_classes"),
+        ({"num_rows": 11}, {}, 12, "sit", "11 rows of labels must be num_classes=12, from the file, or"),
     ],
-)
-def test_a_file_is_asked_how_many_classes_it_has(num_rows, said, expected, tmp_path):
-    content = {"ema": public(depth=1, num_rows=num_rows).state_dict()}
-    torch.save(content | ({} if said is None else {"args": {"num_classes": said}}), tmp_path / "file.pt")
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            open_weights_file(tmp_path / "file.pt", "sit")
-    else:
-        net = open_weights_file(tmp_path / "file.pt", "sit").precond.net
-        assert (net.num_classes, net.class_dropout_prob) == expected
-
-
-def test_a_file_without_a_table_of_labels_has_no_classes(tmp_path):
-    """Whatever the arguments of its script have as default."""
-    state = {name: tensor for name, tensor in public(depth=1).state_dict().items() if "y_embed" not in name}
-    torch.save({"ema": state, "args": argparse.Namespace(num_classes=1000)}, tmp_path / "file.pt")
-    assert open_weights_file(tmp_path / "file.pt", "sit").precond.net.num_classes == 0
+)  # fmt: skip
+def test_what_a_file_does_not_say_is_refused(options, changes, said, objective, told, tmp_path):
+    state = public(depth=1, **options).state_dict() | changes
+    state = {name: tensor for name, tensor in state.items() if tensor is not None}
+    torch.save({"ema": state, **({"args": {"num_classes": said}} if said else {})}, tmp_path / "file.pt")
+    with pytest.raises(ValueError, match=told):
+        open_weights_file(tmp_path / "file.pt", objective)
 
 
 def test_latents_of_another_autoencoder_have_to_be_described(tmp_path, capsys):
     """By a folder of them: a file does not say how they are scaled."""
-    state = public().state_dict()
+    state = public(depth=1).state_dict()
 
     def save(num_channels, name):
         state["x_embedder.proj.weight"] = torch.zeros(WIDTH, num_channels, PATCH, PATCH)
@@ -262,9 +248,8 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path, capsys):
     described = opened.details["data"]["manifest"]
     assert (described["scale"], described["untrained_classes"]) == (scale, ())
     # A network that predicts no change draws noise, which this scale and shift make white.
-    white = LatentManifest(
-        2, (3, SIDE, SIDE), "float32", "samples", CLASSES, "identity", scale=100.0, shift=1.0
-    )
+    scaling = {"scale": 100.0, "shift": 1.0}
+    white = LatentManifest(2, (3, SIDE, SIDE), "float32", "samples", CLASSES, "identity", **scaling)
     with LatentWriter(tmp_path / "white", white) as writer:
         writer.append(np.ones((2, 3, SIDE, SIDE), np.float32), np.zeros(2, np.int64))
     save(3, "three.pt")
@@ -274,25 +259,6 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path, capsys):
     assert np.load(tmp_path / "white.npz")["arr_0"].min() > 230
     assert json.loads((tmp_path / "white.json").read_text())["weights_entry"] == "ema"
     assert f"weights {tmp_path}/three.pt (ema)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "objective, content, told",
-    [
-        (None, "dit", "objective must be given"),
-        ("edm", "other", "does not have the names and shapes of a DiT"),
-        ("edm", "wide", "hidden_size=400 must be a published width"),
-    ],
-)
-def test_what_a_file_does_not_say_has_to_be_given(objective, content, told, tmp_path):
-    state = public().state_dict()
-    if content == "other":
-        state = {"weight": torch.zeros(3)}
-    if content == "wide":
-        state["x_embedder.proj.weight"] = torch.zeros(400, CHANNELS, PATCH, PATCH)
-    torch.save(state, tmp_path / "file.pt")
-    with pytest.raises(ValueError, match=told):
-        open_weights_file(tmp_path / "file.pt", objective)
 
 
 def test_files_of_this_project_say_what_they_are(tmp_path):
