@@ -18,16 +18,12 @@ from routing.tokens import (
     with_prefix,
 )
 
+ADAPTERS = ("Adapter", "BlockList", "TokenSelection", "attach", "detach", "propose_adapter", "prove")
 __all__ = [
-    "Adapter",
-    "BlockList",
     "Route",
     "RoutePlan",
     "Router",
     "Routing",
-    "TokenSelection",
-    "attach",
-    "detach",
     "end_route",
     "from_simpletuner",
     "gather_tokens",
@@ -35,15 +31,13 @@ __all__ = [
     "grow_ratio",
     "norm_router",
     "num_tokens_kept",
-    "propose_adapter",
-    "prove",
     "random_router",
     "resolve_routes",
     "sample_ids_keep",
     "start_route",
     "with_prefix",
+    *ADAPTERS,
 ]
-ADAPTERS = ("Adapter", "BlockList", "TokenSelection", "attach", "detach", "propose_adapter", "prove")
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ ratio.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,17 +54,15 @@ class TokenSelection:
         """The same for tokens with others behind them, Q of text: (N or 1, ..., T + S + Q, ...) -> (N, ...,
         K + S + Q, ...).
         """
-        return self._gather_before_others(x, dim, 0)
+        return replace(self, num_prefix_tokens=0).gather_between(x, dim)
 
     def gather_between(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The same for a prefix, its tokens, and others behind them: (N or 1, ..., P + T + S + Q, ...) -> (N,
         ..., P + K + S + Q, ...).
         """
-        return self._gather_before_others(x, dim, self.num_prefix_tokens)
-
-    def _gather_before_others(self, x: torch.Tensor, dim: int, num_first: int) -> torch.Tensor:
-        others = torch.arange(num_first + self.num_tokens, x.shape[dim], device=self.ids.device)
-        ids = [with_prefix(self.ids, num_first), others.expand(self.ids.shape[0], -1)]
+        P = self.num_prefix_tokens
+        others = torch.arange(P + self.num_tokens, x.shape[dim], device=self.ids.device)
+        ids = [with_prefix(self.ids, P), others.expand(self.ids.shape[0], -1)]
         return self._gather(x, torch.cat(ids, dim=1), dim, x.shape[dim])
 
     def _gather(self, x: torch.Tensor, ids: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -145,7 +143,7 @@ class Adapter:
     """A transformer, as far as routing goes. Functions get the model and the arguments of its forward.
 
     Args:
-        block_lists: in the order in which layers are counted.
+        block_lists: in the order in which layers are counted; one alone is a tuple of one.
         accepts: arguments of the model's forward that go together with routing. Any other must keep its
             default. Where `routing` and `generator` are among them, the model knows these words itself: it is
             given the generator, and no routing.
@@ -159,7 +157,7 @@ class Adapter:
             tokens that bypass are put back after each block of a window.
     """
 
-    block_lists: Sequence[BlockList]
+    block_lists: Sequence[BlockList] | BlockList
     accepts: Sequence[str]
     num_prefix_tokens: Callable[[nn.Module, Arguments], int] = _zero
     num_suffix_tokens: Callable[[nn.Module, Arguments], int] = _zero
@@ -168,9 +166,8 @@ class Adapter:
     whole_between_blocks: bool = False
 
     def __post_init__(self) -> None:
-        for key, names in (("accepts", self.accepts), ("residuals", self.residuals)):
-            if isinstance(names, str):  # any part of it would pass for a name
-                raise ValueError(f"{key}={names!r} must be a sequence of names: ({names!r},)")
+        if isinstance(self.block_lists, BlockList):
+            object.__setattr__(self, "block_lists", (self.block_lists,))
         if self.num_prefix_tokens is _zero and any(spec.joint for spec in self.block_lists):
             raise ValueError("joint=True needs num_prefix_tokens: the prefix would be routed with the image")
 

@@ -306,27 +306,19 @@ class _RoutedPass:
     """One forward pass with routes."""
 
     def __init__(self, layers: Sequence[_Layer], windows: Sequence[_Window]):
-        self.layers, self.windows = layers, windows
-        self.idx = -1  # of the block that was handed out last
+        indices = [range(w.route.start_layer_idx, w.route.end_layer_idx + 1) for w in windows]
+        self.windows = {idx: w for w, of in zip(windows, indices, strict=True) for idx in of}
+        self.layers, self.idx = layers, -1  # of the block that was handed out last
 
     def hand_out(self, idx: int, block: nn.Module) -> Any:
         """Return the block, or what stands in for it within a window."""
         self.idx = idx
-        window = self._window()
-        if window is None:
-            return block
-        return _RoutedBlock(block, self.layers[idx], window, idx)
-
-    def _window(self) -> _Window | None:
-        """Return the window in which the last block is."""
-        for window in self.windows:
-            if window.route.start_layer_idx <= self.idx <= window.route.end_layer_idx:
-                return window
-        return None
+        window = self.windows.get(idx)
+        return block if window is None else _RoutedBlock(block, self.layers[idx], window, idx)
 
     def residual(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor that the model adds to the tokens after the last block."""
-        window = self._window()
+        window = self.windows.get(self.idx)
         if window is None:
             return x
         kept = window.kept(self.layers[self.idx].spec)
@@ -338,7 +330,7 @@ class _RoutedPass:
 
     def check_done(self, name: str) -> None:
         """Raise ValueError if a window has not ended."""
-        for window in self.windows:
+        for window in self.windows.values():
             if not window.is_done:
                 first, last = window.route.start_layer_idx, window.route.end_layer_idx
                 raise ValueError(
@@ -375,8 +367,9 @@ class _RoutedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on the kept tokens."""
         spec, window, name = self._layer.spec, self._window, type(self._block).__name__
-        if self._has_ended:
-            raise ValueError(f"layer {self._idx}, a {name}, runs twice in one forward of the model")
+        first, last = window.route.start_layer_idx, window.route.end_layer_idx
+        if self._has_ended or (self._idx > first and window.ids_keep is None):
+            raise ValueError(f"layer {self._idx}, a {name}, runs twice, or before its route starts")
         if self._records_gradients and not torch.is_grad_enabled():
             raise ValueError(
                 "checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
@@ -391,13 +384,8 @@ class _RoutedBlock:
                 )
         values = dict(given)
         x = spec.batch_first(values[spec.tokens])
-        first, last = window.route.start_layer_idx, window.route.end_layer_idx
         if self._idx == first:
             window.start(x, spec)
-        elif window.ids_keep is None:
-            raise ValueError(
-                f"layer {self._idx}, a {name}, runs before layer {first}, where its route starts"
-            )
         kept = window.kept(spec)
         if self._idx == first or window.whole:
             values[spec.tokens] = spec.batch_first(kept.gather_joint(x) if spec.joint else kept.gather(x))

@@ -7,7 +7,7 @@ those of the model itself.
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from routing.adapters.adapter import Adapter, BlockList
 from routing.adapters.attached import attach, detach
-from routing.routes import Route, Routing, resolve_routes
+from routing.routes import Route, Routing
 from routing.tokens import num_tokens_kept
 
 SAME = 1e-9  # of what routes change: then no other way to hide keys is tried
@@ -56,14 +56,6 @@ class _HiddenKeys(TorchFunctionMode):
         self.hidden: torch.Tensor | None = None
         self.was_seen, self.sample = False, -1
 
-    def hide(self, hidden: torch.Tensor, block: nn.Module, args: tuple) -> None:
-        """Hide other tokens, from a block on."""
-        self.hidden = hidden
-
-    def after(self, block: nn.Module, args: tuple, output: Any) -> None:
-        """Hide nothing behind a block, if others than its tokens attend there."""
-        self.hidden = self.hidden if self.between else None
-
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # (L, N, D)
@@ -86,20 +78,16 @@ class _HiddenKeys(TorchFunctionMode):
         """Keys (N, L) to hide; None if the tokens are not among them."""
         if self.hidden is None:
             return None
-        num_others = num_keys - self.hidden.shape[1]
-        alone = self.queries_alone and num_queries == self.hidden.shape[1]
+        hidden, num_others = self.hidden, num_keys - self.hidden.shape[1]
+        alone = self.queries_alone and num_queries == hidden.shape[1]
         num_first = num_others if self.num_first is None else self.num_first
         if not (num_queries == num_keys or alone) or num_others < max(num_first, 0):
             return None
         self.was_seen = True
-        return F.pad(self._of(num_samples), (num_first, num_others - num_first))
-
-    def _of(self, num_samples: int) -> torch.Tensor:
-        """Hidden tokens of all samples, or of the next one where samples attend one by one."""
-        if num_samples == len(self.hidden):
-            return self.hidden
-        self.sample = (self.sample + 1) % len(self.hidden)
-        return self.hidden[self.sample][None]
+        if num_samples != len(hidden):  # samples attend one by one
+            self.sample = (self.sample + 1) % len(hidden)
+            hidden = hidden[self.sample][None]
+        return F.pad(hidden, (num_first, num_others - num_first))
 
 
 def _hide(mask: torch.Tensor | None, hidden: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -122,27 +110,22 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
     Raises:
         ValueError: the model refuses to be routed, routes change nothing, or the attention cannot be seen.
     """
-    state = {module: module.training for module in model.modules()}
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # a kernel that torch's own layers take without hooks
-    model.eval()
-    try:
-        with torch.no_grad():
-            return _prove(model, adapter, arguments, route)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-        for module, training in state.items():
-            module.training = training
+    mha = torch.backends.mha
+    with ExitStack() as after, torch.no_grad():
+        after.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)  # a kernel that torch's own layers take without hooks
+        for module in model.modules():
+            after.callback(setattr, module, "training", module.training)
+        model.eval()
+        return _prove(model, adapter, arguments, route)
 
 
 def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
-    attach(model, [route], adapter=adapter)  # raises what does not fit
+    (route,) = attach(model, [route], adapter=adapter)  # raises what does not fit
     detach(model)
     layers = [(spec, block) for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
-    (route,) = resolve_routes([route], len(layers), key="route")
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
     P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments)
-
     start = State(*window[0], P)
     with start.reading():
         plain = _output(model, arguments)
@@ -222,29 +205,32 @@ def _hiding(
     num_prefix_tokens: int,
     keys: _HiddenKeys,
 ) -> torch.Tensor | None:
-    """Return the output of a model that hides tokens in a window, which rejoin as they were; None where no
-    attention to them was seen.
+    """Run a model that hides tokens in a window, which rejoin as they were; None where no attention to them
+    was seen.
 
     Args:
         hidden_in: (N, T + S) bool of each list of blocks, by its name.
     """
     start, end = (State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
 
+    def hide(hidden: torch.Tensor, *_: Any) -> None:
+        keys.hidden = hidden
+
+    def after(*_: Any) -> None:
+        keys.hidden = keys.hidden if keys.between else None
+
     def rejoin(block: nn.Module, args: tuple, output: Any) -> Any:
         keys.hidden = None
         return end.replaced(output, hidden_in[end.spec.name], start.value)
 
-    hooks = [
-        block.register_forward_pre_hook(partial(keys.hide, hidden_in[spec.name])) for spec, block in window
-    ]
-    hooks += [block.register_forward_hook(keys.after) for _, block in window]
-    hooks.append(end.block.register_forward_hook(rejoin))
-    try:
-        with start.reading(), keys:
+    with ExitStack() as hooks:
+        for spec, block in window:
+            hooks.enter_context(block.register_forward_pre_hook(partial(hide, hidden_in[spec.name])))
+            hooks.enter_context(block.register_forward_hook(after))
+        hooks.enter_context(end.block.register_forward_hook(rejoin))
+        hooks.enter_context(start.reading())
+        with keys:
             output = _output(model, arguments)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return output if keys.was_seen else None
 
 

@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, combinations, product
+from functools import partial
+from itertools import chain, combinations, count, product
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +43,8 @@ Way = Callable[[str], str]  # of the name of a value: the Python that gathers it
 AS_IT_IS: Way = "{}".format
 FOR_ALL: Way = "{}.unsqueeze(0)".format
 SAMPLES_SECOND: Way = "kept.gather({}.transpose(0, 1)).transpose(0, 1)".format
-LEADING: Way = (
-    "{}[: kept.num_prefix_tokens + kept.ids.shape[1]]".format
-)  # the same for all tokens of the image
+# What is the same for all tokens of the image.
+LEADING: Way = "{}[: kept.num_prefix_tokens + kept.ids.shape[1]]".format
 NUM_KEPT: Way = "kept.ids.shape[1]".format
 
 
@@ -88,19 +88,18 @@ def propose_adapter(
         # What is proved is the source itself.
         names = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample}
         adapter = eval(source, names | given)
-        whole = adapter.whole_between_blocks
         try:
             if P and adapter.num_prefix_tokens(model, arguments) != P:
                 raise ValueError(f"nothing was seen of the {P} tokens that num_prefix_tokens returns")
             proofs = [prove(model, adapter, arguments, route) for route in ROUTES]
         except WRONG as error:
-            failed.append((torch.inf, whole, f"{source}\n{type(error).__name__}: {error}"))
-            continue
-        proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
-        if all(proof.passes for proof in proofs):  # no NaN is
-            return Proposal(_file(source, [name for name, count in given.items() if count]), adapter, proof)
-        apart = max(proof)
-        failed.append((apart, whole, f"{source}\nthe routes differ by {apart:.1g} of what they change"))
+            apart, why = torch.inf, f"{type(error).__name__}: {error}"
+        else:
+            proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
+            if all(proof.passes for proof in proofs):  # no NaN is
+                return Proposal(_file(source, [name for name in given if given[name]]), adapter, proof)
+            apart, why = max(proof), f"the routes differ by {max(proof):.1g} of what they change"
+        failed.append((apart, adapter.whole_between_blocks, f"{source}\n{why}"))
     *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
     raise ValueError(
         f"no adapter for {type(model).__name__} was right; correct by hand what is wrong in the closest, and "
@@ -117,11 +116,12 @@ def _file(source: str, counts: Sequence[str]) -> str:
 
 
 class _Call(NamedTuple):
-    """A block that was called: its arguments by name, its output, and how many were called before."""
+    """A block that was called: its place in its list, and among all calls."""
 
+    idx: int
+    place: int
     arguments: dict[str, Any]
     output: Any
-    place: int
 
 
 @dataclass
@@ -161,10 +161,6 @@ class _List:
         pairs = [pair for call in self.calls for pair in call.arguments.items()]
         return {name: value for name, value in pairs if value is not None and name != self.tokens}
 
-    def sizes(self) -> set[int]:
-        """Return all sizes of tensors that blocks were given beside the tokens."""
-        return {size for x in tree_leaves(self.given) if isinstance(x, torch.Tensor) for size in x.shape}
-
     def find(self, changed: Mapping[str, Any], before: "_List | None") -> None:
         """Find the tokens in what another image changes: all of it in the first list, in a later one what the
         list before returned, or as many.
@@ -193,7 +189,9 @@ class _List:
 
     def places(self, sequences: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, int]]:
         """Yield where the image may be in what comes after this list: the name, the first token, and T."""
-        T, tokens = self.num_tokens, self.result()
+        T, output = self.num_tokens, self.calls[-1].output
+        x = self.batch_first(output if self.output is None else output[self.output])
+        tokens = x[:, self.first : self.first + T]  # after the last block
         for name, x in sequences.items():
             for first in range(x.shape[1] - T + 1):
                 if torch.equal(x[:, first : first + T], tokens):
@@ -210,12 +208,6 @@ class _List:
         if len(equal or same) != 1:
             raise ValueError(f"no output of a block of {self.name} is {self.tokens} of the next one")
         (self.output,) = equal or same
-
-    def result(self) -> torch.Tensor:
-        """Return the image (N, T, D) after the last block."""
-        output = self.calls[-1].output
-        x = output if self.output is None else output[self.output]
-        return self.batch_first(x)[:, self.first : self.first + self.num_tokens]
 
     def source(self, ways: Mapping[str, Way], suffix: str | None) -> str:
         """Write the list as it stands in an adapter.
@@ -348,7 +340,8 @@ def _drafts(
             )
     alike = [each for each in lists if each.first in (0, P) and each.num_suffix in (0, *suffixes)]
     for some in (alike[start:] for start in range(alike.index(longest) + 1)):
-        sizes = set.union(*(each.sizes() for each in some))
+        tensors = [x for x in tree_leaves([each.given for each in some]) if isinstance(x, torch.Tensor)]
+        sizes = {size for x in tensors for size in x.shape}
         # Tables and masks may have a prefix that the tokens do not have.
         numbers = [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]
         for number, behind in product(numbers, ((), (*prefixes, S))):
@@ -441,23 +434,20 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
     """Run a model; return the calls of each list of blocks that attend, and ran once, one after another."""
     kinds = nn.ModuleList | nn.Sequential
     lists = {name: blocks for name, blocks in model.named_modules() if isinstance(blocks, kinds)}
-    seen: list[tuple[str, int, _Call]] = []
-    attention, started, attending = _Attention(), [], set()
+    found: dict[str, list[_Call]] = {}
+    attention, started, attending, places = _Attention(), [], set(), count()
 
     def start(block: nn.Module, args: tuple) -> None:
         started.append(attention.count)
 
-    def watching(name: str, i: int, signature: inspect.Signature) -> Any:
-        def watch(block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            bound = signature.bind(block, *args, **kwargs)
-            values = dict(list(bound.arguments.items())[1:])
-            for parameter in signature.parameters.values():
-                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                    values |= values.pop(parameter.name, {})
-            seen.append((name, i, _Call(values, output, len(seen))))
-            attending.update([name] if attention.count > started.pop() else [])
-
-        return watch
+    def watch(name: str, i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        signature = inspect.signature(type(block).forward)
+        values = dict(list(signature.bind(block, *args, **kwargs).arguments.items())[1:])
+        for parameter in signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                values |= values.pop(parameter.name, {})
+        found.setdefault(name, []).append(_Call(i, next(places), values, output))
+        attending.update([name] if attention.count > started.pop() else [])
 
     with ExitStack() as hooks, torch.no_grad(), attention:
         for module in model.modules():
@@ -465,15 +455,10 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
         model.eval()
         for name, blocks in lists.items():
             for i, block in enumerate(blocks):
-                watch = watching(name, i, inspect.signature(type(block).forward))
                 hooks.enter_context(block.register_forward_pre_hook(start))
-                hooks.enter_context(block.register_forward_hook(watch, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(partial(watch, name, i), with_kwargs=True))
         model(**arguments)
-    found: dict[str, list[_Call]] = {}
-    for name, _, call in seen:
-        found.setdefault(name, []).append(call)
-    order = {name: [i for of, i, _ in seen if of == name] for name in found}
-    whole = [name for name in attending if order[name] == list(range(len(lists[name])))]
+    whole = [name for name in attending if [call.idx for call in found[name]] == [*range(len(lists[name]))]]
     inner = {name for name in whole for of in whole if name.startswith(f"{of}.")}
     return {name: calls for name, calls in found.items() if name in whole and name not in inner}
 

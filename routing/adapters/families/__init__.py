@@ -10,40 +10,27 @@ from functools import partial
 import torch.nn as nn
 
 from routing.adapters.adapter import Adapter, plain_forward
-from routing.adapters.families.images import IMAGES
 from routing.adapters.families.parts import check
-from routing.adapters.families.videos import VIDEOS
+from routing.adapters.families.table import ROWS
 
-FAMILIES = {name: replace(row, check=partial(check, row)) for name, row in (IMAGES | VIDEOS).items()}
+FAMILIES = {name: replace(row, check=partial(check, row)) for name, row in ROWS.items()}
 REFUSED = {
     "AnyFlowFARTransformer3DModel": "its attention takes a block mask over chunks of frames at their places",
     "Cosmos3OmniTransformer": "its tokens are packed in one row, without a dimension of samples",
     "HunyuanDiT2DModel": "skip connections join blocks of the first half to the second",
     "Kandinsky6SRTransformer3DModel": "its attention chooses among tiles of 8 x 8 tokens",
-    "LatteTransformer3DModel": (
-        "its blocks attend within frames and along frames in turn, each over tokens in a grid"
-    ),
-    "MiniMaxH3Transformer3DModel": (
-        "its blocks take positions and modulation that all samples of a batch share"
-    ),
-    "MiniMaxMusic3RVQDepthDecoder": (
-        "it predicts the codes of one audio frame one after another: its tokens are codebooks"
-    ),
+    "LatteTransformer3DModel": "its blocks attend within frames and along frames in turn, in a grid",
+    "MiniMaxH3Transformer3DModel": "its blocks take positions and modulation that all samples share",
+    "MiniMaxMusic3RVQDepthDecoder": "its tokens are the codebooks of one frame of audio",
     "PriorTransformer": "the image is a single token, the embedding that CLIP gives it",
-    "RFD4ProteinaTransformer": ("between blocks all residues update those of pairs, by which blocks attend"),
+    "RFD4ProteinaTransformer": "between blocks all residues update those of pairs, by which blocks attend",
     "SanaTransformer2DModel": "its blocks convolve over the grid of tokens",
     "SanaVideoTransformer3DModel": "its blocks convolve over the grid of tokens and its frames",
     "SanaWMTransformer3DModel": "its blocks convolve over the grid of tokens and its frames",
-    "TransformerTemporalModel": (
-        "the tokens of a row are frames at one place, and the places of an image are samples"
-    ),
-    "WanAnimateTransformer3DModel": (
-        "between its blocks the tokens of each frame attend to the face of that frame"
-    ),
+    "TransformerTemporalModel": "its tokens are frames at one place, the places of an image are samples",
+    "WanAnimateTransformer3DModel": "between its blocks the tokens of a frame attend to the face in it",
     "WanAnimate2Transformer3DModel": "its attention lays tokens out by frame, and masks them by their places",
-    "WanVACETransformer3DModel": (
-        "its control blocks give hints for all tokens, which it adds between its other blocks"
-    ),
+    "WanVACETransformer3DModel": "between its blocks it adds the hints that control blocks give all tokens",
 }
 
 

@@ -14,11 +14,6 @@ from routing.adapters.adapter import Adapter, Arguments, TokenSelection
 Gather = Callable[[Any, TokenSelection], Any]
 Count = Callable[[nn.Module, Arguments], int]
 
-# What most classes call their arguments, and their lists of blocks.
-TEXT, TEXT_MASK, KWARGS = "encoder_hidden_states", "encoder_attention_mask", "attention_kwargs"
-INPUTS = ("hidden_states", TEXT, "timestep", "return_dict")
-TEMB = (TEXT, "temb")
-BLOCKS, SINGLE = "transformer_blocks", "single_transformer_blocks"
 # Known ways to attend: all tokens alike, whatever their places.
 PROCESSORS = """
 AceStepAttnProcessor2_0 AllegroAttnProcessor2_0 AnyFlowAttnProcessor AnyFlowCrossAttnProcessor AttnProcessor
@@ -111,26 +106,12 @@ def joint_table(x: torch.Tensor, kept: TokenSelection) -> TablePerSample:
 
 
 def mask(x: torch.Tensor, kept: TokenSelection) -> torch.Tensor:
-    """Gather the keys, and the queries if they differ: (N or 1, T + S), (N or 1, ..., 1 or T + S, T + S)."""
-    return _mask(x, kept.gather)
-
-
-def joint_mask(x: torch.Tensor, kept: TokenSelection) -> torch.Tensor:
-    """The same with P + T + S in place of T + S."""
-    return _mask(x, kept.gather_joint)
-
-
-def _mask(x: torch.Tensor, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    x = gather(x, -1)
-    return gather(x, -2) if x.ndim > 2 and x.shape[-2] > 1 else x
+    """Gather the keys (N or 1, ..., P + T + S), and the queries before them if each has a row."""
+    x = kept.gather_joint(x, -1)
+    return kept.gather_joint(x, -2) if x.ndim > 2 and x.shape[-2] > 1 else x
 
 
 def mask_before_text(x: torch.Tensor, kept: TokenSelection) -> torch.Tensor:
-    """Gather the keys of the image in a mask (N, ..., T + S + Q) of the image and a text behind it."""
-    return kept.gather_leading(x, -1)
-
-
-def mask_between_text(x: torch.Tensor, kept: TokenSelection) -> torch.Tensor:
     """Gather the keys of the image in a mask (N, ..., P + T + S + Q) with a text behind it."""
     return kept.gather_between(x, -1)
 
@@ -155,7 +136,7 @@ def each(gather: Gather) -> Gather:
     return lambda values, kept: tuple(gather(x, kept) for x in values)
 
 
-rotary, joint_rotary = each(table), each(joint_table)  # cosines and sines that all samples share
+rotary = each(joint_table)  # cosines and sines that all samples share
 
 
 def rope(gather: Gather) -> dict[str, Gather]:
