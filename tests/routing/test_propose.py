@@ -13,7 +13,7 @@ from tests.routing.models import Sizes, built
 from tests.routing.test_proof import MAX_ERROR, by_speed
 
 # No length is that of another: 36 tokens, 7 of text, heads of 48 channels.
-SIZES = Sizes(width=96, num_heads=2, depth=12, side=6, batch=2, num_text=7)
+SIZES = Sizes(width=96, num_heads=2, depth=6, side=6, batch=2, num_text=7)
 
 
 # Whose tokens no shape counts: strides of earlier frames, texts without padding or cut off later, padding
@@ -31,23 +31,6 @@ COUNTED = (
 )
 IMAGES = {"T5FilmDecoder": "decoder_input_tokens", "ZImageTransformer2DModel": "x"}  # others: hidden_states
 
-# What is seen of those for which no adapter is found without counts.
-SEEN = {
-    "HeliosTransformer3DModel": "hidden_states of blocks has 14 prefix tokens .* pass num_prefix_tokens",
-    "HiDreamImageTransformer2DModel": "has 13 suffix tokens .* pass num_suffix_tokens",
-    "HunyuanVideoFramepackTransformer3DModel": "has 14 prefix tokens .* pass num_prefix_tokens",
-    "Lumina2Transformer2DModel": "hidden_states of layers has 6 prefix tokens .* pass num_prefix_tokens",
-    "Ideogram4Transformer2DModel": "hidden_states of layers has 7 prefix tokens .* pass num_prefix_tokens",
-    "ZImageTransformer2DModel": "x of layers has 92 suffix tokens .* pass num_suffix_tokens",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SEEN)
-def test_what_was_seen_is_told_of_a_class_whose_adapter_is_not_found(name):
-    with pytest.raises(ValueError, match=SEEN[name]):
-        propose_adapter(*built(name, SIZES), IMAGES.get(name, "hidden_states"))
-
 
 @pytest.mark.parametrize("name", by_speed(FAMILIES))
 def test_a_proposal_is_what_was_written_by_hand(name):
@@ -60,8 +43,7 @@ def test_a_proposal_is_what_was_written_by_hand(name):
     assert proposal.proof.dense == 0 and proposal.proof.routed < MAX_ERROR
     file = dict(given)  # the counts, which a user puts there
     exec(proposal.source, file)
-    proof = prove(model, file["adapter"], arguments, Route(0.5, 1, -2))
-    assert proof.dense == 0 and proof.routed < MAX_ERROR
+    assert prove(model, file["adapter"], arguments, Route(0.5, 1, -2)).passes
     assert not hasattr(model, "_attached") and model.training
     for found, written in zip(proposal.adapter.block_lists, by_hand.block_lists, strict=True):
         for key in ("name", "tokens", "joint", "output", "sequence_first"):

@@ -2,7 +2,6 @@
 with all samples.
 """
 
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from routing import Route, Routing, attach
-from tests.routing.families import FAMILIES, NUM_SAMPLES, drawn, one, randn, seeded
+from tests.routing.families import FAMILIES, randn, seeded
 
 NUM_PROCESSES = 2
 WINDOW = Route(0.5, 1, -2)
@@ -71,13 +70,10 @@ def process(rank, folder):
 
 def outcome(family, build, rank):
     """Return outputs and gradients of one rank's passes, and how much of each parameter it has."""
-    model, generator = build(family), seeded(rank)
-    outputs = []
-    for ratio in RATIOS[rank]:  # gradients add up
-        outputs.append(
-            model(**arguments_of(family, rank), routing=Routing(ratio), generator=generator).sample
-        )
-        loss_of(outputs[-1]).backward()
+    model, outputs = build(family), []
+    for output in passes(model, family, rank):  # gradients add up
+        outputs.append(output)
+        loss_of(output).backward()
     parameters = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
     return {
         "outputs": torch.stack(outputs).detach(),
@@ -89,20 +85,14 @@ def outcome(family, build, rank):
     }
 
 
+def passes(model, family, rank):
+    arguments, generator = arguments_of(family, rank), seeded(rank)
+    for ratio in RATIOS[rank]:
+        yield model(**arguments, routing=Routing(ratio), generator=generator).sample
+
+
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def expected_outputs(family, model, rank):
-    """Return what the model's own blocks make of the tokens that this process is to draw."""
-    arguments, generator = arguments_of(family, rank), seeded(rank)
-    outputs = []
-    for ratio in RATIOS[rank]:
-        end = len(family.layers(model)) - 2
-        (ids,) = drawn([replace(WINDOW, selection_ratio=ratio)], generator=generator)
-        samples = [family.oracle(model, one(arguments, n), {1: (end, ids[n])}) for n in range(NUM_SAMPLES)]
-        outputs.append(torch.cat(samples))
-    return torch.stack(outputs)
 
 
 @pytest.mark.slow
@@ -112,7 +102,8 @@ def test_two_processes_take_the_step_of_one(tmp_path, subtests):
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
     for name, family in FAMILIES.items():
         model = family.build()
-        outputs = [expected_outputs(family, model, rank) for rank in range(NUM_PROCESSES)]
+        attach(model, [WINDOW])
+        outputs = [torch.stack([*passes(model, family, rank)]) for rank in range(NUM_PROCESSES)]
         (sum(loss_of(output) for of_one in outputs for output in of_one) / NUM_PROCESSES).backward()
         for way in WAYS:
             with subtests.test(name=name, way=way):
