@@ -62,18 +62,13 @@ def keep_lowest(cost: torch.Tensor, num_kept: int, force_keep: torch.Tensor | No
         raise ValueError(f"num_kept={num_kept} must be in [1, {num_tokens}]")
     order = cost.argsort(dim=1, stable=force_keep is not None)  # (N, T)
     if force_keep is not None:
-        check_force_keep(force_keep, *cost.shape)
+        if force_keep.shape != cost.shape or force_keep.dtype != torch.bool:
+            given = f"{force_keep.dtype} {tuple(force_keep.shape)}"
+            raise ValueError(f"force_keep={given} must be torch.bool {tuple(cost.shape)}, without the prefix")
         # A second stable sort: a large number added to the cost of the others would round it.
         bypasses = (~force_keep.gather(1, order)).to(torch.uint8)
         order = order.gather(1, bypasses.argsort(dim=1, stable=True))
     return order[:, :num_kept].sort(dim=1).values  # (N, K)
-
-
-def check_force_keep(force_keep: torch.Tensor, num_samples: int, num_tokens: int) -> None:
-    """Raise a ValueError for what is no mask (N, T) of these tokens."""
-    if force_keep.shape != (num_samples, num_tokens) or force_keep.dtype != torch.bool:
-        given, wanted = f"{force_keep.dtype} {tuple(force_keep.shape)}", (num_samples, num_tokens)
-        raise ValueError(f"force_keep={given} must be torch.bool {wanted}, without the prefix")
 
 
 def with_prefix(ids_keep: torch.Tensor, num_prefix_tokens: int) -> torch.Tensor:

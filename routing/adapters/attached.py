@@ -425,12 +425,5 @@ class _RoutedBlocks:
         return self.routed_passes.get(threading.get_ident()) if self.routed_passes else None
 
 
-class _RoutedModuleList(_RoutedBlocks, nn.ModuleList):
-    pass
-
-
-class _RoutedSequential(_RoutedBlocks, nn.Sequential):
-    pass
-
-
-HANDING_OUT = {nn.ModuleList: _RoutedModuleList, nn.Sequential: _RoutedSequential}
+LISTS = (nn.ModuleList, nn.Sequential)
+HANDING_OUT = {kind: type(f"_Routed{kind.__name__}", (_RoutedBlocks, kind), {}) for kind in LISTS}

@@ -179,15 +179,11 @@ class State:
             self.value = self.spec.batch_first(arguments[self.spec.tokens])[:, self.first :]
 
         def after(block: nn.Module, args: tuple, output: Any) -> None:
-            self.output = self.of(output)
+            self.output = self.spec.tokens_of(output)[:, self.first :]
 
         pre = self.block.register_forward_pre_hook(before, with_kwargs=True)
         with pre, self.block.register_forward_hook(after):
             yield
-
-    def of(self, output: Any) -> torch.Tensor:
-        """Return the tokens in what the block returns."""
-        return self.spec.tokens_of(output)[:, self.first :]
 
     def replaced(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
         """Return the output of the block with other tokens where (N, T + S) says so."""

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from routing.adapters.adapter import Adapter, Arguments, BlockList
-from routing.adapters.families.parts import TablePerSample
+from routing.adapters.adapter import Adapter, BlockList
+from routing.adapters.families.parts import Count, TablePerSample
 from routing.adapters.proof import Proof, prove
 from routing.routes import Route
 
@@ -38,7 +38,6 @@ class Proposal(NamedTuple):
     proof: Proof
 
 
-Count = Callable[[nn.Module, Arguments], int]
 Way = Callable[[str], str]  # of the name of a value: the Python that gathers it by token
 AS_IT_IS: Way = "{}".format
 FOR_ALL: Way = "{}.unsqueeze(0)".format
@@ -108,11 +107,10 @@ def propose_adapter(
 
 
 def _file(source: str, counts: Sequence[str]) -> str:
-    first = "from routing import Adapter, BlockList\n"
-    if "TablePerSample" in source:
-        first += "from routing.adapters.families.parts import TablePerSample\n"
-    first += "".join(f"# Put your {name} here, which is called below.\n" for name in counts)
-    return f"{first}\nadapter = {source}"
+    table = "from routing.adapters.families.parts import TablePerSample\n"
+    lines = [table] if "TablePerSample" in source else []
+    lines += [f"# Put your {name} here, which is called below.\n" for name in counts]
+    return f"from routing import Adapter, BlockList\n{''.join(lines)}\nadapter = {source}"
 
 
 class _Call(NamedTuple):

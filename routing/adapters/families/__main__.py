@@ -27,22 +27,21 @@ def classes() -> dict[str, type[nn.Module]]:
     return {kind.__name__: kind for kind in kinds if issubclass(kind, ModelMixin)}
 
 
-def row(name: str, kind: type[nn.Module]) -> tuple[str, str]:
+def row(name: str, kind: type[nn.Module]) -> str:
     """Say what is known of a class: in a word, and in detail."""
     if name in REFUSED:
-        return "refused", REFUSED[name]
+        return f"refused | {REFUSED[name]}"
     if name not in FAMILIES:
-        return "not known", ""
+        return "not known | "
     adapter = FAMILIES[name]
-    missing = {*adapter.accepts, *adapter.residuals} - set(inspect.signature(kind.forward).parameters)
-    if missing:
-        return "fails", f"forward takes no {', '.join(sorted(missing))}"
-    return "yes", "`" + ", then ".join(spec.name for spec in adapter.block_lists) + "`"
+    if missing := {*adapter.accepts, *adapter.residuals} - set(inspect.signature(kind.forward).parameters):
+        return f"fails | forward takes no {', '.join(sorted(missing))}"
+    return f"yes | `{', then '.join(spec.name for spec in adapter.block_lists)}`"
 
 
 def table(kinds: dict[str, type[nn.Module]]) -> str:
     """Lay out what is known of classes in Markdown."""
-    lines = [f"| `{name}` | {' | '.join(row(name, kind))} |" for name, kind in kinds.items()]
+    lines = [f"| `{name}` | {row(name, kind)} |" for name, kind in kinds.items()]
     return "\n".join(["| class | routes | blocks, or why not |", "|---|---|---|", *lines])
 
 

@@ -174,14 +174,10 @@ def num_reference_tokens(plane: float) -> Callable[[nn.Module, Arguments], int]:
         img_ids = arguments["img_ids"]
         is_reference = (img_ids[0] if img_ids.ndim == 3 else img_ids)[:, 0] != plane  # (T + S,)
         num_tokens = int(is_reference.sum())  # SYNC: shapes depend on it
-        if num_tokens == len(is_reference):
+        if is_reference[: len(is_reference) - num_tokens or 1].any():
             raise ValueError(
-                "img_ids: there must be tokens of the image itself (in diffusers their first coordinate is "
-                f"{plane})"
-            )
-        if num_tokens and not is_reference[-num_tokens:].all():
-            raise ValueError(
-                f"img_ids: the tokens of reference images (first coordinate not {plane}) must come last"
+                f"img_ids: tokens of the image itself (first coordinate {plane}) must come before those of "
+                "reference images"
             )
         return num_tokens
 

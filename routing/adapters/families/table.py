@@ -108,16 +108,13 @@ ROWS = {
     ),
     # Positions are added before; they are rotary since CogView 4.
     "CogView3PlusTransformer2DModel": Adapter(
-        BlockList(BLOCKS, output=0, shared=(TEXT, "emb")),
-        accepts=(*INPUTS, "original_size", *RESOLUTION),
+        BlockList(BLOCKS, output=0, shared=(TEXT, "emb")), accepts=(*INPUTS, "original_size", *RESOLUTION)
     ),
     "CogView4Transformer2DModel": Adapter(
-        COGVIEW,
-        accepts=(*INPUTS, "original_size", *RESOLUTION, "attention_mask", KWARGS),
+        COGVIEW, accepts=(*INPUTS, "original_size", *RESOLUTION, "attention_mask", KWARGS)
     ),
     "GlmImageTransformer2DModel": Adapter(
-        COGVIEW,
-        accepts=(*INPUTS, "prior_token_id", "prior_token_drop", *RESOLUTION, "attention_mask"),
+        COGVIEW, accepts=(*INPUTS, "prior_token_id", "prior_token_drop", *RESOLUTION, "attention_mask")
     ),
     "DiTTransformer2DModel": Adapter(
         BlockList(BLOCKS, shared=("timestep", "class_labels")),
@@ -378,8 +375,7 @@ ROWS = {
         accepts=(*INPUTS, "attention_mask", "condition_mask", "padding_mask", "fps"),
     ),
     "EasyAnimateTransformer3DModel": Adapter(
-        BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=TEMB),
-        accepts=INPUTS,
+        BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=TEMB), accepts=INPUTS
     ),
     # The tokens of earlier frames come first, and a timestep for each token.
     "HeliosTransformer3DModel": Adapter(
@@ -516,9 +512,7 @@ ROWS = {
     # Every second block attends within a window of positions, by a mask.
     "AceStepTransformer1DModel": Adapter(
         BlockList(
-            "layers",
-            by_token={"position_embeddings": rotary, "attention_mask": mask},
-            shared=("temb", TEXT),
+            "layers", by_token={"position_embeddings": rotary, "attention_mask": mask}, shared=("temb", TEXT)
         ),
         accepts=(*INPUTS, "context_latents", "timestep_r", KWARGS),
         check=counts.ace_step_backend,
