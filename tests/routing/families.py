@@ -13,6 +13,7 @@ from diffusers import (
 )
 
 NUM_SAMPLES, NUM_TOKENS, NUM_TEXT, HIDDEN_SIZE = 3, 16, 5, 32
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ def flux():
         in_channels=4,
         num_layers=3,
         num_single_layers=4,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **HEADS,
         joint_attention_dim=12,
         pooled_projection_dim=8,
         axes_dims_rope=(4, 4, 8),
@@ -96,8 +96,7 @@ def sd3():
         in_channels=4,
         out_channels=4,
         num_layers=5,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **HEADS,
         joint_attention_dim=12,
         caption_projection_dim=HIDDEN_SIZE,
         pooled_projection_dim=8,
@@ -124,8 +123,7 @@ def sd3_arguments(controlnet=False):
 @filled
 def pixart():
     return PixArtTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **HEADS,
         in_channels=4,
         out_channels=8,
         num_layers=5,
@@ -155,8 +153,7 @@ def auraflow():
         sample_size=8,
         num_mmdit_layers=2,
         num_single_dit_layers=4,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **HEADS,
         joint_attention_dim=12,
         caption_projection_dim=HIDDEN_SIZE,
         pos_embed_max_size=16,
@@ -174,8 +171,7 @@ def auraflow_arguments():
 @filled
 def wan():
     return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **HEADS,
         in_channels=4,
         out_channels=4,
         text_dim=12,

@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from routing import Adapter, BlockList, Route, attach, detach, prove
+from routing import Adapter, BlockList, Route, TokenSelection, attach, detach, prove
 
 WINDOW = Route(0.5, 1, -2)
 VIT = Adapter(
@@ -123,24 +123,8 @@ def test_a_language_model_keeps_positions_and_masks_with_the_tokens():
     input_ids, seen = torch.randint(11, (3, 16)), torch.ones(3, 16, dtype=torch.long)
     seen[1, :6], seen[2, 4:7] = 0, 0
     check(Decoder(), DECODER, {"input_ids": input_ids, "attention_mask": seen})
-    attach(model := Masked(torch.ones(3, 1, 17, 17, dtype=torch.bool)), [Route(0.5, 0, 0)], adapter=DECODER)
-    message = r"a tensor of shape \(3, 1, 17, 17\) cannot be gathered by token along dimension -1"
-    with pytest.raises(ValueError, match=message):
-        model.train()(input_ids, seen)
-
-
-class Masked(Decoder):
-    """Gives its layers a mask that is too large."""
-
-    def __init__(self, mask):
-        super().__init__(depth=1)
-        self.mask = mask
-
-    def forward(self, input_ids, attention_mask):
-        tables = torch.ones(1, input_ids.shape[1], 16)
-        for layer in self.layers:
-            x = layer(self.embed(input_ids), attention_mask=self.mask, position_embeddings=(tables, tables))
-        return x
+    with pytest.raises(ValueError, match=r"shape \(3, 1, 17, 17\) cannot be gathered .* along dimension -1"):
+        TokenSelection(torch.zeros(3, 8, dtype=torch.int64), 16, 0).gather(torch.ones(3, 1, 17, 17), -1)
 
 
 class SequenceFirst(DecoderLayer):

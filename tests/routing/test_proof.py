@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from routing import Adapter, BlockList, Route, attach, detach, random_router
+from routing import Route, attach, detach, random_router
 from routing.adapters.families import FAMILIES, REFUSED, __main__
 from routing.adapters.proof import Proof, prove
 from tests.programs import ROOT
@@ -56,7 +56,7 @@ def texts_of_other_lengths(model, arguments):
 
 
 def without_reference(model, arguments):
-    return {name: value for name, value in arguments.items() if not name.startswith("image_cond")}
+    return {**arguments, "image_cond_hidden_states": None, "image_cond_ids": None}
 
 
 def with_a_reference_as_large(model, arguments):
@@ -80,31 +80,20 @@ def a_timestep_for_each_token(model, arguments):
 
 def with_references(model, arguments):
     """Two reference images of three tokens, which pipelines put into planes of their own."""
-    of_image, N = arguments["img_ids"], arguments["hidden_states"].shape[0]
-    ids = [
-        of_image,
-        *(
-            of_image[:3] + plane * of_image.new_tensor([1, *[0] * (of_image.shape[1] - 1)])
-            for plane in (1, 2)
-        ),
-    ]
-    tokens = [arguments["hidden_states"], torch.randn(N, 6, arguments["hidden_states"].shape[2]).double()]
+    x, of_image = arguments["hidden_states"], arguments["img_ids"]
+    ids = [of_image, *(of_image[:3] + plane * (torch.arange(of_image.shape[1]) == 0) for plane in (1, 2))]
+    tokens = torch.cat([x, torch.randn_like(x[:, :6])], dim=1)
     further = arguments.get("joint_attention_kwargs", {})
     further = {key: torch.nn.functional.pad(mask, (0, 6), value=True) for key, mask in further.items()}
     given = {"joint_attention_kwargs": further} if further else {}
-    return {**arguments, "hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids), **given}
+    return {**arguments, "hidden_states": tokens, "img_ids": torch.cat(ids), **given}
 
 
 def with_images(model, arguments):
     """Two reference images of 2 x 3 tokens."""
-    references = torch.randn(len(arguments["hidden_states"]), 12, 64).double()
-    shapes = [[(1, 4, 4), (1, 2, 3), (1, 2, 3)]] * len(references)
-    return {
-        **arguments,
-        "hidden_states": torch.cat([arguments["hidden_states"], references], dim=1),
-        "img_shapes": shapes,
-        "attention_kwargs": {},
-    }
+    x, shapes = arguments["hidden_states"], [(1, 4, 4), (1, 2, 3), (1, 2, 3)]
+    tokens = torch.cat([x, torch.randn_like(x[:, :12])], dim=1)
+    return {**arguments, "hidden_states": tokens, "img_shapes": [shapes] * len(x), "attention_kwargs": {}}
 
 
 def with_images_that_have_no_noise(model, arguments):
@@ -165,83 +154,42 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
         model(**arguments)
 
 
-def with_backend(model, arguments):
-    model.layers[0].self_attn.processor._attention_backend = "flash"
-
-
-def references_alone(model, arguments):
-    arguments["img_ids"] = arguments["img_ids"] + torch.tensor([1.0, 0, 0])
-
-
-def image_first(model, arguments):
-    arguments["indicator"] = arguments["indicator"].flip(1)
-
-
-def in_a_row(model, arguments):
-    arguments["hidden_states"] = arguments["hidden_states"].unsqueeze(1)
-
-
-def of_two_sizes(model, arguments):
-    arguments["shape_list"] = [[(1, 4, 4)], [(1, 3, 4)]]
-
-
-def texts_of_two_lengths(model, arguments):
-    arguments["encoder_attention_mask"] = torch.arange(5) < torch.tensor([[4], [3]])
-
-
-def with_decoder(model, arguments):
-    model.num_decoder_layers = 1
-
-
-def of_codes(model, arguments):
-    model.is_input_continuous = False
-
-
-def images_of_two_sizes(model, arguments):
-    arguments["x"] = [arguments["x"][0], arguments["x"][1][..., :4]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "key", "change", "message"),
     [
-        ("AceStepTransformer1DModel", with_backend, "the attention backend flash of AceStep"),
-        ("FluxTransformer2DModel", references_alone, "img_ids: there must be tokens of the image itself"),
-        ("Ideogram4Transformer2DModel", image_first, "indicator: the tokens of the image must come last"),
-        ("JoyImageEditTransformer3DModel", in_a_row, "hidden_states: reference items of JoyImage"),
-        ("JoyImageEditPlusTransformer3DModel", of_two_sizes, r"shape_list: .* found \[12, 16\]"),
-        ("Lumina2Transformer2DModel", texts_of_two_lengths, r"texts of \[4, 3\] tokens"),
-        ("MotifVideoTransformer3DModel", with_decoder, "num_decoder_layers of MotifVideo"),
-        ("Transformer2DModel", of_codes, "for continuous inputs alone"),
-        ("ZImageTransformer2DModel", images_of_two_sizes, "x: routing takes one image a sample"),
+        (
+            "FluxTransformer2DModel",
+            "img_ids",
+            lambda x: x + torch.tensor([1.0, 0, 0]),
+            "tokens of the image",
+        ),
+        ("Ideogram4Transformer2DModel", "indicator", lambda x: x.flip(1), "must come last"),
+        ("JoyImageEditTransformer3DModel", "hidden_states", lambda x: x.unsqueeze(1), "reference items of"),
+        ("JoyImageEditPlusTransformer3DModel", "shape_list", lambda x: [x[0], [(1, 3, 4)]], r"\[12, 16\]"),
+        ("Lumina2Transformer2DModel", "encoder_attention_mask", lambda x: x.tril(2), r"texts of \[3, 4\]"),
+        (
+            "ZImageTransformer2DModel",
+            "x",
+            lambda x: [x[0], x[1][..., :4]],
+            "takes one image a sample",
+        ),
+        # Attributes of the model.
+        ("AceStepTransformer1DModel", "_attention_backend", lambda x: "flash", "the attention backend flash"),
+        ("MotifVideoTransformer3DModel", "num_decoder_layers", lambda x: 1, "of MotifVideo"),
+        ("Transformer2DModel", "is_input_continuous", lambda x: False, "for continuous inputs alone"),
     ],
 )
-def test_what_a_family_cannot_route_it_refuses_by_itself(name, change, message):
+def test_what_a_family_cannot_route_it_refuses_by_itself(name, key, change, message):
     model, arguments = built(name)
     attach(model, WINDOWS[:1])
     model(**arguments)
-    change(model, arguments)
+    if key in arguments:
+        arguments[key] = change(arguments[key])
+    else:
+        setattr(model.layers[0].self_attn.processor if key == "_attention_backend" else model, key, change(0))
     with pytest.raises(ValueError, match=message):
         model(**arguments)
-
-
-class Plain(torch.nn.Module):
-    """Two blocks without torch's attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(input=x)
-        return x
-
-
-def test_attention_that_cannot_be_seen_proves_nothing():
-    adapter = Adapter((BlockList("blocks", tokens="input"),), ("x",))
-    with pytest.raises(ValueError, match="no attention to the tokens was seen"):
-        prove(Plain(), adapter, {"x": torch.randn(2, 16, 8)}, Route(0.5, 0, -1))
 
 
 def test_a_proof_says_whether_it_passes():
@@ -286,8 +234,8 @@ def test_classes_that_are_not_known_or_have_changed_are_told(monkeypatch):
     changed = type(name, (), {"forward": lambda self, hidden_states, timestep: None})
     assert "| fails | forward takes no block_controlnet_hidden_states, " in __main__.table({name: changed})
     monkeypatch.delitem(FAMILIES, name)
-    assert __main__.row(name, kinds[name]) == ("not known", "")
+    assert __main__.row(name, kinds[name]) == "not known | "
     monkeypatch.setitem(REFUSED, name, "it does not want to")
     with pytest.raises(ValueError, match=rf"^{name} cannot be routed: it does not want to$"):
         attach(built(name)[0], WINDOWS[:1])
-    assert __main__.row(name, kinds[name]) == ("refused", "it does not want to")
+    assert __main__.row(name, kinds[name]) == "refused | it does not want to"

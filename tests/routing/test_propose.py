@@ -187,6 +187,12 @@ def test_what_was_seen_is_told_where_there_is_no_adapter(model, samples, saw):
         propose_adapter(model(), {"hidden_states": torch.randn(samples, 48, 8)})
 
 
+def test_attention_that_cannot_be_seen_proves_nothing():
+    adapter = Adapter(BlockList("blocks"), ("hidden_states",))
+    with pytest.raises(ValueError, match="no attention to the tokens was seen"):
+        prove(Stack(Named), adapter, {"hidden_states": torch.randn(2, 16, 8)}, Route(0.5, 0, -1))
+
+
 def test_a_count_of_tokens_that_were_not_seen_is_refused():
     with pytest.raises(ValueError, match="nothing was seen of the 4 tokens that num_prefix_tokens returns"):
         arguments = {"hidden_states": torch.randn(2, 40, 8)}
@@ -232,24 +238,6 @@ def test_what_is_around_the_image_is_counted_by_arguments():
     assert 'num_suffix_tokens=lambda model, arguments: max(map(len, arguments["texts"])),\n' in source
     gathered = '"num_last": lambda value, kept: kept.ids.shape[1]'
     assert source.index('"first"') < source.index('"blocks"') and source.count(gathered) == 2
-
-
-class Alternating(Stack):
-    """Runs another list between its blocks."""
-
-    def __init__(self):
-        super().__init__(Attending)
-        self.others = nn.ModuleList(Attending() for _ in self.blocks)
-
-    def forward(self, hidden_states):
-        for block, other in zip(self.blocks, self.others, strict=True):
-            hidden_states = other(block(hidden_states))
-        return hidden_states
-
-
-def test_what_runs_between_the_blocks_is_not_their_list():
-    proposal = propose_adapter(Alternating(), {"hidden_states": torch.randn(2, 36, 8)})
-    assert [spec.name for spec in proposal.adapter.block_lists] == ["blocks"]
 
 
 def test_a_model_that_cannot_run_stays_as_it_was():

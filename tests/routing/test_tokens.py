@@ -81,23 +81,15 @@ def test_start_and_end_agree_with_a_loop(num_samples, num_tokens, ratio):
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, -1, -2])
-def test_gather_tokens_works_along_any_dimension(dim):
-    shape = [2, 4, 5, 6]
+@pytest.mark.parametrize("num_tables", [3, 1])
+def test_gather_tokens_works_along_any_dimension(dim, num_tables):
+    """A table that all samples share becomes one for each."""
+    shape = [num_tables, 4, 5, 6]
     shape[dim] = 9
-    x = torch.randn(shape)
-    ids = sample_ids_keep(2, 9, 0.5)
+    x, ids = torch.randn(shape), sample_ids_keep(3, 9, 0.5)
     gathered = gather_tokens(x, ids, dim)
-    for sample in range(2):
-        assert torch.equal(gathered[sample], x[sample].index_select(dim - (dim > 0), ids[sample]))
-
-
-def test_a_table_that_all_samples_share_becomes_one_for_each():
-    table = torch.randn(1, 9, 4)
-    ids = sample_ids_keep(3, 9, 0.5)
-    gathered = gather_tokens(table, ids)
-    assert gathered.shape == (3, ids.shape[1], 4)
-    for sample in range(3):
-        assert torch.equal(gathered[sample], table[0, ids[sample]])
+    for of_sample, table, kept in zip(gathered, x.expand(3, -1, -1, -1), ids, strict=True):
+        assert torch.equal(of_sample, table.index_select(dim - (dim > 0), kept))
 
 
 def test_the_residual_stream_keeps_its_precision():
