@@ -98,7 +98,6 @@ def batch(num_classes=10):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_a_training_step(options):
     net = net_on_cuda(ROUTES, **options).train()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     ema = EMA(nn.Linear(1, 1), decay=0.9, warmup=True)
     # Fakes have no copy.
     ema.net, ema.num_updates = net_on_cuda(ROUTES, **options), torch.zeros((), device=CUDA)
@@ -111,9 +110,7 @@ def test_a_training_step(options):
         parameter.grad = torch.zeros_like(parameter)  # a backward pass needs a driver
     norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
     torch.nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, norm)
-    optimizer.found_inf = skipped = (~norm.isfinite()).float()
-    optimizer.step()
-    ema.update(net, skipped)
+    ema.update(net, (~norm.isfinite()).float())
     assert {p.device.type for p in ema.net.parameters()} == {"cuda"}
 
 

@@ -28,14 +28,15 @@ from runtime import config as mechanics
 from runtime.command_line import options_first
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN, Busy
-from runtime.sweep import record_end, start_sweep
+from runtime.sweep import record_end, start_sweep, summary
 from tests.programs import start
-from tests.runs import ROOT, TINY, metrics, tiny_trainer
+from tests.runs import ROOT, TINY, metrics, tiny_run, tiny_trainer
+from training.checkpoint import latest_checkpoint
 from training.run_folder import RunFolder
 from training.stopping import TIME_LIMIT, pass_on
 
-SMALL = (*TINY, "train.total_steps=4", "train.batch_size=4", "train.log_every=2")
-THREE = ("-m", "optimizer.lr=1e-4,-1,3e-4", *SMALL)
+SHORT = ("train.total_steps=4", "train.batch_size=4", "train.log_every=2")
+JOBS = ("optimizer.lr=-1,3e-4", *TINY, *SHORT)
 WITHOUT_EXTRAS = "import runpy, sys; sys.modules['hydra_plugins'] = None; sys.argv[0] = 'train.py'; "
 WITHOUT_EXTRAS += f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
 extras = pytest.mark.skipif(
@@ -43,46 +44,44 @@ extras = pytest.mark.skipif(
 )
 
 
-def weights(folder):
-    return load_file(folder / "checkpoints/step_00000004/net.safetensors")
-
-
-def assert_same(folder, other):
-    assert metrics(folder) == metrics(other)
-    ours, theirs = weights(folder), weights(other)
+def assert_same_as_alone(folder, alone, *overrides):
+    """A run's weights and metrics are those of the same run outside a sweep."""
+    tiny_run(alone, *overrides)
+    assert metrics(folder) == metrics(alone)
+    ours, theirs = (load_file(latest_checkpoint(run) / "net.safetensors") for run in (folder, alone))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
-    swept = start("train.py", *THREE, folder=tmp_path, check=False)
+    swept = start("train.py", "-m", *JOBS, folder=tmp_path, check=False)
     assert swept.returncode == 1
     *_, heading, job, again = swept.stderr.splitlines()
     assert heading == "error: 1 of the jobs failed:"
     assert job.startswith("  optimizer.lr=-1")
     assert job.endswith(": optimizer.lr=-1.0 must be greater than 0")
     assert again.startswith("The same command runs them again, and passes over what is finished: python ")
-    assert again.endswith(" ".join(THREE))
-    folders = sorted((tmp_path / "runs").glob("*/"))
-    assert ["lr-0.0001" in folders[0].name, "lr-0.0003" in folders[1].name, len(folders)] == [True, True, 2]
-    start("train.py", "optimizer.lr=3e-4", "run_name=alone", *SMALL, folder=tmp_path)
-    assert_same(folders[1], tmp_path / "runs/alone")
-    swept = start("train.py", *THREE, folder=tmp_path, check=False)
+    assert again.endswith(" ".join(JOBS))
+    (folder,) = (tmp_path / "runs").glob("*/")
+    assert "lr-0.0003" in folder.name
+    assert_same_as_alone(folder, tmp_path / "alone", *SHORT, "optimizer.lr=3e-4")
+    one_by_one = "hydra.sweeper.max_batch_size=1"
+    swept = start("train.py", "-m", *JOBS, one_by_one, folder=tmp_path, check=False)
     assert swept.returncode == 1, "the record of an earlier sweep does not count"
-    assert (swept.stdout.count("is finished: raise"), swept.stdout.count("Sample from it")) == (2, 0)
-    assert swept.stderr.splitlines()[-3] == heading
+    assert (swept.stdout.count("is finished: raise"), swept.stdout.count("Sample from it")) == (1, 0)
+    assert swept.stderr.splitlines()[-3] == "error: 1 of the jobs failed:"
     assert not list((tmp_path / "runs").glob(".sweep*"))
-    assert [line for line in swept.stdout.splitlines() if line.startswith("job ")] == [
-        f"job {i + 1} of 3: optimizer.lr={lr}" for i, lr in enumerate(("0.0001", "-1", "0.0003"))
-    ]
-    *_, heading, first, last, compare = swept.stdout.splitlines()
-    names = [f"runs/{folder.name}" for folder in folders]
+    jobs = [line for line in swept.stdout.splitlines() if line.startswith("job ")]
+    assert jobs == ["job 1 of 2: optimizer.lr=-1", "job 2 of 2: optimizer.lr=0.0003"]
+    finished = f"  optimizer.lr=0.0003: runs/{folder.name}"
+    assert swept.stdout.splitlines()[-2:] == ["sweep: 1 of 2 jobs finished", finished]
+
+
+def test_a_sweep_of_several_runs_says_how_to_compare_them():
+    jobs = [{"job": f"seed={seed}", "folder": f"runs/{seed}"} for seed in (0, 1)]
+    heading, *_, compare = summary(jobs, 3).splitlines()
     assert heading == "sweep: 2 of 3 jobs finished"
-    assert [first, last] == [
-        f"  optimizer.lr={lr}: {n}" for lr, n in zip(("0.0001", "0.0003"), names, strict=True)
-    ]
-    start("-m reports", *shlex.split(compare)[5:], folder=tmp_path)
-    assert (tmp_path / "runs/report.html").is_file()
+    assert shlex.split(compare)[2:] == ["python", "-m", "reports", 'runs=["runs/0", "runs/1"]']
 
 
 def test_a_job_that_cannot_be_composed_is_named_and_stops_no_other(tmp_path):
@@ -124,9 +123,8 @@ def test_options_may_stand_anywhere(given, ordered):
 def in_a_sweep(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # what is set below ends with the test
-    monkeypatch.setenv("TREAD_SWEEP_COMMAND", "")
-    monkeypatch.setenv("TREAD_SWEEP_NUM_JOBS", "")
-    monkeypatch.setenv("TREAD_SWEEP_ENDED", "")
+    for name in ("COMMAND", "NUM_JOBS", "ENDED"):
+        monkeypatch.setenv(f"TREAD_SWEEP_{name}", "")
     monkeypatch.setattr("sys.argv", ["train.py", "-m", "a=1,2", "b=3"])
     start_sweep(sys.argv[1:])
     overrides, number = SimpleNamespace(task=["a=2", "b=3"]), SimpleNamespace(num=1)
@@ -142,8 +140,8 @@ def fail_with(error, cause=None):
     return mechanics.as_job(main)
 
 
-def test_jobs_that_fail_for_any_reason_are_listed_and_the_status_says_if_all_may_succeed_later(
-    in_a_sweep, capsys
+def test_jobs_that_fail_are_listed_and_the_status_says_if_all_may_succeed_later(
+    in_a_sweep, capsys, monkeypatch
 ):
     busy, wrong = fail_with(UserError("in use"), Busy()), fail_with(ZeroDivisionError("by 0"))
     for jobs, status in (([busy], TRY_AGAIN), ([busy, wrong], 1)):
@@ -154,18 +152,9 @@ def test_jobs_that_fail_for_any_reason_are_listed_and_the_status_says_if_all_may
         assert end.value.code == status
     *_, first, second, _ = capsys.readouterr().err.splitlines()
     assert (first, second) == ("  a=2: in use", "  a=2: ZeroDivisionError: by 0")
-
-
-@pytest.mark.parametrize("end", [SystemExit(TRY_AGAIN), KeyboardInterrupt()])
-def test_a_stop_or_an_interrupt_ends_the_whole_sweep(in_a_sweep, end):
-    with pytest.raises(type(end)):
-        fail_with(end)(None)
-
-
-def test_jobs_of_several_processes_fail_together(in_a_sweep, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError):
-        fail_with(UserError("here alone"))(None)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # all processes of a job fail together
+    with pytest.raises(UserError, match="in use"):
+        busy(None)
 
 
 def test_a_failed_job_leaves_no_tensor_to_the_next(in_a_sweep, capsys):
@@ -197,18 +186,20 @@ def test_what_failed_is_said_where_a_sweeper_has_nothing_to_choose_from(in_a_swe
 
 
 @pytest.mark.parametrize("end", [SystemExit(TRY_AGAIN), KeyboardInterrupt()])
-def test_a_sweep_that_is_stopped_leaves_no_record_of_its_jobs(in_a_sweep, monkeypatch, end):
+def test_a_stop_or_an_interrupt_ends_the_whole_sweep_and_leaves_no_record(in_a_sweep, monkeypatch, end):
     monkeypatch.setattr(mechanics.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(mechanics.signal, "raise_signal", lambda number: None)
+    ended = []
 
     def sweep():
         record_end("a=1", folder="runs/first")
         assert list(Path("runs").glob(".sweep*"))
-        raise end
+        fail_with(end)(None)
+        ended.append("not with this job")
 
     with suppress(SystemExit):
         mechanics.run_main(sweep)
-    assert not list(Path("runs").glob(".sweep*"))
+    assert not list(Path("runs").glob(".sweep*")) and not ended
 
 
 def test_only_hydras_own_sweeper_goes_without_a_job(in_a_sweep):
@@ -231,13 +222,6 @@ def test_only_hydras_own_sweeper_goes_without_a_job(in_a_sweep):
         assert len(jobs) == (2 if kind is Searching else 1)
 
 
-def test_jobs_are_numbered_over_all_batches(tmp_path):
-    options = ("hydra.sweeper.max_batch_size=1", "model.depth=0")
-    swept = start("train.py", "-m", "seed=0,1", *options, folder=tmp_path, check=False)
-    headings = [line for line in swept.stdout.splitlines() if line.startswith("job ")]
-    assert headings == ["job 1 of 2: seed=0", "job 2 of 2: seed=1"]
-
-
 def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
     run = RunFolder(tmp_path)
     lines = [{"step": 1, "val_loss_dense": 3.0}, {"step": 2, "val_loss_dense": 2.0}, {"step": 2, "loss": 1.0}]
@@ -252,44 +236,34 @@ def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
     [
         (("sweep_metric=val_los", "train.eval_every=2"), "loss, val_loss_dense, val_loss_dense_ema"),
         (("sweep_metric=val_loss_dense",), "loss"),
-        (("sweep_metric=fid", "train.eval_every=2", "evaluation=digits"), ".*, fd_pixel, label_accuracy, .*"),
     ],
 )
 def test_a_number_that_a_run_does_not_log_is_no_metric_of_a_sweep(tmp_path, overrides, known):
     with pytest.raises(ValueError, match=rf"^sweep_metric=\w+ must be one of what the run logs: {known}$"):
         tiny_trainer(tmp_path / "run", *overrides)
     assert not RunFolder(tmp_path / "run").manifest_file.exists()
+    tiny_trainer(tmp_path / "run", "sweep_metric='val_loss_dense_ema/t=0.3'", "train.eval_every=2")
 
 
-def test_a_loss_at_a_level_of_noise_is_a_metric_of_a_sweep(tmp_path):
-    tiny_trainer(tmp_path, "sweep_metric='val_loss_dense_ema/t=0.3'", "train.eval_every=2")
-
-
-@pytest.mark.parametrize("choice", ["hydra/launcher=slurm", "hydra/sweeper=search_lr"])
-def test_a_choice_that_needs_an_extra_says_what_to_install(tmp_path, choice):
-    result = start(f"-c {WITHOUT_EXTRAS}", "-m", choice, "seed=0,1", folder=tmp_path, check=False)
+def test_a_choice_that_needs_an_extra_says_what_to_install(tmp_path):
+    choice = ("-m", "hydra/launcher=slurm", "seed=0,1")
+    result = start(f"-c {WITHOUT_EXTRAS}", *choice, folder=tmp_path, check=False)
     (line,) = [line for line in result.stderr.splitlines() if line]
     assert line.endswith(", which `pip install -r requirements-sweeps.txt` brings")
-    assert line.startswith(f"error: In '{choice.replace('=', '/')}': Could not load 'hydra/")
+    assert line.startswith("error: In 'hydra/launcher/slurm': Could not load 'hydra/")
 
 
-@pytest.mark.parametrize(
-    ("reason", "passed"),
-    [("SIGUSR2", True), (TIME_LIMIT, True), ("SIGTERM", False), ("SIGUSR1", False)],
-)
-def test_who_started_the_run_is_asked_to_start_it_again(reason, passed):
-    asked = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: asked.append(number))
-    try:
-        pass_on(reason)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert asked == [signal.SIGUSR2] * passed
-
-
-def test_nobody_is_asked_where_nobody_listens():
+def test_who_started_the_run_is_asked_to_start_it_again():
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-    pass_on("SIGUSR2")
+    pass_on("SIGUSR2")  # nobody listens
+    requests = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: requests.append(number))
+    try:
+        for reason, expected in (("SIGUSR2", 1), (TIME_LIMIT, 2), ("SIGTERM", 2), ("SIGUSR1", 2)):
+            pass_on(reason)
+            assert len(requests) == expected, reason
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
 def sweep(folder, *arguments):
@@ -313,20 +287,22 @@ def test_jobs_at_once_share_the_cores(monkeypatch):
 @extras
 @pytest.mark.slow
 def test_jobs_at_once_give_what_they_give_alone(tmp_path):
-    assert sweep(tmp_path, "hydra/launcher=parallel", *THREE[1:]).wait(200) == 1
+    assert sweep(tmp_path, "hydra/launcher=parallel", *JOBS).wait(200) == 1
     output = (tmp_path / "output").read_text()
     assert "error: 1 of the jobs failed:\n  optimizer.lr=-1" in output
     (folder,) = (tmp_path / "runs").glob("*lr-0.0003*")
-    start("train.py", "optimizer.lr=3e-4", "run_name=alone", *SMALL, folder=tmp_path)
-    assert_same(folder, tmp_path / "runs/alone")
+    assert_same_as_alone(folder, tmp_path / "alone", *SHORT, "optimizer.lr=3e-4")
 
 
-def logged(folder, num_lines):
-    """Wait until a run has logged so many lines."""
-    ends, lines = time.monotonic() + 100, []
-    while len(lines) < num_lines and time.monotonic() < ends:
+def wait_for(ready):
+    ends = time.monotonic() + 100
+    while not ready() and time.monotonic() < ends:
         time.sleep(0.1)
-        lines = [line for file in folder.glob("runs/*/metrics.jsonl") for line in file.open()]
+
+
+def has_logged(folder):
+    """True if a run has logged three lines."""
+    return len([line for file in folder.glob("runs/*/metrics.jsonl") for line in file.open()]) >= 3
 
 
 @extras
@@ -334,13 +310,11 @@ def logged(folder, num_lines):
 def test_jobs_at_once_save_and_end_with_the_command_that_started_them(tmp_path):
     long = (*TINY, "train.total_steps=100000", "train.log_every=10", "train.save_every=100000", "seed=3")
     command = sweep(tmp_path, "hydra/launcher=parallel", *long)
-    logged(tmp_path, 3)
+    wait_for(lambda: has_logged(tmp_path))
     command.terminate()
     command.wait(10)
     (file,) = tmp_path.glob("runs/*/manifest.json")
-    ends = time.monotonic() + 60
-    while json.loads(file.read_text())["status"] == "running" and time.monotonic() < ends:
-        time.sleep(0.1)
+    wait_for(lambda: json.loads(file.read_text())["status"] != "running")
     manifest = json.loads(file.read_text())
     assert (manifest["status"], manifest["reason"]) == ("stopped", "the launcher is gone")
 
@@ -348,14 +322,11 @@ def test_jobs_at_once_save_and_end_with_the_command_that_started_them(tmp_path):
 @extras
 @pytest.mark.slow
 def test_a_job_that_submitit_preempts_is_saved_started_again_and_ends_bitwise_as_alone(tmp_path):
-    long = (*TINY, "train.total_steps=300", "train.log_every=10", "train.save_every=1000", "seed=3")
-    rehearsal = sweep(tmp_path, "hydra/launcher=rehearsal", *long)
-    logged(tmp_path, 3)
-    (job,) = [
-        child
-        for child in psutil.Process(rehearsal.pid).children(recursive=True)
-        if "submitit.core._submit" in child.cmdline()
-    ]
+    long = ("train.total_steps=300", "train.log_every=10", "train.save_every=1000", "seed=3")
+    rehearsal = sweep(tmp_path, "hydra/launcher=rehearsal", *TINY, *long)
+    wait_for(lambda: has_logged(tmp_path))
+    children = psutil.Process(rehearsal.pid).children(recursive=True)
+    (job,) = [child for child in children if "submitit.core._submit" in child.cmdline()]
     job.send_signal(signal.SIGUSR2)
     assert rehearsal.wait(100) == 0, (tmp_path / "output").read_text()
     (folder,) = (file.parent for file in tmp_path.glob("runs/*/manifest.json"))
@@ -364,21 +335,18 @@ def test_a_job_that_submitit_preempts_is_saved_started_again_and_ends_bitwise_as
     first, again = (entry["step"] for entry in manifest["starts"])
     assert first == 0
     assert 30 <= again < 300, "what was trained was saved, though no save was due"
-    start("train.py", *long, "run_name=alone", folder=tmp_path)
-    alone = tmp_path / "runs/alone"
-    assert metrics(folder) == metrics(alone)
-    ours, theirs = (load_file(f / "checkpoints/step_00000300/net.safetensors") for f in (folder, alone))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_as_alone(folder, tmp_path / "alone", *long)
 
 
 @extras
 @pytest.mark.slow
 def test_a_search_continues_where_it_was_and_survives_trials_that_fail(tmp_path):
-    some = ("hydra/sweeper=search_lr", *SMALL, "train.eval_every=4")
-    some += ("optimizer.lr=interval(-3e-3,2e-3)",)
+    search = ("hydra/sweeper=search_lr", "optimizer.lr=interval(-3e-3,2e-3)")
     tried = []
     for n_trials in (2, 4):
-        status = sweep(tmp_path, *some, f"hydra.sweeper.n_trials={n_trials}").wait(100)
+        status = sweep(
+            tmp_path, *search, *TINY, *SHORT, "train.eval_every=4", f"hydra.sweeper.n_trials={n_trials}"
+        ).wait(100)
         output = (tmp_path / "output").read_text()
         tried.append({path.parent.name for path in tmp_path.glob("runs/*/manifest.json")})
     assert tried[0] < tried[1]

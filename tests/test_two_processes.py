@@ -128,7 +128,7 @@ def scored(folder, launch):
 def draw(folder, num_processes):
     for name, chosen in DRAWS.items():
         output = f"output={folder}/{name}_by_{num_processes}.npz"
-        options = (f"run={folder}/whole", "num_samples=23", "batch_size=4", output)
+        options = (f"run={folder}/whole", "num_samples=11", "batch_size=4", output)
         sample.main(composed(*options, *chosen, config_name="sample"))
 
 

@@ -169,7 +169,7 @@ def test_python_train_ends_with_the_documented_status(tmp_path, number, status, 
 
 @pytest.mark.slow
 def test_the_second_ctrl_c_ends_an_evaluation_without_a_traceback(tmp_path):
-    long = ("train.save_every=1", "train.sample_every=1", "sampler.num_steps=100000")
+    long = ("train.save_every=1", "train.sample_every=1", "sampler.num_steps=2000")
     killed = Killed(tmp_path / "run", ONE, *long)
     process = killed.start()
     for ready in (

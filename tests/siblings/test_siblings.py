@@ -61,9 +61,7 @@ def test_a_network_is_built_of_blocks_from_outside(tmp_path):
     start("sample.py", OWN, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"output={tmp_path}/a.npz")
 
 
-@pytest.mark.parametrize(
-    "choices", [(), ("sampler=edm", "guidance=cfg", "num_steps=2")], ids=["own", "other"]
-)
+@pytest.mark.parametrize("choices", [(), ("sampler=edm", "guidance=cfg", "num_steps=2")])
 def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices):
     output = run.parent / f"drawn{len(choices)}.npz"
     start("sample.py", OWN, f"run={run}", "num_samples=10", *choices, f"output={output}")
@@ -72,9 +70,10 @@ def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices)
     assert record["sampler"]["_target_"] == target
     with np.load(output) as arrays:
         assert arrays["arr_0"].shape == (10, 8, 8, 1)
-    start("fid.py", OWN, "suite=toy", f"samples={output}", f"reference={run.parent}/digits")
-    (key,) = json.loads(output.with_suffix(".scores.json").read_text())["values"]
-    assert key.startswith("brightness")
+    if not choices:
+        start("fid.py", OWN, "suite=toy", f"samples={output}", f"reference={run.parent}/digits")
+        (key,) = json.loads(output.with_suffix(".scores.json").read_text())["values"]
+        assert key.startswith("brightness")
 
 
 def test_a_run_opens_in_three_lines_of_python(opened):
