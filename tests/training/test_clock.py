@@ -12,10 +12,12 @@ import pytest
 import torch.distributed as dist
 
 from models import cost_of
+from runtime.launch import ALONE
 from tests.runs import before_each_step, interrupted, metrics, tiny_trainer
 from training.clock import END_SEC
 from training.fit import run_training
-from training.recorder import HURRIED_SEC
+from training.recorder import HURRIED_SEC, Recorder
+from training.run_folder import RunFolder
 from training.stopping import MAX_TICK_STEPS, TIME_LIMIT, StopRequest
 from training.trackers import CLOSE_WITHIN_SEC
 from training.window import Work
@@ -36,7 +38,8 @@ def timed(folder, clock, *overrides):
     for, by step.
     """
     trainer, run = tiny_trainer(folder, *OPTIONS, *overrides)
-    asked = []
+    # Half of a TFLOP for an image.
+    trainer.window.work, asked = Work(lambda ratios: 1e12 * (1 - sum(ratios)), peak_flops_per_sec=8e12), []
 
     def taking(seconds, work):
         def call(*args):
@@ -53,37 +56,24 @@ def timed(folder, clock, *overrides):
     return trainer, run, asked
 
 
-def trained_lines(folder):
-    return [line for line in metrics(folder, clocks=True) if "loss" in line]
-
-
-def test_training_time_counts_steps_only(tmp_path, clock):
+@pytest.mark.parametrize("interrupted_at", [None, 5])
+def test_training_time_counts_steps_only(tmp_path, clock, capsys, interrupted_at):
+    """Also over a kill in a window: what was evaluated after the last save is evaluated again."""
+    if interrupted_at:
+        trainer, run, _ = timed(tmp_path, clock)
+        interrupted(trainer, run, interrupted_at)
     trainer, run, _ = timed(tmp_path, clock)
+    assert trainer.first_step == (4 if interrupted_at else 0)
     run_training(trainer, run)
+    lines = metrics(tmp_path, clocks=True)
     keys = ("step", "num_images", "train_time_sec", "images_per_sec")
-    assert [tuple(line[key] for key in keys) for line in trained_lines(tmp_path)] == [
-        (3, 24, 6.0, 4.0),
-        (6, 48, 12.0, 4.0),
-    ]
-
-
-def test_a_resume_within_a_window_continues_its_time(tmp_path, clock):
-    trainer, run, _ = timed(tmp_path, clock)
-    interrupted(trainer, run, 5)
-    trainer, run, _ = timed(tmp_path, clock)
-    assert trainer.first_step == 4
-    run_training(trainer, run)
-    last = trained_lines(tmp_path)[-1]
-    assert (last["train_time_sec"], last["images_per_sec"]) == (12.0, 4.0)
-
-
-def test_flops_per_second_are_those_of_the_steps_over_their_time(tmp_path, clock):
-    trainer, run, _ = timed(tmp_path, clock)
-    trainer.window.work = Work(lambda ratios: 1e12 * (1 - sum(ratios)), peak_flops_per_sec=8e12)
-    run_training(trainer, run)
-    # Half of a TFLOP for an image, 4 images a second.
-    found = [(line["tflops_per_sec"], line["utilisation"]) for line in trained_lines(tmp_path)]
-    assert found == [(2.0, 0.25), (2.0, 0.25)]
+    trained = [tuple(line[key] for key in keys) for line in lines if "loss" in line]
+    assert trained == [(3, 24, 6.0, 4.0), (6, 48, 12.0, 4.0)]
+    assert (lines[-2]["tflops_per_sec"], lines[-2]["utilisation"]) == (2.0, 0.25)
+    evaluated = [(line["step"], line["evaluation_time_sec"]) for line in lines if "score" in line]
+    assert evaluated == [(step, step / 2 * EVALUATION_SEC) for step in (2, 4, 6)]
+    share = 3 * EVALUATION_SEC / (3 * EVALUATION_SEC + 6 * STEP_SEC)
+    assert f"({share:.0%} of the run went into evaluations)" in capsys.readouterr().out
 
 
 def test_flops_are_those_that_the_routes_leave(tmp_path):
@@ -97,85 +87,54 @@ def test_flops_are_those_that_the_routes_leave(tmp_path):
 
 
 def test_the_peak_of_memory_is_that_since_the_last_log_point(tmp_path):
-    trainer, run = tiny_trainer(tmp_path, "train.total_steps=9")
+    trainer, run = tiny_trainer(
+        tmp_path, "train.total_steps=3", "train.log_every=1", "train.check_speed=false"
+    )
 
-    def take_one_gib(step):
-        if step == 4:
-            with mmap.mmap(-1, 2**30) as taken:  # what is allocated otherwise may be kept
+    def take_half_a_gib(step):
+        if step == 1:
+            with mmap.mmap(-1, 2**29) as taken:  # what is allocated otherwise may be kept
                 for page in range(0, len(taken), mmap.PAGESIZE):
                     taken[page] = 1
 
-    before_each_step(trainer, take_one_gib)
+    before_each_step(trainer, take_half_a_gib)
     run_training(trainer, run)
-    first, second, third = (line["peak_memory_gib"] for line in trained_lines(tmp_path))
-    assert second - max(first, third) > 0.5
-
-
-def test_the_time_of_evaluations_adds_up_and_is_logged(tmp_path, clock, capsys):
-    """Also over a kill: what was evaluated after the last save is evaluated again."""
-    trainer, run, _ = timed(tmp_path, clock)
-    interrupted(trainer, run, 5)
-    trainer, run, _ = timed(tmp_path, clock)
-    run_training(trainer, run)
-    lines = [line for line in metrics(tmp_path, clocks=True) if "score" in line]
-    assert [(line["step"], line["evaluation_time_sec"]) for line in lines] == [
-        (2, EVALUATION_SEC),
-        (4, 2 * EVALUATION_SEC),
-        (6, 3 * EVALUATION_SEC),
-    ]
-    share = 3 * EVALUATION_SEC / (3 * EVALUATION_SEC + 6 * STEP_SEC)
-    assert f"({share:.0%} of the run went into evaluations)" in capsys.readouterr().out
+    first, second, third = (line["peak_memory_gib"] for line in metrics(tmp_path, clocks=True))
+    assert second - max(first, third) > 0.25
 
 
 def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
     trainer, run, asked = timed(tmp_path, clock)
-    guessed_save_sec = trainer.clock.longest_sec["save"]
-    assert guessed_save_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
+    guessed_sec = trainer.clock.longest_sec["save"]
+    assert guessed_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
     interrupted(trainer, run, 4)
     # Twice at a step that evaluates: before its turn, and before its evaluation, which has to fit in as well.
+    others_sec = EVALUATION_SEC + CHECK_SEC
     expected = [
-        (0, END_SEC + guessed_save_sec),
-        (1, END_SEC + guessed_save_sec + 5 * STEP_SEC),
-        (2, END_SEC + guessed_save_sec + 5 * STEP_SEC),
-        (2, END_SEC + SAVE_SEC + 5 * (2 * STEP_SEC + SAVE_SEC) / 2),
-        (3, END_SEC + SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 3),
-        (4, END_SEC + SAVE_SEC + 5 * (4 * STEP_SEC + SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 4),
-        (
-            4,
-            END_SEC
-            + SAVE_SEC
-            + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + EVALUATION_SEC + CHECK_SEC) / 4
-            + EVALUATION_SEC,
-        ),
+        (0, guessed_sec),
+        (1, guessed_sec + 5 * STEP_SEC),
+        (2, guessed_sec + 5 * STEP_SEC),
+        (2, SAVE_SEC + 5 * (2 * STEP_SEC + SAVE_SEC) / 2),
+        (3, SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + others_sec) / 3),
+        (4, SAVE_SEC + 5 * (4 * STEP_SEC + SAVE_SEC + others_sec) / 4),
+        (4, SAVE_SEC + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + others_sec) / 4 + EVALUATION_SEC),
     ]
     assert [step for step, _ in asked] == [step for step, _ in expected]
-    assert [seconds for _, seconds in asked] == pytest.approx([seconds for _, seconds in expected])
-
-
-def test_a_resumed_run_reserves_time_by_its_own_steps(tmp_path, clock):
-    trainer, run, _ = timed(tmp_path, clock)
-    interrupted(trainer, run, 4)
+    assert [seconds for _, seconds in asked] == pytest.approx([END_SEC + seconds for _, seconds in expected])
+    # A resumed run counts its own steps; the tracker has to end, too.
     trainer, run, asked = timed(tmp_path, clock)
-    trainer.evaluators = []
-
-    def ignore(*_):
-        pass
-
-    silent = SimpleNamespace(log=ignore, close=ignore)
-    trainer.recorder.tracker = silent
+    trainer.evaluators, nothing = [], lambda *_: None
+    trainer.recorder.tracker = SimpleNamespace(log=nothing, close=nothing)
     run_training(trainer, run)
-    end_sec = END_SEC + HURRIED_SEC  # the tracker has to end, too
+    end_sec = END_SEC + HURRIED_SEC
     assert asked[:2] == [(4, end_sec + SAVE_SEC), (5, end_sec + SAVE_SEC + 5 * STEP_SEC)]
 
 
 def test_a_stopping_run_waits_for_its_tracker_only_as_reserved(tmp_path):
-    trainer, run = tiny_trainer(tmp_path)
-    waited, recorder = [], trainer.recorder
-    recorder.close(hurried=False)
-    recorder.metrics_file, recorder.tracker = None, SimpleNamespace(close=waited.append)
+    waited, recorder = [], Recorder(ALONE, RunFolder(tmp_path))
+    recorder.tracker = SimpleNamespace(close=waited.append)
     for hurried in (True, False):
         recorder.close(hurried)
-    run.unlock()
     assert waited == [HURRIED_SEC, CLOSE_WITHIN_SEC]
 
 

@@ -101,14 +101,6 @@ def test_the_largest_losses_of_all_ranks_are_named_by_step_and_entry():
     assert len(LARGEST) == MAX_NAMED
 
 
-def test_the_loss_of_a_step_is_the_mean_over_ranks():
-    found = [level(of_one) for of_one in of_two()]
-    add(found[0], loss=1.0)
-    add(found[1], loss=9.0)
-    (spike,) = found[0].report(1)["loss_spikes"]
-    assert spike["loss"] == 5.0
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_the_largest(value):
     found = history()
@@ -150,13 +142,3 @@ def test_max_skipped_steps_in_a_row_end_a_run(in_row, ends):
     assert [skipped["step"] for skipped in caught.value.details["skipped_steps"]] == list(
         range(5, 4 + in_row)
     )
-
-
-def test_an_applied_step_ends_the_row():
-    found = history()
-    for skipped in (1, 1, 0, 1):
-        add(found, skipped=skipped)
-    found.report(4)
-    add(found, skipped=1)
-    found.report(5)
-    assert found.num_in_row == 2

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 from tests.runs import metrics, tiny_run
-from tests.training.test_trainer import assert_same_run
 from training.muon import muon
 from training.optimizer import Optimizer
 
@@ -124,14 +123,9 @@ def test_muon_has_the_matrices_that_its_names_find():
         muon(small_net().named_parameters(), lr=0.01, matrices="blocks")
 
 
-@pytest.mark.parametrize(
-    "choice", ["optimizer=sgd", "optimizer=muon", "optimizer.fused=false optimizer.lr=1e-3"]
-)
-def test_every_choice_trains_and_resumes_bitwise(tmp_path, choice):
-    options = (*choice.split(), "model.init=xavier", "train.log_every=1", "optimizer.warmup_steps=3")
-    for folder, total_steps in (("whole", 6), ("parts", 3), ("parts", 6)):
-        tiny_run(tmp_path / folder, *options, f"train.total_steps={total_steps}")
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
-    tiny_run(tmp_path / "whole", *options, "train.total_steps=40")
-    losses = [line["loss"] for line in metrics(tmp_path / "whole")]
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_other_optimizers_than_adamw_train(tmp_path, optimizer):
+    options = ("model.init=xavier", "train.log_every=1", "train.total_steps=30", "train.save_every=30")
+    tiny_run(tmp_path, f"optimizer={optimizer}", *options)
+    losses = [line["loss"] for line in metrics(tmp_path)]
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])

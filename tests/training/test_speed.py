@@ -5,7 +5,6 @@ import torch
 
 from diffusion import EDMPrecond
 from routing import Routing
-from runtime.machine import start_process
 from tests.networks import PAPER, small_dit
 from training import speed
 from training.speed import (
@@ -116,14 +115,6 @@ def test_the_slowdown_outside_autocast_is_that_of_products(clock, monkeypatch):
     assert fp32_slowdown(net, CPU, bf16=False) == 1
     assert fp32_slowdown(small_dit([PAPER]), CPU, bf16=True) == 1
     assert fp32_slowdown(small_dit(fp32_after_route=True), CPU, bf16=True) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_multiplies_faster_under_autocast():
-    start_process()
-    net = small_dit([PAPER], fp32_after_route=True).cuda()
-    assert fp32_slowdown(net, torch.device("cuda"), bf16=True) > 1
 
 
 def test_functions_take_turns_after_a_warm_up():

@@ -1,0 +1,12 @@
+import pytest
+
+from tests.runs import tiny_run
+from training.run_folder import RunFolder
+
+
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory):
+    """The folder of a run of one step."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    tiny_run(folder, "train.total_steps=1")
+    return RunFolder(folder)
