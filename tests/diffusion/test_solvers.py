@@ -73,13 +73,21 @@ SAMPLERS = {
 }
 
 
+def _randn_like(x, generator):
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+def drawn(name, path, num_samples, *data):
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(num_samples, 1, 1, 1, generator=generator)
+    randn_like = partial(_randn_like, generator=generator)
+    return SAMPLERS[name](mixture(path, *data), noise, path, randn_like=randn_like).flatten()
+
+
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_any_sampler_draws_a_mixture_from_a_network_of_any_path(name, path):
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(4000, 1, 1, 1, generator=generator)
-    randn_like = partial(_randn_like, generator=generator)
-    x = SAMPLERS[name](mixture(path), noise, path, randn_like=randn_like).flatten()
+    x = drawn(name, path, 4000)
     assert x.dtype == torch.float64
     mean = (WEIGHTS * MEANS).sum()
     std = ((WEIGHTS * (STDS**2 + MEANS**2)).sum() - mean**2).sqrt()
@@ -91,18 +99,11 @@ def test_any_sampler_draws_a_mixture_from_a_network_of_any_path(name, path):
     assert (x < -0.4).double().mean().item() == pytest.approx(0.3, abs=0.03)
 
 
-def _randn_like(x, generator):
-    return torch.randn(x.shape, generator=generator, dtype=x.dtype)
-
-
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_any_sampler_draws_two_points(name, path):
     """Data at -1 and 1: nothing is left between them."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(1000, 1, 1, 1, generator=generator)
-    randn_like = partial(_randn_like, generator=generator)
-    x = SAMPLERS[name](mixture(path, *POINTS), noise, path, randn_like=randn_like).flatten()
+    x = drawn(name, path, 1000, *POINTS)
     assert x.abs().mean().item() == pytest.approx(1, abs=0.01)
     assert x.abs().std() < (0.12 if name == "sde, as configured" else 0.06)  # "mean": noise of its last level
     assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.05)
@@ -191,32 +192,12 @@ def test_edm_is_a_case_of_the_general_sampler(path, S_churn):
     torch.testing.assert_close(draw(general), draw(edm_sampler), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "sampler, count",
-    [
-        (partial(ode_sampler, num_steps=7, solver="euler"), 7),
-        (partial(ode_sampler, num_steps=7), 13),
-        (partial(sde_sampler, num_steps=7), 7),
-        (partial(ddpm_sampler, num_steps=7, variance="small"), 7),
-    ],
-)
-def test_a_sampler_asks_as_often_as_it_says(sampler, count):
-    asked = []
-
-    def denoise(x, t):
-        asked.append(t)
-        return 0 * x
-
-    sampler(denoise, torch.zeros(1, 1, 1, 1), FlowPath())
-    assert len(asked) == count
-
-
-def test_respaced_steps_are_whole_and_hold_both_ends():
-    assert respaced_times(DDPMPath(), 1000).tolist() == list(range(1000, 0, -1))
-    levels = respaced_times(DDPMPath(), 250)
-    assert (levels[0], levels[-1], len(levels.unique())) == (1000, 1, 250)
-    with pytest.raises(ValueError, match="num_steps=1001 must be in"):
-        respaced_times(DDPMPath(), 1001)
+def test_a_sampler_asks_as_often_as_it_says():
+    euler, small = partial(ode_sampler, solver="euler"), partial(ddpm_sampler, variance="small")
+    for sampler, count in ((euler, 7), (ode_sampler, 13), (sde_sampler, 7), (small, 7)):
+        asked = []
+        sampler(lambda x, t: asked.append(t) or 0 * x, torch.zeros(1, 1, 1, 1), FlowPath(), num_steps=7)  # noqa: B023
+        assert len(asked) == count
 
 
 def test_respaced_steps_are_those_of_iddpm():
@@ -228,6 +209,8 @@ def test_respaced_steps_are_those_of_iddpm():
             index += 999 / (num_steps - 1)
         assert respaced_times(DDPMPath(), num_steps).tolist() == [1.0 + k for k in reversed(kept)], num_steps
     assert respaced_times(DDPMPath(), 1).tolist() == [1000]  # DEVIATION
+    with pytest.raises(ValueError, match="num_steps=1001 must be in"):
+        respaced_times(DDPMPath(), 1001)
 
 
 def test_levels_are_those_of_table_1():
@@ -250,22 +233,3 @@ def test_shifted_times_move_towards_noise():
     assert plain.tolist() == [1, 0.75, 0.5, 0.25]
     assert shifted.tolist() == pytest.approx([1, 0.9, 0.75, 0.5])
     assert uniform_times(FlowPath(), 4, t_min=0.04, shift=3)[-1].item() == pytest.approx(0.04)
-
-
-def test_an_sde_without_noise_is_the_flow():
-    noise = torch.randn(16, 1, 1, 1)
-    sde = sde_sampler(mixture(FlowPath()), noise, FlowPath(), num_steps=30, norm=0, last_step="denoised")
-    times = partial(uniform_times, t_min=0.04)
-    ode = ode_sampler(mixture(FlowPath()), noise, FlowPath(), num_steps=30, solver="euler", times=times)
-    torch.testing.assert_close(sde, ode)
-
-
-def test_the_last_mean_step_of_an_sde_goes_to_the_data():
-    """x - h (v - w s) with the score s = -eps / sigma: beyond D by h w eps / sigma."""
-    noise, path = torch.randn(16, 1, 1, 1), FlowPath()
-    one = {"num_steps": 1, "times": lambda path, n: torch.tensor([0.04], dtype=torch.float64)}
-    x, t = noise.double() * 0.04, torch.tensor(0.04, dtype=torch.float64)
-    D_x = mixture(path)(x, t)
-    eps = (x - 0.96 * D_x) / 0.04
-    torch.testing.assert_close(sde_sampler(mixture(path), noise, path, **one), D_x - 0.04 * 0.04 * eps / 0.04)
-    torch.testing.assert_close(sde_sampler(mixture(path), noise, path, last_step="denoised", **one), D_x)
