@@ -8,6 +8,7 @@ from models.rejoin import Fuse, Mask
 from routing import Route, Routing
 from tests.networks import PAPER, SIZES, small_batch, small_dit
 
+TWO_ROUTES = (Route(0.3, 0, 1), Route(0.7, 3, -1))
 VARIANTS = [
     {},
     {"block": "sprint"},
@@ -37,8 +38,10 @@ def counted(net, ratios, backward):
     return counter.get_total_flops() // 2
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("routes", [(), (PAPER,), (Route(0.3, 0, 1), Route(0.7, 3, -1))])
+CASES = [({}, ()), ({}, (PAPER,)), *((variant, TWO_ROUTES) for variant in VARIANTS)]
+
+
+@pytest.mark.parametrize(("variant", "routes"), CASES, ids=str)
 def test_flops_are_those_that_torch_counts(variant, routes):
     net = small_dit(routes, **variant).train()
     cost = cost_of(net)
@@ -54,17 +57,20 @@ def test_flops_are_those_that_torch_counts(variant, routes):
 
 
 @pytest.mark.parametrize(
-    ("size", "dense", "routed"),
-    [("s", 6.05, 4.20), ("b", 23.0, 16.1), ("l", 80.7, 48.2), ("xl", 118.6, 69.1)],
+    ("size", "millions", "dense", "routed"),
+    [("s", 33, 6.05, 4.20), ("b", 130, 23.0, 16.1), ("l", 458, 80.7, 48.2), ("xl", 675, 118.6, 69.1)],
 )
-def test_known_costs_at_256_tokens(size, dense, routed):
-    hidden_size, depth, num_heads = SIZES[size]
+def test_known_costs_at_256_tokens(size, millions, dense, routed):
+    """And the parameters of the DiT paper, which counts the position table and learns a variance."""
     with torch.device("meta"):
-        net = DiT(32, 2, 4, hidden_size, depth, num_heads, routes=[PAPER])
+        net = DiT(32, 2, 4, *SIZES[size], routes=[PAPER])
     cost = cost_of(net)
     digits = 2 if size == "s" else 1
     assert round(cost.dense_forward_flops / 2e9, digits) == dense
     assert round(cost.routed_forward_flops / 2e9, digits) == routed
+    count = sum(tensor.numel() for tensor in net.state_dict().values())
+    count += sum(p.numel() for p in net.final_layer.linear.parameters())
+    assert abs(count / 1e6 - millions) < 0.52
 
 
 @pytest.mark.parametrize(
@@ -72,11 +78,9 @@ def test_known_costs_at_256_tokens(size, dense, routed):
 )
 def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp32):
     """At the peak rates of an H200: 989 TFLOP/s in bf16, 495 in TF32, 67 in fp32."""
-    hidden_size, depth, num_heads = SIZES[size]
     with torch.device("meta"):
         plain, parity = (
-            DiT(32, 2, 4, hidden_size, depth, num_heads, routes=[PAPER], fp32_after_route=on)
-            for on in (False, True)
+            DiT(32, 2, 4, *SIZES[size], routes=[PAPER], fp32_after_route=on) for on in (False, True)
         )
     for slowdown, expected in ((1.0, none), (989 / 495, tf32), (989 / 67, fp32)):
         cost = cost_of(parity, fp32_slowdown=slowdown)
@@ -111,14 +115,13 @@ def test_the_cost_model_knows_the_blocks_outside_autocast(monkeypatch, checkpoin
 
 def test_masks_and_short_windows_lower_what_a_route_can_give():
     with torch.device("meta"):
-        nets = {end: DiT(32, 2, 4, 384, 12, 6, routes=[Route(0.5, 2, end)]) for end in (4, 8)}
-    long, short, masked = cost_of(nets[8]), cost_of(nets[4]), cost_of(nets[8], mask_coverage=0.6)
-    assert 1 < short.predicted_speedup < long.predicted_speedup < long.ceiling
-    assert short.ceiling < long.ceiling
-    assert 1 < masked.predicted_speedup < long.predicted_speedup
-    assert masked.predicted_speedup < masked.ceiling < long.ceiling
-    assert masked.ceiling == cost_of(nets[8], mask_coverage=154 / 256).ceiling  # 153.6 tokens
-    full = cost_of(nets[8], mask_coverage=1.0)
+        long, short = (DiT(32, 2, 4, 384, 12, 6, routes=[Route(0.5, 2, end)]) for end in (8, 4))
+    masked, full = cost_of(long, mask_coverage=0.6), cost_of(long, mask_coverage=1.0)
+    speedups = [cost_of(long, ratios=[ratio]).predicted_speedup for ratio in (0.0, 0.5, 0.75)]
+    assert speedups == sorted(set(speedups)) and speedups[0] == 1
+    assert 1 < cost_of(short).predicted_speedup < speedups[1] < cost_of(long).ceiling
+    assert cost_of(short).ceiling < cost_of(long).ceiling
+    assert 1 < masked.predicted_speedup < speedups[1]
+    assert masked.predicted_speedup < masked.ceiling < cost_of(long).ceiling
+    assert masked.ceiling == cost_of(long, mask_coverage=154 / 256).ceiling  # 153.6 tokens
     assert full.predicted_speedup == full.ceiling == 1
-    assert cost_of(nets[8], ratios=[0.0]).predicted_speedup == 1
-    assert cost_of(nets[8], ratios=[0.75]).predicted_speedup > long.predicted_speedup

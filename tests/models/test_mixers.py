@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from models import DiT
 from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
 from models.mixers.state_space import CONV_SIZE
-from tests.networks import BLOCKS, PAPER, small_batch, small_dit
+from tests.networks import BLOCKS, small_dit
 
 GRID, D, H = 4, 12, 6
 KEPT = torch.tensor([[0, 3, 5, 6, 11, 12], [1, 2, 7, 9, 13, 14]])  # of 16
@@ -140,24 +140,8 @@ def test_the_mixers_of_rwkv_by_hand():
 
 
 @pytest.mark.parametrize("block", ["mamba", "rwkv"])
-def test_a_routed_window_of_scans_is_one_of_the_kept_tokens_alone(block):
-    """What a sample's window returns does not depend on the tokens that bypass it, nor on other samples."""
-    net = small_dit([PAPER], block=block, num_prefix_tokens=2).train()
-    seen = []
-    net.blocks[2].register_forward_pre_hook(lambda _, args: seen.append(args))
-    net(*small_batch())
-    x, c, positions = seen[0]
-    together = net.blocks[2](x, c, positions)
-    for i in range(4):
-        of_one = None if positions is None else positions[i : i + 1]
-        torch.testing.assert_close(net.blocks[2](x[i : i + 1], c[i : i + 1], of_one), together[i : i + 1])
-    assert x.shape[1] == 2 + 8
-
-
-@pytest.mark.parametrize("block", ["mamba", "rwkv"])
 def test_what_must_be_exact_is_fp32_under_autocast(block):
     """Decays and weights over many tokens: all in bf16 would be off by far more."""
-    torch.manual_seed(0)
     net = DiT(32, 2, 3, 32, 2, 4, num_classes=0, block=BLOCKS[block]).eval()  # 256 tokens
     mixer, x = randomised(net.blocks[0].attn), torch.randn(2, 256, 32)
     exact = mixer.double()(x.double(), net.positions).float()
@@ -165,8 +149,6 @@ def test_what_must_be_exact_is_fp32_under_autocast(block):
     with torch.autocast("cpu", torch.bfloat16):
         found = mixer(x, net.positions).float()
     assert (found - exact).norm() < 0.02 * exact.norm()
-    bf16 = mixer.bfloat16()(x.bfloat16(), net.positions).float()
-    assert (bf16 - exact).isfinite().all()
 
 
 def test_steps_and_weights_are_fp32_under_autocast(monkeypatch):
@@ -182,14 +164,6 @@ def test_steps_and_weights_are_fp32_under_autocast(monkeypatch):
     dt, k, v = seen
     assert torch.equal(dt[:, 0], F.softplus(projected.float() + state_space.dt_bias)[..., 0])  # along rows
     assert k.dtype == v.dtype == torch.float32
-
-
-@pytest.mark.parametrize("block", ["mamba", "rwkv"])
-def test_scans_see_the_order_of_the_tokens(block):
-    net = small_dit(block=block).eval()
-    x, c = torch.randn(1, 16, 32), torch.randn(1, 1, 32)
-    plain, turned = (net.blocks[0](v, c, net.positions) for v in (x, x.flip(1)))
-    assert not torch.allclose(plain, turned.flip(1), atol=1e-3)
 
 
 @pytest.mark.slow
