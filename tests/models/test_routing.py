@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from builders.kept_tokens import KeptTokensLoss
 from diffusion import EDMLoss, EDMPrecond
 from models import DiT, token_mask
-from models.rejoin import Fuse, Mask
+from models.rejoin import Bypass, Fuse, Mask
 from routing import (
     Adapter,
     BlockList,
@@ -51,6 +51,7 @@ ADAPTER = Adapter(
     num_prefix_tokens=lambda net, arguments: net.num_prefix_tokens,
 )
 ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router, grid_router)
+REJOINS = {"bypass": Bypass, "fuse": partial(Fuse, path_drop_prob=0.0), "mask": Mask}
 FUSED = {"router": grid_router, "rejoin": Fuse}
 OPTIONS = [{}, {"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}]
 OPTIONS += [{"removal": False}, {"gradient_checkpointing": True}]
@@ -94,13 +95,28 @@ def window_of(net, batch, **arguments):
     return output, with_prefix(ids[0], P), before[0], inputs
 
 
+def rejoined(net, h, ids, window):
+    """The definitions of models/rejoin/, for a sample (1, L, D) whose tokens `ids` went through a window."""
+    rejoin = net.rejoins[0]
+    if isinstance(rejoin, Fuse):
+        padded = rejoin.mask_token.expand_as(h).index_copy(1, ids, window)
+        return rejoin.proj(torch.cat([h, padded], dim=-1))
+    if isinstance(rejoin, Mask):
+        h = torch.zeros_like(h)
+        if net.pos_embed is not None:
+            h[:, net.num_prefix_tokens :] = net.pos_embed
+        h = h + rejoin.mask_token
+    return h.index_copy(1, ids, window)
+
+
 @pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("rejoin", REJOINS.values(), ids=REJOINS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_routed_blocks_see_each_sample_s_own_tokens(variant, by_token):
+def test_routed_blocks_see_each_sample_s_own_tokens(variant, rejoin, by_token):
     """The window applied by hand to each sample alone gives what the batch gives, also where each token has
     a noise level of its own.
     """
-    net = small_dit([PAPER], class_dropout_prob=0.0, **variant).train()
+    net = small_dit([PAPER], class_dropout_prob=0.0, rejoin=rejoin, **variant).train()
     (x, c_noise, labels), P, positions = small_batch(), net.num_prefix_tokens, net.positions
     c_noise, noise = torch.randn(4, P + 16) if by_token else c_noise, torch.rand(4, 16)
     output = net(x, c_noise, labels, routing=Routing(noise=[noise]))
@@ -115,7 +131,7 @@ def test_routed_blocks_see_each_sample_s_own_tokens(variant, by_token):
         window, c_window = h[:, ids], c[:, ids] if by_token else c
         for block in net.blocks[2:5]:
             window = block(window, c_window, None if positions is None else positions[:, ids])
-        h = h.index_copy(1, ids, window)
+        h = rejoined(net, h, ids, window)
         for block in net.blocks[5:]:
             h = block(h, c, positions)
         by_hand = net._unpatchify(net.final_layer(h[:, P:], c[:, P:] if by_token else c))
@@ -256,13 +272,11 @@ def test_without_removal_the_window_sees_all_tokens():
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"by_token": True}, {"gradient_checkpointing": True}], ids="-".join)
-def test_routes_that_are_attached_are_those_of_the_network(variant, options):
+@pytest.mark.parametrize(("by_token", "checkpointing"), [(False, False), (True, False), (False, True)])
+def test_routes_that_are_attached_are_those_of_the_network(variant, by_token, checkpointing):
     """Two executors of a window, one answer: outputs and gradients, class dropout among them."""
-    by_token = options.get("by_token", False)
-    options = {key: value for key, value in options.items() if key != "by_token"}
-    own = small_dit(TWO_ROUTES, class_dropout_prob=0.5, **variant, **options).train()
-    dense = small_dit(class_dropout_prob=0.5, **variant, **options).train()
+    options = {"class_dropout_prob": 0.5, "gradient_checkpointing": checkpointing, **variant}
+    own, dense = small_dit(TWO_ROUTES, **options).train(), small_dit(**options).train()
     attach(dense, TWO_ROUTES, adapter=ADAPTER)
     x, c_noise, labels = small_batch()
     if by_token:
@@ -282,13 +296,10 @@ def test_routes_that_are_attached_are_those_of_the_network(variant, options):
     torch.testing.assert_close(*found)  # gradients of what is gathered in each block are added in turn
     unlike = dense(x, c_noise, labels, routing=Routing(0), generator=torch.Generator().manual_seed(0))
     assert not torch.equal(found[1][0], unlike)
+    with pytest.raises(ValueError, match="DiT has routes of its own: build it without"):
+        attach(own, TWO_ROUTES, adapter=ADAPTER)
     detach(dense)
     assert torch.equal(dense.eval()(x, c_noise, labels), own.eval()(x, c_noise, labels))
-
-
-def test_a_network_with_routes_gets_no_others():
-    with pytest.raises(ValueError, match="DiT has routes of its own: build it without"):
-        attach(small_dit([PAPER]), [PAPER], adapter=ADAPTER)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

@@ -2,14 +2,13 @@
 resumes.
 """
 
-import json
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from runtime.launch import ALONE, Launch
-from training.history import MAX_NAMED, MIN_STEPS, LossHistory, NotFinite
+from training.history import MAX_NAMED, MIN_STEPS, LossHistory
 
 PLACES = ((0, 1, 4, 5), (2, 3, 6, 7))  # of two processes, in micro-batches of two
 # Of eight samples by their place; four of these are of the second process, and three are the largest there
@@ -75,20 +74,6 @@ def test_mean_and_deviation_forget_old_steps():
     )
 
 
-def test_statistics_are_restored_from_a_checkpoint():
-    found = level(history())
-    add(found, skipped=1)
-    found.report(7)
-    add(found, loss=1.5)
-    kept = json.loads(json.dumps(found.state_dict()))
-    other = history()
-    other.load_state_dict(kept)
-    assert other.state_dict() == kept
-    assert min(kept[key] for key in ("num_in_row", "mean", "variance", "num_applied")) > 0
-    for _ in range(4):  # there is room for a whole window behind what was restored
-        add(other)
-
-
 def test_the_largest_losses_of_all_ranks_are_named_by_step_and_entry():
     one, two = history(), of_two()
     for found in (one, *two):
@@ -124,21 +109,3 @@ def test_rows_of_two_ranks_resume_on_one_and_back():
     (skipped,) = again[0].report(3)["skipped_steps"]
     assert (skipped["step"], skipped["entries"]) == (2, [f"1/{place}" for place in LARGEST])
     assert again[0].num_rows == 0
-
-
-@pytest.mark.parametrize(("in_row", "ends"), [(2, False), (3, True), (4, True)])
-def test_max_skipped_steps_in_a_row_end_a_run(in_row, ends):
-    found = history()
-    add(found, skipped=1)
-    found.report(4)
-    for _ in range(in_row - 1):
-        add(found, skipped=1)
-    if not ends:
-        found.report(5)
-        return
-    with pytest.raises(NotFinite, match=r"from step 4 on .*; its batch was \['3/0', ") as caught:
-        found.report(3 + in_row)
-    assert caught.value.details["step"] == 4
-    assert [skipped["step"] for skipped in caught.value.details["skipped_steps"]] == list(
-        range(5, 4 + in_row)
-    )

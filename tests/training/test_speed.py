@@ -13,7 +13,6 @@ from training.speed import (
     SpeedCheck,
     describe_check,
     fp32_slowdown,
-    interleaved_seconds,
     micro_loss,
     speedup,
 )
@@ -115,15 +114,6 @@ def test_the_slowdown_outside_autocast_is_that_of_products(clock, monkeypatch):
     assert fp32_slowdown(net, CPU, bf16=False) == 1
     assert fp32_slowdown(small_dit([PAPER]), CPU, bf16=True) == 1
     assert fp32_slowdown(small_dit(fp32_after_route=True), CPU, bf16=True) == 1
-
-
-def test_functions_take_turns_after_a_warm_up():
-    calls = []
-    seconds = interleaved_seconds(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, repeats=2
-    )
-    assert calls == ["a", "b"] * 3
-    assert [len(times) for times in seconds.values()] == [2, 2]
 
 
 def test_a_speed_up_is_the_median_of_paired_ratios():

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.runs import interrupted, metrics, tiny_run, tiny_trainer
 from training.recorder import MetricsFile
-from training.trackers import BackgroundTracker, TensorBoardTracker, WandbTracker
+from training.trackers import BackgroundTracker, WandbTracker
 
 
 class Remembering:
@@ -175,13 +175,11 @@ def test_wandb_gets_all_that_a_run_reports_and_resumes_its_run(tmp_path, monkeyp
     assert b"train.batch_size" in log.read_bytes()
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_a_tracker_does_not_make_a_removed_run_folder_again(tmp_path, tracker):
-    folder = tmp_path / "run"
-    made = TensorBoardTracker(str(folder / "tensorboard"))
-    made = made if tracker == "tensorboard" else WandbTracker("r", str(folder), "p", "offline")
+def test_wandb_does_not_make_a_removed_run_folder_again(tmp_path):
     with pytest.raises(FileNotFoundError):
-        made.log({"loss": 1.0, "samples": np.zeros((4, 4, 3), np.uint8)}, 1)
+        WandbTracker("r", str(tmp_path / "run"), "p", "offline").log(
+            {"loss": 1.0, "samples": np.zeros((4, 4, 3), np.uint8)}, 1
+        )
     assert list(tmp_path.iterdir()) == []
 
 
