@@ -95,21 +95,20 @@ def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp3
     assert cost_of(parity, mask_coverage=1.0, fp32_slowdown=9.0).ceiling == 1
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_cost_model_knows_the_blocks_outside_autocast(monkeypatch, checkpointing):
+@pytest.mark.parametrize(("fp32", "checkpointing"), [(False, False), (True, False), (True, True)])
+def test_the_cost_model_knows_the_blocks_outside_autocast(fp32, checkpointing):
     """Also right before the next window, at the length of that; none after the last block."""
     routes = [Route(0.5, 1, 2), Route(0.25, 3, 4), Route(0.5, 6, -1)]
-    net, found = small_dit(routes, fp32_after_route=True, gradient_checkpointing=checkpointing).train(), []
-    run = net._run
-
-    def watched(block, x, c, positions, fp32):
-        found.append((fp32, x.shape[1]))
-        return run(block, x, c, positions, fp32)
-
-    monkeypatch.setattr(net, "_run", watched)
-    net(*small_batch(2))
-    assert [idx for idx, (fp32, _) in enumerate(found) if fp32] == [3, 5]
-    expected = sum(net.blocks[idx].flops(length) for idx, (fp32, length) in enumerate(found) if fp32)
+    net = small_dit(routes, fp32_after_route=fp32, gradient_checkpointing=checkpointing).train()
+    dtypes, lengths = [], []
+    for block in net.blocks:
+        block.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+        block.mlp.fc1.register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        net(*small_batch(2))
+    outside = [idx for idx, dtype in enumerate(dtypes) if dtype == torch.float32]
+    assert outside == ([3, 5] if fp32 else [])
+    expected = sum(net.blocks[idx].flops(lengths[idx]) for idx in outside)
     assert cost_of(net).fp32_training_flops == (3 + checkpointing) * expected
 
 

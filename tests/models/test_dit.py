@@ -138,19 +138,6 @@ def test_any_number_of_classes(num_classes):
         assert net.y_embedder.embedding_table.weight.shape[0] == num_classes + 1
 
 
-def test_block_after_a_route_runs_in_fp32_only_where_it_is_asked():
-    for fp32_after_route, expected in ((False, torch.bfloat16), (True, torch.float32)):
-        net = small_dit([PAPER], fp32_after_route=fp32_after_route).train()
-        dtypes = []
-        for block in net.blocks:
-            block.mlp.fc1.register_forward_hook(
-                lambda _, __, output, dtypes=dtypes: dtypes.append(output.dtype)
-            )
-        with torch.autocast("cpu", torch.bfloat16):
-            net(*small_batch())
-        assert dtypes == [torch.bfloat16] * 5 + [expected] + [torch.bfloat16] * 2
-
-
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "explicit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_backends_agree(backend, dtype):
