@@ -4,5 +4,3 @@ from models.backbone import Backbone, Flops
 from models.cost import Cost, cost_of
 from models.dit import DiT
 from models.layers import resolve_attention, token_mask
-
-__all__ = ["Backbone", "Cost", "DiT", "Flops", "cost_of", "resolve_attention", "token_mask"]

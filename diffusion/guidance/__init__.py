@@ -5,14 +5,3 @@ from diffusion.guidance.cfg import CFG
 from diffusion.guidance.guidance import Branch, Evaluations, Guidance, predict
 from diffusion.guidance.path_drop import PathDropGuidance
 from diffusion.guidance.sparse import SparseGuidance
-
-__all__ = [
-    "CFG",
-    "AutoGuidance",
-    "Branch",
-    "Evaluations",
-    "Guidance",
-    "PathDropGuidance",
-    "SparseGuidance",
-    "predict",
-]

@@ -11,5 +11,3 @@ from diffusion.samplers.ddpm import ddpm_sampler
 from diffusion.samplers.edm import edm_sampler
 from diffusion.samplers.ode import ode_sampler
 from diffusion.samplers.sde import sde_sampler
-
-__all__ = ["adaptive_sampler", "ddpm_sampler", "edm_sampler", "ode_sampler", "sde_sampler"]

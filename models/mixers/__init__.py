@@ -9,5 +9,3 @@ The sequence of a routed window has gaps: the scan goes over the kept tokens as 
 
 from models.mixers.rwkv import ChannelMix, SpatialMix
 from models.mixers.state_space import StateSpace, column_ranks
-
-__all__ = ["ChannelMix", "SpatialMix", "StateSpace", "column_ranks"]

@@ -10,5 +10,3 @@ the window. ids_keep None: all tokens; routed None as well: the window was skipp
 from models.rejoin.bypass import Bypass
 from models.rejoin.fuse import Fuse
 from models.rejoin.mask import Mask
-
-__all__ = ["Bypass", "Fuse", "Mask"]
