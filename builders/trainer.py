@@ -1,7 +1,7 @@
 """Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache, partial
 from math import isqrt
 from pathlib import Path
@@ -203,7 +203,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
             **environment(device),
             "overrides": chosen_overrides(),
             "routes": plan.describe(train["masked_loss"]),
-            "cost": cost.describe(),
+            "cost": asdict(cost),
             "data": dataset.describe(),
             **({"init_from": init_from} if init_from else {}),
             "scores": [evaluator.describe() for _, evaluator in evaluators],

@@ -6,9 +6,9 @@ selection of tokens and the optimizer are not counted.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from models.backbone import Backbone
+from models.backbone import Backbone, Flops
 from routing import grow_ratio, num_tokens_kept
 
 
@@ -19,6 +19,8 @@ class Cost:
     Args:
         fp32_training_flops: the part of a routed step that runs outside autocast.
         fp32_slowdown: time of a product there over its time under autocast.
+        predicted_speedup: dense over routed cost of a training step; products in fp32 count fp32_slowdown
+            times.
         ceiling: speed-up of a training step if only one token, or only the tokens that a mask forces to stay,
             entered the windows: the limit for any ratio.
     """
@@ -30,17 +32,8 @@ class Cost:
     routed_training_flops: int
     fp32_training_flops: int
     fp32_slowdown: float
+    predicted_speedup: float
     ceiling: float
-
-    @property
-    def predicted_speedup(self) -> float:
-        """Dense over routed cost of a training step, in FLOPs; products in fp32 count fp32_slowdown times."""
-        extra = (self.fp32_slowdown - 1) * self.fp32_training_flops
-        return self.dense_training_flops / (self.routed_training_flops + extra)
-
-    def describe(self) -> dict[str, float]:
-        """All figures as plain types."""
-        return {**asdict(self), "predicted_speedup": self.predicted_speedup}
 
 
 def cost_of(
@@ -62,6 +55,10 @@ def cost_of(
     kept = [num_tokens_kept(T, grow_ratio(ratio, T, num_forced)) for ratio in own]
     dense, routed = net.flops([T] * len(kept)), net.flops(kept)
     least = net.flops([max(1, num_forced)] * len(kept))
+
+    def speedup(flops: Flops) -> float:
+        return dense.training / (flops.training + (fp32_slowdown - 1) * flops.fp32_training)
+
     return Cost(
         num_parameters=sum(parameter.numel() for parameter in net.parameters()),
         dense_forward_flops=dense.forward,
@@ -70,5 +67,6 @@ def cost_of(
         routed_training_flops=routed.training,
         fp32_training_flops=routed.fp32_training,
         fp32_slowdown=fp32_slowdown,
-        ceiling=dense.training / (least.training + (fp32_slowdown - 1) * least.fp32_training),
+        predicted_speedup=speedup(routed),
+        ceiling=speedup(least),
     )
