@@ -51,7 +51,7 @@ from runtime.output import claimed, place_of
 from runtime.provenance import environment
 from runtime.tables import aligned
 from training.checkpoint import find_checkpoint
-from training.speed import interleaved_seconds, micro_loss, micro_step, most_graphs
+from training.speed import interleaved_seconds, micro_loss, most_graphs
 
 MAX_BATCH = 4096  # of a run from elsewhere
 MIN_DEPTH = 8  # below it fewer than three blocks lie between the dense ones of the published window
@@ -233,14 +233,14 @@ def advise_run(
     net = build_net(config | {"model": config["model"] | {"routes": [asdict(PUBLISHED)]}}).to(device)
     precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
     bf16 = torch.autocast(device.type, torch.bfloat16, enabled=resolved.get("mixed_precision") == "bf16")
-    losses = micro_loss(precond, net, bf16(loss_fn), resolved["micro_batch_size"], device, lambda _: None)
-    backward, depth, T = micro_step(losses, precond, net), len(net.blocks), net.num_tokens
+    loss, batch_size, depth, T = bf16(loss_fn), resolved["micro_batch_size"], len(net.blocks), net.num_tokens
     num_forced = int(np.ceil(coverage * T))
 
     def step(routes: Routes) -> None:
         grown = [grow_ratio(route.selection_ratio, T, num_forced) for route in routes]
         net.routes = tuple(replace(r, selection_ratio=ratio) for r, ratio in zip(routes, grown, strict=True))
-        backward(())
+        micro_loss(precond, net, loss, batch_size, device, None).mean().backward()
+        net.zero_grad()
 
     def prepare() -> None:
         if resolved.get("compile"):

@@ -8,21 +8,15 @@ d channels of a head. The conditioning c is (N, 1, D), or (N, L, D) where each t
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn as nn
 from timm.layers import Mlp, SwiGLU, SwiGLUPacked
 
-from models.layers import Attention, gelu, linear_flops, modulate, rotary_table
+from models.layers import GELU, Attention, linear_flops, modulate, rotary_table
 from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
-
-
-class GELU(nn.Module):
-    """`models.layers.gelu` as a module."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gelu(x)
 
 
 class DiTBlock(nn.Module):
@@ -34,6 +28,8 @@ class DiTBlock(nn.Module):
     """
 
     has_position_table = True  # added to the tokens
+    # positions(head_size, grid_size, num_prefix_tokens) -> (L, ...) for `attn`; they travel with the tokens.
+    positions: Callable[[int, int, int], torch.Tensor] | None = None
     norm = final_norm = staticmethod(partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6))
 
     def __init__(
@@ -45,11 +41,6 @@ class DiTBlock(nn.Module):
         self.mlp = self._mlp(hidden_size, mlp_ratio)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
-    @staticmethod
-    def positions(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor | None:
-        """Position of each token for `attn`, (L, ...); it travels with the tokens."""
-        return None
-
     def forward(
         self, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -60,9 +51,7 @@ class DiTBlock(nn.Module):
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
     def flops(self, length: int) -> int:
-        """FLOPs of the matrix products of one sample; 0 for length 0, a skipped block."""
-        if length == 0:
-            return 0
+        """FLOPs of the matrix products of one sample."""
         mlp = length * linear_flops(self.mlp)
         return self.attn.flops(length) + mlp + linear_flops(self.adaLN_modulation)
 
@@ -108,9 +97,7 @@ class LightningBlock(DiTBlock):
 class MambaBlock(DiTBlock):
     """The same block with a scan of a state space in place of attention."""
 
-    @staticmethod
-    def positions(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
-        return column_ranks(grid_size, num_prefix_tokens)
+    positions = staticmethod(column_ranks)
 
     def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
         return StateSpace(hidden_size, num_heads)

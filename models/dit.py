@@ -34,8 +34,6 @@ from routing import (
 from runtime.errors import check_choice, check_not_negative, check_positive
 
 MAX_DEPTH = 1000  # a configuration from elsewhere must not take all memory
-INITS = ("adaln_zero", "xavier")
-ATTENTIONS = ("auto", "sdpa", "explicit")
 
 
 class DiT(nn.Module):
@@ -103,8 +101,8 @@ class DiT(nn.Module):
             raise ValueError(f"model.num_heads={num_heads} must divide model.hidden_size={hidden_size}")
         if not 0 <= class_dropout_prob < 1:
             raise ValueError(f"model.class_dropout_prob={class_dropout_prob} must be in [0, 1)")
-        check_choice("model.init", init, INITS)
-        check_choice("model.attention", attention, ATTENTIONS)
+        check_choice("model.init", init, ("adaln_zero", "xavier"))
+        check_choice("model.attention", attention, ("auto", "sdpa", "explicit"))
         self.patch_size, self.in_channels = patch_size, in_channels
         self.latent_shape = (in_channels, input_size, input_size)
         self.num_classes, self.class_dropout_prob = num_classes, class_dropout_prob
@@ -119,10 +117,7 @@ class DiT(nn.Module):
         for route in self.routes:
             ratio = route.selection_ratio
             if ratio and num_tokens_kept(self.num_tokens, ratio) == self.num_tokens:
-                raise ValueError(
-                    f"selection_ratio={ratio} of the route of blocks {route.start_layer_idx} to "
-                    f"{route.end_layer_idx} lets none of {self.num_tokens} tokens bypass"
-                )
+                raise ValueError(f"selection_ratio={ratio} lets none of {self.num_tokens} tokens bypass")
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
         prefix = torch.empty(1, num_prefix_tokens, hidden_size)
@@ -130,8 +125,10 @@ class DiT(nn.Module):
         pos_embed = None
         if block.has_position_table:
             pos_embed = sincos_position_table(hidden_size, self.grid_size).unsqueeze(0)  # (1, T, D)
-        positions = block.positions(hidden_size // num_heads, self.grid_size, num_prefix_tokens)
-        positions = None if positions is None else positions.unsqueeze(0)  # (1, L, ...)
+        positions = None
+        if block.positions is not None:
+            positions = block.positions(hidden_size // num_heads, self.grid_size, num_prefix_tokens)
+            positions = positions.unsqueeze(0)  # (1, L, ...)
         self.register_buffer("pos_embed", pos_embed)
         self.register_buffer("positions", positions, persistent=False)
         self.blocks = nn.ModuleList(
@@ -222,7 +219,7 @@ class DiT(nn.Module):
             for idx in range(route.start_layer_idx, route.end_layer_idx + 1):
                 if self.removal or kept == 0:  # 0: the window is skipped
                     lengths[idx] = P + kept if kept else 0
-        blocks = [block.flops(length) for block, length in zip(self.blocks, lengths, strict=True)]
+        blocks = [block.flops(n) if n else 0 for block, n in zip(self.blocks, lengths, strict=True)]
         rejoins = (P + T) * linear_flops(self.rejoins)
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
@@ -247,9 +244,8 @@ class DiT(nn.Module):
         self, c_noise: torch.Tensor, class_labels: torch.Tensor | None, generator: torch.Generator | None
     ) -> torch.Tensor:
         if (class_labels is None) != (self.y_embedder is None):
-            given = "None" if class_labels is None else f"shape {tuple(class_labels.shape)}"
             raise ValueError(
-                f"class_labels={given} must be None exactly when model.num_classes={self.num_classes} is 0"
+                f"class_labels must be None exactly when model.num_classes={self.num_classes} is 0"
             )
         c = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
         c = c.unsqueeze(1) if c.dim() == 2 else c  # (N, 1 or L, D)

@@ -35,12 +35,14 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = 
     return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
+class GELU(nn.Module):
     """GELU of [DiT], with tanh."""
-    if x.device.type == "cpu" and torch.compiler.is_compiling():
-        # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): cheaper than tanh if compiled.
-        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    return F.gelu(x, approximate="tanh")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu" and torch.compiler.is_compiling():
+            # x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): cheaper if compiled.
+            return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+        return F.gelu(x, approximate="tanh")
 
 
 class Attention(nn.Module):
@@ -101,7 +103,6 @@ class LabelEmbedder(nn.Module):
 
     def __init__(self, num_classes: int, hidden_size: int):
         super().__init__()
-        self.num_classes = num_classes
         self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
 
     def forward(self, class_labels: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ class StateSpace(nn.Module):
         return weights.to(x.dtype) @ (dt.unsqueeze(-1) * x).to(x.dtype) + self.skip[:, None, None] * x
 
 
-def column_ranks(grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
+def column_ranks(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
     """Rank of each token in the order of the columns (L,), the prefix first."""
     ranks = torch.arange(grid_size**2).view(grid_size, grid_size).T.flatten()
     return torch.cat([torch.arange(num_prefix_tokens), num_prefix_tokens + ranks])

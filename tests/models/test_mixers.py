@@ -61,13 +61,13 @@ def test_the_state_space_is_its_recurrence_along_rows_and_columns(kept):
     mixer = randomised(StateSpace(D, H))
     places = KEPT if kept else torch.arange(16).expand(2, -1)
     x = torch.randn(2, places.shape[1], D)
-    positions = column_ranks(GRID, 0).expand(2, -1).gather(1, places)
+    positions = column_ranks(8, GRID, 0).expand(2, -1).gather(1, places)
     expected = [recurrence(mixer, *sample) for sample in zip(x, places, strict=True)]
     torch.testing.assert_close(mixer(x, positions), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_the_prefix_comes_first_in_rows_and_columns():
-    ranks = column_ranks(3, 2)
+    ranks = column_ranks(8, 3, 2)
     assert ranks.tolist() == [0, 1, 2, 5, 8, 3, 6, 9, 4, 7, 10]
 
 
@@ -80,7 +80,7 @@ def test_a_scan_passes_a_gap_as_if_nothing_were_there(monkeypatch):
     only_kept = torch.zeros_like(dt)
     only_kept[:, places] = dt[:, places]
     dense = recurrence(mixer, x, torch.arange(16), only_kept)
-    routed = mixer(x[places].unsqueeze(0), column_ranks(GRID, 0)[places].unsqueeze(0))
+    routed = mixer(x[places].unsqueeze(0), column_ranks(8, GRID, 0)[places].unsqueeze(0))
     torch.testing.assert_close(routed[0], dense[places], atol=1e-5, rtol=1e-5)
     assert not torch.allclose(routed[0], recurrence(mixer, x, torch.arange(16), dt)[places], atol=1e-3)
 
@@ -159,7 +159,7 @@ def test_steps_and_weights_are_fp32_under_autocast(monkeypatch):
     monkeypatch.setattr(spatial, "_weighted_mean", lambda k, v: seen.extend((k, v)) or weighted(k, v))
     with torch.autocast("cpu", torch.bfloat16):
         projected = state_space.in_proj(x)[..., -H:]
-        state_space(x, column_ranks(GRID, 0).unsqueeze(0))
+        state_space(x, column_ranks(8, GRID, 0).unsqueeze(0))
         spatial(x)
     dt, k, v = seen
     assert torch.equal(dt[:, 0], F.softplus(projected.float() + state_space.dt_bias)[..., 0])  # along rows
