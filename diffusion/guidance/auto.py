@@ -48,16 +48,10 @@ class AutoGuidance(Guidance):
             check_null_class((self._weak or precond).net, "guidance.null_class=true has no meaning")
         if self._weak is None:
             return
-        weak, strong = self._weak, precond
-        for name, value, expected in (
-            ("path", weak.path, strong.path),
-            ("latent_shape", weak.net.latent_shape, strong.net.latent_shape),
-            ("num_classes", weak.net.num_classes, strong.net.num_classes),
-        ):
-            if value != expected:
-                raise ValueError(
-                    f"guidance.weak_run={self.weak_run}: its {name} is {value}, that of the run is {expected}"
-                )
+        weak, strong = ((p.path, p.net.latent_shape, p.net.num_classes) for p in (self._weak, precond))
+        if weak != strong:
+            facts = f"its path, latents and num_classes are {weak}, the run's {strong}"
+            raise ValueError(f"guidance.weak_run={self.weak_run}: {facts}")
 
     def weak(self, strong: Branch) -> Branch:
         weak = strong if self._weak is None else replace(strong, precond=self._weak)

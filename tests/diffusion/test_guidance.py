@@ -232,7 +232,7 @@ def test_the_cost_of_an_image_counts_every_forward():
         (lambda: PathDropGuidance(2.0)(Branch(DENSE, LABELS)), "path_drop needs a network with routes"),
         (lambda: CFG(2.0)(Branch(UNCONDITIONAL, None)), "=2.0 must be 1 for an unconditional network"),
         # At times and masks that are not its own.
-        (lambda: weaker_by(FlowPrecond(NET))(strong()), "guidance.weak_run=weak: its path is FlowPath"),
+        (lambda: weaker_by(FlowPrecond(NET))(strong()), "its path, latents and num_classes are .FlowPath"),
         (lambda: weaker_by(DENSE, SparseGuidance(2.0, weak_run="w"))(strong()), "run=w: it has 0 routes"),
         (lambda: AutoGuidance(2.0)(strong()), "guidance.weak_run or, to sample a run, guidance.weak_checkp"),
         (lambda: SparseGuidance(2.0, masks="fixed")(strong()), "need Branch"),
