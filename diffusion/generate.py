@@ -7,21 +7,19 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from diffusion.guidance import Branch, Evaluations, Guidance
 from diffusion.objective import Precond
 from runtime.launch import Launch
 
 LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws of the same seed
-BAR_AFTER_SEC = 2
 
 
 def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:
@@ -48,7 +46,6 @@ def generate(
     bf16: bool = False,
     evaluations: Evaluations | None = None,
     counting_only: bool = False,
-    watch: Callable[[int], Any] | None = None,
 ) -> torch.Tensor:
     """Generate a batch of latents (N, C, H, W) in fp32.
 
@@ -60,25 +57,18 @@ def generate(
         bf16: evaluate the network under bf16 autocast.
         evaluations: counts the forwards of images: a forward of a batch of n counts n times.
         counting_only: no network runs, all predict 0.
-        watch: called after each step with the number of evaluations of an image.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    mask_generators = [torch.Generator().manual_seed(_stream(seed, MASK_STREAM)) for seed in seeds]
+    mask_seeds = [np.random.SeedSequence([s, MASK_STREAM]).generate_state(1, np.uint64)[0] for s in seeds]
+    mask_generators = [torch.Generator().manual_seed(int(seed >> 1)) for seed in mask_seeds]
     randn_like = partial(_randn_like, generators=generators)
     noise = randn_like(torch.empty(len(generators), *precond.net.latent_shape, device=device))
     labels = None if class_labels is None else _to(class_labels, device)
     rand = partial(_rand, generators=mask_generators, device=device)
     counted: Evaluations = Counter()
     branch = Branch(precond, labels, rand=rand, evaluations=counted, counting_only=counting_only)
-    denoise = guidance(branch)
-
-    def watched(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
-        output = denoise(x, t, with_variance=True) if with_variance else denoise(x, t)
-        watch(counted.total())
-        return output
-
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        latents = sampler(watched if watch else denoise, noise, precond.path, randn_like=randn_like)
+        latents = sampler(guidance(branch), noise, precond.path, randn_like=randn_like)
     if evaluations is not None:
         evaluations.update({key: count * len(latents) for key, count in counted.items()})
     return latents.float()
@@ -123,7 +113,6 @@ class ImageSource:
         self._evaluations: Evaluations = Counter()
         self._cost: dict[str, float] | None = None
         self._stream: Any = None  # of the decoder, on a GPU
-        self._per_image: int | None = None  # evaluations
 
     def with_labels(self, labels: str) -> "ImageSource":
         other = copy(self)
@@ -165,31 +154,17 @@ class ImageSource:
     def latents(self, start: int, batch_size: int, counting_only: bool = False) -> torch.Tensor:
         """The latents (batch_size, C, H, W) of the samples from `start` on."""
         end = start + batch_size
-        with self._progress(counting_only) as watch:
-            return generate(
-                self.precond,
-                self.sampler,
-                self.guidance,
-                seeds=self.seeds(end)[start:],
-                class_labels=self.labels(end, start),
-                device=self.launch.device,
-                bf16=self.bf16,
-                evaluations=self._evaluations,
-                counting_only=counting_only,
-                watch=watch,
-            )
-
-    @contextmanager
-    def _progress(self, counting_only: bool) -> Iterator[Callable[[int], Any] | None]:
-        """Show a progress bar of the evaluations of a slow batch."""
-        if counting_only or not self.launch.is_main:
-            yield None
-            return
-        if self._per_image is None:
-            self._per_image = self.count_evaluations().total()
-        bar = {"total": self._per_image, "desc": "  this batch", "unit": "evaluation", "leave": False}
-        with tqdm(**bar, delay=BAR_AFTER_SEC) as progress:
-            yield lambda done: progress.update(done - progress.n)
+        return generate(
+            self.precond,
+            self.sampler,
+            self.guidance,
+            seeds=self.seeds(end)[start:],
+            class_labels=self.labels(end, start),
+            device=self.launch.device,
+            bf16=self.bf16,
+            evaluations=self._evaluations,
+            counting_only=counting_only,
+        )
 
     def batches(
         self, num_samples: int, batch_size: int, parts: Iterable[int]
@@ -214,7 +189,10 @@ class ImageSource:
                 if drawn is not None:
                     yield finished()
                 wanted = latents[: num_samples - start]
-                drawn = part, pool.submit(self._decoded, wanted, start, _event_after(latents)), cost
+                computed = (
+                    torch.cuda.current_stream(latents.device).record_event() if latents.is_cuda else None
+                )
+                drawn = part, pool.submit(self._decoded, wanted, start, computed), cost
                 if not latents.is_cuda:  # already computed: a delay would risk two parts
                     yield finished()
                     drawn = None
@@ -299,15 +277,6 @@ def cost_of_evaluations(evaluations: Evaluations, num_images: int) -> dict[str, 
     """Mean network evaluations and FLOPs of an image."""
     flops = sum(count * net.flops(kept).forward for (net, kept), count in evaluations.items())
     return {"network_evaluations": evaluations.total() / num_images, "flops": flops / num_images}
-
-
-def _event_after(latents: torch.Tensor) -> Any:
-    """An event that latents are computed, on a GPU."""
-    return torch.cuda.current_stream(latents.device).record_event() if latents.is_cuda else None
-
-
-def _stream(seed: int, stream: int) -> int:
-    return int(np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _rand(num: int, generators: Sequence[torch.Generator], device: torch.device) -> torch.Tensor:
