@@ -175,15 +175,16 @@ def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
     """Raise a ValueError where an entry beside the one that is taken may be what is meant."""
     taken, is_average = {_without_prefixes(name) for name in content[entry]}, AVERAGED.search(entry)
     beside = {key: value for key, value in content.items() if key != entry}
-    others = [
-        path
-        for path, names in _groups(beside, sum(tensor.numel() for tensor in content[entry].values()))
-        if AVERAGED.search(path) or not (is_average or path.startswith("opt") or names.isdisjoint(taken))
-    ]
+    others = []
+    for path, names in _groups(beside, sum(tensor.numel() for tensor in content[entry].values())):
+        shared = not (path.startswith("opt") or names.isdisjoint(taken))
+        has_more = any(not name.startswith(IGNORED) for name in names - taken)
+        if AVERAGED.search(path) or (shared and (has_more or not is_average)):
+            others.append(path)
     if others:
         raise ValueError(
             f"{file} has weights under {entry}, which would be taken, and under {', '.join(others)[:200]}, "
-            "which may be an average of them: save those that are meant in a file of their own"
+            "which may be an average of them, or have more: save those that are meant in a file of their own"
         )
 
 
