@@ -15,9 +15,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,6 @@ from training.speed import interleaved_seconds
 
 LRS = {"full": (1e-4, 3e-4, 1e-3), "lora": (1e-3, 3e-3, 1e-2)}
 SEARCH_SEED, SEEDS = 100, (0, 1, 2)
-DENSE_END = 0.2  # of the time
 RANK, NUM_HELD_OUT = 8, 256
 REPEATS = 15
 NUM_SAMPLES, NUM_STEPS = 500, 25
@@ -61,19 +61,13 @@ class Sizes(NamedTuple):
     batch_size: int = 16
 
 
-class Arm(NamedTuple):
-    """A ratio on blocks 2 to -2 of 8; whether the last part of the time is dense."""
-
-    ratio: float = 0.0
-    ends_dense: bool = False
-
-
+# A ratio on blocks 2 to -2 of 8, and the part of the time in the end that is dense.
 ARMS = {
-    "dense": Arm(),
-    "ratio 0.25": Arm(0.25),
-    "ratio 0.5": Arm(0.5),
-    "ratio 0.25, dense end": Arm(0.25, ends_dense=True),
-    "ratio 0.5, dense end": Arm(0.5, ends_dense=True),
+    "dense": (0.0, 0.0),
+    "ratio 0.25": (0.25, 0.0),
+    "ratio 0.5": (0.5, 0.0),
+    "ratio 0.25, dense end": (0.25, 0.2),
+    "ratio 0.5, dense end": (0.5, 0.2),
 }
 
 
@@ -142,9 +136,8 @@ class Work:
 
     def steps_of(self, kind: str, arm: str, search: bool) -> tuple[int, int]:
         """The steps of an arm with its routes, and the dense steps after them."""
-        dense = self.sizes.steps // 2 if search else self.sizes.steps
-        last = round(DENSE_END * dense) if ARMS[arm].ends_dense else 0
-        faster = self._seconds(kind, 0.0) / self._seconds(kind, ARMS[arm].ratio)
+        (ratio, end), dense = ARMS[arm], self.sizes.steps // 2 if search else self.sizes.steps
+        last, faster = round(end * dense), self._seconds(kind, 0.0) / self._seconds(kind, ratio)
         return round((dense - last) * faster), last
 
     def _keys(self, kind: str, ratio: float) -> dict[str, Any]:
@@ -158,20 +151,17 @@ class Work:
         start_program("-m examples.finetune", self.out / f"{run}.log", f"output_dir={self.out / run}", *text)
 
     def _time(self) -> Rows:
-        """Time a step of each arm, in turn, on one core."""
-        ratios = sorted({arm.ratio for arm in ARMS.values()})
-        steps = {(kind, ratio): self._step(kind, ratio) for kind in LRS for ratio in ratios}
+        """Time a step of each kind at each ratio, in turn, on one core."""
+        steps = {}
+        for kind, ratio in product(LRS, sorted({ratio for ratio, _ in ARMS.values()})):
+            # No log between.
+            request = finetune.FinetuneConfig(**self._keys(kind, ratio), log_every=REPEATS + 1)
+            folder, inputs = RunFolder(self.out / "timed"), finetune.open_inputs(request)
+            trainer = finetune.build_trainer(request, *inputs, folder, ALONE)
+            batches = trainer.batches.from_step(0)
+            steps[kind, ratio] = lambda step=trainer.train_step, of=batches: step(next(of))
         seconds = interleaved_seconds(steps, torch.device("cpu"), REPEATS)
         return [{"kind": kind, "ratio": ratio, **spread(of)} for (kind, ratio), of in seconds.items()]
-
-    def _step(self, kind: str, ratio: float) -> Callable[[], None]:
-        # No log between.
-        request = finetune.FinetuneConfig(**self._keys(kind, ratio), log_every=REPEATS + 1)
-        trainer = finetune.build_trainer(
-            request, *finetune.open_inputs(request), RunFolder(self.out / "timed"), ALONE
-        )
-        batches = trainer.batches.from_step(0)
-        return lambda: trainer.train_step(next(batches))
 
     def _seconds(self, kind: str, ratio: float) -> float:
         rows = [row for row in self.record.rows if row["setting"] == "times" and row["kind"] == kind]
@@ -182,14 +172,15 @@ class Work:
         """A row for each evaluation; the last one has the scores of samples."""
         search, run = seed == SEARCH_SEED, name.replace(":", "").replace(",", "").replace(" ", "_")
         routed, last = self.steps_of(kind, arm, search)
-        dense, own = self._seconds(kind, 0.0), self._seconds(kind, ARMS[arm].ratio)
+        ratio, _ = ARMS[arm]
+        dense, own = self._seconds(kind, 0.0), self._seconds(kind, ratio)
         every = max(1, self.sizes.steps // 10)
         keys = {"lr": lr, "seed": seed, "total_steps": routed + last, "off_last_steps": last}
         keys |= {"eval_every": every, "save_every": every}
         part = "search" if search else "training"
         same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part}
         try:
-            self._finetune(run, self._keys(kind, ARMS[arm].ratio) | keys)
+            self._finetune(run, self._keys(kind, ratio) | keys)
         except OSError:
             if search and DIVERGED in (self.out / f"{run}.log").read_text():
                 return [{**same, LOSS: math.inf}]
