@@ -5,8 +5,7 @@ from typing import Any
 import torch.nn as nn
 
 from builders.estimate import COMPILED_AFTER_SEC, Estimate
-from data.classes import class_warnings, first_classes
-from data.manifest import LatentManifest
+from data.manifest import LatentManifest, class_warnings, first_classes
 
 GIB = 2**30
 TOO_LONG_SEC = 30 * 24 * 3600

@@ -2,7 +2,7 @@
 
 import runtime.openmp  # before torch
 
-from data.digits import digits
+from data.embedded import digits
 from data.encoders import (
     IdentityEncoder,
     KLEncoder,

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.classes import class_warnings
 from data.encoders import PUBLISHED
 from data.importers import (
     FORMATS,
@@ -29,8 +28,8 @@ from data.importers import (
     contradiction,
     hflip_contradiction,
 )
-from data.latents import check_labels, open_latents
-from data.manifest import LatentManifest
+from data.latents import open_latents
+from data.manifest import LatentManifest, class_warnings
 from data.writer import NEXT_STEPS, LatentWriter, check_out
 from runtime.config import command, run_main
 from runtime.errors import check_choice, check_not_negative, check_positive
@@ -66,15 +65,13 @@ def main(request: dict[str, Any]) -> None:
     source = chosen.open(path)
     told = {key: value for key, value in source.told.items() if request.get(key) is None}
     chosen = replace(chosen, **told)
-    known = {**assumed(chosen), "pixel_range": chosen.pixel_range}
-    print(
-        f"format={request['format']}, assumed: {' '.join(f'{key}={value}' for key, value in known.items())}"
-    )
+    known = " ".join(f"{key}={value}" for key, value in assumed(chosen).items())
+    print(f"format={request['format']}, assumed: {known}")
     sampled = check_numbers(chosen, source, path)
     manifest = describe(request, chosen, source, sampled)
     with LatentWriter(request["out"], manifest) as writer:
-        bar = {"total": -(-manifest.count // ENTRIES_AT_ONCE), "desc": "convert", "unit": "piece"}
-        for start, stored in tqdm(pieces(chosen, source), **bar):
+        total = -(-manifest.count // ENTRIES_AT_ONCE)
+        for start, stored in tqdm(pieces(chosen, source), total=total, desc="convert", unit="piece"):
             labels = None if source.labels is None else source.labels[start : start + len(stored)]
             writer.append(stored, labels)
     print(f"{request['out']}: {manifest.count} entries of {manifest.num_classes} classes")
@@ -84,8 +81,8 @@ def main(request: dict[str, Any]) -> None:
 
 
 def assumed(chosen: Format) -> dict[str, Any]:
-    """The assumptions, as the keys that replace them."""
-    return {key: getattr(chosen, key) for key in ASSUMED}
+    """The assumptions, as the keys that replace them, and the range of pixels."""
+    return {key: getattr(chosen, key) for key in (*ASSUMED, "pixel_range")}
 
 
 def check_request(request: dict[str, Any]) -> Format:
@@ -108,10 +105,8 @@ def check_request(request: dict[str, Any]) -> Format:
     if not Path(request["source"]).exists():
         raise FileNotFoundError(f"source={request['source']} not found")
     check_out(request["out"])
-    given = {**{key: request[key] for key in ASSUMED}, "encoder": encoder}
-    return replace(
-        FORMATS[request["format"]], **{k: value for k, value in given.items() if value is not None}
-    )
+    given = {key: request[key] for key in ASSUMED if request[key] is not None}
+    return replace(FORMATS[request["format"]], **{**given, "encoder": encoder} if encoder else given)
 
 
 def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
@@ -124,9 +119,7 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
         raise ValueError(f"source={path}: {source.count} entries are not images and their flips: hflip=false")
     half = source.count // 2 if chosen.hflip else source.count
     ids = np.unique(np.linspace(0, half - 1, min(NUM_SAMPLED, half)).astype(int))
-    entries = _stack(
-        [source.at(i) for i in ids] if source.at else list(islice(source.entries(), NUM_SAMPLED))
-    )
+    entries = _stack([*map(source.at, ids)] if source.at else [*islice(source.entries(), NUM_SAMPLED)])
     found, labels = contradiction(chosen, entries), source.labels
     if chosen.hflip and not found:
         if labels is not None and not np.array_equal(labels[:half], labels[half:]):
@@ -141,8 +134,6 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
 
 def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: np.ndarray) -> LatentManifest:
     num_classes = request["num_classes"] or (0 if source.labels is None else int(source.labels.max()) + 1)
-    if source.labels is not None:
-        check_labels(source.labels, num_classes, Path(request["source"]))
     return LatentManifest(
         count=source.count // 2 if chosen.hflip else source.count,
         shape=sampled.shape[1:],
@@ -151,11 +142,7 @@ def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: n
         num_classes=num_classes,
         hflip=chosen.hflip,
         num_held_out=request["num_held_out"],
-        origin={
-            "format": request["format"],
-            "source": request["source"],
-            "assumed": assumed(chosen),
-        },
+        origin={**{key: request[key] for key in ("format", "source")}, "assumed": assumed(chosen)},
         **{key: getattr(chosen, key) for key in ("encoder", "scale", "shift", "std", "pixel_range")},
     )
 

@@ -1,4 +1,4 @@
-"""What embedded data sets share: small images of installed packages, written once as a latent folder."""
+"""Embedded data sets: small images of installed packages, written once as a latent folder."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from data.encoders import IdentityEncoder
+from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest
 from data.writer import LatentWriter
 from runtime.lock import Lock
@@ -61,3 +62,26 @@ def write_pixels(
     with LatentWriter(path, manifest) as writer:
         for images, labels, masks in batches:
             writer.append(encoder.encode(torch.from_numpy(images)).numpy(), labels, masks)
+
+
+def digits(
+    path: str, input_size: int, in_channels: int, num_classes: int, foreground_masks: bool = False
+) -> LatentDataset:
+    """Open the 1,797 handwritten digits of scikit-learn, 8x8 grey, written once as a latent folder at `path`.
+
+    Args:
+        foreground_masks: give each digit a mask of the pixels that are not black.
+    """
+    write_once(path, lambda: _write_digits(path, foreground_masks))
+    return open_latents(path, input_size, in_channels, num_classes)
+
+
+def _write_digits(path: str, foreground_masks: bool) -> None:
+    from sklearn.datasets import load_digits
+
+    source = load_digits()
+    # Grey levels 0..16 -> 0..255.
+    images = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
+    masks, kind = (images[:, 0], "segmentation") if foreground_masks else (None, None)
+    batches, classes = [(images, source.target, masks)], tuple(map(str, source.target_names))
+    write_pixels(path, batches, images, len(images), 297, classes, kind)

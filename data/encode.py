@@ -24,14 +24,13 @@ import torch
 from joblib import cpu_count
 from tqdm import tqdm
 
-from data.classes import class_warnings, first_classes, untrained_classes_of
 from data.encoders import Encoder, load_encoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
 from data.latents import open_latents
 from data.listing import ImageList, list_images
-from data.manifest import FILES, LatentManifest
+from data.manifest import LatentManifest, class_warnings, first_classes, untrained_classes_of
 from data.masks import MaskFiles, pool_mask, read_mask
-from data.parts import EncodedParts, Part
+from data.parts import EncodedParts
 from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
 from runtime.config import command, run_main
 from runtime.errors import check_choice, check_not_negative, check_positive
@@ -141,9 +140,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
     digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
     about = {
-        "resolution": resolution,
-        "hflip": request["hflip"],
-        "mixed_precision": request["mixed_precision"],
+        **{key: request[key] for key in ("resolution", "hflip", "mixed_precision")},
         "source": str(Path(request["source"]).resolve()),
         "masks": str(Path(request["masks"]).resolve()) if masks else None,
         "part_images": PART_IMAGES,
@@ -189,17 +186,16 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) ->
             ahead = next(reads, [])
             for part in mine:
                 images, ahead = ahead, next(reads, [])
-                job.parts.write_part(part, encode_part(job, job.positions(part), images, encoder))
+                job.parts.write_part(part, *encode_part(job, job.positions(part), images, encoder))
                 progress.update(min(len(images) * launch.world_size, total - progress.n))
-        except KeyboardInterrupt:
-            launch.print(f"\nstopped: the same command resumes from {job.parts.path}")
-            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> Part:
-    """Encode the images that can be read, and list the others as errors."""
+def encode_part(
+    job: Job, positions: range, images: list[Future], encoder: Encoder
+) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    """Encode the images that can be read; return their arrays, and errors by position."""
     manifest, errors, good = job.manifest, {}, []
     for position, future in zip(positions, images, strict=True):
         try:
@@ -210,20 +206,22 @@ def encode_part(job: Job, positions: range, images: list[Future], encoder: Encod
             if isinstance(error, OSError) and error.errno is not None:
                 raise OSError(error.errno, f"{error.strerror}; {RESUME}", name) from error
             errors[position] = f"{name}: {error}".encode(errors="backslashreplace").decode()
-    found = np.array([position for position, _, _ in good], dtype=np.int64)
+    shape = len(good), *manifest.stored_shape[1:]
+    arrays = {"positions": np.array([position for position, _, _ in good], dtype=np.int64)}
+    if job.masks:
+        masks = np.array([mask for _, _, mask in good], dtype=np.uint8)
+        arrays["masks"] = masks.reshape(-1, *manifest.shape[1:])
     if not good:
-        masks = np.empty((0, *manifest.shape[1:]), np.uint8) if job.masks else None
-        return Part(np.empty((0, *manifest.stored_shape[1:]), np.float16), masks, found, errors)
+        return {**arrays, "latents": np.empty(shape, np.float16)}, errors
     pixels = torch.from_numpy(np.stack([image for _, image, _ in good])).permute(0, 3, 1, 2)  # (n, 3, H, W)
     if manifest.hflip:  # a latent cannot be flipped
         pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
-    latents = encoder.encode(pixels).half().view(len(good), *manifest.stored_shape[1:]).numpy()
+    latents = encoder.encode(pixels).half().view(shape).numpy()
     finite = np.isfinite(latents).reshape(len(good), -1).all(axis=1)
     if not finite.all():
-        first = job.images.names[found[finite.argmin()]]
+        first = job.images.names[arrays["positions"][finite.argmin()]]
         raise ValueError(f"{first}: its latents are not finite in float16: wrong encoder or weights?")
-    masks = np.stack([mask for _, _, mask in good]) if job.masks else None
-    return Part(latents, masks, found, errors)
+    return {**arrays, "latents": latents}, errors
 
 
 def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -245,7 +243,7 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
 
 def finish(job: Job, launch: Launch) -> None:
     """Join the parts, unless images are corrupt and skip_corrupt is false."""
-    errors = [*job.parts.errors(range(job.parts.num_parts)).values()]
+    errors = [*job.parts.errors().values()]
     if errors:
         report_corrupt(job, errors)
     out, count = job.request["out"], len(job.images.names) - len(errors)
@@ -259,20 +257,16 @@ def finish(job: Job, launch: Launch) -> None:
     manifest = replace(job.manifest, count=count, origin=origin, num_held_out=num_held_out)
     with LatentWriter(out, manifest, partial=job.parts.path / "joined") as writer:
         for number in tqdm(range(job.parts.num_parts), desc="join", unit="part"):
-            part = job.parts.read_part(number)
-            labels = None if job.images.labels is None else job.images.labels[part.positions]
-            writer.append(part.latents, labels, part.masks)
+            part = job.parts.read(number)
+            labels = None if job.images.labels is None else job.images.labels[part["positions"]]
+            writer.append(part["latents"], labels, part.get("masks"))
     job.parts.remove()
-    if errors:
-        print(f"The images left out, and why, are in {Path(out) / FILES['manifest']} (origin.left_out)")
     dataset = open_latents(out)
     if dataset.manifest.untrained_classes != job.manifest.untrained_classes:  # corrupt, or held out
         print("\n".join(f"warning: {warning}" for warning in class_warnings(dataset.manifest)))
     if warning := manifest.std_warning(dataset.measure()[2]):
         print(warning)
     print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
-    if manifest.hflip:
-        print("Mirror images are trained on, too: for classes that differ by them, as letters, hflip=false")
     print(NEXT_STEPS.format(out=out))
 
 
@@ -280,15 +274,13 @@ def report_corrupt(job: Job, errors: list[str]) -> None:
     """List the images that could not be read."""
     report, count = job.parts.path / "corrupt.txt", len(job.images.names)
     report.write_text("".join(f"{error}\n" for error in errors))
-    more = [f"... all of them in {report}"] if len(errors) > CORRUPT_SHOWN else []
-    print("\n".join([f"{len(errors)} of {count} images are corrupt:", *errors[:CORRUPT_SHOWN], *more]))
+    print(f"{len(errors)} of {count} images are corrupt, all of them in {report}:")
+    print("\n".join(errors[:CORRUPT_SHOWN]))
     if len(errors) == count:
         raise ValueError(f"source={job.request['source']}: all {count} images are corrupt")
     if not job.request["skip_corrupt"]:
-        raise ValueError(
-            f"{len(errors)} images are corrupt: fix them, or leave them out with skip_corrupt=true, and run "
-            "the same command again: what is encoded is kept"
-        )
+        rule = "fix them, or leave them out with skip_corrupt=true, and run the same command again"
+        raise ValueError(f"{len(errors)} images are corrupt: {rule}: what is encoded is kept")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,29 +29,12 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
 MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder from outside
 
 
-class Encoder(Protocol):
-    """Turns images into stored latents and latents into images.
-
-    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` are the manifest's. An image has `factor` times
-    the side of its latents, which have `latent_channels` channels (None: as many as the image).
-    """
-
-    name: str
-    weights_hash: str | None
-    kind: str
-    scale: Numbers
-    shift: Numbers
-    std: float | None
-    factor: int
-    latent_channels: int | None
-
-    def encode(self, images: torch.Tensor) -> torch.Tensor: ...
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor: ...
-
-
 class IdentityEncoder:
-    """The pixels themselves, in [-1, 1]."""
+    """The pixels themselves, in [-1, 1].
+
+    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` of an encoder are the manifest's. An image
+    has `factor` times the side of its latents, of `latent_channels` channels (None: as many as the image).
+    """
 
     name, weights_hash, kind, factor, latent_channels = IDENTITY, None, "samples", 1, None
     scale, shift = 1.0, 0.0
@@ -97,38 +80,37 @@ class KLEncoder:
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """images (N, 3, H, W) uint8 -> mean, then logvar (N, 2C, H/factor, W/factor) fp32, on the CPU."""
-        pixels = images.shape[-1] * images.shape[-2]
-        return torch.cat([self._encode(part) for part in _slices(images, pixels)])
+
+        def moments(part: torch.Tensor) -> torch.Tensor:
+            posterior = self.net.encode(part.to(self.device).float() / 127.5 - 1).latent_dist
+            return torch.cat([posterior.mean, posterior.logvar], dim=1)
+
+        return self._in_slices(moments, images, images.shape[-1] * images.shape[-2])
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """latents (N, C, H, W) -> images (N, 3, factor H, factor W) fp32, nominally in [-1, 1]."""
         pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
-        return torch.cat([self._decode(part) for part in _slices(latents, pixels)])
+        return self._in_slices(lambda part: self.net.decode(part.to(self.device)).sample, latents, pixels)
 
-    def _encode(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = images.to(self.device).float() / 127.5 - 1
+    def _in_slices(self, call: Callable, batch: torch.Tensor, pixels: int) -> torch.Tensor:
         with self.autocast():
-            posterior = self.net.encode(pixels).latent_dist
-        return torch.cat([posterior.mean, posterior.logvar], dim=1).float().cpu()
+            parts = batch.split(max(1, PIXELS_AT_ONCE // pixels))
+            return torch.cat([call(part).float().cpu() for part in parts])
 
-    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
-        with self.autocast():
-            return self.net.decode(latents.to(self.device)).sample.float().cpu()
+
+Encoder = IdentityEncoder | KLEncoder
 
 
 def is_at_hand(name: str) -> bool:
     """True if an encoder is on this machine: pixels, a folder, or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
     if name == IDENTITY or Path(name).is_dir():
         return True
     name = PUBLISHED.get(name, name)
-    try:
-        return all(isinstance(try_to_load_from_cache(name, file), str) for file in FILES_ON_THE_HUB)
-    except HFValidationError:  # it cannot be a name there
-        return False
+    cached = (isinstance(try_to_load_from_cache(name, file), str) for file in FILES_ON_THE_HUB)
+    return bool(ON_THE_HUB.fullmatch(name)) and all(cached)
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
@@ -208,20 +190,14 @@ def real_images(
     return images, None if labels is None else labels.numpy()
 
 
-def _slices(batch: torch.Tensor, pixels: int) -> tuple[torch.Tensor, ...]:
-    return batch.split(max(1, PIXELS_AT_ONCE // pixels))
-
-
 def _load_autoencoder(request: str, name: str) -> torch.nn.Module:
     from diffusers import AutoencoderKL
     from diffusers.utils import logging
 
     on_the_hub = not Path(name).is_dir()
-    if Path(name).is_absolute() and on_the_hub:
-        raise ValueError(f"encoder={request} not found: give its folder, encoder=FOLDER")
     if on_the_hub and not ON_THE_HUB.fullmatch(name):
         known = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
-        raise ValueError(f"encoder={request} must be one of {known}, or OWNER/NAME of one on the hub")
+        raise ValueError(f"encoder={request} not found: must be one of {known}, or OWNER/NAME on the hub")
     logging.set_verbosity(logging.CRITICAL)  # errors are reported once, below
     logging.disable_progress_bar()
     load = partial(AutoencoderKL.from_pretrained, name, use_safetensors=True, output_loading_info=True)
@@ -231,9 +207,7 @@ def _load_autoencoder(request: str, name: str) -> torch.nn.Module:
         net, info = load(local_files_only=True)
     except LOADING_ERRORS as error:
         if not on_the_hub:
-            raise ValueError(
-                f"encoder={request} cannot be read as an AutoencoderKL: {_line(error)}"
-            ) from error
+            raise ValueError(f"encoder={request} is not an AutoencoderKL: {_line(error)}") from error
         try:
             net, info = load()
         except LOADING_ERRORS as error:
@@ -255,19 +229,17 @@ def _normalisation(config: Mapping[str, Any], name: str) -> tuple[Numbers, Numbe
     factor, shift = config["scaling_factor"], config["shift_factor"]
     means, stds = config["latents_mean"], config["latents_std"]
     what = f"encoder={name}: its config.json"
-    if (means is None) != (stds is None):
-        raise ValueError(f"{what} has one of latents_mean and latents_std: must have both, or neither")
     if means is not None and shift:
         raise ValueError(f"{what} has latents_mean and shift_factor={shift}: must have one of them")
     if (means is not None or shift) and "scaling_factor" in config.get("_use_default_values", ()):
-        given = "latents_mean" if means is not None else f"shift_factor={shift}"
-        raise ValueError(f"{what} has {given}, but not the scaling_factor that belongs to it")
+        raise ValueError(f"{what} has a shift, but not the scaling_factor that belongs to it")
     try:  # the manifest checks how many there are
-        if means is None:
+        if means is stds is None:
             return float(factor), float(shift or 0.0), 1.0
         return tuple(factor / std for std in stds), tuple(map(float, means)), abs(float(factor))
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{what} has no numbers to scale by: {error}") from error
+        rule = "must have numbers in both of latents_mean and latents_std, or in neither"
+        raise ValueError(f"{what} {rule}: {error}") from error
 
 
 def _check_depth(config: Any) -> None:

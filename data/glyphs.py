@@ -7,7 +7,6 @@ and other letters keep theirs, so that c differs from C; I and l look alike in s
 
 import math
 import string
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -76,15 +75,10 @@ def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarr
 def _write(path: str, origin: dict[str, int]) -> None:
     num_images, seed = origin["num_images"], origin["seed"]
     typical, _ = draw_glyphs(seed, 0, NUM_TYPICAL)
-    held_out, batches = num_images // HELD_OUT_SHARE, _batches(path, num_images, seed)
+    starts = tqdm(range(0, num_images, CHUNK), desc=path, unit_scale=CHUNK, unit="image", leave=False)
+    batches = ((*draw_glyphs(seed, first, min(CHUNK, num_images - first)), None) for first in starts)
+    held_out = num_images // HELD_OUT_SHARE
     write_pixels(path, batches, typical, num_images, held_out, tuple(CHARACTERS), origin=origin)
-
-
-def _batches(path: str, num_images: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray, None]]:
-    with tqdm(total=num_images, desc=path, unit="image", leave=False) as bar:
-        for first in range(0, num_images, CHUNK):
-            yield *draw_glyphs(seed, first, min(CHUNK, num_images - first)), None
-            bar.update(CHUNK)
 
 
 def _ink(font: int, label: int, moves: np.ndarray) -> np.ndarray:

@@ -48,21 +48,19 @@ class Files:
 
     Args:
         key: before the path in error messages, as `source=`.
-        kinds: what the path may be, in error messages.
     """
 
-    def __init__(self, path: Path, key: str = "", kinds: str = "a folder or a zip"):
+    def __init__(self, path: Path, key: str = ""):
         self.path = path
         try:
             self._archive = None if path.is_dir() else zipfile.ZipFile(path)
             stored = self._archive.namelist() if self._archive else []
             names = [*map(normalized_name, stored)] if self._archive else files_in(path)
-            visible = sorted(name for name in names if not _is_hidden(name))
+            self._visible = sorted(name for name in names if not _is_hidden(name))
         except ZIP_ERRORS as error:
-            raise ValueError(f"{key}{path} cannot be read as {kinds}: {error}") from error
+            raise ValueError(f"{key}{path} cannot be read as a folder or a zip: {error}") from error
         self._stored = dict(zip(names, stored, strict=True)) if self._archive else {}
-        self._folders = [name for name in visible if name.endswith("/")]
-        self.names = [name for name in visible if not name.endswith("/")]
+        self.names = [name for name in self._visible if not name.endswith("/")]
         if outside := [name for name in names if name.startswith("../")]:
             raise ValueError(f"{key}{path} holds {outside[0]}, a place outside of it")
         twice = [name for name, following in pairwise(self.names) if name == following]
@@ -80,10 +78,9 @@ class Files:
         """Names of the folders in a folder ("" or a path that ends with a slash), empty or not."""
         if self._archive is None:
             found = {path.name for path in (self.path / parent).iterdir() if path.is_dir()}
-        else:
-            inside = (name.removeprefix(parent) for name in self._folders if name.startswith(parent))
-            found = {name.partition("/")[0] for name in inside} - {""}
-        return {name for name in found if not _is_hidden(name)}
+            return {name for name in found if not _is_hidden(name)}
+        names = (name.removeprefix(parent) for name in self._visible if name.startswith(parent))
+        return {name.partition("/")[0] for name in names if "/" in name} - {""}
 
     def size(self, name: str) -> int:
         """Size of a file in bytes; raise a ValueError for a member that declares too many."""
@@ -95,33 +92,34 @@ class Files:
         return member_size(self._archive, self._stored[name])
 
 
-class NpzImages:
-    """The array arr_0 (N, H, W, C) uint8 of an .npz. [ADM]"""
+class _Images:
+    """Images in files, in no parts; what they cost is in their record, if anywhere."""
 
     part_size = None
+
+    def cost(self) -> None: ...
+
+
+class NpzImages(_Images):
+    """The array arr_0 (N, H, W, C) uint8 of an .npz. [ADM]"""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
             with zipfile.ZipFile(self.path) as archive:
                 if "arr_0.npy" not in archive.namelist():
-                    raise ValueError(
-                        f"it holds {array_names(archive)}: np.savez(FILE, images) names it arr_0"
-                    )
+                    found = array_names(archive)
+                    raise ValueError(f"it holds {found}: np.savez(FILE, images) names it arr_0")
                 size = member_size(archive, "arr_0.npy")  # first: it refuses compression unknown to numpy
                 with archive.open("arr_0.npy") as member:
                     shape, fortran_order, dtype = read_header(member)
                     size -= member.tell()
-            if dtype != np.uint8 or len(shape) != 4 or min(shape) < 1:
-                raise ValueError(f"arr_0 is {dtype} {shape}, must be uint8 (N, H, W, C), not empty")
-            if fortran_order or shape[3] > MAX_CHANNELS:
-                order = f"C order with at most {MAX_CHANNELS} channels last"
-                raise ValueError(f"arr_0 is {shape}, must be in {order}: save np.ascontiguousarray(images)")
-            if math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS:
-                raise ValueError(f"arr_0 is {shape}: an image has at most {Image.MAX_IMAGE_PIXELS} pixels")
+            is_array = dtype == np.uint8 and len(shape) == 4 and min(shape) > 0 and not fortran_order
+            if not is_array or shape[3] > MAX_CHANNELS or math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS:
+                rule = f"must be uint8 (N, H, W, C) in C order, with 1 to {MAX_CHANNELS} channels"
+                pixels = f"an image has at most {Image.MAX_IMAGE_PIXELS} pixels"
+                raise ValueError(f"arr_0 is {dtype} {shape}, {rule}; {pixels}")
             check_size("arr_0", shape, dtype, size)
-        except FileNotFoundError:
-            raise
         except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} cannot be read as an .npz with arr_0: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
@@ -141,11 +139,8 @@ class NpzImages:
         except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
-    def cost(self) -> None:
-        """None: the cost of images in files is in their record, if anywhere."""
 
-
-class ImageFiles:
+class ImageFiles(_Images):
     """Image files in a folder and its subfolders, or in a zip, sorted by name.
 
     Args:
@@ -153,11 +148,9 @@ class ImageFiles:
             must be RGB, lossless, and of one size, and stay as they are.
     """
 
-    part_size = None
-
     def __init__(self, path: str | Path, resolution: int | None = None):
         self.path, self.resolution = Path(path), resolution
-        self._files = Files(self.path, kinds="a folder, a zip or an .npz")
+        self._files = Files(self.path)
         self._names, lossless = self._files.images, ", ".join(LOSSLESS)
         if not self._names:
             raise ValueError(f"{self.path} holds no images ({lossless})")
@@ -182,13 +175,10 @@ class ImageFiles:
                 (part, images), ahead = ahead, next(reads, None)
                 yield part, np.stack([image.result() for image in images])
 
-    def cost(self) -> None:
-        """None, as of an array."""
-
     def _read(self, name: str) -> np.ndarray:
         try:
             with self._files.open(name) as file:
-                image = read_image(file, self.resolution)
+                image = to_pixels(open_picture(file), self.resolution)
         except IMAGE_ERRORS as error:
             raise ValueError(f"{self.path}/{name} cannot be used: {error}") from error
         if self.shape not in (None, image.shape):
@@ -206,11 +196,6 @@ def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | 
     if resolution:
         raise ValueError(f"resolution={resolution} crops image files and has no meaning for {path}")
     return NpzImages(path)
-
-
-def read_image(file: BinaryIO, resolution: int | None = None) -> np.ndarray:
-    """Read an image as bytes (H, W, 3); see `to_pixels`."""
-    return to_pixels(open_picture(file), resolution)
 
 
 def to_pixels(image: Image.Image, resolution: int | None = None) -> np.ndarray:

@@ -7,10 +7,9 @@ and checked against the numbers of a sample.
 Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 """
 
-import io
 import math
+import os
 import sys
-import tarfile
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,8 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data.images import Files
-from data.listing import LABELS_FILE, read_labels
-from data.manifest import FAR_STD, MAX_CLASSES
+from data.listing import read_labels
+from data.manifest import FAR_STD, MAX_CLASSES, MAX_NUMBERS
+from data.tars import DAMAGED, samples
 from data.unpickle import unpickle_array
 from runtime.arrays import ZIP_ERRORS, check_stored, parse_array, read_array
 
@@ -34,10 +34,6 @@ LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 MAX_MEAN = 0.75  # of a channel, in promised standard deviations
 MOSTLY = 0.95
 TAR_END = 1024
-MAX_HEADER_BYTES = 2**16  # of a member of a tar
-# What tarfile raises where an archive is damaged, or a member declares more than memory holds.
-TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, LookupError)
-TAR_ERRORS += (OverflowError, RecursionError, MemoryError)
 HFLIP_MARGIN = 0.2  # of correlations: chance gives less
 SHARD_KEYS, STATISTICS_FILE = ("latents", "latents_flip", "labels"), "latents_stats.pt"  # LightningDiT
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
@@ -124,41 +120,46 @@ def _moments_contradiction(stored_as: str, entries: np.ndarray) -> str | None:
     if entries.shape[1] % 2:
         odd = f"{entries.shape[1]} channels are not two halves: stored_as=samples"
         return None if stored_as == "samples" else odd
-    half, negative = "the second half of the channels is", (np.split(entries, 2, axis=1)[1] < 0).mean()
-    if stored_as == "mean_std":
-        text = f"{half} negative in places, so not a standard deviation: stored_as=mean_logvar"
-        return text if negative else None
-    if not negative:
-        return f"{half} never negative, as standard deviations are: stored_as=mean_std"
-    if stored_as == "samples" and negative >= MOSTLY:
-        return "nearly all of the second half of the channels is negative: stored_as=mean_logvar"
-    return None
+    negative = (np.split(entries, 2, axis=1)[1] < 0).mean()
+    # Standard deviations are never negative, log-variances of good autoencoders nearly always.
+    is_logvar = negative >= MOSTLY if stored_as == "samples" else negative > 0
+    likely = "mean_logvar" if is_logvar else stored_as if negative else "mean_std"
+    if likely == stored_as:
+        return None
+    return f"{negative:.1%} of the second half of the channels is negative: stored_as={likely}"
 
 
 def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) -> Source:
     """Open WebDataset shards whose samples are KEY.SUFFIX, a latent, and KEY.cls, its class in decimal."""
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
-    if not tars:
-        raise ValueError(f"source={path} holds no .tar files")
-    keys, classes = [], []
-    for tar in tars:
-        for key, data in _members(tar, "cls", suffix):
-            keys.append(key)
-            classes.append(_number(data, f"{tar}: {key}.cls"))
-    labels = np.array(classes, dtype=np.int64)
+    classes = [
+        _number(sample["cls"], f"{name}.cls") for tar in tars for name, sample in _samples(tar, suffix)
+    ]
 
     def entries() -> Iterator[np.ndarray]:
-        latents = ((tar, key, data) for tar in tars for key, data in _members(tar, suffix, "cls"))
-        for (tar, key, data), expected in zip(latents, keys, strict=True):
-            if key != expected:
-                rule = f"{expected}.{suffix}, in the order of the classes"
-                raise ValueError(f"{tar}: {key}.{suffix} must be {rule}")
-            try:
-                yield decode(data)
-            except (ValueError, EOFError) as error:
-                raise ValueError(f"{tar}: {key}.{suffix} cannot be read: {error}") from error
+        for tar in tars:
+            for name, sample in _samples(tar, suffix):
+                try:
+                    yield decode(sample[suffix])
+                except (ValueError, EOFError) as error:
+                    raise ValueError(f"{name}: its .{suffix} cannot be read: {error}") from error
 
-    return Source(len(labels), labels, in_order=entries)
+    return Source(len(classes), np.array(classes, dtype=np.int64), in_order=entries)
+
+
+def _samples(tar: Path, suffix: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield the name and the contents of each sample of a tar; all of them have a class."""
+    try:
+        with tar.open("rb") as file:
+            for key, sample in samples(file, 4 * MAX_NUMBERS):
+                if not sample.keys() >= {suffix, "cls"}:
+                    raise ValueError(f"{key} must hold both .{suffix} and .cls, side by side")
+                yield f"{tar}: {key}", sample
+            file.seek(-TAR_END, os.SEEK_END)
+            if any(file.read()):
+                raise ValueError(f"it is cut off, an archive ends with {TAR_END} zeros")
+    except (OSError, MemoryError, *DAMAGED) as error:
+        raise ValueError(f"{tar} is damaged: {error}") from error
 
 
 def open_lmdb(path: Path) -> Source:
@@ -169,31 +170,33 @@ def open_lmdb(path: Path) -> Source:
         environment = lmdb.open(str(path), readonly=True, lock=False, readahead=False, subdir=path.is_dir())
         _check_size(environment, path)
         transaction = environment.begin()
-        count = _number(_value(transaction, "length", path), f"source={path}: length", sys.maxsize)
     except lmdb.Error as error:
         raise ValueError(f"source={path} is not an LMDB, the folder with data.mdb: {error}") from error
-    classes = (_number(_value(transaction, f"y-{i}", path), f"source={path}: y-{i}") for i in range(count))
-    labels = np.array(list(classes), dtype=np.int64)
+
+    def value(key: str) -> bytes:
+        try:
+            return transaction.get(key.encode(), default=b"")
+        except lmdb.Error as error:
+            raise ValueError(f"source={path} is damaged: entry {key} cannot be read: {error}") from error
+
+    count = _number(value("length"), f"source={path}: length", sys.maxsize)
+    classes = [_number(value(f"y-{i}"), f"source={path}: y-{i}") for i in range(count)]
 
     def at(i: int) -> np.ndarray:
-        numbers = np.frombuffer(_value(transaction, f"z-{i}", path), dtype=np.float32)
+        numbers = np.frombuffer(value(f"z-{i}"), dtype=np.float32)
         side = math.isqrt(len(numbers) // 8)
         if not side or len(numbers) != 8 * side * side:
             rule = "must be 8 channels of a square"
             raise ValueError(f"source={path}: z-{i} has {len(numbers)} numbers, {rule}")
         return numbers.reshape(8, side, side)
 
-    return Source(count, labels, at)
+    return Source(count, np.array(classes, dtype=np.int64), at)
 
 
 def open_npy_zip(path: Path) -> Source:
     """Open a zip, or a folder, of .npy files and dataset.json, as the tools of EDM2 and REPA write them."""
     files = Files(path, "source=")
     names = [name for name in files.names if name.endswith(".npy")]
-    if not names:
-        raise ValueError(f"source={path} holds no .npy files")
-    if LABELS_FILE not in files.names:
-        raise ValueError(f"source={path} has no {LABELS_FILE}, which gives the labels")
 
     def at(i: int) -> np.ndarray:
         try:
@@ -209,11 +212,8 @@ def open_safetensors(path: Path) -> Source:
     """Open a folder of LightningDiT: .safetensors files with `latents`, `latents_flip` and `labels`, and the
     mean and standard deviation of each channel in latents_stats.pt.
     """
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"source={path} holds no .safetensors files")
     opened, labels = [], []
-    for file in files:
+    for file in sorted(path.glob("*.safetensors")):
         try:
             tensors = safe_open(file, "pt")
             counts = [tensors.get_slice(key).get_shape()[0] for key in SHARD_KEYS]
@@ -233,64 +233,15 @@ def open_safetensors(path: Path) -> Source:
         entries = opened[j].get_slice(SHARD_KEYS[is_flip])
         return entries[i - starts[j] : i - starts[j] + 1][0].float().numpy()
 
-    mean, std = _channel_statistics(path / STATISTICS_FILE)
-    told = {"shift": mean, "scale": tuple(1 / each for each in std)}
-    return Source(2 * half, np.concatenate([*labels, *labels]).astype(np.int64), at, told=told)
-
-
-def _channel_statistics(file: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} not found")
-    check_stored(file)
+    statistics = path / STATISTICS_FILE
+    check_stored(statistics)
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        found = torch.load(statistics, map_location="cpu", weights_only=True)
         mean, std = (tuple(found[key].double().flatten().tolist()) for key in ("mean", "std"))
+        told = {"shift": mean, "scale": tuple(1 / each for each in std)}  # the manifest checks the numbers
     except Exception as error:  # damaged bytes make torch raise almost anything
-        raise ValueError(f"{file} is damaged, or does not hold the tensors mean and std") from error
-    if len(mean) != len(std) or not all(map(math.isfinite, mean + std)) or min(std, default=0) <= 0:
-        raise ValueError(f"{file} must have a mean and a standard deviation above 0 for each channel")
-    return mean, std
-
-
-class _Headers(io.FileIO):
-    """A tar of which only headers are read; bounds the bytes of each member's headers, notes and holes."""
-
-    num_bytes = 0  # since the last member
-
-    def read(self, size: int = -1) -> bytes:
-        self.num_bytes += size
-        if size < 0 or self.num_bytes > MAX_HEADER_BYTES:
-            raise ValueError(f"the headers of a member take more than {MAX_HEADER_BYTES} bytes")
-        return super().read(size)
-
-
-def _members(tar: Path, wanted: str, partner: str) -> Iterator[tuple[str, bytes]]:
-    """Yield (key, content of KEY.WANTED) of each sample of a tar; each must have KEY.PARTNER as well."""
-    wanted_keys, partner_keys, size = set(), set(), tar.stat().st_size
-    with _Headers(tar) as headers, tar.open("rb") as contents:
-        try:
-            with tarfile.open(fileobj=headers, mode="r:") as archive:
-                for member in archive:
-                    key, _, suffix = member.name.rpartition("/")[2].partition(".")
-                    if suffix == partner:
-                        partner_keys.add(key)
-                    elif suffix == wanted and member.isreg():
-                        if member.issparse() or member.offset_data + member.size > size:
-                            declared = f"{member.name} declares {member.size} bytes"
-                            raise ValueError(f"{declared}, more than are there")
-                        wanted_keys.add(key)
-                        contents.seek(member.offset_data)
-                        yield key, contents.read(member.size)
-                    archive.members, headers.num_bytes = [], 0  # members would pile up
-        except TAR_ERRORS as error:
-            raise ValueError(f"{tar} is damaged: {error}") from error
-        contents.seek(max(0, size - TAR_END))
-        if any(contents.read()):
-            raise ValueError(f"{tar} is cut off: an archive ends with {TAR_END} zeros")
-    single = sorted(wanted_keys ^ partner_keys)
-    if single or not wanted_keys:
-        key = single[0] if single else "it"
-        raise ValueError(f"{tar}: {key} must hold both .{wanted} and .{partner}")
+        raise ValueError(f"{statistics} is damaged, or does not hold the tensors mean and std") from error
+    return Source(2 * half, np.concatenate([*labels, *labels]).astype(np.int64), at, told=told)
 
 
 def _number(data: bytes, name: str, bound: int = MAX_CLASSES) -> int:
@@ -305,18 +256,6 @@ def _check_size(environment: Any, path: Path) -> None:
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if file.stat().st_size < needed:
         raise ValueError(f"{file} is cut off: it has {file.stat().st_size} of {needed} bytes")
-
-
-def _value(transaction: Any, key: str, path: Path) -> bytes:
-    import lmdb
-
-    try:
-        value = transaction.get(key.encode())
-    except lmdb.Error as error:
-        raise ValueError(f"source={path} is damaged: entry {key} cannot be read: {error}") from error
-    if value is None:
-        raise ValueError(f"source={path} has no entry {key}")
-    return value
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:

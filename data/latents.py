@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.classes import untrained_classes_of
-from data.manifest import FILES, LatentManifest, read_manifest
+from data.manifest import FILES, LatentManifest, read_manifest, untrained_classes_of
 from runtime.arrays import check_size, read_header
 
 NUM_FINGERPRINT_ENTRIES = 64
@@ -118,8 +117,8 @@ def open_latents(
         encoder: path of the encoder that decodes samples, if not the manifest's.
 
     Raises:
-        FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a file is truncated, contradicts the manifest, or the run expects other sizes.
+        FileNotFoundError: there is no manifest.
+        ValueError: a file is missing, contradicts the manifest, or the run expects other sizes.
     """
     manifest, folder = read_manifest(path), Path(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
@@ -148,14 +147,12 @@ def _read_in_order(array: np.ndarray, ids: np.ndarray, flipped: np.ndarray | Non
 
 
 def _open_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: the latent folder is incomplete")
     try:
         with file.open("rb") as opened:
             found_shape, _, found_dtype = read_header(opened)
             check_size("it", found_shape, found_dtype, file.stat().st_size - opened.tell())
     except (ValueError, OSError) as error:
-        raise ValueError(f"{file} is truncated or not an .npy file: {error}") from error
+        raise ValueError(f"{file} is missing, truncated or not an .npy file: {error}") from error
     if found_dtype != np.dtype(dtype) or found_shape != shape:
         raise ValueError(f"{file} holds {found_dtype} {found_shape}, the manifest promises {dtype} {shape}")
     return np.load(file, mmap_mode="r", allow_pickle=False)

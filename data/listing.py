@@ -4,18 +4,22 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.classes import check_names
 from data.images import Files, normalized_name
 from data.manifest import MAX_CLASSES
 from runtime.arrays import ZIP_ERRORS
 from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
 LIST_SUFFIXES = (".txt", ".tsv", ".lst")
+# Folders of splits, as train, val2017 or test_set; train_station and test_tube are classes.
+SPLIT = re.compile(
+    r"(train|val|test)(ing|id|idation)?([\W\d_]|px|sets?|splits?|data|images?|imgs?)*", re.IGNORECASE
+)
 LABELS_FILE = "dataset.json"
 MAX_LABEL_BYTES = 512  # of what dataset.json says of a file, beside what it says of files that are not there
 
@@ -41,15 +45,12 @@ def list_images(path: str | Path) -> ImageList:
     relative to it, and a class on each line.
 
     Raises:
-        FileNotFoundError: the path is not there.
-        ValueError: there are no images, or the class of one is not known.
+        ValueError: the path is not there, has no images, or the class of one is not known.
     """
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"source={path} not found")
     if path.is_file() and path.suffix.lower() in LIST_SUFFIXES:
         return _from_list(path)
-    files = Files(path, "source=", f"a folder, a zip or a list ({', '.join(LIST_SUFFIXES)})")
+    files = Files(path, "source=")
     if not files.images:
         raise ValueError(f"source={path} holds no images")
     if LABELS_FILE in files.names:
@@ -78,8 +79,7 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
         raise ValueError(f"{what} names a file twice")
     missing = [name for name in names if not _is_label(known.get(name))]
     if missing:
-        share = f"{len(missing)} of {len(names)} files have none"
-        raise ValueError(f"{what} has no label 0, 1, ... for {missing[0]} ({share})")
+        raise ValueError(f"{what} has no label 0, 1, ... for {missing[0]} and {len(missing) - 1} others")
     return np.array([known[name] for name in names], dtype=np.int64)
 
 
@@ -88,7 +88,9 @@ def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str
     deeper = [name for name in files.names if name.endswith(f"/{LABELS_FILE}")]
     if deeper:
         raise ValueError(f"{what}: {deeper[0]} gives the labels at the top alone: give its folder as source")
-    depth = _depth_of_classes(names)
+    folders = [name.split("/")[:-1] for name in names]
+    common = takewhile(lambda level: len(set(level)) == 1, zip(*folders, strict=False))
+    depth = max(0, min(len([*common]), min(map(len, folders)) - 1))  # of folders around all class folders
     outside = [name for name in names if name.count("/") <= depth]
     if len(outside) == len(names):
         return None, 0, None
@@ -96,17 +98,13 @@ def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str
         raise ValueError(f"{what}: {outside[0]} is not in a class folder, other images are")
     classes = _numbered([name.split("/")[depth] for name in names], what)
     # Without a class that has no images every later class would have another number.
-    outer = names[0].split("/")[:depth]
     for level in range(depth + 1):
-        parent = "".join(f"{folder}/" for folder in outer[:level])
-        rests = (file.removeprefix(parent) for file in files.names if file.startswith(parent))
-        filled = {rest.partition("/")[0] for rest in rests if "/" in rest}
-        expected = set(classes[2]) if level == depth else filled
-        empty = (files.folders(parent) | filled) - expected
-        if empty:
-            rule = "remove it, or the classes after it change their numbers"
-            if level < depth:  # whether the folders beside it or those inside them are classes is open
-                rule = f"remove it, or give {files.path}/{parent}{outer[level]} as source"
+        parent = "".join(f"{folder}/" for folder in folders[0][:level])
+        # Beside the folder of all classes there may be other files.
+        inside = names if level == depth else files.names
+        filled = {name.removeprefix(parent).partition("/")[0] for name in inside if name.startswith(parent)}
+        if empty := files.folders(parent) - filled:
+            rule = "remove it, or the classes change their numbers"
             raise ValueError(f"{what}: folder {parent}{min(empty)} holds no images of a known format: {rule}")
     return classes
 
@@ -121,18 +119,16 @@ def _from_list(path: Path) -> ImageList:
         raise ValueError(f"source={path} is not a list: it is not text in UTF-8 ({error})") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     pairs = [[*map(str.strip, line.rsplit("\t" if "\t" in line else None, 1))] for line in lines]
-    for number, pair in enumerate(pairs, 1):
+    for line, pair in zip(lines, pairs, strict=True):
         if len(pair) != 2:
-            got = repr(lines[number - 1])
-            rule = "must hold a path and a class, with a space or a tab between"
-            raise ValueError(f"source={path}: line {number} {rule}, got {got}")
+            rule = "must be a path and a class, with a space or a tab between"
+            raise ValueError(f"source={path}: the line {line!r} {rule}")
     if not pairs:
         raise ValueError(f"source={path} lists no images")
     names, classes = zip(*pairs, strict=True)
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        share = f"{len(missing)} of {len(names)} images are not there"
-        raise FileNotFoundError(f"source={path}: {missing[0]} not found ({share})")
+        raise FileNotFoundError(f"source={path}: {missing[0]} and {len(missing) - 1} others not found")
     if all(re.fullmatch(r"-?\d+", c) for c in classes):
         numbers = [int(c) for c in classes]
         if wrong := [number for number in numbers if not _is_label(number)]:
@@ -145,18 +141,11 @@ def _from_list(path: Path) -> ImageList:
     return ImageList(list(names), lambda name: (path.parent / name).open("rb"), *grouped)
 
 
-def _depth_of_classes(names: list[str]) -> int:
-    """Count the folders around all class folders."""
-    folders = [name.split("/")[:-1] for name in names]
-    depth = 0
-    while all(len(parts) > depth + 1 and parts[depth] == folders[0][depth] for parts in folders):
-        depth += 1
-    return depth
-
-
 def _numbered(classes: Sequence[str], what: str) -> tuple[np.ndarray, int, tuple[str, ...]]:
     class_names = tuple(sorted(set(classes)))
-    check_names(class_names, what)
+    splits = [name for name in class_names if SPLIT.fullmatch(name)]
+    if len({SPLIT.fullmatch(name)[1].lower() for name in splits}) > 1:
+        raise ValueError(f"{what}: {', '.join(splits)} are splits, not classes: give one of them as source")
     numbers = {name: number for number, name in enumerate(class_names)}
     return np.array([numbers[name] for name in classes], dtype=np.int64), len(class_names), class_names
 

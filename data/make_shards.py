@@ -6,7 +6,7 @@ The entries are shuffled over all classes. The folder can be put on a server; `d
 data.path=FOLDER_OR_URL` trains on it. data/README.md states the format.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.latents import LatentDataset, open_latents
-from data.manifest import FILES, to_json
+from data.manifest import FILES
 from data.shards import SHARDS_FILE
 from data.writer import claimed, hash_blocks
 from runtime.config import command, run_main
@@ -35,6 +35,8 @@ class ShardsConfig:
 
 def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
     """Write a latent folder as shards, which appear at `out` when they are complete."""
+    from webdataset import TarWriter
+
     if dataset.manifest.conditioning_type:
         what = f"conditioning_type={dataset.manifest.conditioning_type}"
         raise ValueError(f"{what}: shards hold no masks, use the latent folder")
@@ -46,21 +48,16 @@ def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
                 jobs[f"{kind}-{i:06d}.tar"] = ids[start : start + shard_entries]
         checksums = {}
         for name, ids in tqdm(jobs.items(), desc="write", unit="shard"):
-            _write_shard(partial / name, dataset, ids)
+            with TarWriter(str(partial / name), mtime=0) as tar:
+                for i in ids:
+                    label = {} if dataset.labels is None else {"cls": str(dataset.labels[i]).encode()}
+                    tar.write({"__key__": f"{i:09d}", "latents.npy": dataset.stored[i], **label})
             checksums[name] = hash_blocks(partial / name, dataset.manifest.block_bytes)
         write_json(partial / SHARDS_FILE, {name: len(ids) for name, ids in jobs.items()})
         checksums[SHARDS_FILE] = hash_blocks(partial / SHARDS_FILE, dataset.manifest.block_bytes)
-        (partial / FILES["manifest"]).write_text(to_json(replace(dataset.manifest, checksums=checksums)))
+        manifest = replace(dataset.manifest, checksums=checksums)
+        write_json(partial / FILES["manifest"], asdict(manifest))
         partial.rename(out)
-
-
-def _write_shard(file: Path, dataset: LatentDataset, ids: np.ndarray) -> None:
-    from webdataset import TarWriter
-
-    with TarWriter(str(file), mtime=0) as tar:
-        for i in ids:
-            label = {} if dataset.labels is None else {"cls": str(dataset.labels[i]).encode()}
-            tar.write({"__key__": f"{i:09d}", "latents.npy": dataset.stored[i], **label})
 
 
 @command("make_shards", ShardsConfig, __doc__)

@@ -1,8 +1,8 @@
 """The manifest of a latent folder; data/README.md has the table."""
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ KINDS = ("samples", "moments")
 DTYPES = ("float16", "float32")
 CONDITIONING_TYPES = (None, "mask", "segmentation")
 BLOCK_BYTES = 2**26
-MAX_CLASSES = 1_000_000
+MAX_CLASSES, NAMES_SHOWN = 1_000_000, 10
 MAX_NUMBERS = 2**26  # of one entry: 4 channels of 4096x4096
 MAX_BLOCK_BYTES = 2**40
 MAX_SCALE = 1e18
@@ -33,9 +33,7 @@ class LatentManifest:
     """What a latent folder holds; a ValueError names the key, the value and the rule."""
 
     count: int
-    shape: tuple[
-        int, int, int
-    ]  # (C, H, W) as stored of one image; C is twice the latent's channels for `moments`
+    shape: tuple[int, int, int]  # (C, H, W) as stored of one image; `moments` have twice the channels
     dtype: str
     kind: str  # `samples`, or `moments`: mean, then log-variance, along the channels
     num_classes: int  # 0: data without classes
@@ -50,78 +48,63 @@ class LatentManifest:
     class_names: tuple[str, ...] | None = None  # in the order of the labels
     untrained_classes: tuple[int, ...] = ()  # without an entry to train on, ascending
     num_held_out: int = 0  # entries, always the same, that are never trained on
-    conditioning_type: str | None = (
-        None  # of masks: bytes weight the loss (`mask`), or all but 0 (`segmentation`)
-    )
+    conditioning_type: str | None = None  # `mask`: bytes weight the loss; `segmentation`: all but 0 do
     origin: dict[str, Any] | None = None  # how the latents were made
     block_bytes: int = BLOCK_BYTES
     checksums: dict[str, list[str]] | None = None  # SHA-256 of each block of block_bytes, by the file's name
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
-        self._check("format_version", self.format_version == FORMAT_VERSION, f"{FORMAT_VERSION}")
-        self._check("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}")
-        self._check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        self._check("count", _is_count(self.count), "greater than 0")
+        for key, is_valid, rule in self._rules():
+            if not is_valid:
+                raise ValueError(f"{key}={getattr(self, key)!r:.200} must be {rule}")
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield (key, True if its value is valid, the rule); each may rely on those before it."""
+        yield "format_version", self.format_version == FORMAT_VERSION, f"{FORMAT_VERSION}"
+        yield "kind", self.kind in KINDS, f"one of {', '.join(KINDS)}"
+        yield "dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"
+        yield "count", _is_count(self.count), "greater than 0"
         shape = self.shape
         is_square = len(shape) == 3 and shape[1] == shape[2] and all(map(_is_count, shape))
         is_square = is_square and math.prod(shape) <= MAX_NUMBERS
-        self._check("shape", is_square, f"(channels, size, size), at most {MAX_NUMBERS} numbers")
+        yield "shape", is_square, f"(channels, size, size), at most {MAX_NUMBERS} numbers"
         is_even = self.kind != "moments" or shape[0] % 2 == 0
-        self._check("shape", is_even, "of an even number of channels for kind=moments")
+        yield "shape", is_even, "of an even number of channels for kind=moments"
         is_part = isinstance(self.num_held_out, int) and 0 <= self.num_held_out < self.count
-        self._check("num_held_out", is_part, f"in [0, {self.count - 1}], of count={self.count}")
-        self._check("hflip", isinstance(self.hflip, bool), "true or false")
-        self._check(
-            "conditioning_type", self.conditioning_type in CONDITIONING_TYPES, "null, mask or segmentation"
-        )
-        self._check("encoder", isinstance(self.encoder, str), "a name")
-        self._check("encoder_hash", isinstance(self.encoder_hash, str | None), "a hash or null")
+        yield "num_held_out", is_part, f"in [0, {self.count - 1}], of count={self.count}"
+        yield "hflip", isinstance(self.hflip, bool), "true or false"
+        is_known = self.conditioning_type in CONDITIONING_TYPES
+        yield "conditioning_type", is_known, "null, mask or segmentation"
+        yield "encoder", isinstance(self.encoder, str), "a name"
+        yield "encoder_hash", isinstance(self.encoder_hash, str | None), "a hash or null"
         is_size = self.resolution is None or _is_count(self.resolution)
-        self._check("resolution", is_size, "greater than 0, or null")
-        self._check_classes()
-        self._check_scale()
-        self._check_checksums()
-
-    def _check_classes(self) -> None:
+        yield "resolution", is_size, "greater than 0, or null"
         is_bounded = isinstance(self.num_classes, int) and 0 <= self.num_classes <= MAX_CLASSES
-        self._check("num_classes", is_bounded, f"in [0, {MAX_CLASSES}]")
-        texts = all(isinstance(name, str) for name in self.class_names or ())
-        self._check("class_names", texts, "texts")
-        if self.class_names is not None and len(self.class_names) != self.num_classes:
-            rule = f"must be num_classes={self.num_classes}"
-            raise ValueError(f"class_names has {len(self.class_names)} names, {rule}")
-        untrained, classes = self.untrained_classes, range(self.num_classes)
+        yield "num_classes", is_bounded, f"in [0, {MAX_CLASSES}]"
+        names, untrained, classes = self.class_names, self.untrained_classes, range(self.num_classes)
+        is_named = names is None or (len(names) == len(classes) and all(isinstance(n, str) for n in names))
+        yield "class_names", is_named, f"num_classes={self.num_classes} texts"
         numbers = all(type(label) is int and label in classes for label in untrained)
-        is_part = numbers and all(a < b for a, b in pairwise(untrained))
-        is_part = is_part and (not untrained or len(untrained) < self.num_classes)
-        self._check("untrained_classes", is_part, f"some of {self.num_classes} classes, ascending")
-
-    def _check_scale(self) -> None:
+        is_some = numbers and all(a < b for a, b in pairwise(untrained))
+        is_some = is_some and (not untrained or len(untrained) < len(classes))
+        yield "untrained_classes", is_some, f"some of {self.num_classes} classes, ascending"
         for key, rule in (("scale", "a number other than 0"), ("shift", "a number")):
             value = getattr(self, key)
             numbers = value if isinstance(value, tuple) else (value,)
             is_good = all(_is_number(n) and (n or key == "shift") for n in numbers)
             is_good = is_good and len(numbers) in (1, self.in_channels)
-            self._check(key, is_good, f"{rule}, or one for each of {self.in_channels} channels")
+            yield key, is_good, f"{rule}, or one for each of {self.in_channels} channels"
         is_pair = len(self.pixel_range) == 2 and all(map(_is_number, self.pixel_range))
         is_range = is_pair and self.pixel_range[0] != self.pixel_range[1]
-        self._check("pixel_range", is_range, "two numbers: what black is, and what white is")
+        yield "pixel_range", is_range, "two numbers: what black is, and what white is"
         is_std = self.std is None or (_is_number(self.std) and self.std > 0)
-        self._check("std", is_std, "a number greater than 0, or null")
-
-    def _check_checksums(self) -> None:
+        yield "std", is_std, "a number greater than 0, or null"
         is_bounded = _is_count(self.block_bytes) and self.block_bytes <= MAX_BLOCK_BYTES
-        self._check("block_bytes", is_bounded, f"greater than 0, and at most {MAX_BLOCK_BYTES}")
-        for name, hashes in (self.checksums or {}).items():
-            if not isinstance(hashes, list):
-                raise ValueError(f"checksums of {name!r} must be a list of hashes")
-            if name == ".." or Path(name).name != name:
-                raise ValueError(f"checksums are of {name!r}, must be of files in the folder itself")
-
-    def _check(self, key: str, is_valid: bool, rule: str) -> None:
-        if not is_valid:
-            raise ValueError(f"{key}={getattr(self, key)!r} must be {rule}")
+        yield "block_bytes", is_bounded, f"greater than 0, and at most {MAX_BLOCK_BYTES}"
+        files = (self.checksums or {}).items()
+        are_inside = all(Path(n).name == n != ".." and isinstance(hashes, list) for n, hashes in files)
+        yield "checksums", are_inside, "lists of hashes of files in the folder itself"
 
     @property
     def in_channels(self) -> int:
@@ -189,13 +172,11 @@ class LatentManifest:
         """Warn if the standard deviation of what the network sees is far from the promised one."""
         if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
             return None
-        fitting = "another scale"
-        if std:
-            factors = self.scale if isinstance(self.scale, tuple) else (self.scale,)
-            fitting = "scale " + ", ".join(f"{factor * self.std / std:.4g}" for factor in factors)
+        factors = self.scale if isinstance(self.scale, tuple) else (self.scale,)
+        fitting = ", ".join(f"{factor * self.std / std:.4g}" for factor in factors if std)
         return (
             f"warning: what the network sees has a standard deviation of {std:.3g}, the manifest promises "
-            f"{self.std:g}. If these are the right latents, set {fitting} in manifest.json"
+            f"{self.std:g}. If these are the right latents, set scale {fitting} in manifest.json"
         )
 
     def _normalise(self, raw: torch.Tensor) -> torch.Tensor:
@@ -231,8 +212,31 @@ def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
         raise ValueError(f"{name} is not a latent manifest: {error}") from error
 
 
-def to_json(manifest: LatentManifest) -> str:
-    return json.dumps(asdict(manifest), indent=2) + "\n"
+def untrained_classes_of(labels: np.ndarray | None, num_classes: int) -> tuple[int, ...]:
+    """The classes without a label in `labels`, ascending."""
+    if labels is None:
+        return ()
+    return tuple(np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0).tolist())
+
+
+def first_classes(manifest: LatentManifest) -> str:
+    """The number of classes, and the first names with their numbers."""
+    if not manifest.num_classes:
+        return "none"
+    names = [f"{i} {name}" for i, name in enumerate(manifest.class_names or ())]
+    return str(manifest.num_classes) + (f": {_some(names)}" if names else ", numbers without names")
+
+
+def class_warnings(manifest: LatentManifest) -> list[str]:
+    """A line for classes without images."""
+    if not (untrained := manifest.untrained_classes):
+        return []
+    rule = "have no images to train on, and are never drawn when sampling"
+    return [f"{len(untrained)} of {manifest.num_classes} classes {rule}: {_some([*map(str, untrained)])}"]
+
+
+def _some(parts: list[str]) -> str:
+    return ", ".join(parts[:NAMES_SHOWN]) + (", ..." if parts[NAMES_SHOWN:] else "")
 
 
 def _is_number(value: Any) -> bool:

@@ -16,13 +16,10 @@ class MaskFiles:
     """Masks of images, named as the images are, in a folder or zip of the same order."""
 
     def __init__(self, path: str | Path, names: Sequence[str]):
-        self._files = Files(Path(path), "masks=")
-        masks = [name for name in self._files.names if name.lower().endswith(LOSSLESS)]
-        self._by_stem = {_stem(name): name for name in masks}
-        doubles = [name for name in masks if self._by_stem[_stem(name)] != name]
-        if doubles:
-            other = self._by_stem[_stem(doubles[0])]
-            raise ValueError(f"masks={path} has both {doubles[0]} and {other}: one of them must go")
+        self._files, self._by_stem = Files(Path(path), "masks="), {}
+        for name in self._files.names:
+            if name.lower().endswith(LOSSLESS) and self._by_stem.setdefault(_stem(name), name) != name:
+                raise ValueError(f"masks={path} has both {self._by_stem[_stem(name)]} and {name}: remove one")
         missing = [name for name in names if _stem(name) not in self._by_stem]
         if missing:
             rule = f"{_stem(missing[0])}{LOSSLESS[0]} must be there, or another lossless format"

@@ -6,6 +6,8 @@ basis: low frequencies are strong, as in images.
 Shapes: N samples, C channels, H = W, K components of a class, P = C H W cosine coefficients.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from scipy.fft import dct
@@ -23,17 +25,11 @@ class MixtureDataset(LatentDataset):
     Args:
         means: coefficients (num_classes, K, P) of the components.
         variances: (P,) of the coefficients of a component.
+        latents: stored latents, labels and manifest.
     """
 
-    def __init__(
-        self,
-        stored: np.ndarray,
-        labels: np.ndarray,
-        manifest: LatentManifest,
-        means: np.ndarray,
-        variances: np.ndarray,
-    ):
-        super().__init__(stored, labels, manifest)
+    def __init__(self, means: np.ndarray, variances: np.ndarray, *latents: Any):
+        super().__init__(*latents)
         self.means, self.variances = torch.from_numpy(means), torch.from_numpy(variances)
 
     def posterior_mean(
@@ -89,7 +85,7 @@ def mixture(
         std=STD,
         num_held_out=num_held_out,
     )
-    return MixtureDataset(stored, labels, manifest, means, variances)
+    return MixtureDataset(means, variances, stored, labels, manifest)
 
 
 def _cosines(size: int) -> np.ndarray:

@@ -5,7 +5,6 @@ Other schemes of fsspec, its chains of addresses, and whatever runs a program ar
 
 import asyncio
 import re
-import tarfile
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,15 +13,17 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from data.tars import DAMAGED
 from runtime import servers
 
 ATTEMPTS, PAUSE_SEC = 3, 2.0
 _CHUNK = 2**20  # bytes
 LIKE_ADDRESS = r"\s*[\w.+-]+:"
 ADDRESS = r"(?!.*::)(https?|s3)://[A-Za-z0-9._~:/@%+=,-]+"  # plain signs
-DAMAGED = (ValueError, EOFError, LookupError, OverflowError, RecursionError, tarfile.TarError)
 FINAL = {FileNotFoundError: "is not there", PermissionError: "cannot be read"}  # not tried again
 CREDENTIALS = "give the credentials of AWS, or FSSPEC_S3_ANON=true for a public bucket"
+
+LIBRARIES = ("aiohttp.", "botocore.")  # whose errors are of reading from a server
 
 T = TypeVar("T")
 
@@ -42,8 +43,10 @@ def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
         try:
             with _open(path, name) as stream:
                 return use(stream)
-        except (OSError, *DAMAGED, *_errors_of(path)) as error:
+        except Exception as error:
             last, kind = error, _kind(error)
+            if kind is None:
+                raise
             if kind in FINAL:
                 break
     what = FINAL.get(kind, f"cannot be read, tried {ATTEMPTS} times")
@@ -143,28 +146,17 @@ def _s3() -> Any:
     return server
 
 
-def _errors_of(path: str) -> tuple[type[Exception], ...]:
-    """Errors of reading from a server that are no OSError."""
-    if not _is_address(path):
-        return ()
-    import aiohttp
-
-    if not path.startswith("s3:"):
-        return (aiohttp.ClientError,)
-    from botocore.exceptions import BotoCoreError
-    from botocore.parsers import ResponseParserError
-
-    return (aiohttp.ClientError, BotoCoreError, ResponseParserError)
-
-
-def _kind(error: Exception) -> type[Exception]:
+def _kind(error: Exception) -> type[Exception] | None:
+    """The error that tells of one; None for a mistake of ours."""
     status = getattr(error, "status", None)  # of HTTP
     if isinstance(error, FileNotFoundError) or status == 404:
         return FileNotFoundError
     is_unknown = type(error).__name__ == "NoCredentialsError"
     if isinstance(error, PermissionError) or status in (401, 403) or is_unknown:
         return PermissionError
-    return ValueError if isinstance(error, DAMAGED) and not isinstance(error, OSError) else OSError
+    if isinstance(error, OSError) or type(error).__module__.startswith(LIBRARIES):
+        return OSError
+    return ValueError if isinstance(error, DAMAGED) else None
 
 
 def _reason(error: Any) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.classes import class_warnings
 from data.encoders import encoder_for, image_decoder
 from data.latents import MEASURED_ENTRIES, LatentDataset, open_latents
+from data.manifest import class_warnings
 from runtime.config import command, run_main
 from runtime.machine import start_process
 
@@ -35,7 +35,7 @@ class ReportConfig:
 def describe(dataset: LatentDataset) -> list[str]:
     """Summarize the manifest."""
     m = dataset.manifest
-    scale = f"scale {_short(m.scale)}, shift {_short(m.shift)}"
+    scale = f"scale {m.scale}, shift {m.shift}"
     size = f"{m.resolution}x{m.resolution} pixels as " if m.resolution else ""
     flips = ", each with its flip" if m.hflip else ""
     return [
@@ -46,7 +46,7 @@ def describe(dataset: LatentDataset) -> list[str]:
 
 
 def count_classes(dataset: LatentDataset) -> list[str]:
-    """Return how many entries each class has: of many classes, the largest and the smallest."""
+    """Count the entries of each class: of many classes, the largest and the smallest."""
     if dataset.labels is None:
         return ["classes    none"]
     counts = np.bincount(dataset.labels, minlength=dataset.manifest.num_classes)
@@ -59,7 +59,7 @@ def count_classes(dataset: LatentDataset) -> list[str]:
 
 
 def measure(dataset: LatentDataset) -> list[str]:
-    """Return mean and standard deviation of what the network sees, and what was promised."""
+    """Mean and standard deviation of what the network sees, beside the promised ones."""
     manifest = dataset.manifest
     means, stds, std = dataset.measure()
     promise = "nothing is promised" if manifest.std is None else f"promised: {manifest.std:g}"
@@ -73,14 +73,13 @@ def measure(dataset: LatentDataset) -> list[str]:
     return [*lines, warning] if warning else lines
 
 
-def describe_masks(dataset: LatentDataset) -> list[str]:
-    """Return the mean weight of the masks."""
+def describe_masks(dataset: LatentDataset) -> str:
     if dataset.masks is None:
-        return ["masks      none"]
+        return "masks      none"
     masks = dataset.read_masks(dataset.spread_ids(MEASURED_ENTRIES))
     empty = float((masks.flatten(1).max(dim=1).values == 0).float().mean())
     weights = f"mean weight {masks.mean():.3f}, {empty:.1%} without any weight"
-    return [f"masks      {dataset.manifest.conditioning_type}, {weights}"]
+    return f"masks      {dataset.manifest.conditioning_type}, {weights}"
 
 
 def draw_sheet(
@@ -109,8 +108,7 @@ def draw_sheet(
     for i, (axis, image) in enumerate(zip(axes.flat, images, strict=False)):
         name = "" if labels is None else _class_name(dataset, int(labels[i]))
         caption = "flip" if flipped is not None and flipped[i] else f"{ids[i]}  {name}"
-        short = caption if len(caption) <= NAME_LENGTH else f"{caption[: NAME_LENGTH - 1]}…"
-        axis.set_title(short, fontsize=8)
+        axis.set_title(caption[:NAME_LENGTH], fontsize=8)
         axis.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=255)
         if masks is not None:  # darken what has little weight
             extent = (-0.5, image.shape[1] - 0.5, image.shape[0] - 0.5, -0.5)
@@ -129,10 +127,6 @@ def _class_name(dataset: LatentDataset, label: int) -> str:
     return f"{label} {names[label]}" if names else f"class {label}"
 
 
-def _short(value: float | tuple[float, ...]) -> str:
-    return ", ".join(f"{number:.6g}" for number in (value if isinstance(value, tuple) else (value,)))
-
-
 @command("report", ReportConfig, __doc__)
 def main(request: dict[str, Any]) -> None:
     """Print the numbers, then draw the sheet."""
@@ -140,8 +134,8 @@ def main(request: dict[str, Any]) -> None:
     name = path.resolve().name
     file = Path(request["out"] or path.resolve().with_name(f"{name}_report.png"))
     dataset = open_latents(path)
-    print("\n".join([f"folder     {path}", *describe(dataset), *count_classes(dataset)]))
-    print("\n".join([*describe_masks(dataset), *measure(dataset)]))
+    lines = [f"folder     {path}", *describe(dataset), *count_classes(dataset), describe_masks(dataset)]
+    print("\n".join([*lines, *measure(dataset)]))
     draw_sheet(dataset, file, launch.device, request["encoder"], name)
     print(f"picture    {file}")
 

@@ -9,13 +9,12 @@ import hashlib
 import json
 import math
 import re
-import tarfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from io import BytesIO
-from itertools import groupby
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,13 +25,13 @@ from data.latents import check_labels
 from data.manifest import FILES, LatentManifest, load_manifest
 from data.remote import read_file
 from data.stream import StoredBatch
+from data.tars import samples
 from runtime.arrays import MAX_HEADER_BYTES, parse_array
 from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
 SHARDS_FILE = "shards.json"
 SHARDS_AT_ONCE = 4  # read and shuffled together, while the group before is used
 ORDER_DRAWS, GROUP_DRAWS = 1_000_000_002, 1_000_000_003  # separate the random streams
-MAX_OVERHEAD_BYTES = 2**16  # of a sample: headers of the tar, the class, padding, and what is read ahead
 NOTE = "streamed: a run resumes at the same shard and sample, exempt from the promise of bitwise equality"
 
 
@@ -40,21 +39,16 @@ class ShardDataset:
     """Shards at a path or URL; the held-out entries, without their flips, are in memory.
 
     Args:
-        shards, held_out: number of entries of each shard, by name, to train on and never trained on.
+        shards: number of entries of each shard, by name; only those called train-N.tar are trained on.
         encoder: path of the encoder, if not the manifest's.
     """
 
-    def __init__(
-        self,
-        url: str,
-        manifest: LatentManifest,
-        shards: dict[str, int],
-        held_out: dict[str, int],
-        encoder: str | None = None,
-    ):
+    def __init__(self, url: str, manifest: LatentManifest, shards: dict[str, int], encoder: str | None):
         self.url, self.manifest, self.encoder = url.rstrip("/"), manifest, encoder
-        self.names, self.counts = list(shards), np.array(list(shards.values()))
-        about = [{**asdict(manifest), "origin": None}, shards, held_out]
+        train = {name: count for name, count in shards.items() if name.startswith("train")}
+        held_out = {name: count for name, count in shards.items() if name not in train}
+        self.names, self.counts = list(train), np.array(list(train.values()))
+        about = [{**asdict(manifest), "origin": None}, train, held_out]
         self._fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         self._latents = self._labels = None
         parts = [self.read_shard(name, count) for name, count in held_out.items()]  # checks the counts
@@ -82,7 +76,7 @@ class ShardDataset:
         manifest = self.manifest
         dtype, shape = np.dtype(manifest.dtype), manifest.stored_shape[1:]
         latents, labels = [], []  # memory for entries that are there, not for those that are promised
-        for sample in _samples(stream, math.prod(shape) * dtype.itemsize + MAX_HEADER_BYTES):
+        for _, sample in samples(stream, math.prod(shape) * dtype.itemsize + MAX_HEADER_BYTES):
             array = parse_array(sample["latents.npy"])
             if len(latents) == count or array.shape != shape or array.dtype != dtype:
                 rule = f"must be {dtype} {shape}, {count} of them"
@@ -95,36 +89,6 @@ class ShardDataset:
             return np.stack(latents), None
         check_labels(np.array(labels), manifest.num_classes, Path(name))
         return np.stack(latents), np.array(labels, dtype=np.int64)
-
-
-class _PerSample:
-    """A stream that bounds the bytes of each sample: tarfile reads all that headers declare."""
-
-    def __init__(self, stream: BinaryIO, max_bytes: int):
-        self.stream, self.max_bytes, self.left = stream, max_bytes, max_bytes
-
-    def read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        self.left -= len(data)
-        if self.left < 0:
-            raise ValueError(f"a sample takes more than {self.max_bytes} bytes")
-        return data
-
-
-def _samples(stream: BinaryIO, max_bytes: int) -> Iterator[dict[str, bytes]]:
-    """Yield the contents of the files of each sample, by their suffixes; refuse a compressed tar."""
-    bounded = _PerSample(stream, max_bytes + MAX_OVERHEAD_BYTES)
-    with tarfile.open(fileobj=bounded, mode="r|") as archive:
-        for _, members in groupby(archive, key=lambda member: member.name.partition(".")[0]):
-            sample = {}
-            for member in members:
-                if not member.isreg() or member.issparse() or member.size > max_bytes:
-                    rule = f"must be a file of at most {max_bytes}"
-                    raise ValueError(f"{member.name} declares {member.size} bytes, {rule}")
-                sample[member.name.partition(".")[2]] = archive.extractfile(member).read()
-            archive.members = []  # or they pile up
-            bounded.left = bounded.max_bytes
-            yield sample
 
 
 def open_shards(
@@ -150,9 +114,7 @@ def open_shards(
         raise ValueError(
             f"{path}/{SHARDS_FILE} lists {count} entries, the manifest promises {manifest.count}"
         )
-    train = {name: count for name, count in shards.items() if name.startswith("train")}
-    held_out = {name: count for name, count in shards.items() if name not in train}
-    return ShardDataset(path, manifest, train, held_out, encoder)
+    return ShardDataset(path, manifest, shards, encoder)
 
 
 def _list_of_shards(path: str) -> dict[str, int]:
@@ -184,6 +146,7 @@ def _fetch(path: str, name: str) -> bytes:
         raise type(error)(f"data.path={path} must hold shards, but {error}") from error
 
 
+@dataclass(frozen=True)
 class ShardStream:
     """Yield the micro-batches of one rank from `start_step` on, without end.
 
@@ -192,24 +155,19 @@ class ShardStream:
     within a batch, so that all batches have one size.
     """
 
-    def __init__(
-        self,
-        dataset: ShardDataset,
-        start_step: int,
-        *,
-        seed: int,
-        batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        world_size: int,
-        pin_memory: bool,
-    ):
-        if (count := len(dataset.names)) < world_size:
-            raise ValueError(f"data.path={dataset.url} has {count} shards, fewer than {world_size} processes")
-        self.dataset, self.seed, self.pin_memory = dataset, seed, pin_memory
-        self.rank, self.world_size = rank, world_size
-        self.micro_batch_size = micro_batch_size
-        self.start = start_step * (batch_size // world_size)
+    dataset: ShardDataset
+    start_step: int
+    seed: int
+    batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    pin_memory: bool = False
+
+    def __post_init__(self):
+        if (num_shards := len(self.dataset.names)) < self.world_size:
+            what = f"data.path={self.dataset.url} has {num_shards} shards"
+            raise ValueError(f"{what}, fewer than {self.world_size} processes")
 
     def __iter__(self) -> Iterator[StoredBatch]:
         left: list[tuple[np.ndarray, ...]] = []  # the start of a micro-batch, from the groups before
@@ -220,23 +178,26 @@ class ShardStream:
                 left.append(tuple(array[start:end] for array in group))
                 start = min(end, len(group[0]))
                 if start == end:
-                    yield self._micro_batch(*(np.concatenate(parts) for parts in zip(*left, strict=True)))
+                    tensors = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*left, strict=True)]
+                    if self.pin_memory:
+                        tensors = [tensor.pin_memory() for tensor in tensors]
+                    stored, labels = (*tensors, None)[:2]
+                    yield StoredBatch(stored, labels, masks=None, num_forced=0)
                     left = []
 
     def groups(self) -> Iterator[tuple[int, list[int], int]]:
         """Yield (epoch, shards, entries to skip) from `start_step` on, without end."""
-        skip, epoch = self.start, 0
-        while True:
+        skip = self.start_step * (self.batch_size // self.world_size)
+        for epoch in count():
             shards = self._shards(epoch)
             for start in range(0, len(shards), SHARDS_AT_ONCE):
                 group = shards[start : start + SHARDS_AT_ONCE]
-                count = int(self.dataset.counts[group].sum())
-                if skip >= count:
-                    skip -= count
+                num_entries = int(self.dataset.counts[group].sum())
+                if skip >= num_entries:
+                    skip -= num_entries
                 else:
                     yield epoch, group, skip
                     skip = 0
-            epoch += 1
 
     def _shards(self, epoch: int) -> list[int]:
         order = np.random.default_rng([self.seed, epoch, ORDER_DRAWS]).permutation(len(self.dataset.names))
@@ -254,37 +215,25 @@ class ShardStream:
         """Read latents (N, C', H, W), each an image or its flip, and labels (N,), if any, shuffled."""
         rng, parts = np.random.default_rng([self.seed, epoch, GROUP_DRAWS, *shards]), []
         for shard in shards:
-            count = int(self.dataset.counts[shard])
-            latents, labels = self.dataset.read_shard(self.dataset.names[shard], count)
+            size = int(self.dataset.counts[shard])
+            latents, labels = self.dataset.read_shard(self.dataset.names[shard], size)
             if self.dataset.manifest.hflip:
-                latents = latents[np.arange(count), rng.integers(2, size=count)]
+                latents = latents[np.arange(size), rng.integers(2, size=size)]
             parts.append((latents,) if labels is None else (latents, labels))
         arrays = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
         order = rng.permutation(len(arrays[0]))[skip:]
         return tuple(array[order] for array in arrays)
-
-    def shards_at_start(self) -> str:
-        """Name the shards that the first entry may come from."""
-        _, shards, _ = next(self.groups())
-        return " or ".join(self.dataset.names[i] for i in shards)
-
-    def _micro_batch(self, latents: np.ndarray, labels: np.ndarray | None = None) -> StoredBatch:
-        tensors = [None if array is None else torch.from_numpy(array) for array in (latents, labels)]
-        if self.pin_memory:
-            tensors = [None if tensor is None else tensor.pin_memory() for tensor in tensors]
-        return StoredBatch(*tensors, masks=None, num_forced=0)
 
 
 def shards_by_step(
     dataset: ShardDataset, seed: int, batch_size: int, micro_batch_size: int, world_size: int
 ) -> Callable[[int], list[str]]:
     """Build the function from a step to the shards that each sample of its batch may come from."""
-    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "pin_memory": False}
-    options = {"seed": seed, "world_size": world_size, **sizes}
 
     def names(step: int) -> list[str]:
-        streams = [ShardStream(dataset, step, rank=rank, **options) for rank in range(world_size)]
-        shards = [stream.shards_at_start() for stream in streams]
+        share = dataset, step, seed, batch_size, micro_batch_size
+        starts = [next(ShardStream(*share, rank, world_size).groups()) for rank in range(world_size)]
+        shards = [" or ".join(dataset.names[i] for i in group) for _, group, _ in starts]
         return [shards[i // micro_batch_size % world_size] for i in range(batch_size)]
 
     return names

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class Draw(NamedTuple):
     step_ids: np.ndarray
 
 
+@dataclass(frozen=True)
 class StreamOrder:
     """Yield the entries of each micro-batch of one rank from `start_step` on, without end.
 
@@ -46,22 +48,14 @@ class StreamOrder:
     m mod world_size. Flips are drawn from (seed, step).
     """
 
-    def __init__(
-        self,
-        ids: np.ndarray,
-        *,
-        seed: int,
-        batch_size: int,
-        micro_batch_size: int,
-        start_step: int,
-        rank: int,
-        world_size: int,
-        hflip: bool = False,
-    ):
-        self.ids, self.seed, self.hflip = ids, seed, hflip
-        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.start_step, self.rank, self.world_size = start_step, rank, world_size
-        self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
+    ids: np.ndarray
+    seed: int
+    batch_size: int
+    micro_batch_size: int
+    start_step: int = 0
+    rank: int = 0
+    world_size: int = 1
+    hflip: bool = False
 
     def __iter__(self) -> Iterator[Draw]:
         step = self.start_step
@@ -83,14 +77,16 @@ class StreamOrder:
         entries = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            entries[here] = self.ids[self._permutation(int(epoch))[offsets[here]]]
+            entries[here] = self.ids[_permutation(self.seed, int(epoch), len(self.ids))[offsets[here]]]
         return entries
 
     def _draw_flips(self, step: int) -> np.ndarray:
         return np.random.default_rng([self.seed, step, HFLIP_DRAWS]).integers(2, size=self.batch_size)
 
-    def _draw_permutation(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.ids))
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 class _Reader(Dataset):
@@ -126,15 +122,9 @@ def stream(
     Args:
         token_mask: counts the tokens that masks force to stay; None leaves them uncounted.
     """
+    place = {"start_step": start_step, "rank": rank, "world_size": world_size}
     order = StreamOrder(
-        dataset.train_ids,
-        seed=seed,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        start_step=start_step,
-        rank=rank,
-        world_size=world_size,
-        hflip=dataset.manifest.hflip,
+        dataset.train_ids, seed, batch_size, micro_batch_size, **place, hflip=dataset.manifest.hflip
     )
     reader = _Reader(dataset, with_masks, token_mask)
     options = {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": _ignore_signals}
@@ -149,8 +139,7 @@ def _ignore_signals(worker: int) -> None:
 
 def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Callable[[int], list[int]]:
     """Build the function from a step to the entries of its batch, in their order."""
-    alone = {"micro_batch_size": batch_size, "start_step": 0, "rank": 0, "world_size": 1}
-    order = StreamOrder(dataset.train_ids, seed=seed, batch_size=batch_size, **alone)
+    order = StreamOrder(dataset.train_ids, seed, batch_size, micro_batch_size=batch_size)
     return lambda step: order.batch(step).tolist()
 
 

@@ -14,13 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 MAX_INSTRUCTIONS = 300  # an array has about fifty
-# What pickles of arrays of numbers consist of, in protocols 0 to 5.
+# What pickles of arrays of numbers consist of, in the protocols 3 to 5 of Python 3.
 NAMES_OF_INSTRUCTIONS = """
     PROTO FRAME STOP MARK GLOBAL STACK_GLOBAL REDUCE BUILD NONE NEWTRUE NEWFALSE
-    INT LONG LONG1 BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE STRING
-    BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 BINSTRING SHORT_BINSTRING
-    TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_TUPLE
-    PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET
+    LONG1 BININT BININT1 BININT2 SHORT_BINUNICODE BINUNICODE BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8
+    TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_TUPLE BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET
 """
 INSTRUCTIONS = frozenset(NAMES_OF_INSTRUCTIONS.split())
 # What damaged bytes raise is not documented: pickle names the first and "others".
@@ -46,7 +44,7 @@ def _check_instructions(data: bytes) -> None:
         if instruction.name not in INSTRUCTIONS:
             raise ValueError(f"it has the opcode {instruction.name}")
         # Memory is allocated for all places before one.
-        is_place = instruction.name in ("PUT", "BINPUT", "LONG_BINPUT")
+        is_place = instruction.name in ("BINPUT", "LONG_BINPUT")
         if count > MAX_INSTRUCTIONS or (is_place and int(argument) > MAX_INSTRUCTIONS):
             raise ValueError(f"it has more than {MAX_INSTRUCTIONS} instructions")
 
@@ -88,15 +86,6 @@ class _ArrayUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):  # how protocols before 3 write bytes
-            return _encode_latin1
         if name not in self.NAMES:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return self.NAMES[name]
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to something outside the file")
-
-
-def _encode_latin1(text: str, encoding: str) -> bytes:
-    return text.encode("latin1")

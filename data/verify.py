@@ -3,24 +3,21 @@
 python -m data.verify path=latents/NAME
 """
 
-import math
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from joblib import cpu_count
 from tqdm import tqdm
 
 from data.latents import open_latents
-from data.manifest import FILES, LatentManifest, read_manifest
+from data.manifest import LatentManifest, read_manifest
 from data.shards import SHARDS_FILE, open_shards
 from data.writer import hash_block
 from runtime.config import command, run_main
-
-HEADER_BYTES = 128  # of the .npy files that data.LatentWriter writes
 
 
 @dataclass
@@ -35,36 +32,21 @@ def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
     if manifest.checksums is None:
         raise ValueError(f"{path} was written without checksums: it cannot be checked")
     checksums = manifest.checksums.items()
-    blocks = [(name, i, digest) for name, digests in checksums for i, digest in enumerate(digests)]
+    blocks = [(name, i, digests) for name, digests in checksums for i in range(len(digests))]
     with ThreadPoolExecutor(cpu_count()) as pool:
         yield from pool.map(lambda block: _damage(path, manifest, *block), blocks)
-    for name, digests in checksums:
-        file, max_bytes = path / name, len(digests) * manifest.block_bytes
-        if file.is_file() and file.stat().st_size > max_bytes:
-            yield f"{file}: {file.stat().st_size - max_bytes} bytes more than were written"
 
 
-def _damage(path: Path, manifest: LatentManifest, name: str, block: int, expected: str) -> str | None:
+def _damage(path: Path, manifest: LatentManifest, name: str, block: int, digests: list[str]) -> str | None:
     file, start = path / name, block * manifest.block_bytes
-    try:
-        found = hash_block(file, start, manifest.block_bytes)
+    end = start + manifest.block_bytes
+    try:  # the last block and all that follows: nothing may
+        found = hash_block(file, start, sys.maxsize if block == len(digests) - 1 else manifest.block_bytes)
     except OSError as error:
         return f"{file}: block {block} cannot be read: {error.strerror}"
-    if found == expected:
+    if found == digests[block]:
         return None
-    end = start + manifest.block_bytes
-    where = f"bytes {start} to {end}{_entries(manifest, name, start, end)}"
-    return f"{file}: block {block} ({where}) is damaged"
-
-
-def _entries(manifest: LatentManifest, name: str, start: int, end: int) -> str:
-    arrays = {FILES[key]: array for key, array in manifest.arrays().items()}
-    if name not in arrays:
-        return ""
-    dtype, shape = arrays[name]
-    entry_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
-    first, last = (max(0, byte - HEADER_BYTES) // entry_bytes for byte in (start, end - 1))
-    return f", entries {first} to {min(manifest.count - 1, last)}"
+    return f"{file}: block {block} (bytes {start} to {end}) is damaged"
 
 
 @command("verify", VerifyConfig, __doc__)

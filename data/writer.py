@@ -1,20 +1,18 @@
 """Write latent folders, which appear when they are complete, with a checksum of every block."""
 
 import hashlib
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from io import BytesIO
+from dataclasses import asdict, replace
+from io import BytesIO, FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.latents import check_labels
-from data.manifest import FILES, LatentManifest, to_json
-from runtime.files import write_text
+from data.manifest import FILES, LatentManifest
+from runtime.files import sync, write_json
 from runtime.lock import Lock
 
 _CHUNK = 2**22
@@ -44,13 +42,13 @@ class LatentWriter:
         self.num_written = 0
 
     def __enter__(self) -> "LatentWriter":
-        self.files: dict[str, _ArrayFile] = {}
+        self.files: dict[str, FileIO] = {}
         with ExitStack() as stack:
             self.partial = stack.enter_context(claimed(self.path, self.partial))
             for key, (dtype, shape) in self.manifest.arrays().items():
-                file = self.partial / FILES[key]
-                self.files[key] = _ArrayFile(file, dtype, shape, self.manifest.block_bytes)
-                stack.callback(self.files[key].close)
+                # Without a buffer a full disk shows in `write`, not in `close`.
+                self.files[key] = stack.enter_context((self.partial / FILES[key]).open("wb", buffering=0))
+                _write(self.files[key], memoryview(_header(dtype, shape)))
             self._opened = stack.pop_all()
         return self
 
@@ -75,31 +73,29 @@ class LatentWriter:
         if found != expected:
             raise ValueError(f"{what} are {', '.join(found)}, must be {', '.join(expected)}")
         for key, array in given.items():
-            self.files[key].append(array)
+            if array.size:
+                _write(self.files[key], memoryview(np.ascontiguousarray(array)).cast("B"))
         self.num_written = end
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         with self._opened:
-            if error_type is None:
-                self._finish()
-
-    def _finish(self) -> None:
-        count = self.manifest.count
-        if self.num_written != count:
-            raise ValueError(
-                f"{self.path}: {self.num_written} entries written, the manifest promises {count}"
-            )
-        checksums = {FILES[key]: file.finish() for key, file in self.files.items()}
-        manifest = replace(self.manifest, checksums=checksums)
-        write_text(self.partial / FILES["manifest"], to_json(manifest))
-        self.partial.rename(self.path)
+            if error_type is not None:
+                return
+            if self.num_written != (count := self.manifest.count):
+                raise ValueError(f"{self.path}: {self.num_written} entries written, of count={count}")
+            checksums = {}
+            for name in (FILES[key] for key in self.files):
+                sync(self.partial / name)
+                checksums[name] = hash_blocks(self.partial / name, self.manifest.block_bytes)
+            manifest = replace(self.manifest, checksums=checksums)
+            write_json(self.partial / FILES["manifest"], asdict(manifest))
+            self.partial.rename(self.path)
 
 
 def check_out(out: str | Path) -> None:
     """Raise a FileExistsError where `out` exists."""
     if Path(out).exists():
-        left = f" ({out}.partial is no longer needed)" if Path(f"{out}.partial").exists() else ""
-        raise FileExistsError(f"out={out} exists: move it away, or choose another name{left}")
+        raise FileExistsError(f"out={out} exists: move it away, or choose another name")
 
 
 def lock_of(path: Path) -> Lock:
@@ -141,42 +137,15 @@ def hash_block(file: Path, start: int, num_bytes: int) -> str:
     return digest.hexdigest()
 
 
-class _ArrayFile:
-    """An .npy file that is written from start to end, and the hash of each of its blocks."""
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    header, descr = BytesIO(), np.lib.format.dtype_to_descr(np.dtype(dtype))
+    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
+    return header.getvalue()
 
-    def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], block_bytes: int):
-        self.path, self.block_bytes = path, block_bytes
-        self.file = path.open("wb", buffering=0)  # so that a full disk shows in `write`, not in `close`
-        self.digest, self.room, self.checksums = hashlib.sha256(), block_bytes, []
-        header = BytesIO()
-        descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
-        about = {"descr": descr, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(header, about)
-        self._write(memoryview(header.getvalue()))
 
-    def append(self, array: np.ndarray) -> None:
-        if array.size:
-            self._write(memoryview(np.ascontiguousarray(array)).cast("B"))
-
-    def finish(self) -> list[str]:
-        """Flush to the disk, and return the hashes."""
-        self._named(os.fsync, self.file.fileno())
-        return [*self.checksums, self.digest.hexdigest()] if self.room < self.block_bytes else self.checksums
-
-    def close(self) -> None:
-        self.file.close()
-
-    def _write(self, data: memoryview) -> None:
+def _write(file: FileIO, data: memoryview) -> None:
+    try:
         while data:
-            written = self._named(self.file.write, data[: self.room])
-            self.digest.update(data[:written])
-            data, self.room = data[written:], self.room - written
-            if not self.room:
-                self.checksums.append(self.digest.hexdigest())
-                self.digest, self.room = hashlib.sha256(), self.block_bytes
-
-    def _named(self, call: Callable[[Any], Any], argument: Any) -> Any:
-        try:
-            return call(argument)
-        except OSError as error:  # which does not say which file
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+            data = data[file.write(data) :]
+    except OSError as error:  # which does not say which file
+        raise OSError(error.errno, error.strerror, str(file.name)) from error

@@ -181,12 +181,11 @@ def test_a_class_without_images_is_said_and_never_drawn(tmp_path, capsys):
     encode.main(composed(*options, config_name="encode"))
     printed = capsys.readouterr().out
     assert "classes: 4: 0 1, 1 10, 2 2, 3 3" in printed
-    moved = "warning: class 0 is 1, class 1 is 10: "
     empty = "warning: 1 of 4 classes have no images to train on"
-    assert moved in printed and empty in printed
+    assert empty in printed
     tiny_run(tmp_path / "run", *DENSE, f"data.path={tmp_path / 'latents'}", "train.sample_every=6")
     printed = capsys.readouterr().out
-    assert "classes    4: 0 1, 1 10, 2 2, 3 3" in printed and moved in printed and empty in printed
+    assert "classes    4: 0 1, 1 10, 2 2, 3 3" in printed and empty in printed
     for labels in ("random", "balanced"):
         output = tmp_path / f"{labels}.npz"
         options = (f"run={tmp_path / 'run'}", "num_samples=30", "num_steps=2", f"output={output}")
@@ -218,7 +217,7 @@ def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
     changed = json.dumps({**manifest, "encoder": str(tmp_path / "gone")})
     (tmp_path / "latents" / "manifest.json").write_text(changed)
     options = (*DENSE, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
-    message = r"gone not found: give its folder, encoder=FOLDER.*To train without: train\.sample_every=null"
+    message = r"gone not found: must be one of .*To train without: train\.sample_every=null"
     with pytest.raises(UserError, match=message):
         train.main(composed(*options, "train.sample_every=2"))
     assert not (tmp_path / "run").exists()

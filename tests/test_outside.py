@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.images import IMAGE_ERRORS, read_image
+from data.images import IMAGE_ERRORS, open_picture, to_pixels
 from data.importers import FORMATS
-from data.manifest import LatentManifest, load_manifest, to_json
+from data.manifest import LatentManifest, load_manifest
 from data.masks import read_mask
 from data.unpickle import unpickle_array
 from evaluation.detectors import inception
@@ -178,7 +178,8 @@ def test_any_bytes_are_an_image_or_refused(kind):
     @given(DAMAGE)
     def fuzz(damage):
         with contextlib.suppress(*IMAGE_ERRORS):
-            assert read_image(io.BytesIO(damaged(buffer.getvalue(), damage)), 8).shape == (8, 8, 3)
+            picture = open_picture(io.BytesIO(damaged(buffer.getvalue(), damage)))
+            assert to_pixels(picture, 8).shape == (8, 8, 3)
 
     fuzz()
 
@@ -200,5 +201,5 @@ def test_any_values_of_a_manifest_are_read_or_refused(key, value):
     except ValueError as error:
         assert "a/manifest.json is not a latent manifest" in str(error)
     else:
-        to_json(manifest)
+        json.dumps(asdict(manifest))
         manifest.to_latents(torch.zeros(1, *manifest.shape))

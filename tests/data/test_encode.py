@@ -1,8 +1,5 @@
-import json
 import os
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,20 +9,10 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from data import (
-    IdentityEncoder,
-    KLEncoder,
-    LatentWriter,
-    centre_crop,
-    encode,
-    image_decoder,
-    open_latents,
-    parts,
-)
-from data.images import ORIENTATION
+from data import KLEncoder, LatentWriter, centre_crop, encode, open_latents, parts
 from data.writer import lock_of
 from runtime.errors import UserError
-from runtime.lock import TRY_AGAIN
+from runtime.lock import Busy
 from runtime.machine import start_process
 from tests import programs
 from tests.faults.killing import ENVIRONMENT, TWO
@@ -57,8 +44,8 @@ def written(monkeypatch):
     """The numbers of the parts that are written, in their order."""
     numbers, write = [], parts.EncodedParts.write_part
 
-    def watched(folder, number, part):
-        write(folder, number, part)
+    def watched(folder, number, *part):
+        write(folder, number, *part)
         numbers.append(number)
 
     monkeypatch.setattr(parts.EncodedParts, "write_part", watched)
@@ -74,12 +61,8 @@ def run(source, out, vae, *overrides):
     return open_latents(out)
 
 
-def command(launcher, source, out, vae, *overrides):
-    return [*launcher, "-m", "data.encode", *options(source, out, vae, *overrides)]
-
-
-def start(source, out, vae, *overrides, **how):
-    return programs.start("-m data.encode", *options(source, out, vae, *overrides), check=False, **how)
+def start(source, out, vae, **how):
+    return programs.start("-m data.encode", *options(source, out, vae), check=False, **how)
 
 
 def refused(out, source, vae, *overrides):
@@ -105,20 +88,16 @@ def by_hand(vae, folder, name):
 def test_photographs_become_moments_of_both_flips(tmp_path, photos, vae, small_parts):
     dataset = run(photos, tmp_path / "out", vae, "num_held_out=2")
     manifest, names = dataset.manifest, sorted(str(f.relative_to(photos)) for f in photos.rglob("*.*"))
-    assert (manifest.count, manifest.shape) == (10, (8, 16, 16))
-    assert (manifest.kind, manifest.dtype) == ("moments", "float16")
-    assert (manifest.hflip, manifest.resolution, manifest.num_held_out) == (True, 32, 2)
-    assert (manifest.scale, manifest.shift, manifest.std) == (1.1, 0.0, 1.0)
+    assert (manifest.count, manifest.shape, manifest.num_held_out) == (10, (8, 16, 16), 2)
+    assert (manifest.kind, manifest.dtype, manifest.hflip) == ("moments", "float16", True)
+    assert (manifest.scale, manifest.shift, manifest.std, manifest.resolution) == (1.1, 0.0, 1.0, 32)
     assert (manifest.encoder, manifest.encoder_hash) == (vae, KLEncoder(vae, CPU).weights_hash)
     assert manifest.class_names == ("china", "flower")
     assert dataset.labels.tolist() == [0] * 5 + [1] * 5
     expected = torch.stack([by_hand(vae, photos, name) for name in names])  # (10, 2, 8, 16, 16)
-    torch.testing.assert_close(
-        torch.from_numpy(np.array(dataset.stored)).float(), expected, rtol=2e-3, atol=2e-3
-    )
-    assert not torch.allclose(expected[:, 0].flip(-1), expected[:, 1], atol=0.05), (
-        "a latent cannot be flipped"
-    )
+    stored = torch.from_numpy(np.array(dataset.stored)).float()
+    torch.testing.assert_close(stored, expected, rtol=2e-3, atol=2e-3)
+    assert not torch.allclose(expected[:, 0].flip(-1), expected[:, 1], atol=0.05), "flips are encoded"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
     assert manifest.origin["left_out"] == []
     assert manifest.origin["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
@@ -148,44 +127,21 @@ def test_without_flips_there_are_none_and_one_in_a_hundred_is_held_out(tmp_path,
     np.testing.assert_allclose(dataset.stored, both.stored[:, 0], rtol=2e-3, atol=1e-3)
 
 
-def test_digits_come_back_to_the_byte_through_the_identity(tmp_path):
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    pixels = (digits.images[:30] * 15.9).astype(np.uint8)
-    for i, (image, label) in enumerate(zip(pixels, digits.target, strict=False)):
-        (tmp_path / "digits" / str(label)).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(tmp_path / "digits" / str(label) / f"{i:02}.png")
-    dataset = run(tmp_path / "digits", tmp_path / "out", "identity", "resolution=8")
-    order = np.lexsort((np.arange(30), digits.target[:30]))
-    stored, labels = dataset.read(np.arange(30))
-    images = image_decoder(dataset.manifest, IdentityEncoder())(dataset.manifest.to_latents(stored))
-    assert np.array_equal(images[..., 0], pixels[order])
-    assert np.array_equal(labels.numpy(), digits.target[order])
-    flipped, _ = dataset.read(np.arange(30), np.ones(30, int))
-    assert torch.equal(flipped, stored.flip(-1)), "pixels, unlike latents, can be flipped"
-
-
-@pytest.mark.parametrize("stop_after", [0, 1, 2])
-def test_a_stopped_job_resumes_and_ends_the_same(
-    tmp_path, photos, vae, small_parts, written, monkeypatch, capsys, stop_after
-):
+def test_a_stopped_job_resumes_and_ends_the_same(tmp_path, photos, vae, small_parts, written, monkeypatch):
     run(photos, tmp_path / "whole", vae)
     written.clear()
     encode_part = encode.encode_part
 
     def stop(*arguments):
-        if len(written) == stop_after:
+        if len(written) == 1:
             raise KeyboardInterrupt
         return encode_part(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(encode, "encode_part", stop)
         run(photos, tmp_path / "out", vae)
-    said = f"stopped: the same command resumes from {tmp_path / 'out.partial'}"
-    assert said in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
-    assert len(written) == stop_after
+    assert written == [0]
     run(photos, tmp_path / "out", vae)
     assert sorted(written) == [0, 1, 2], "what was done is not done again"
     assert files(tmp_path / "out") == files(tmp_path / "whole")
@@ -201,36 +157,29 @@ def test_a_wrong_scale_is_reported_with_a_fitting_one(tmp_path, photos, capsys):
     assert abs(float(dataset.measure()[2]) * fitting / 0.18215 - 1) < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("hflip=false", "hflip: True -> False"),
-        ("resolution=64", "resolution: 32 -> 64"),
-        ("encoder=identity", "encoder: .* -> identity; encoder_hash: "),
-    ],
-)
-def test_a_job_is_not_resumed_with_other_settings(
-    tmp_path, photos, vae, small_parts, monkeypatch, override, message
-):
-    stopped(tmp_path, photos, vae, monkeypatch)
-    rule = rf"out.partial was started with other settings \(.*{message}.*\): use those, or remove"
-    with pytest.raises(UserError, match=rule):
-        run(photos, tmp_path / "out", vae, override)
-    assert run(photos, tmp_path / "out", vae).manifest.count == 10
-
-
 def stopped(folder, photos, vae, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(encode, "finish", lambda job, launch: None)
         encode.main(composed(*options(photos, folder / "out", vae), config_name="encode"))
 
 
-def test_images_that_appear_meanwhile_are_noticed(tmp_path, vae, small_parts, monkeypatch):
-    write_photographs(tmp_path / "photos")
-    stopped(tmp_path, tmp_path / "photos", vae, monkeypatch)
-    Image.fromarray(photographs()["china"]).save(tmp_path / "photos" / "china" / "new.png")
-    with pytest.raises(UserError, match=r"list_of_images: 10 images, .* -> 11 images"):
-        run(tmp_path / "photos", tmp_path / "out", vae)
+def test_a_job_is_not_resumed_with_other_settings(tmp_path, vae, small_parts, monkeypatch):
+    photos, new = tmp_path / "photos", tmp_path / "photos/china/new.png"
+    write_photographs(photos)
+    stopped(tmp_path, photos, vae, monkeypatch)
+    for override, message in (
+        ("hflip=false", "hflip: True -> False"),
+        ("resolution=64", "resolution: 32 -> 64"),
+        ("encoder=identity", "encoder: .* -> identity; encoder_hash: "),
+        ("hflip=true", r"list_of_images: 10 images, .* -> 11 images"),
+    ):
+        if "list_of_images" in message:
+            Image.fromarray(photographs()["china"]).save(new)
+        rule = rf"out.partial was started with other settings \(.*{message}.*\): use those, or remove"
+        with pytest.raises(UserError, match=rule):
+            run(photos, tmp_path / "out", vae, override)
+    new.unlink()
+    assert run(photos, tmp_path / "out", vae).manifest.count == 10
 
 
 def spoil(folder):
@@ -241,13 +190,14 @@ def spoil(folder):
     return whole
 
 
-def test_corrupt_images_are_listed_and_can_be_left_out(tmp_path, vae, small_parts, capsys):
+def test_corrupt_images_are_listed_and_can_be_left_out_or_fixed(tmp_path, vae, small_parts, written, capsys):
     folder = tmp_path / "photos"
     write_photographs(folder)
     perfect = run(folder, tmp_path / "perfect", vae)
-    spoil(folder)
-    with pytest.raises(UserError, match=r"2 images are corrupt: .*skip_corrupt=true"):
-        run(folder, tmp_path / "out", vae)
+    whole = spoil(folder)
+    for out in ("out", "fixed"):
+        with pytest.raises(UserError, match=r"2 images are corrupt: .*skip_corrupt=true"):
+            run(folder, tmp_path / out, vae)
     printed = capsys.readouterr().out
     assert "2 of 10 images are corrupt" in printed
     assert "china/001.jpg: " in printed and "flower/002.png: " in printed
@@ -255,24 +205,15 @@ def test_corrupt_images_are_listed_and_can_be_left_out(tmp_path, vae, small_part
     assert not (tmp_path / "out").exists()
     left = run(folder, tmp_path / "out", vae, "skip_corrupt=true")
     good = [i for i in range(10) if i not in (1, 7)]
-    assert left.manifest.count == 8
     assert left.labels.tolist() == perfect.labels[good].tolist() == [0] * 4 + [1] * 4
     np.testing.assert_allclose(left.stored, perfect.stored[good], rtol=2e-3, atol=1e-3)
     told = left.manifest.origin["left_out"]
     assert [line.partition(": ")[0] for line in told] == ["china/001.jpg", "flower/002.png"]
     assert "cannot identify image" in told[1]
-
-
-def test_corrupt_images_that_were_fixed_are_encoded(tmp_path, vae, small_parts, written):
-    folder = tmp_path / "photos"
-    write_photographs(folder)
-    whole = spoil(folder)
-    with pytest.raises(UserError, match="2 images are corrupt"):
-        run(folder, tmp_path / "out", vae)
     (folder / "china" / "001.jpg").write_bytes(whole)
     Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
     written.clear()
-    assert run(folder, tmp_path / "out", vae).manifest.count == 10
+    assert run(folder, tmp_path / "fixed", vae).manifest.count == 10
     assert written == [0, 1], "the part without corrupt images is kept"
 
 
@@ -333,7 +274,7 @@ def test_masks_are_cropped_and_pooled_like_their_images(
     assert 0 < dataset.masks.astype(bool).mean() < 1
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
+@pytest.mark.parametrize("suffix", ["jpg", "tiff"])
 def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
     """A mask that was painted on the displayed picture lies on its object, in any mix of formats."""
     shown = np.zeros((48, 32, 3), np.uint8)
@@ -342,8 +283,7 @@ def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
     exif[ExifTags.Base.Orientation] = 6  # the camera was held upright: stored on its left side
     for folder in ("images", "masks"):
         (tmp_path / folder).mkdir()
-    lossless = {"lossless": True} if suffix == "webp" else {}
-    Image.fromarray(np.rot90(shown).copy()).save(tmp_path / f"images/0.{suffix}", exif=exif, **lossless)
+    Image.fromarray(np.rot90(shown).copy()).save(tmp_path / f"images/0.{suffix}", exif=exif)
     mask = Image.fromarray(shown[:, :, 0])
     for turned in (False, True):
         stored = Image.fromarray(np.rot90(shown[:, :, 0]).copy()) if turned else mask
@@ -353,50 +293,20 @@ def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
         expected = np.asarray(centre_crop(mask, 32))
         assert np.abs(dataset.masks[0].astype(int) - expected).max() <= 1
         assert np.abs((dataset.stored[0, 1] + 1) * 127.5 - expected).mean() < 3
-        assert dataset.manifest.origin["orientation"] == ORIENTATION
     stored.save(tmp_path / "masks/0.png")  # painted on what is stored
     corrupt = refused(tmp_path / "more", tmp_path / "images", "identity", f"masks={tmp_path / 'masks'}")
     message = f"0.{suffix}: its mask: it is (48, 32), the image is (32, 48), as they are shown"
     assert message in corrupt
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["conditioning_type=segmentation"], "conditioning_type=segmentation needs masks=FOLDER"),
-        (("resolution=33",), "resolution=33 must be a multiple of 2"),
-        (("num_held_out=10",), r"num_held_out=10 must be in \[0, 9\]"),
-        (("encoder=nothing",), "encoder=nothing must be one of identity"),
-    ],
-)
-def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae, overrides, message):
-    with pytest.raises(UserError, match=message):
-        run(photos, tmp_path / "out", vae, *overrides)
+def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae):
+    for override, message in (
+        ("resolution=33", "resolution=33 must be a multiple of 2"),
+        ("num_held_out=10", r"num_held_out=10 must be in \[0, 9\]"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(photos, tmp_path / "out", vae, override)
     assert not list(tmp_path.iterdir())
-
-
-def test_too_little_disk_space_is_an_error_before_any_work(tmp_path, photos, vae, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(UserError, match=r"out=.* needs 0\.0 GiB while it is written, 0\.0 are free"):
-        run(photos, tmp_path / "out", vae)
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_line_and_the_same_command_resumes(tmp_path, photos, vae):
-    """A limit on the size of files stands for the full disk: 10 images are one part of 82 kB, and so is what
-    is made of it.
-    """
-    result = start(photos, tmp_path / "out", vae, file_bytes=60_000)
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith(
-        "error: [Errno 27] File too large; fix this and run the same command again"
-    )
-    assert "Traceback" not in result.stderr
-    assert sorted(file.name for file in tmp_path.rglob("*")) == ["about.json", "out.partial"]
-    result = start(photos, tmp_path / "out", vae)
-    assert result.returncode == 0, result.stderr
-    assert open_latents(tmp_path / "out").manifest.count == 10
 
 
 @pytest.mark.slow
@@ -410,9 +320,8 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
     assert files(tmp_path / "two") == files(tmp_path / "one")
     partial = tmp_path / "out.partial"
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    process = psutil.Popen(
-        command(TWO, photos, tmp_path / "out", vae), env=environment, stderr=subprocess.DEVNULL
-    )
+    command = [*TWO, "-m", "data.encode", *options(photos, tmp_path / "out", vae)]
+    process = psutil.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     while not list(partial.glob("*.npz")):
         assert process.poll() is None, "it finished before it could be killed"
         time.sleep(0.01)
@@ -426,33 +335,13 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
     assert files(tmp_path / "out") == files(tmp_path / "one")
 
 
-@pytest.mark.slow
-def test_a_public_autoencoder_is_taken_from_the_cache_without_network(tmp_path, photos):
-    """The cache of the hub after a download: a small autoencoder under the public name."""
-    repository = tmp_path / "cache" / "models--stabilityai--sd-vae-ft-ema"
-    write_autoencoder(repository / "snapshots" / ("0" * 40))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    hub = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        command([sys.executable], photos, tmp_path / "out", "sd-vae-ft-ema"),
-        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), **hub},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "python -m data.report" in result.stdout
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["encoder"] == "stabilityai/sd-vae-ft-ema"
-
-
 def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
     """A disk that is unmounted half-way must not leave half of the images out."""
     write_photographs(tmp_path / "photos")
     write = parts.EncodedParts.write_part
 
-    def unmount(folder, number, part):
-        write(folder, number, part)
+    def unmount(folder, number, *part):
+        write(folder, number, *part)
         if (tmp_path / "photos").exists():
             (tmp_path / "photos").rename(tmp_path / "elsewhere")
 
@@ -485,17 +374,16 @@ def test_a_kill_while_parts_are_joined_costs_nothing(
 
 
 def test_a_second_encoder_names_the_first_and_exits(tmp_path, photos, vae):
-    with lock_of(tmp_path / "out"):
-        result = start(photos, tmp_path / "out", vae)
-    assert result.returncode == TRY_AGAIN
-    line = result.stderr.splitlines()[-1]
-    assert line.startswith(f"error: out={tmp_path}/out is in use by process {os.getpid()} on ")
+    with lock_of(tmp_path / "out"), pytest.raises(UserError) as raised:
+        run(photos, tmp_path / "out", vae)
+    assert isinstance(raised.value.__cause__, Busy), "the program exits with TRY_AGAIN"
+    assert str(raised.value).startswith(f"out={tmp_path}/out is in use by process {os.getpid()} on ")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_there_is_not_overwritten(tmp_path, photos, vae, monkeypatch):
     """Neither what is there at first, nor what appears before the lock is taken."""
-    acquire, rule = encode.Lock.acquire, r"out=.*out exists: move it away, or choose another"
+    acquire = encode.Lock.acquire
 
     def late(lock):
         monkeypatch.undo()
@@ -503,12 +391,10 @@ def test_what_is_there_is_not_overwritten(tmp_path, photos, vae, monkeypatch):
         return acquire(lock)
 
     monkeypatch.setattr(encode.Lock, "acquire", late)
-    with pytest.raises(UserError, match=rule):
-        run(photos, tmp_path / "out", vae)
-    before = files(tmp_path / "out")
-    with pytest.raises(UserError, match=rule):
-        run(photos, tmp_path / "out", vae)
-    assert files(tmp_path / "out") == before
+    for hflip in ("true", "false"):
+        with pytest.raises(UserError, match=r"out=.*out exists: move it away, or choose another"):
+            run(photos, tmp_path / "out", vae, f"hflip={hflip}")
+    assert open_latents(tmp_path / "out").manifest.hflip
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
@@ -516,29 +402,17 @@ def test_a_part_of_which_only_errors_were_written_is_redone(tmp_path):
     """Killed between the errors and the part, or between a part and the end of the old errors."""
     folder = parts.EncodedParts(tmp_path / "p", {"a": 1}, 3)
     assert folder.start() == [0, 1, 2]
-    part = parts.Part(np.zeros((2, 1, 4, 4), np.float16), None, np.array([0, 1]), {})
-    spoilt = parts.Part(part.latents[:1], None, part.positions[:1], {1: "b.png: broken"})
-    folder.write_part(0, part)
-    folder.write_part(1, spoilt)
+    arrays = {"positions": np.arange(2)}
+    folder.write_part(0, arrays, {})
+    folder.write_part(1, arrays, {1: "b.png: broken"})
     assert folder.start() == [1, 2]
-    assert folder.errors(range(3)) == {1: "b.png: broken"}
+    assert folder.errors() == {1: "b.png: broken"}
     (tmp_path / "p" / "0000002.errors.json").write_text("{}")
-    folder.write_part(2, part)
+    folder.write_part(2, arrays, {})
     assert folder.start() == [1]
-    folder.write_part(1, part)
+    folder.write_part(1, arrays, {})
     assert folder.start() == []
-    assert folder.errors(range(3)) == {}
-
-
-def test_a_damaged_part_is_removed_and_redone(tmp_path, photos, vae, small_parts, monkeypatch):
-    stopped(tmp_path, photos, vae, monkeypatch)
-    part = tmp_path / "out.partial" / "0000001.npz"
-    data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
-    part.write_bytes(data)
-    with pytest.raises(UserError, match=r"0000001.npz was damaged .* and is removed: run the same command"):
-        run(photos, tmp_path / "out", vae)
-    assert run(photos, tmp_path / "out", vae).manifest.count == 10
+    assert folder.errors() == {}
 
 
 def test_a_path_has_one_name(tmp_path, photos, vae, small_parts, monkeypatch):

@@ -1,3 +1,4 @@
+import re
 import struct
 import tracemalloc
 import zipfile
@@ -5,13 +6,10 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from data import centre_crop, open_images
 from data.images import open_picture
-from evaluation.reference import open_reference
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (11, 6, 5, 3), dtype=np.uint8)
@@ -47,22 +45,20 @@ def test_every_kind_gives_the_same_images_in_sorted_order(tmp_path):
         assert (read(images) == IMAGES[ORDER]).all(), name
 
 
-@settings(max_examples=40, deadline=None)
-@given(count=st.integers(1, 11), batch_size=st.integers(1, 12), num_processes=st.integers(1, 5))
-def test_processes_share_images_without_gaps_or_doubles(tmp_path_factory, count, batch_size, num_processes):
-    folder = tmp_path_factory.mktemp("images")
-    np.savez(folder / "x.npz", IMAGES[:count])
-    write_folder(folder / "x", [f"{i:02}.png" for i in range(count)], IMAGES[:count])
-    for path in (folder / "x.npz", folder / "x"):
-        seen = {}
+@pytest.mark.parametrize(
+    ("count", "batch_size", "num_processes"), [(1, 3, 2), (11, 4, 2), (11, 3, 5), (8, 8, 3)]
+)
+def test_processes_share_images_without_gaps_or_doubles(tmp_path, count, batch_size, num_processes):
+    np.savez(tmp_path / "x.npz", IMAGES[:count])
+    write_folder(tmp_path / "x", [f"{i:02}.png" for i in range(count)], IMAGES[:count])
+    for path in (tmp_path / "x.npz", tmp_path / "x"):
+        seen = []
         for process in range(num_processes):
             mine = range(process, -(-count // batch_size), num_processes)
             for part, batch in open_images(path).batches(batch_size, mine):
-                for i, image in enumerate(batch, part * batch_size):
-                    assert i not in seen
-                    seen[i] = image
-        assert sorted(seen) == list(range(count))
-        assert all((image == IMAGES[i]).all() for i, image in seen.items())
+                seen += zip(range(part * batch_size, count), batch, strict=False)
+        assert sorted(i for i, _ in seen) == list(range(count))
+        assert all((image == IMAGES[i]).all() for i, image in seen)
 
 
 def test_an_array_is_never_entirely_in_memory(tmp_path):
@@ -83,89 +79,56 @@ def test_an_array_is_never_entirely_in_memory(tmp_path):
     [
         (np.zeros((4, 8, 8, 3), np.float32), "arr_0 is float32 (4, 8, 8, 3), must be uint8"),
         (np.zeros((4, 8, 8), np.uint8), "arr_0 is uint8 (4, 8, 8), must be uint8 (N, H, W, C)"),
-        (np.zeros((0, 8, 8, 3), np.uint8), "arr_0 is uint8 (0, 8, 8, 3), must be .*, not empty"),
-        (np.asfortranarray(np.zeros((4, 8, 8, 3), np.uint8)), "arr_0 is (4, 8, 8, 3), must be in C order"),
+        (np.zeros((0, 8, 8, 3), np.uint8), "arr_0 is uint8 (0, 8, 8, 3), must be"),
+        (np.asfortranarray(np.zeros((4, 8, 8, 3), np.uint8)), "arr_0 is uint8 (4, 8, 8, 3), must be"),
         (
             np.zeros((4, 3, 8, 8), np.uint8),
-            "arr_0 is (4, 3, 8, 8), must be in C order with at most 4 channels",
+            "(4, 3, 8, 8), must be uint8 (N, H, W, C) in C order, with 1 to 4",
         ),
         (np.array([{"a": 1}], dtype=object), "arr_0 is object (1,)"),
-    ],
-)
-def test_arrays_that_are_not_images_are_refused(tmp_path, array, message):
-    np.savez(tmp_path / "x.npz", array)
-    with pytest.raises(ValueError) as found:
-        open_images(tmp_path / "x.npz")
-    assert all(part in str(found.value) for part in message.split(".*"))
-    assert "x.npz" in str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
         ({"images": IMAGES, "labels": np.zeros(11)}, "it holds images, labels: np.savez(FILE, images) names"),
-        (
-            {f"x{i:02}": np.zeros(1) for i in range(12)},
-            "x00, x01, x02, x03, x04, x05, x06, x07, x08, x09, ...",
-        ),
+        ({f"x{i:02}": np.zeros(1) for i in range(12)}, "x06, x07, x08, x09, ...: np.savez"),
         ({}, "it holds no arrays"),
     ],
 )
-def test_arrays_of_other_names_are_listed(tmp_path, arrays, message):
-    np.savez(tmp_path / "x.npz", **arrays)
-    with pytest.raises(ValueError) as found:
+def test_arrays_that_are_not_images_are_refused(tmp_path, array, message):
+    np.savez(tmp_path / "x.npz", **(array if isinstance(array, dict) else {"arr_0": array}))
+    with pytest.raises(ValueError, match=re.escape(message)) as found:
         open_images(tmp_path / "x.npz")
-    assert message in str(found.value)
-    with pytest.raises(ValueError) as found:
-        open_reference(tmp_path / "x.npz", open_images)
-    assert message.removeprefix("it holds ").partition(":")[0] in str(found.value)
+    assert "x.npz" in str(found.value)
 
 
 def test_damaged_arrays_are_refused(tmp_path):
     images = RNG.integers(0, 256, (50, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "x.npz", images)
     whole = (tmp_path / "x.npz").read_bytes()
-    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "text.npz").write_text("hello")
-    np.savez(tmp_path / "other.npz", images=images)
-    for name in ("cut", "text", "other"):
-        with pytest.raises(ValueError, match=rf"{name}.npz cannot be read as an .npz with arr_0"):
-            open_images(tmp_path / f"{name}.npz")
-    middle = len(whole) // 2
-    (tmp_path / "flipped.npz").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    with pytest.raises(ValueError, match=r"flipped.npz is damaged"):
-        read(open_images(tmp_path / "flipped.npz"))
-    with pytest.raises(ValueError, match=r"flipped.npz is damaged"):
-        for process in range(2):
-            list(open_images(tmp_path / "flipped.npz").batches(20, range(process, 3, 2)))
     np.savez_compressed(tmp_path / "packed.npz", images)
-    packed = (tmp_path / "packed.npz").read_bytes()
-    (tmp_path / "start.npz").write_bytes(packed[:60] + bytes(8) + packed[68:])
-    with pytest.raises(ValueError, match=r"start.npz"):
-        read(open_images(tmp_path / "start.npz"))
+    packed, middle = (tmp_path / "packed.npz").read_bytes(), len(whole) // 2
+    encrypted = bytearray(whole)
+    encrypted[6] |= 1  # the flag of encryption, before the file and in the directory at the end
+    encrypted[whole.index(b"PK\x01\x02") + 8] |= 1
     with (
         zipfile.ZipFile(tmp_path / "short.npz", "w") as archive,
         zipfile.ZipFile(tmp_path / "x.npz") as source,
     ):
         archive.writestr("arr_0.npy", source.read("arr_0.npy")[:-100])
-    with pytest.raises(ValueError, match=r"arr_0 holds 38300 bytes, its shape \(50, 16, 16, 3\) needs 38400"):
-        open_images(tmp_path / "short.npz")
+    for data, message in (
+        (whole[:middle], r"a.npz cannot be read as an .npz with arr_0"),
+        (b"hello", r"a.npz cannot be read as an .npz with arr_0"),
+        (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], "a.npz is damaged"),
+        (packed[:60] + bytes(8) + packed[68:], "a.npz"),
+        (bytes(encrypted), "cannot be read as an .npz.*encrypted"),
+        (
+            (tmp_path / "short.npz").read_bytes(),
+            r"holds 38300 bytes, its shape \(50, 16, 16, 3\) needs 38400",
+        ),
+    ):
+        (tmp_path / "a.npz").write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            for process in range(2):
+                list(open_images(tmp_path / "a.npz").batches(20, range(process, 3, 2)))
     with pytest.raises(FileNotFoundError, match="nowhere"):
         open_images(tmp_path / "nowhere")
-
-
-def test_encrypted_archives_are_refused(tmp_path):
-    np.savez(tmp_path / "x.npz", IMAGES)
-    folder = write_folder(tmp_path / "folder")
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
-        archive.write(folder / NAMES[0], "0.png")
-    for name, message in (("x.npz", "cannot be read as an .npz"), ("x.zip", "0.png cannot be used")):
-        data = bytearray((tmp_path / name).read_bytes())
-        data[6] |= 1  # the flag of encryption, before the file and in the directory at the end
-        data[data.index(b"PK\x01\x02") + 8] |= 1
-        (tmp_path / name).write_bytes(data)
-        with pytest.raises(ValueError, match=rf"{message}.*encrypted"):
-            open_images(tmp_path / name)
 
 
 def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
@@ -195,7 +158,7 @@ def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
     broken.write_bytes(broken.read_bytes()[:60])
     refused(tmp_path / "broken", "b/07.png cannot be used")
     (tmp_path / "x.zip").write_text("hello")
-    refused(tmp_path / "x.zip", "cannot be read as a folder, a zip or an .npz")
+    refused(tmp_path / "x.zip", "cannot be read as a folder or a zip")
 
 
 def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):
@@ -214,32 +177,18 @@ def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):
 
 def turned(pixels, orientation):
     """What a viewer shows, by the table of the EXIF standard: where row 0 and column 0 are."""
-    top, left = [
-        ("t", "l"),
-        ("t", "r"),
-        ("b", "r"),
-        ("b", "l"),
-        ("l", "t"),
-        ("r", "t"),
-        ("r", "b"),
-        ("l", "b"),
-    ][orientation - 1]
+    top, left = ["tl", "tr", "br", "bl", "lt", "rt", "rb", "lb"][orientation - 1]
     shown = pixels if top in "tb" else pixels.swapaxes(0, 1)
     return shown[:: -1 if "b" in (top, left) else 1, :: -1 if "r" in (top, left) else 1]
-
-
-def save_turned(pixels, file, orientation):
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = orientation
-    lossless = {"lossless": True} if file.suffix == ".webp" else {}
-    Image.fromarray(pixels).save(file, exif=exif, **lossless)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("suffix", ["png", "tiff", "webp", "jpg"])
 def test_images_are_read_as_viewers_show_them(tmp_path, suffix, orientation):
     pixels = np.kron(RNG.integers(0, 256, (2, 3, 3), dtype=np.uint8), np.ones((16, 16, 1), np.uint8))
-    save_turned(pixels, tmp_path / f"0.{suffix}", orientation)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(pixels).save(tmp_path / f"0.{suffix}", exif=exif)
     lossy = suffix in ("webp", "jpg")
     got = read(open_images(tmp_path, 32 if lossy else None))[0].astype(int)
     shown = Image.fromarray(np.ascontiguousarray(turned(pixels, orientation)))
@@ -261,14 +210,6 @@ def test_a_resolution_has_no_meaning_for_an_array(tmp_path):
     np.savez(tmp_path / "x.npz", IMAGES)
     with pytest.raises(ValueError, match=r"resolution=16 crops image files and has no meaning for .*x.npz"):
         open_images(tmp_path / "x.npz", resolution=16)
-
-
-def test_centre_crop_halves_by_boxes_first():
-    image = RNG.integers(0, 256, (32, 64, 3), dtype=np.uint8)
-    boxes = image.reshape(16, 2, 32, 2, 3).astype(float).mean(axis=(1, 3))
-    got = np.asarray(centre_crop(Image.fromarray(image), 16)).astype(float)
-    assert np.abs(got - boxes[:, 8:24]).max() <= 1
-    assert centre_crop(Image.fromarray(image), 50).size == (50, 50)
 
 
 def published_crop(image, size):

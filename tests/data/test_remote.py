@@ -1,9 +1,10 @@
 import os
+import re
 import ssl
 import tarfile
-import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -52,7 +53,7 @@ def test_a_server_gives_the_same_as_a_folder_in_one_request(served, tmp_path):
     assert read(f"{path}/") == DATA
 
 
-@pytest.mark.parametrize("fault", [503, 500, 429, "cut"])
+@pytest.mark.parametrize("fault", [503, "cut"])
 def test_what_fails_once_is_tried_again(served, fault):
     server, path = served
     server.faults = [fault]
@@ -60,21 +61,12 @@ def test_what_fails_once_is_tried_again(served, fault):
     assert len(server.asked) == 2
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (503, "tried 3 times: .*Service Unavailable"),
-        (400, "tried 3 times: .*Bad Request"),
-        ("cut", "tried 3 times: .*not completed"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "message"), [(400, "Bad Request"), ("cut", "not completed")])
 def test_what_always_fails_is_tried_three_times(served, fault, message):
     server, path = served
     server.faults = [fault] * 100
-    with pytest.raises(OSError, match=f"/a cannot be read, {message}"):
-        read(path)
+    assert re.match(f"OSError: {path}/a cannot be read, tried 3 times: .*{message}", refused(path))
     assert len(server.asked) == remote.ATTEMPTS, "the libraries do not try again beside"
-    refused(path)
 
 
 def test_attempts_start_at_the_start_of_the_file(served):
@@ -92,19 +84,17 @@ def test_attempts_start_at_the_start_of_the_file(served):
     assert seen == [DATA] * 3
 
 
-@pytest.mark.parametrize(("fault", "kind"), [(404, "FileNotFoundError"), (403, "PermissionError")])
-def test_what_is_missing_or_forbidden_is_not_tried_again(served, fault, kind):
-    server, path = served
-    server.faults = [fault]
-    assert refused(path).startswith(f"{kind}: {path}/a ")
-    assert len(server.asked) == 1
-
-
 def test_missing_files_are_named(tmp_path, monkeypatch):
     assert "/a is not there: No such file" in refused(str(tmp_path))
-    with serving("http", tmp_path, monkeypatch) as (_, path):
-        assert f"{path}/a is not there: 404 Not Found" in refused(path)
-    with serving("s3", tmp_path, monkeypatch):
+    with serving("http", tmp_path, monkeypatch) as (server, path):
+        assert f"FileNotFoundError: {path}/a is not there: 404 Not Found" in refused(path)
+        server.faults = [403]
+        assert f"PermissionError: {path}/a cannot be read: 403 Forbidden" in refused(path)
+        assert len(server.asked) == 2, "it is not tried again"
+    with serving("s3", tmp_path, monkeypatch) as (server, _):
+        server.faults = [403]
+        assert refused("s3://bucket").startswith("PermissionError: s3://bucket/a cannot be read: ")
+        assert len(server.asked) == 1
         assert "s3://bucket/a is not there: The specified key does not exist" in refused("s3://bucket")
         assert "s3://other/a is not there: The bucket does not exist" in refused("s3://other")
         assert "Invalid bucket name" in refused("s3://b~@"), "botocore says this in two lines"
@@ -152,27 +142,38 @@ def test_silence_ends_an_attempt_but_a_slow_download_does_not(served, monkeypatc
     assert len(server.asked) == remote.ATTEMPTS
 
 
-@pytest.mark.parametrize("fault", ["drip", "drip headers"])
-def test_a_server_that_drips_bytes_is_given_up(served, monkeypatch, fault):
+@pytest.mark.parametrize(
+    ("fault", "limit", "told"),
+    [
+        ("drip", ("WINDOW_SEC", 0.1), "bytes came in 0 s, must be at least 262144"),
+        ("drip headers", ("ANSWER_SEC", 0.2), "no answer in 0 s"),
+    ],
+)
+def test_a_server_that_drips_bytes_is_given_up(served, monkeypatch, fault, limit, told):
     server, path = served
     assert read(path) == DATA, "the first request to S3 also loads its library, which may take seconds"
-    monkeypatch.setattr(servers, "WINDOW_SEC", 0.3)
-    monkeypatch.setattr(servers, "ANSWER_SEC", 2)
+    monkeypatch.setattr(servers, *limit)
     server.faults, server.asked = [fault] * 100, []
-    told = "no answer in 2 s" if fault == "drip headers" else "bytes came in 0 s, must be at least 262144"
     assert told in refused(path)
     assert len(server.asked) == remote.ATTEMPTS
 
 
-def test_only_waiting_counts_as_download_time(served, monkeypatch):
-    monkeypatch.setattr(servers, "WINDOW_SEC", 0.5)
+def test_only_waiting_counts_as_download_time(tmp_path, monkeypatch):
+    """A clock that only a slow user of the file moves: it would be far beyond the limit."""
+    (tmp_path / "a").write_bytes(DATA)
+    clock = [0.0]
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
 
     def use(stream):
-        data = stream.read(2**20)
-        time.sleep(0.6)
-        return data + stream.read()
+        parts = []
+        while part := stream.read(2**10):
+            parts.append(part)
+            clock[0] += servers.WINDOW_SEC
+        return b"".join(parts)
 
-    assert read_file(served[1], "a", use) == DATA
+    with serving("http", tmp_path, monkeypatch) as (server, path):
+        assert read_file(path, "a", use) == DATA
+        assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shards.json", "held_out-000000.tar"])
@@ -186,9 +187,8 @@ def test_an_endless_server_is_given_up(tmp_path, monkeypatch, name):
         server.faults, server.of = ["endless"] * 3, name
         tracemalloc.start()
         try:
-            with pytest.raises(
-                (OSError, ValueError), match=rf"/{name} cannot be read, tried 3 times: "
-            ) as raised:
+            message = rf"/{name} cannot be read, tried 3 times: "
+            with pytest.raises((OSError, ValueError), match=message) as raised:
                 open_shards(path, **SIZES)
             assert tracemalloc.get_traced_memory()[1] < 2**26
         finally:
@@ -223,11 +223,7 @@ def test_a_file_closed_early_keeps_no_connection(served, recwarn, caplog):
     for _ in range(12):  # a pool of S3 has ten
         assert read_file(path, "a", lambda stream: stream.read(10)) == DATA[:10]
     assert read(path) == DATA
-    assert not [
-        warning
-        for warning in recwarn
-        if "nclosed" in str(warning.message) or "never awaited" in str(warning.message)
-    ]
+    assert not [warning for warning in recwarn if re.search("nclosed|never awaited", str(warning.message))]
     assert not caplog.records
 
 
@@ -243,14 +239,11 @@ def test_credentials_are_required_or_anonymous(tmp_path, monkeypatch):
     with serving("s3", tmp_path, monkeypatch) as (_, path):
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         told = refused(path)
-        assert told.startswith(
-            "PermissionError: s3://bucket/a cannot be read: Unable to locate credentials ("
-        )
+        assert told.startswith("PermissionError: s3://bucket/a cannot be read: Unable to locate credentials")
         assert "FSSPEC_S3_ANON=true" in told
         monkeypatch.setattr(fsspec.config, "conf", {})
-        fsspec.config.set_conf_env(
-            fsspec.config.conf, {"FSSPEC_S3_ANON": "true"}
-        )  # as fsspec does when it is imported
+        # As fsspec does when it is imported.
+        fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_S3_ANON": "true"})
         S3FileSystem.clear_instance_cache()
         assert read(path) == DATA
 
@@ -263,30 +256,10 @@ def test_s3_without_its_library_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     "path",
     [
-        "pipe:cat a",
-        " pipe:cat a",
-        "\tpipe:cat a",
-        "PIPE:cat a",
-        " \t FILE:///etc",
-        "file:///etc",
-        "file:a",
-        "gs://bucket",
-        "hf://datasets/a/b",
-        "memory://a",
-        "ftp://host",
-        "s3a://bucket",
-        "S3://bucket",
-        " https://host",
-        "https://",
-        "https://host/a b",
-        "https://host/$(ls)",
-        "https://host/a?b",
-        "https://höst",
-        "s3://bucket?versionId=1",
-        "simplecache::https://host",
-        "https://host::file:///etc",
-        "zip://a::s3://bucket",
-        "s3://bucket/a::b",
+        *("pipe:cat a", "\tpipe:cat a", "PIPE:cat a", " \t FILE:///etc", "file:a", "gs://bucket"),
+        *("hf://datasets/a/b", "memory://a", "ftp://host", "s3a://bucket", "S3://bucket", " https://host"),
+        *("https://", "https://host/a b", "https://host/$(ls)", "https://host/a?b", "https://höst"),
+        *("simplecache::https://host", "https://host::file:///etc", "s3://bucket/a::b"),
     ],
 )
 def test_other_addresses_are_refused_before_anything_is_opened(path, monkeypatch):
@@ -300,11 +273,3 @@ def test_names_of_folders_may_hold_a_colon_after_a_slash(tmp_path, monkeypatch):
     (tmp_path / "a:b" / "a").write_bytes(b"x")
     monkeypatch.chdir(tmp_path)
     assert read("./a:b") == b"x"
-
-
-def test_a_folder_needs_no_library_of_servers(tmp_path, monkeypatch):
-    (tmp_path / "a").write_bytes(b"x")
-    monkeypatch.setattr(fsspec, "filesystem", lambda *_, **__: pytest.fail("it was asked for"))
-    threads = threading.active_count()
-    assert read(str(tmp_path)) == b"x"
-    assert threading.active_count() == threads

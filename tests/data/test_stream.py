@@ -115,6 +115,7 @@ def test_workers_change_nothing():
         assert torch.equal(here.stored, read_ahead.stored)
         assert torch.equal(here.labels, read_ahead.labels)
         assert torch.equal(here.stored, dataset.read(np.array(ids))[0])
+        assert (here.masks, here.num_forced) == (None, 0), "masks are not read by default"
 
 
 def test_held_out_batches_are_the_same_on_any_number_of_processes():
@@ -131,10 +132,10 @@ def test_held_out_batches_are_the_same_on_any_number_of_processes():
     for world_size in (1, 2, 5):
         parts = {}
         for rank in range(world_size):
-            for index, *tensors in held_out_batches(
-                dataset, 2, torch.device("cpu"), rank, world_size, with_masks=True
-            ):
-                parts[index] = tensors
+            share = torch.device("cpu"), rank, world_size
+            parts |= {
+                index: tensors for index, *tensors in held_out_batches(dataset, 2, *share, with_masks=True)
+            }
         found.append([torch.cat(tensors) for tensors in zip(*(parts[i] for i in sorted(parts)), strict=True)])
     for latents, labels, weights in found:
         np.testing.assert_allclose(latents[:, 0], (moments[ids, 0] - 2) * 0.5, rtol=1e-6)
@@ -187,9 +188,3 @@ def test_the_coverage_of_masks_is_that_of_the_largest_of_a_batch():
         masks[entry].flat[: 2 * entry] = 255
     dataset = masked(small_data(num_classes=0, num_held_out=0, num_entries=8), masks, "mask")
     assert mask_coverage(dataset, covered, batch_size=4) == np.mean([6 / 16, 14 / 16])
-
-
-def test_masks_are_not_read_by_default():
-    batch = next(iter(batches_of(small_data())))
-    assert batch.masks is None
-    assert batch.num_forced == 0
