@@ -72,6 +72,9 @@ def check_files(config: dict[str, Any], run: RunFolder) -> None:
     if config["train"]["init_from"] and not latest_checkpoint(run.path):
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
         check_init_shapes(config)
+    file = config["evaluation"].get("reference")
+    if file is not None and not Path(str(file)).exists():
+        raise FileNotFoundError(f"evaluation.reference={file} not found: see `python -m evaluation.fetch`")
 
 
 def check_init_from(source: str, objective: str | None) -> None:
@@ -162,12 +165,10 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     optimizer = build_optimizer(config, net.named_parameters())
 
     recorder = Recorder(launch, run)
-    networks = (net, ema.net, bare_loss)
-    evaluators = build_evaluators(config, run, dataset, launch, *networks, resolved)
+    evaluators = build_evaluators(config, run, dataset, launch, net, ema.net, bare_loss, resolved)
     check_sweep_metric(config["sweep_metric"], evaluators)
     batches = _build_batches(config, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
     checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
-    stop = StopRequest(train["max_time_sec"])
     settings = Settings(**{field.name: train[field.name] for field in fields(Settings)})
 
     slowdown = fp32_slowdown(net, device, bf16)
@@ -185,7 +186,7 @@ def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData,
     speed_check = SpeedCheck(losses, precond, predicted, device, recorder) if train["check_speed"] else None
     parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
     work = Work(training_flops, specified_peak(device, bf16))
-    trainer = Trainer(*parts, stop, settings, work, speed_check)
+    trainer = Trainer(*parts, StopRequest(train["max_time_sec"]), settings, work, speed_check)
 
     coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
     if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):

@@ -99,6 +99,7 @@ VALUES = [
     ("train", "must not be empty", "run_name='' output_dir=''"),
     ("train", "must be a name below runs/: output_dir sets any other place", "run_name=../elsewhere run_name=/elsewhere"),
     ("train", "is not a run directory (no nowhere/config.yaml)", "guidance.weak_run=nowhere"),
+    ("train", "not found: see `python -m evaluation.fetch`", "evaluation.reference=nowhere"),
     ("train", "not found: give a weights file, a checkpoint folder or a run folder", "train.init_from=nowhere"),
     ("sample fid advise", POSITIVE, "num_samples=0 batch_size=0"),
     ("sample fid advise", "is not a run directory (no nowhere/config.yaml)", "run=nowhere"),
