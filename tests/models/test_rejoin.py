@@ -96,9 +96,3 @@ def test_the_mask_token_takes_part_in_a_dense_step():
     net = small_dit([MASKED], rejoin=Mask).train()
     net(*small_batch(), routing=Routing(0)).sum().backward()
     assert (net.rejoins[0].mask_token.grad == 0).all()
-
-
-@pytest.mark.parametrize("prob", [-0.1, 1.0])
-def test_a_probability_is_one(prob):
-    with pytest.raises(ValueError, match=r"model\.rejoin\.path_drop_prob=\S+ must be in \[0, 1\)"):
-        Fuse(torch.zeros(1, 3, 4), path_drop_prob=prob)
