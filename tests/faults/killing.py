@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.runs import ROOT, metrics
+from tests.runs import ROOT, TINY, metrics
 from training.checkpoint import damage_of, latest_checkpoint, steps_in
 
 BIN = Path(sys.executable).parent
@@ -27,20 +27,8 @@ ALL_ENDED_WITHIN_SEC = 45  # torchrun waits half a minute for processes that it 
 STARTED_WITHIN_SEC = 120
 
 # Log points, checkpoints and evaluations do not fall on the same steps, on purpose.
-OPTIONS = (
-    "data=synthetic",
-    "run_name=r",
-    "model.hidden_size=32",
-    "model.num_heads=4",
-    "model.patch_size=2",
-    "train.total_steps=240",
-    "train.batch_size=8",
-    "train.log_every=7",
-    "train.save_every=5",
-    "train.eval_every=40",
-    "train.mixed_precision=no",
-    "train.compile=false",
-)
+OPTIONS = (*TINY, "run_name=r", "train.total_steps=240", "train.log_every=7", "train.save_every=5")
+OPTIONS += ("train.eval_every=40",)
 
 # When a run is killed, and how often compared with the others; the last is a request, not a kill.
 MOMENTS = {"starting": 1, "training": 2, "saving": 2, "asked to stop": 1}
