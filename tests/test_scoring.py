@@ -48,28 +48,6 @@ def values(file):
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_gives_the_same_scores(folder):
-    """22 samples in batches of 4 leave one process with more than the other, and a short last batch."""
-    files, made = {}, {}
-    scored = ("samples=samples.npz", "reference=reference.npz", "kid=true")
-    told = ("fid22", "sfid22", "precision22", "kid_std22", "published scores are of 50,000")
-    for name, num_processes in (("one", 1), ("two", 2)):
-        options = {"num_processes": num_processes}
-        result = fid(folder, *scored, "detector_batch_size=4", f"out={name}.json", **options)
-        assert all(word in result.stdout for word in (*told, f"record {name}.json"))
-        files[name] = values(folder / f"{name}.json")
-        request = ("mode=reference", "images=samples.npz", f"out=made_{name}.npz")
-        fid(folder, *request, "detector_batch_size=4", **options)
-        with np.load(folder / f"made_{name}.npz") as arrays:
-            made[name] = dict(arrays)
-    assert files["two"] == pytest.approx(files["one"], rel=1e-6)
-    assert made["one"].pop("weights") == made["two"].pop("weights")
-    for key, array in made["one"].items():
-        np.testing.assert_allclose(made["two"][key], array, rtol=1e-5, atol=1e-6)
-    assert json.loads((folder / "made_one.json").read_text())["num_kept"] == 22
-
-
-@pytest.mark.slow
 def test_a_run_is_scored_without_files_like_its_samples(folder):
     request = ("run=run", "num_samples=12", "batch_size=5")
     from_run = fid(folder, *request, "reference=reference.npz", "out=direct.json", num_processes=2)

@@ -72,9 +72,9 @@ def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):
     for asked, scale in (((), 4.0), (("guidance_scale=2",), 2.0)):
         source, _, record = opened(tmp_path / "guided", *asked)
         assert source.guidance.guidance_scale == record["guidance"]["guidance_scale"] == scale
-    for asked, num_steps in (((), 2), (("num_steps=3",), 3)):
-        assert opened(run, *asked)[0].sampler.keywords["num_steps"] == num_steps
-    assert opened(run, "first_seed=5")[0].first_seed == 5
+        assert source.sampler.keywords["num_steps"] == 2
+    source, _, _ = opened(run, "num_steps=3", "first_seed=5")
+    assert (source.sampler.keywords["num_steps"], source.first_seed) == (3, 5)
 
 
 @pytest.mark.parametrize(
