@@ -178,7 +178,7 @@ def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
     others = []
     for path, names in _groups(beside, sum(tensor.numel() for tensor in content[entry].values())):
         shared = not (path.startswith("opt") or names.isdisjoint(taken))
-        has_more = any(not name.startswith(IGNORED) for name in names - taken)
+        has_more = path in ENTRIES and any(not name.startswith(IGNORED) for name in names - taken)
         if AVERAGED.search(path) or (shared and (has_more or not is_average)):
             others.append(path)
     if others:
