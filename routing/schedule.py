@@ -88,12 +88,6 @@ class RoutePlan:
             return ratios
         return tuple(grow_ratio(ratio, self.num_tokens, num_forced) for ratio in ratios)
 
-    def min_ratios(self, with_force_keep: bool) -> tuple[float, ...]:
-        """Return the smallest ratio that each route may have at any step."""
-        if self.off_last_steps or (with_force_keep and self.force_keep_overflow == "grow"):
-            return (0.0,) * len(self.routes)
-        return tuple(min(of_route) for of_route in zip(*self._levels(), strict=True))
-
     def routing(self, step: int, num_forced: int = 0, force_keep: torch.Tensor | None = None) -> Routing:
         """The Routing of a step; arguments as in `ratios`, and force_keep (N, T) bool."""
         return Routing(self.ratios(step, num_forced), force_keep)
