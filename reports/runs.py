@@ -113,10 +113,8 @@ class Run:
             return step
         if axis == "TFLOPs":
             return next((total for at, total in reversed(self._tflops) if at <= step), 0.0)
-        times = [
-            line["train_time_sec"] for line in self.lines if "train_time_sec" in line and line["step"] <= step
-        ]
-        return times[-1] / 3600 if times else 0.0
+        lines = (line for line in reversed(self.lines) if line["step"] <= step)
+        return next((line["train_time_sec"] / 3600 for line in lines if "train_time_sec" in line), 0.0)
 
     @cached_property
     def settings(self) -> dict[str, str]:
@@ -257,9 +255,9 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 def shown_keys(arms: Sequence[Arm]) -> list[str]:
     """The keys of losses and scores, without single noise levels and without what only monitors a run."""
-    keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.newest)
-    lines = [line for arm in arms for run in arm.runs for line in run.lines if "evaluation_time_sec" in line]
-    scored = {key for line in lines for key in line}
+    runs = [run for arm in arms for run in arm.runs]
+    keys = dict.fromkeys(key for run in runs for key in run.newest)
+    scored = {key for run in runs for line in run.lines if "evaluation_time_sec" in line for key in line}
     return [key for key in keys if LEVEL not in key and (key in scored or ": " in key or key == "loss")]
 
 
@@ -279,25 +277,18 @@ def printable(text: str) -> str:
 
 def as_csv(arms: Sequence[Arm]) -> str:
     """A line for each run with all its newest values."""
-    rows = [_csv_row(arm, run) for arm in arms for run in arm.runs]
-    text = io.StringIO()
-    writer = csv.DictWriter(
-        text, list(dict.fromkeys(key for row in rows for key in row)), "", lineterminator="\n"
-    )
+    rows, text = [_csv_row(arm, run) for arm in arms for run in arm.runs], io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, columns, "", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
 def _csv_row(arm: Arm, run: Run) -> dict[str, Any]:
-    row = {
-        "run": run.name,
-        "data": arm.data,
-        "arm": arm.name,
-        "seed": run.seed,
-        "status": run.manifest["status"],
-    }
-    row |= {"step": run.step, "tflops": run.spent("TFLOPs", run.step), "hours": run.spent("hours", run.step)}
+    row = {"run": run.name, "data": arm.data, "arm": arm.name, "seed": run.seed}
+    row |= {"status": run.manifest["status"], "step": run.step}
+    row |= {axis.lower(): run.spent(axis, run.step) for axis in AXES[1:]}
     row |= {"commit": run.manifest["commit"], "device": run.manifest["device"], **run.newest}
     return {_no_formula(key): _no_formula(value) for key, value in row.items()}
 

@@ -13,8 +13,10 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 @pytest.fixture(scope="module")
 def pages(compared):
-    write_reports(ReportsConfig([str(compared[0])]))
-    write_reports(ReportsConfig([str(run) for run in compared]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reports.page.MAX_PANELS", 2)  # each takes a tenth of a second
+        write_reports(ReportsConfig([str(compared[0])]))
+        write_reports(ReportsConfig([str(run) for run in compared]))
     return [compared[0] / "report.html", compared[0].parent / "report.html"]
 
 
