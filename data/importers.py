@@ -168,10 +168,13 @@ def open_lmdb(path: Path) -> Source:
 
     try:
         environment = lmdb.open(str(path), readonly=True, lock=False, readahead=False, subdir=path.is_dir())
-        _check_size(environment, path)
         transaction = environment.begin()
     except lmdb.Error as error:
         raise ValueError(f"source={path} is not an LMDB, the folder with data.mdb: {error}") from error
+    size = (path / "data.mdb" if path.is_dir() else path).stat().st_size
+    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    if size < needed:  # to read pages beyond its end would kill the process
+        raise ValueError(f"source={path} is cut off: it has {size} of {needed} bytes")
 
     def value(key: str) -> bytes:
         try:
@@ -248,14 +251,6 @@ def _number(data: bytes, name: str, bound: int = MAX_CLASSES) -> int:
     if not data.strip().isdigit() or int(data) >= bound:
         raise ValueError(f"{name} is {data[:20]!r}, must be a number 0, 1, ..., less than {bound}")
     return int(data)
-
-
-def _check_size(environment: Any, path: Path) -> None:
-    """Refuse a file that is shorter than its pages: reading beyond its end would kill the process."""
-    file = path / "data.mdb" if path.is_dir() else path
-    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    if file.stat().st_size < needed:
-        raise ValueError(f"{file} is cut off: it has {file.stat().st_size} of {needed} bytes")
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:

@@ -70,9 +70,8 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
             entries = parse_json(read_bounded(file, MAX_JSON_BYTES + MAX_LABEL_BYTES * len(names)))["labels"]
         known = None if entries is None else {normalized_name(name): label for name, label in entries}
     except (*ZIP_ERRORS, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{what} is not of the form {{'labels': [[name, label], ...]}}: {error!r}"
-        ) from error
+        form = "{'labels': [[name, label], ...]}"
+        raise ValueError(f"{what} is not of the form {form}: {error!r}") from error
     if known is None:
         return None
     if len(known) < len(entries):

@@ -163,10 +163,8 @@ class LatentManifest:
         expected = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
         for key, size in expected.items():
             if size is not None and getattr(self, key) != size:
-                found = f"{getattr(self, key)}, as in {path}/{FILES['manifest']}"
-                raise ValueError(
-                    f"data.{key}={size} must be {found}; data=latents takes its sizes from there"
-                )
+                rule = f"must be {getattr(self, key)}, as in {path}/{FILES['manifest']}"
+                raise ValueError(f"data.{key}={size} {rule}; data=latents takes its sizes from there")
 
     def std_warning(self, std: torch.Tensor) -> str | None:
         """Warn if the standard deviation of what the network sees is far from the promised one."""

@@ -110,10 +110,8 @@ def open_shards(
     manifest = read_shard_manifest(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
     shards = _list_of_shards(path)
-    if (count := sum(shards.values())) != manifest.count:
-        raise ValueError(
-            f"{path}/{SHARDS_FILE} lists {count} entries, the manifest promises {manifest.count}"
-        )
+    if (listed := sum(shards.values())) != manifest.count:
+        raise ValueError(f"{path}/{SHARDS_FILE} lists {listed} entries, the manifest {manifest.count}")
     return ShardDataset(path, manifest, shards, encoder)
 
 

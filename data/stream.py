@@ -122,10 +122,8 @@ def stream(
     Args:
         token_mask: counts the tokens that masks force to stay; None leaves them uncounted.
     """
-    place = {"start_step": start_step, "rank": rank, "world_size": world_size}
-    order = StreamOrder(
-        dataset.train_ids, seed, batch_size, micro_batch_size, **place, hflip=dataset.manifest.hflip
-    )
+    share = batch_size, micro_batch_size, start_step, rank, world_size
+    order = StreamOrder(dataset.train_ids, seed, *share, hflip=dataset.manifest.hflip)
     reader = _Reader(dataset, with_masks, token_mask)
     options = {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": _ignore_signals}
     return DataLoader(reader, batch_size=None, sampler=order, **options)

@@ -48,7 +48,10 @@ class LatentWriter:
             for key, (dtype, shape) in self.manifest.arrays().items():
                 # Without a buffer a full disk shows in `write`, not in `close`.
                 self.files[key] = stack.enter_context((self.partial / FILES[key]).open("wb", buffering=0))
-                _write(self.files[key], memoryview(_header(dtype, shape)))
+                header, descr = BytesIO(), np.lib.format.dtype_to_descr(np.dtype(dtype))
+                about = {"descr": descr, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(header, about)
+                _write(self.files[key], header.getbuffer())
             self._opened = stack.pop_all()
         return self
 
@@ -135,12 +138,6 @@ def hash_block(file: Path, start: int, num_bytes: int) -> str:
             digest.update(chunk)
             num_bytes -= len(chunk)
     return digest.hexdigest()
-
-
-def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    header, descr = BytesIO(), np.lib.format.dtype_to_descr(np.dtype(dtype))
-    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
-    return header.getvalue()
 
 
 def _write(file: FileIO, data: memoryview) -> None:

@@ -319,7 +319,7 @@ def rename_member(folder):
         ("maskdit_wds", write_maskdit_wds, None, ("stored_as=mean_std",), "is negative: stored_as=mean_logvar"),
         ("maskdit_lmdb", lambda p: write_lmdb(p, second=np.concatenate(latents(seed=1), axis=1)), None, (), "the second half is not flips .*: hflip=false"),
         ("maskdit_lmdb", lambda p: write_lmdb(p, labels=np.concatenate([LABELS, LABELS[::-1]])), None, (), "the classes of the second half are not .* first: hflip=false"),
-        ("maskdit_lmdb", write_lmdb, lambda p: cut(p / "data.mdb"), (), r"data.mdb is cut off: it has \d+ of \d+ bytes"),
+        ("maskdit_lmdb", write_lmdb, lambda p: cut(p / "data.mdb"), (), r"source is cut off: it has \d+ of \d+ bytes"),
         ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"-3"), (), "length is b'-3', must be a number"),
         ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"1"), (), "1 entries are not images and their flips"),
         ("maskdit_lmdb", write_lmdb, partial(put, key=b"y-3", value=b"9" * 30), (), "y-3 is b'9+', must be .*, less than 1000000"),

@@ -34,7 +34,8 @@ def call(path, *overrides):
     report.main(composed(f"path={path}", *overrides, config_name="report"))
 
 
-def test_numbers_and_picture(tmp_path, vae, capsys):
+def test_numbers_and_picture(tmp_path, vae, monkeypatch, capsys):
+    monkeypatch.setattr(report, "SHEET_ROWS", 2)
     dataset = write(tmp_path / "a", vae, scale=0.5, class_names=("cat", "dog", "eel", "fly"))
     call(tmp_path / "a")
     out = capsys.readouterr().out
