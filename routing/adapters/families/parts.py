@@ -187,15 +187,15 @@ def num_reference_tokens(plane: float) -> Callable[[nn.Module, Arguments], int]:
 def check(row: Adapter, model: nn.Module, arguments: Arguments) -> None:
     """Refuse ways to attend that are not known, and what the row itself refuses."""
     refused = f"of {type(model).__name__} does not go together with routing"
-    for name in row.accepts:
+    for name in (name for name in row.accepts if name.endswith("attention_kwargs")):
         is_gathered = any(name in spec.by_token for spec in row.block_lists)
         accepted = ("scale", "attention_mask") if is_gathered else ("scale",)
-        for key in set(arguments.get(name) or ()) - {*accepted} if name.endswith("attention_kwargs") else ():
+        for key in set(arguments.get(name) or ()) - {*accepted}:
             raise ValueError(f"{name}.{key} {refused}, which accepts {', '.join(accepted)}")
-    for module in model.modules():
-        processor = getattr(module, "processor", None)
-        if processor is not None and type(processor).__name__ not in PROCESSORS.split():
-            raise ValueError(f"{type(processor).__name__} {refused}")
+    processors = [getattr(module, "processor", None) for module in model.modules()]
+    for name in {type(processor).__name__ for processor in processors if processor is not None}:
+        if name not in PROCESSORS.split():
+            raise ValueError(f"{name} {refused}")
     if getattr(model, "is_cache_enabled", False):
         raise ValueError(f"the cache {refused}: model.disable_cache()")
     if getattr(model, "_parallel_config", None) is not None:
