@@ -80,8 +80,7 @@ class Sizes(NamedTuple):
     @property
     def positions(self):
         """The coordinates (T, 3) of tokens: 0, row, column."""
-        rows, columns = torch.meshgrid(torch.arange(self.side), torch.arange(self.side), indexing="ij")
-        return torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).view(-1, 3).float()
+        return torch.cartesian_prod(torch.zeros(1), *(torch.arange(float(self.side)),) * 2)
 
     @property
     def time(self):
