@@ -188,6 +188,9 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) ->
                 images, ahead = ahead, next(reads, [])
                 job.parts.write_part(part, *encode_part(job, job.positions(part), images, encoder))
                 progress.update(min(len(images) * launch.world_size, total - progress.n))
+        except KeyboardInterrupt:
+            launch.print(f"\nstopped: the same command resumes from {job.parts.path}")
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -226,11 +226,17 @@ def first_classes(manifest: LatentManifest) -> str:
 
 
 def class_warnings(manifest: LatentManifest) -> list[str]:
-    """A line for classes without images."""
-    if not (untrained := manifest.untrained_classes):
-        return []
-    rule = "have no images to train on, and are never drawn when sampling"
-    return [f"{len(untrained)} of {manifest.num_classes} classes {rule}: {_some([*map(str, untrained)])}"]
+    """A line for numbers that differ from the names, and one for classes without images."""
+    found, names = [], manifest.class_names or ()
+    moved = [f"class {i} is {name}" for i, name in enumerate(names) if name.isdecimal() and int(name) != i]
+    if moved:
+        found.append(f"{_some(moved)}: names are sorted as text, so that 10 comes before 2 (02 does not)")
+    if untrained := manifest.untrained_classes:
+        rule = "have no images to train on, and are never drawn when sampling"
+        found.append(
+            f"{len(untrained)} of {manifest.num_classes} classes {rule}: {_some([*map(str, untrained)])}"
+        )
+    return found
 
 
 def _some(parts: list[str]) -> str:
