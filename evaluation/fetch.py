@@ -52,39 +52,30 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
     if file.exists():
         _check_sha256(file, published)
         return file
+    partial = folder / f"{published.name}.partial"
     with Lock(folder / f".{published.name}.lock", str(file)):
-        return _fetch(published, file)
-
-
-def _fetch(published: PublishedFile, file: Path) -> Path:
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        length, md5 = _download(published, partial)
-        _check_sha256(partial, published)
-        _check_transfer(partial, length, md5)
-    except http.client.HTTPException as error:
-        raise OSError(f"{published.url}: {error!r}: {RESUME}") from error
-    except ValueError:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(file)
-    _tag_of(partial).unlink(missing_ok=True)
+        try:
+            length, md5 = _download(published, partial)
+            _check_sha256(partial, published)
+            _check_transfer(partial, length, md5)
+        except http.client.HTTPException as error:
+            raise OSError(f"{published.url}: {error!r}: {RESUME}") from error
+        except ValueError:
+            partial.unlink(missing_ok=True)
+            raise
+        partial.replace(file)
     return file
 
 
 def _download(published: PublishedFile, partial: Path) -> tuple[int | None, bytes | None]:
-    """Get what is missing of `partial`; return length and MD5 of the file, where the server gives them."""
+    """Download the rest of `partial`; return length and MD5 of the file, if the server states them."""
     url, rate = published.url, Rate()
     # By a request of its own: the answer to a range has the MD5 of the range, if any.
     with _open(url, {}, method="HEAD") as response:
-        about = response.headers
-    length = int(about["Content-Length"]) if "Content-Length" in about else None
+        headers = response.headers
+    length = int(headers["Content-Length"]) if "Content-Length" in headers else None
     _check_size(published, length or 0)
-    md5 = base64.b64decode(about["Content-MD5"]) if "Content-MD5" in about else None
-    tag, tag_file = about.get("ETag", ""), _tag_of(partial)
-    if partial.exists() and tag_file.exists() and tag_file.read_text() != tag:
-        partial.unlink()  # the beginning of another version
-    tag_file.write_text(tag)
+    md5 = base64.b64decode(headers["Content-MD5"]) if "Content-MD5" in headers else None
     have = partial.stat().st_size if partial.exists() else 0
     if length is not None and have >= length:
         return length, md5
@@ -117,10 +108,6 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, *answer)
 
 
-def _tag_of(partial: Path) -> Path:
-    return partial.with_name(f"{partial.name}.etag")
-
-
 def _check_size(published: PublishedFile, num_bytes: int) -> None:
     if num_bytes > published.max_bytes:
         rule = f"must give at most {published.max_bytes}"
@@ -135,13 +122,10 @@ def _check_sha256(file: Path, published: PublishedFile) -> None:
 def _check_transfer(file: Path, length: int | None, md5: bytes | None) -> None:
     if length is not None and file.stat().st_size != length:
         raise ValueError(f"{file} has {file.stat().st_size} bytes, the server has {length}")
-    if md5:
-        with file.open("rb") as f:
-            found = hashlib.file_digest(f, "md5").digest()
-        if found != md5:
-            raise ValueError(
-                f"{file} has MD5 {found.hex()}, the server's is {md5.hex()}: damaged in transfer"
-            )
+    with file.open("rb") as opened:
+        if md5 and (found := hashlib.file_digest(opened, "md5").digest()) != md5:
+            told = f"has MD5 {found.hex()}, the server's is {md5.hex()}"
+            raise ValueError(f"{file} {told}: damaged in transfer")
 
 
 @command("fetch", FetchConfig, __doc__)

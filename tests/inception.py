@@ -1,5 +1,6 @@
 """An Inception network of random weights: the graph of the published one, without a download."""
 
+from functools import cache
 from typing import ClassVar
 from unittest import mock
 
@@ -11,9 +12,11 @@ from evaluation.detectors.inception import InceptionDetector
 from evaluation.detectors.random_weights import random_state
 from runtime.launch import ALONE
 
+state = cache(random_state)
+
 
 def write_random_weights(file):
-    torch.save(random_state(), file)
+    torch.save(state(), file)
     return file
 
 
@@ -40,7 +43,9 @@ class Projections:
 
     device = torch.device("cpu")
     record: ClassVar = {"path": "none", "checked": "names and shapes", "tensors_sha256": "none"}
-    num_features = InceptionDetector.num_features
+
+    def __init__(self, num_features=InceptionDetector.num_features):
+        self.num_features = num_features
 
     def __call__(self, images):
         pixels = torch.from_numpy(images).flatten(1).double() / 255

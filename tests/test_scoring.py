@@ -28,7 +28,8 @@ def folder(tmp_path_factory):
     np.savez(folder / "samples.npz", SAMPLES)
     np.savez(folder / "reference.npz", REFERENCE)
     np.savez(folder / "few.npz", REFERENCE[:5])  # an image takes half a second
-    whole = (folder / "samples.npz").read_bytes()
+    np.savez(folder / "damaged.npz", SAMPLES.repeat(6, axis=1).repeat(6, axis=2))
+    whole = (folder / "damaged.npz").read_bytes()
     (folder / "damaged.npz").write_bytes(whole[:20_000] + bytes([whole[20_000] ^ 1]) + whole[20_001:])
     np.savez(folder / "changed.npz", SAMPLES)
     (folder / "changed.json").write_text(json.dumps({"samples_sha256": "of others"}))

@@ -1,0 +1,16 @@
+"""One file of random Inception weights, and one network of them, for all tests of the room."""
+
+import pytest
+
+from evaluation import InceptionDetector
+from tests.inception import write_random_weights
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    return write_random_weights(tmp_path_factory.mktemp("weights") / "random.pth")
+
+
+@pytest.fixture(scope="session")
+def detector(weights):
+    return InceptionDetector(weights, allow_unpublished=True)
