@@ -17,7 +17,7 @@ NUM_PUBLISHED_SAMPLES = 50_000
 
 
 def with_count(metric: str, num_samples: int) -> str:
-    """Return a metric's name with its sample count: fid50k, fid512."""
+    """Name a metric with its sample count: fid50k, fid512."""
     return f"{metric}{num_samples // 1000}k" if num_samples % 1000 == 0 else f"{metric}{num_samples}"
 
 
@@ -56,8 +56,8 @@ class AdmSuite(Suite):
             metrics["precision_recall"] = PrecisionRecall(exact_distances, launch.device)
         if kid:
             metrics["kid"] = KernelDistance()
-        drawn = {"num_samples": num_samples, "labels": labels, "source": source}
-        options = {"launch": launch, "batch_size": batch_size, "kept_in": kept_in, **drawn}
+        options = {"num_samples": num_samples, "labels": labels, "source": source, "batch_size": batch_size}
+        options |= {"launch": launch, "kept_in": kept_in}
         super().__init__(reference, detector=detector, metrics=metrics, **options)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
@@ -67,12 +67,12 @@ class AdmSuite(Suite):
         super().check(num_images, shape, name)
 
     def named(self, key: str, num_images: int) -> str:
-        """Return the name of a score of so many images."""
+        """The key of a score of so many images."""
         name = with_count(key, num_images)
         return f"{name}_of_random_weights" if self.detector.record["checked"] == NOTHING_CHECKED else name
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
-        """Return notes on how far scores can be compared."""
+        """Notes on how far scores can be compared."""
         warnings, weights, images = [], self.detector.record, self.reference.images
         if weights["checked"] == NOTHING_CHECKED:
             warnings.append(f"the weights {weights['path']} are random: these scores mean nothing")

@@ -5,7 +5,7 @@ on, and other metrics of the same features need no second pass.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -62,7 +62,7 @@ class ArrayImages:
             yield part, self.array[part * batch_size : (part + 1) * batch_size]
 
     def cost(self) -> None:
-        """Return None."""
+        """None: they cost nothing."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ def look(
     kept: PartFolder | None = None,
     replace: bool = False,
 ) -> Iterator[Arrays]:
-    """Look at all images, and return the arrays of each part, in order, on the first rank.
+    """Extract the features of all images, and return the arrays of each part, in order, on the first rank.
 
     Args:
         detector: gives the features; None: the images themselves are kept, as `images`.
@@ -110,7 +110,7 @@ def look(
         if kept is not None and launch.world_size == 1:
             held.enter_context(kept.left_if_filled())
         todo = launch.broadcast_from_main(lambda: kept.start(replace) if kept else range(num_parts))
-        finished = images.count - _num_images(todo, size, images.count)
+        finished = images.count - sum(min(size, images.count - part * size) for part in todo)
         bar = {"total": images.count, "initial": finished, "desc": description, "unit": "image"}
         quick = detector is None and kept is None  # images in memory, or in a file
         with tqdm(**bar, disable=quick or not launch.is_main) as progress:
@@ -137,7 +137,7 @@ def look(
 def add_up(
     parts: Iterable[Arrays], needs: Iterable[Need], num_images: int, device: torch.device
 ) -> tuple[FeatureSet, str]:
-    """Return statistics of the features in parts that come in order, and the hash of the images.
+    """Add up statistics of the features in parts that come in order, and hash the images.
 
     Memory grows with the number of images only where AllFeatures are needed.
     """
@@ -159,7 +159,7 @@ def add_up(
 
 
 def features_of(detector: Detector, batch: np.ndarray, batch_size: int | None) -> Arrays:
-    """Return the features that scores are of, of all images of a part."""
+    """The features of all images of a part that scores need."""
     step, pieces = batch_size or len(batch), []
     for start in range(0, len(batch), step):
         found = detector(batch[start : start + step])
@@ -169,9 +169,5 @@ def features_of(detector: Detector, batch: np.ndarray, batch_size: int | None) -
 
 
 def digest_of_images(batch: np.ndarray) -> np.ndarray:
-    """Return the hash of images as 32 bytes."""
+    """The hash of images as 32 bytes."""
     return np.frombuffer(hashlib.sha256(batch.tobytes()).digest(), np.uint8)
-
-
-def _num_images(parts: Sequence[int], size: int, count: int) -> int:
-    return sum(min(size, count - part * size) for part in parts)

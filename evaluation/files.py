@@ -57,7 +57,7 @@ PUBLISHED = {
 
 
 def fingerprint(path: Path) -> str:
-    """Return the hash of a file, or of the names and contents of all files in a folder, also behind links."""
+    """Hash a file, or the names and contents of all files in a folder, also behind links."""
     if path.is_file():
         return sha256(path)
     files = sorted(path / name for name in files_in(path))

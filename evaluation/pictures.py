@@ -67,7 +67,7 @@ def _zoom(images: np.ndarray) -> int:
 
 
 def _strip(captions: Sequence[str], width: int, columns: int, channels: int) -> np.ndarray:
-    """Return captions side by side, (CAPTION_HEIGHT, columns * width, channels)."""
+    """Draw captions side by side, (CAPTION_HEIGHT, columns * width, channels)."""
     strip = Image.new("L", (columns * width, CAPTION_HEIGHT))
     draw = ImageDraw.Draw(strip)
     for i, caption in enumerate(captions):
@@ -82,7 +82,7 @@ def _save(picture: np.ndarray, file: Path) -> None:
 
 
 def in_turn(labels: np.ndarray) -> np.ndarray:
-    """Return the positions of images with labels (N,) in an order in which the classes take turns."""
+    """Order images with labels (N,) so that the classes take turns; return their indices."""
     turns, by_class = np.empty(len(labels), dtype=int), np.argsort(labels, kind="stable")
     _, first, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
     turns[by_class] = np.arange(len(labels)) - first.repeat(counts)  # images of its class before each

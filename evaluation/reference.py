@@ -22,7 +22,7 @@ NUM_KEPT = 10_000  # images that a reference carries, for precision and recall, 
 # The arrays of a reference: mean and covariance of features, by their name.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 SHAPES = {mu: (InceptionDetector.num_features[name],) for name, (mu, _) in STATISTICS.items()}
-SHAPES |= {sigma: 2 * SHAPES[mu] for mu, sigma in STATISTICS.values()}
+SHAPES |= {sigma: 2 * SHAPES[mu] for mu, sigma in STATISTICS.values()} | {"weights": ()}
 MAX_HASH_BYTES = 4 * 128
 
 
@@ -64,13 +64,10 @@ class Reference:
 
     def describe(self) -> dict[str, Any]:
         """The files, the data, and the kind of statistics, for records."""
-        files = {} if self.path is None else {"path": str(self.path), "sha256": self.sha256}
-        return {
-            **files,
-            **({"data": self.data} if self.data else {}),
-            "moments": "its statistics" if self.statistics else "all of its images",
-            "images": self.images and {"count": self.images.count, "shape": self.images.shape},
-        }
+        record = {} if self.path is None else {"path": str(self.path), "sha256": self.sha256}
+        record |= {"data": self.data} if self.data else {}
+        record |= {"moments": "its statistics" if self.statistics else "all of its images"}
+        return record | {"images": self.images and {"count": self.images.count, "shape": self.images.shape}}
 
 
 def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Reference:
@@ -94,48 +91,34 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
         with zipfile.ZipFile(path) as archive:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
             listed = array_names(archive)
-            known = [name for name in SHAPES if name in names]
-            arrays = {name: _read_numbers(archive, name, SHAPES[name]) for name in known}
-            made_by = _read_hash(archive) if "weights" in names else None
+            arrays = {name: _read(archive, name) for name in SHAPES if name in names}
     except ZIP_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"reference={path} cannot be read as an .npz: {reason}") from error
     _check_statistics(arrays, path)
     if "mu" not in arrays and "arr_0" not in names:
         raise ValueError(f"reference={path} holds {listed}, must hold mu and sigma, or images (arr_0)")
-    statistics = {}
-    if "mu" in arrays:
-        pairs = {name: pair for name, pair in STATISTICS.items() if pair[0] in arrays}
-        statistics = {
-            (FeatureStatistics, name): Gaussian(arrays[mu], arrays[sigma])
-            for name, (mu, sigma) in pairs.items()
-        }
+    statistics = {
+        (FeatureStatistics, name): Gaussian(arrays[mu], arrays[sigma])
+        for name, (mu, sigma) in STATISTICS.items()
+        if "mu" in arrays and mu in arrays
+    }
     images = open_images(path) if "arr_0" in names else None
+    made_by = str(arrays["weights"]) if "weights" in arrays else None
     return Reference(statistics=statistics, images=images, made_by=made_by, path=path)
 
 
-def _read_numbers(archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]) -> np.ndarray:
-    """Read an array of floats of a known shape; its header is checked before memory is taken."""
-    shape, dtype = _read_header(archive, name)
-    if shape != expected:
-        raise ValueError(f"{name} is {shape}, must be {expected}: of another network")
-    if dtype.kind != "f":
-        raise ValueError(f"{name} is {dtype}, must be floats")
-    return read_member(archive, name)
-
-
-def _read_hash(archive: zipfile.ZipFile) -> str:
-    shape, dtype = _read_header(archive, "weights")
-    if shape != () or dtype.kind != "U" or dtype.itemsize > MAX_HASH_BYTES:
-        raise ValueError(f"weights is {dtype} {shape}, must be a hash")
-    return str(read_member(archive, "weights"))
-
-
-def _read_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
+def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """Read an array of known shape and kind; its header is checked before memory is taken."""
     member_size(archive, f"{name}.npy")  # first: it refuses other compression than numpy uses
     with archive.open(f"{name}.npy") as file:
         shape, _, dtype = read_header(file)
-    return shape, dtype
+    if shape != SHAPES[name]:
+        raise ValueError(f"{name} is {shape}, must be {SHAPES[name]}: of another network")
+    kind, expected = ("U", "a hash") if name == "weights" else ("f", "floats")
+    if dtype.kind != kind or (kind == "U" and dtype.itemsize > MAX_HASH_BYTES):
+        raise ValueError(f"{name} is {dtype}, must be {expected}")
+    return read_member(archive, name)
 
 
 def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
@@ -145,25 +128,22 @@ def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
         for name in (mu, sigma):
             if name in arrays and not np.isfinite(arrays[name]).all():
                 raise ValueError(f"reference={path}: {name} must be finite")
-        if sigma in arrays and not _is_covariance(arrays[sigma]):
+        if sigma in arrays and not _is_covariance(arrays[sigma].astype(np.float64)):
             raise ValueError(f"reference={path}: {sigma} must be symmetric, without negative eigenvalues")
 
 
 def _is_covariance(sigma: np.ndarray) -> bool:
     """True if a matrix is symmetric and positive semi-definite, to the accuracy of fp32 statistics."""
-    sigma = sigma.astype(np.float64)
     scale = np.abs(sigma).max()
-    if not np.allclose(sigma, sigma.T, rtol=0, atol=1e-5 * scale):
-        return False
     try:
         np.linalg.cholesky(sigma + (1e-4 * scale + np.finfo(float).tiny) * np.eye(len(sigma)))
     except np.linalg.LinAlgError:
         return False
-    return True
+    return np.allclose(sigma, sigma.T, rtol=0, atol=1e-5 * scale)
 
 
 def evenly_spaced(num_images: int, num_kept: int) -> np.ndarray:
-    """Return the positions of at most `num_kept` images, evenly spaced over classes stored one by one."""
+    """Indices of at most `num_kept` images, evenly spaced over classes stored one by one."""
     num_kept = min(num_images, num_kept)
     return np.arange(num_kept) * num_images // max(1, num_kept)
 
@@ -179,10 +159,7 @@ def make_reference(
     """Write a reference in the layout of [ADM], and return a record of it on the first rank.
 
     It holds mu, sigma, mu_s, sigma_s of all images, up to 10,000 of them as arr_0, and as `weights` the hash
-    of the network's tensors.
-
-    Args:
-        kept: where finished parts of features are, and go.
+    of the network's tensors. Finished parts of the features are kept in `kept`.
     """
     keep = evenly_spaced(images.count, NUM_KEPT)
     options = {"batch_size": batch_size, "launch": launch, "description": "features of reference"}

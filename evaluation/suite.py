@@ -27,13 +27,11 @@ from evaluation.features import (
 )
 from evaluation.metrics import Metric
 from evaluation.reference import STATISTICS, Reference
-from evaluation.statistics import AllFeatures, FeatureStatistics
+from evaluation.statistics import FeatureStatistics
 from runtime.files import sha256
 from runtime.launch import Launch
 from runtime.parts import PartFolder
 from runtime.provenance import source_sha256
-
-MANY_IMAGES = 100_000
 
 
 @dataclass
@@ -131,7 +129,7 @@ class Suite:
         return [self.named(key, self.num_samples) for metric in self.metrics for key in metric.keys]
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that the scores depend on."""
+        """Everything that the scores depend on."""
         drawn = {} if self.source is None else {"num_samples": self.num_samples, "labels": self.labels}
         return {
             "detector": {"name": type(self.detector).__name__, **getattr(self.detector, "record", {})},
@@ -172,13 +170,13 @@ class Suite:
         return {**code_of(self.detector), "detector_config": self.detector_config}
 
     def parts_in(self, path: Path, about: dict[str, Any], images: Images) -> PartFolder:
-        """Return a folder for the parts of images."""
+        """A folder for the parts of images."""
         part_size = self.part_size(images)
         about = json.loads(json.dumps({**about, "part_size": part_size, "num_images": images.count}))
         return PartFolder(path, about, -(-images.count // part_size))
 
     def parts_named(self, kind: str, about: dict[str, Any], images: Images) -> PartFolder | None:
-        """Return a folder for the features of images that is named by all that they depend on."""
+        """A folder for the features of images that is named by all that they depend on."""
         if self._kept_in is None or self.batch_size is None:
             return None
         about = {**about, **self.looks_with(), "part_size": self.part_size(images)}
@@ -222,11 +220,11 @@ class Suite:
         return scores
 
     def named(self, key: str, num_images: int) -> str:
-        """Return the name of a score of so many images."""
+        """The key of a score of so many images."""
         return key
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
-        """Return notes on how far scores can be compared."""
+        """Notes on how far scores can be compared."""
         return []
 
     def _why_without(self, kind: type, name: str) -> str:
@@ -241,12 +239,6 @@ class Suite:
             needs = {(kind, name) for kind, name in needs if kind is not FeatureStatistics}
         if not needs or images is None:
             return FeatureSet(statistics=dict(known))
-        needs_all = any(kind is AllFeatures for kind, _ in needs)
-        if needs_all and images.count > MANY_IMAGES and self.launch.is_main:
-            tqdm.write(
-                f"note: precision and recall compare with all {images.count:,} images of the reference, "
-                "which takes memory and hours: a reference made by mode=reference carries 10,000 of them"
-            )
         kept = self.parts_named("reference", {"reference": self.reference.describe()}, images)
         found, _ = self._extract(images, needs, "features of reference", kept)
         return FeatureSet(images.count, statistics={**known, **found.statistics})
@@ -259,7 +251,7 @@ class Suite:
         kept: PartFolder | None,
         replace: bool = False,
     ) -> tuple[FeatureSet, str]:
-        """Return the statistics of images and their hash, on the first rank."""
+        """The statistics of images and their hash, on the first rank."""
         detector = None if self.batch_size is None else self.detector
         options = {"batch_size": self.batch_size, "launch": self.launch, "description": description}
         parts = look(detector, images, **options, kept=kept, replace=replace)
@@ -288,5 +280,5 @@ def code_of(detector: Detector) -> dict[str, Any]:
 
 
 def digest_of(about: dict[str, Any]) -> str:
-    """Return a short hash that names the folder of parts."""
+    """A short hash that names the folder of parts."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]

@@ -2,7 +2,12 @@
 
 from typing import Any
 
+import numpy as np
+import torch
+
 from evaluation.features import FeatureSet, Need
+
+Array = np.ndarray | torch.Tensor
 
 
 class Metric:
@@ -37,3 +42,18 @@ class Metric:
         """The settings that the scores depend on."""
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"name": type(self).__name__} | {k: v for k, v in settings.items() if k != "needs"}
+
+
+def comparable(
+    reference_features: Array, sample_features: Array, at_least: int, device: torch.device | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert two sets of features to tensors; raise a ValueError if they cannot be compared."""
+    reference, samples = (torch.as_tensor(f, device=device) for f in (reference_features, sample_features))
+    if reference.shape[1] != samples.shape[1]:
+        raise ValueError(f"feature lengths {reference.shape[1]} and {samples.shape[1]} must be equal")
+    for name, features in (("reference", reference), ("sample", samples)):
+        if len(features) < at_least:
+            raise ValueError(f"{len(features)} {name} features are too few: at least {at_least} are needed")
+        if not features.isfinite().all():
+            raise ValueError(f"the {name} features must be finite")
+    return reference, samples

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from evaluation.features import FeatureSet
-from evaluation.metrics import Metric
-from evaluation.metrics.comparable import Array
+from evaluation.metrics import Array, Metric
 
 SPLIT_SIZE = 5000  # images over which one score is taken
 

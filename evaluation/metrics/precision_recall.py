@@ -5,8 +5,7 @@ from math import isqrt
 import torch
 
 from evaluation.features import FeatureSet
-from evaluation.metrics import Metric
-from evaluation.metrics.comparable import Array, comparable
+from evaluation.metrics import Array, Metric, comparable
 from evaluation.precision import strict_fp32
 from evaluation.statistics import AllFeatures
 
