@@ -20,7 +20,7 @@ def write_once(path: str, write: Callable[[], None]) -> None:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Of two processes that start at once one waits.
-        with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait_sec=None):
+        with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait=True):
             if not folder.exists():
                 write()
 

@@ -4,7 +4,6 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,13 +23,11 @@ class Lock:
     Args:
         file: its folder is made if there is none, and removed with the lock if it is empty.
         what: is locked, for messages: a key and its value.
-        wait_sec: how long to wait for the holder; None: as long as it takes, and say so.
+        wait: for the holder, as long as it takes, and print so.
     """
 
-    def __init__(
-        self, file: Path, what: str, wait_sec: float | None = 0.0, show: Callable[[str], None] = print
-    ):
-        self.file, self.what, self.wait_sec, self.show = file, what, wait_sec, show
+    def __init__(self, file: Path, what: str, wait: bool = False):
+        self.file, self.what, self.wait = file, what, wait
         self._held: int | None = None
         self._certain = True
         self._made: list[Path] = []
@@ -42,13 +39,13 @@ class Lock:
             Busy: another process holds it.
             OSError: the file cannot be made.
         """
-        started, announced = time.monotonic(), False
+        announced = False
         while not self._try():
-            holder = self.holder()
-            if self.wait_sec is not None and time.monotonic() - started >= self.wait_sec:
-                raise Busy(f"{self.what} is in use by {holder}: end it, or try again when it has ended")
-            if self.wait_sec is None and not announced:
-                self.show(f"{self.what} is in use by {holder}; waiting for its end")
+            in_use = f"{self.what} is in use by {self.holder()}"
+            if not self.wait:
+                raise Busy(f"{in_use}: end it, or try again when it has ended")
+            if not announced:
+                print(f"{in_use}; waiting for its end")
             announced = True
             time.sleep(0.5)
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
@@ -111,7 +108,7 @@ class Lock:
 
     def _go_without(self, reason: str | OSError) -> bool:
         """Continue where a file system cannot lock, as on some clusters."""
-        self.show(f"warning: {self.file} cannot be locked ({reason}): let no other process write there")
+        print(f"warning: {self.file} cannot be locked ({reason}): let no other process write there")
         self._held = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW) if self._held is None else self._held
         self._certain = False
         return True

@@ -102,7 +102,7 @@ class PartFolder:
 
     def lock(self) -> Lock:
         """The lock of the program that makes parts; another program waits for it."""
-        return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=None)
+        return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait=True)
 
     def remove(self) -> None:
         """Remove the folder with all parts."""

@@ -1,11 +1,8 @@
 """What a configuration may build: what the YAML files of `configs/`, or of a --config-dir, name.
 
-    python -m runtime.targets [--config-dir FOLDER]        lists it
-
 A name is allowed only for the key for which a file names it: our own functions could be misused, too.
 """
 
-import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -88,18 +85,3 @@ def _targets_in(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     for place, child in walk(node, key):
         if isinstance(child, dict) and "_target_" in child:
             yield re.sub(r"\.\d+\b", "", place), child["_target_"]
-
-
-def main() -> None:
-    """List what may be built."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m runtime.targets", description=__doc__, formatter_class=raw)
-    parser.add_argument("--config-dir", type=Path, help="a folder of configurations, beside configs/")
-    added = parser.parse_args().config_dir
-    for key, names in sorted(allowed_targets((CONFIGS, *([added] if added else []))).items()):
-        for name, file in sorted(names.items()):
-            print(f"{key:20} {name:36} {file}")
-
-
-if __name__ == "__main__":
-    main()

@@ -358,7 +358,7 @@ def test_nothing_waits_for_the_gpu(variant, options):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("options", [{}, {"block": "modern"}, FUSED], ids=str)
+@pytest.mark.parametrize("options", [{}, {"block": "modern"}, FUSED], ids=["dit", "modern", "fused"])
 def test_residual_stream_is_fp32_under_autocast(options):
     net, dtypes = small_dit([PAPER], **options).train(), []
     for module in net.blocks:

@@ -29,6 +29,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+def printed(code, *arguments, environment=None):
+    """What code prints in a process of its own."""
+    command = [sys.executable, "-c", code, *arguments]
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "check": True}
+    return subprocess.run(command, **options).stdout
+
+
 def test_a_rank_does_not_wait_for_a_launcher_that_has_died(monkeypatch):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
@@ -49,14 +56,8 @@ def test_a_failure_of_mallopt_is_an_error(monkeypatch, libc):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
 @pytest.mark.slow
 def test_kept_memory_is_not_taken_from_the_kernel_again():
-    faults = {}
-    for word in ("keep", "return"):
-        command = [sys.executable, "-c", COUNT_FAULTS, word]
-        environment = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
-        result = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-        )
-        faults[word] = int(result.stdout)
+    unset = {name: os.environ[name] for name in os.environ.keys() - {*MALLOC_VARIABLES}}
+    faults = {word: int(printed(COUNT_FAULTS, word, environment=unset)) for word in ("keep", "return")}
     # A small object that came to lie between two freed tensors can cost one of the twelve a fresh place.
     assert faults["keep"] < faults["return"] / 4, "most of the twelve tensors in the pages of those before"
 
@@ -78,9 +79,7 @@ print(before - psutil.Process().memory_info().rss)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
 @pytest.mark.slow
 def test_kept_memory_counts_as_free_for_the_next_job_of_a_sweep():
-    command = [sys.executable, "-c", HELD_BY_FREED_TENSORS]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(result.stdout) > 400 * 2**20, "most of the 512 MiB"
+    assert int(printed(HELD_BY_FREED_TENSORS)) > 400 * 2**20, "most of the 512 MiB"
 
 
 @pytest.mark.parametrize(("speedup", "fast"), [(0.69, False), (1.0, False), (2.6, True)])
@@ -129,15 +128,10 @@ importlib.import_module(sys.argv[1])
     "module", ["train", "sample", "fid", "data.encode", "examples.finetune", "benchmarks.train_step"]
 )
 def test_waiting_is_chosen_before_torch_is_imported(module):
-    unset = {
-        key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
-    for given, expected in ({}, f"{openmp.SPIN_COUNT} None"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None ACTIVE"):
-        command = [sys.executable, "-c", AT_TORCH, module]
-        result = subprocess.run(
-            command, cwd=ROOT, env=unset | given, capture_output=True, text=True, check=True
-        )
-        assert result.stdout.strip() == expected
+    given = {"OMP_WAIT_POLICY": "ACTIVE"}
+    for variables, expected in ({}, f"{openmp.SPIN_COUNT} None"), (given, "None ACTIVE"):
+        unset = {name: os.environ[name] for name in os.environ.keys() - {"GOMP_SPINCOUNT", *given}}
+        assert printed(AT_TORCH, module, environment=unset | variables).strip() == expected
 
 
 def test_what_a_killed_compiler_left_is_compiled_again(tmp_path, monkeypatch):
