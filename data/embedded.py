@@ -1,5 +1,6 @@
 """Embedded data sets: small images of installed packages, written once as a latent folder."""
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def write_once(path: str, write: Callable[[], None]) -> None:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Of two processes that start at once one waits.
-        with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait=True):
+        with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait_sec=math.inf):
             if not folder.exists():
                 write()
 

@@ -1,6 +1,7 @@
 """A lock on what one process alone may write, released at the end of that process, however it ends."""
 
 import fcntl
+import math
 import os
 import socket
 import time
@@ -23,11 +24,11 @@ class Lock:
     Args:
         file: its folder is made if there is none, and removed with the lock if it is empty.
         what: is locked, for messages: a key and its value.
-        wait: for the holder, as long as it takes, and print so.
+        wait_sec: how long to wait for the holder; math.inf: as long as it takes, and print so.
     """
 
-    def __init__(self, file: Path, what: str, wait: bool = False):
-        self.file, self.what, self.wait = file, what, wait
+    def __init__(self, file: Path, what: str, wait_sec: float = 0.0):
+        self.file, self.what, self.wait_sec = file, what, wait_sec
         self._held: int | None = None
         self._certain = True
         self._made: list[Path] = []
@@ -39,12 +40,12 @@ class Lock:
             Busy: another process holds it.
             OSError: the file cannot be made.
         """
-        announced = False
+        started, announced = time.monotonic(), False
         while not self._try():
             in_use = f"{self.what} is in use by {self.holder()}"
-            if not self.wait:
+            if time.monotonic() - started >= self.wait_sec:
                 raise Busy(f"{in_use}: end it, or try again when it has ended")
-            if not announced:
+            if math.isinf(self.wait_sec) and not announced:
                 print(f"{in_use}; waiting for its end")
             announced = True
             time.sleep(0.5)

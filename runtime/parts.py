@@ -4,6 +4,7 @@ A part is a file of arrays, `NNNNNNN.npz`, complete or not there.
 """
 
 import errno
+import math
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -102,7 +103,7 @@ class PartFolder:
 
     def lock(self) -> Lock:
         """The lock of the program that makes parts; another program waits for it."""
-        return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait=True)
+        return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=math.inf)
 
     def remove(self) -> None:
         """Remove the folder with all parts."""

@@ -1,6 +1,7 @@
 """A lock keeps all others out, also those that wait while it is given back."""
 
 import fcntl
+import math
 import os
 import re
 import subprocess
@@ -28,7 +29,7 @@ def test_a_busy_lock_says_who_holds_it(tmp_path):
 def test_one_that_waits_says_so_and_gets_it(tmp_path, capsys):
     first = Lock(tmp_path / ".lock", "out=x").acquire()
     threading.Timer(0.3, first.release).start()
-    second = Lock(tmp_path / ".lock", "out=x", wait=True).acquire()
+    second = Lock(tmp_path / ".lock", "out=x", wait_sec=math.inf).acquire()
     assert second.is_in_place() and not first.is_in_place()
     assert re.fullmatch("out=x is in use by process .*; waiting for its end\n", capsys.readouterr().out)
     second.release()
