@@ -183,23 +183,6 @@ def images_with_labels(data):
     return Path("images")
 
 
-def graph(**constants):
-    """A graph of TensorFlow with constants of given shapes; one of few numbers has them all."""
-    from tensorboard.compat.proto.graph_pb2 import GraphDef
-
-    found = GraphDef()
-    for name, shape in constants.items():
-        tensor = found.node.add(name=name.replace("__", "/"), op="Const").attr["value"].tensor
-        tensor.dtype, num_bytes = 1, 4 * int(np.prod(shape))
-        for size in shape:
-            tensor.tensor_shape.dim.add(size=size)
-        if 0 < num_bytes < 1000:
-            tensor.tensor_content = bytes(num_bytes)
-        else:
-            tensor.float_val.append(1)
-    return written("g.pb", found.SerializeToString())
-
-
 # Damage.
 def hole(info):
     """Turn a member of a tar into a sparse file that is one hole."""
@@ -414,12 +397,6 @@ OTHERS = [
      lambda: written("w.safetensors", struct.pack("<Q", len(LYING_TENSOR)) + LYING_TENSOR), "."),
     ("weights.safetensors: a header", load_net,
      lambda: written("w.safetensors", struct.pack("<Q", HUGE) + b"{}"), "."),
-    ("graph: a pickle", read_inception, lambda: written("w.pb", PICKLE), "."),
-    ("graph: a constant", read_inception,
-     lambda: graph(softmax__weights=(HUGE,)), "must be at most .* numbers"),
-    ("graph: a constant that wraps around", read_inception, lambda: graph(softmax__weights=(2**32, 2**32)),
-     "must be at most .* numbers"),
-    ("graph: a length", read_inception, lambda: written("g.pb", b"\x0a\xff\xff\xff\xff\x0f"), "."),
     ("reference: a pickle", read_reference, lambda: written("r.npz", PICKLE), "."),
     ("reference: numbers", read_reference,
      lambda: npz(mu=declared((2048,), "|V2000000000"), sigma=ZEROS), "must be floats"),
@@ -492,7 +469,6 @@ def cases():
 
 
 NET = small_dit(depth=1).state_dict()
-SMALL_GRAPH = {"softmax__weights": (4, 3), "softmax__biases": (3,), "conv__conv2d_params": (1, 1, 2, 2)}
 OLD = {"_use_new_zipfile_serialization": False}
 # Reader, valid file or folder, and the file in the folder.
 VALID = {
@@ -512,7 +488,6 @@ VALID = {
     "pt": (load_net, lambda: saved({"ema": NET}, "w.pt"), ""),
     "old pt": (load_net, lambda: saved({"ema": NET}, "old.pt", **OLD), ""),
     "inception.pth": (read_inception, lambda: saved({"ema": NET}, "old.pth", **OLD), ""),  # refused
-    "graph": (read_inception, lambda: graph(**SMALL_GRAPH), ""),  # refused, once all of it is read
 }  # fmt: skip
 
 

@@ -1,14 +1,13 @@
 """The Inception network of the ADM suite, with weights from a local file. [ADM]
 
 The network is torch-fidelity's copy of the TensorFlow graph of 2015-12-05, with the graph's own resizing and
-pooling. Its weights come from a state dict or from the graph itself; nothing in either file is executed.
+pooling. Its weights come from a state dict; nothing in its file is executed.
 
 Shapes: N images.
 """
 
 import hashlib
 import io
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -26,14 +25,10 @@ NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
 NUM_SPATIAL_CHANNELS = 7
 MIN_FILE_BYTES, MAX_FILE_BYTES = 10 * 2**20, 2**30
 RANDOM_MARK, NOTHING_CHECKED = "drawn_at_random", "nothing: it is random"
-# Names of a batch normalisation in the network and in the graph.
-BATCH_NORM = {"weight": "gamma", "bias": "beta"}
-BATCH_NORM |= {"running_mean": "moving_mean", "running_var": "moving_variance"}
-MAX_NUMBERS = 2**22  # of one constant of the graph; its largest has 2048 x 1008
 EXPECTED = (
     f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 "
-    f"{WEIGHTS_SHA256}), or classify_image_graph_def.pb; `python -m evaluation.fetch files=[inception]` "
-    "downloads the first, `python -m evaluation.fetch files=[random]` makes some for a trial"
+    f"{WEIGHTS_SHA256}); `python -m evaluation.fetch files=[inception]` downloads the first, `python -m "
+    "evaluation.fetch files=[random]` makes some for a trial"
 )
 
 
@@ -41,7 +36,7 @@ class InceptionDetector:
     """The ADM suite's pool (N, 2048), spatial (N, 2023), logits and probs (N, 1008), in fp32 without TF32.
 
     Args:
-        weights: file of weights: the published state dict, or the original graph (.pb).
+        weights: file of the published state dict.
         allow_unpublished: accept a state dict of another hash, if its tensors fit.
 
     Raises:
@@ -127,20 +122,16 @@ def read_weights(
     check_weights_file(file)
     record = {"path": str(file), "sha256": sha256(file)}
     is_published = record["sha256"] == WEIGHTS_SHA256
+    if not (is_published or allow_unpublished):
+        rule = "allow_unpublished_weights=true takes it, and its scores compare with nothing published"
+        sha = f"its sha256 is {record['sha256']}, not the published one"
+        raise ValueError(f"weights={file}: {sha} ({rule}). {EXPECTED}")
     try:
-        if file.suffix == ".pb":  # no hash of the graph is published
-            state = _read_graph(file)
-        elif is_published or allow_unpublished:
-            state = _read_state_dict(file)
-            if state.pop(RANDOM_MARK, None) is not None:
-                return state, {**record, "checked": NOTHING_CHECKED}
-        else:
-            raise ValueError(
-                f"its sha256 is {record['sha256']}, not the published one "
-                "(allow_unpublished_weights=true takes it, and its scores compare with nothing published)"
-            )
+        state = _read_state_dict(file)
     except ValueError as error:
         raise ValueError(f"weights={file}: {error}. {EXPECTED}") from error
+    if state.pop(RANDOM_MARK, None) is not None:
+        return state, {**record, "checked": NOTHING_CHECKED}
     return state, {**record, "checked": "sha256" if is_published else "names and shapes"}
 
 
@@ -164,74 +155,9 @@ def _read_state_dict(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors_sha256(state: dict[str, torch.Tensor]) -> str:
-    """Hash names and values: the same for a state dict and for the graph that it was made from."""
+    """Hash names and values, however the file stores them."""
     digest = hashlib.sha256()
     for name in sorted(name for name in state if not name.endswith("num_batches_tracked")):
         digest.update(name.encode())
         digest.update(state[name].float().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _read_graph(file: Path) -> dict[str, torch.Tensor]:
-    """Read the constants of the TensorFlow graph, without TensorFlow."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.graph_pb2 import GraphDef
-    from tensorboard.util.tensor_util import make_ndarray
-
-    graph = GraphDef()
-    try:
-        graph.ParseFromString(file.read_bytes())
-    except DecodeError as error:
-        raise ValueError(f"not a TensorFlow graph: {error}") from error
-    nodes = {node.name: node for node in graph.node if node.op == "Const"}
-
-    def constant(name: str, num_dims: int = 1) -> torch.Tensor:
-        if name not in nodes:
-            raise ValueError(f"it has no constant {name}")
-        tensor = nodes[name].attr["value"].tensor
-        shape = [dim.size for dim in tensor.tensor_shape.dim]
-        if min(shape, default=0) < 0 or math.prod(shape) > MAX_NUMBERS:
-            raise ValueError(f"constant {name} is {shape}: must be at most {MAX_NUMBERS} numbers")
-        if len(shape) != num_dims:
-            raise ValueError(f"constant {name} is {shape}: must have {num_dims} dimensions")
-        try:
-            return torch.from_numpy(make_ndarray(tensor).astype(np.float32))
-        except (TypeError, ValueError, LookupError, OverflowError) as error:
-            raise ValueError(f"constant {name} cannot be read: {error}") from error
-
-    state = {"fc.weight": constant("softmax/weights", 2).T, "fc.bias": constant("softmax/biases")}
-    for module, name in graph_names().items():
-        kernel = constant(f"{name}/conv2d_params", 4)
-        state[f"{module}.conv.weight"] = kernel.permute(3, 2, 0, 1)  # (H, W, in, out) -> (out, in, H, W)
-        for ours, theirs in BATCH_NORM.items():
-            state[f"{module}.bn.{ours}"] = constant(f"{name}/batchnorm/{theirs}")
-    return state
-
-
-def graph_names() -> dict[str, str]:
-    """Map each convolution of the network to its name in the graph, which numbers its blocks."""
-
-    def convs(branch: str, tower: str, count: int) -> dict[str, str]:
-        return {f"{branch}_{i + 1}": f"{tower}/{_numbered('conv', i)}" for i in range(count)}
-
-    def fork(branch: str, tower: str) -> dict[str, str]:
-        return {f"{branch}a": f"{tower}/mixed/conv", f"{branch}b": f"{tower}/mixed/conv_1"}
-
-    ends = {"branch1x1": "conv", "branch_pool": "tower_2/conv"}
-    a = ends | convs("branch5x5", "tower", 2) | convs("branch3x3dbl", "tower_1", 3)
-    b = {"branch3x3": "conv"} | convs("branch3x3dbl", "tower", 3)
-    c = ends | convs("branch7x7", "tower", 3) | convs("branch7x7dbl", "tower_1", 5)
-    d = convs("branch3x3", "tower", 2) | convs("branch7x7x3", "tower_1", 4)
-    e = ends | convs("branch3x3", "tower", 1) | fork("branch3x3_2", "tower")
-    e |= convs("branch3x3dbl", "tower_1", 2) | fork("branch3x3dbl_3", "tower_1")
-    stem = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
-    kinds = {"5b": a, "5c": a, "5d": a, "6a": b, "6b": c, "6c": c, "6d": c, "6e": c, "7a": d, "7b": e}
-    names = {module: _numbered("conv", i) for i, module in enumerate(stem)}
-    for i, (block, branches) in enumerate((kinds | {"7c": e}).items()):
-        mixed = _numbered("mixed", i)
-        names |= {f"Mixed_{block}.{branch}": f"{mixed}/{name}" for branch, name in branches.items()}
-    return names
-
-
-def _numbered(name: str, i: int) -> str:
-    return f"{name}_{i}" if i else name

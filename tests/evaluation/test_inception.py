@@ -6,7 +6,7 @@ import torch
 from torchvision.models import inception_v3
 
 from evaluation import ArrayImages, Reference
-from evaluation.detectors.inception import NOTHING_CHECKED, InceptionDetector, graph_names, read_weights
+from evaluation.detectors.inception import NOTHING_CHECKED, InceptionDetector, read_weights
 from evaluation.detectors.random_weights import write_random_weights
 from tests.inception import adm_suite, state
 
@@ -126,63 +126,6 @@ def test_weights_that_are_not_finite_are_found(tmp_path):
         InceptionDetector(tmp_path / "nan.pth", allow_unpublished=True)
 
 
-def write_graph(file, state, leave_out=None):
-    """Write a TensorFlow graph that holds a state dict as constants, among other nodes."""
-    from tensorboard.compat.proto.graph_pb2 import GraphDef
-    from tensorboard.compat.proto.types_pb2 import DT_FLOAT
-
-    graph = GraphDef()
-    graph.node.add(name="ExpandDims", op="ExpandDims")
-
-    def add(name, array):
-        if name != leave_out:
-            tensor = graph.node.add(name=name, op="Const").attr["value"].tensor
-            tensor.dtype, tensor.tensor_content = DT_FLOAT, np.ascontiguousarray(array, np.float32).tobytes()
-            for length in array.shape:
-                tensor.tensor_shape.dim.add(size=length)
-
-    for module, name in graph_names().items():
-        add(f"{name}/conv2d_params", state[f"{module}.conv.weight"].permute(2, 3, 1, 0).numpy())
-        add(f"{name}/batchnorm/gamma", state[f"{module}.bn.weight"].numpy())
-        add(f"{name}/batchnorm/beta", state[f"{module}.bn.bias"].numpy())
-        add(f"{name}/batchnorm/moving_mean", state[f"{module}.bn.running_mean"].numpy())
-        add(f"{name}/batchnorm/moving_variance", state[f"{module}.bn.running_var"].numpy())
-    add("softmax/weights", state["fc.weight"].T.numpy())
-    add("softmax/biases", state["fc.bias"].numpy())
-    file.write_bytes(graph.SerializeToString())
-    return file
-
-
-def test_the_original_graph_gives_the_same_features(detector, tmp_path):
-    file = write_graph(tmp_path / "classify_image_graph_def.pb", state())
-    from_graph = InceptionDetector(file)
-    assert from_graph.record["checked"] == "names and shapes"
-    assert from_graph.record["tensors_sha256"] == detector.record["tensors_sha256"]
-    for ours, theirs in zip(from_graph(IMAGES).values(), detector(IMAGES).values(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_graph_names_cover_the_network():
-    names = graph_names()
-    convolutions = {name.removesuffix(".conv.weight") for name in state() if name.endswith("conv.weight")}
-    assert names.keys() == convolutions
-    assert len(set(names.values())) == len(names) == 94
-    # Some that are known, of each kind of block.
-    for module, name in {
-        "Conv2d_4a_3x3": "conv_4",
-        "Mixed_5c.branch5x5_2": "mixed_1/tower/conv_1",
-        "Mixed_5d.branch_pool": "mixed_2/tower_2/conv",
-        "Mixed_6a.branch3x3": "mixed_3/conv",
-        "Mixed_6d.branch1x1": "mixed_6/conv",
-        "Mixed_6e.branch7x7dbl_5": "mixed_7/tower_1/conv_4",
-        "Mixed_7a.branch3x3_2": "mixed_8/tower/conv_1",
-        "Mixed_7a.branch7x7x3_4": "mixed_8/tower_1/conv_3",
-        "Mixed_7b.branch3x3_2b": "mixed_9/tower/mixed/conv_1",
-        "Mixed_7c.branch3x3dbl_3a": "mixed_10/tower_1/mixed/conv",
-    }.items():
-        assert names[module] == name
-
-
 def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     def refused(file, *words, **options):
         with pytest.raises((ValueError, FileNotFoundError)) as found:
@@ -207,13 +150,6 @@ def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     refused(tmp_path / "other.pth", "do not fit the network", allow_unpublished=True)
     torch.save([big], tmp_path / "list.pth")
     refused(tmp_path / "list.pth", "must be a state dict", allow_unpublished=True)
-    noise = tmp_path / "noise.pb"
-    noise.write_bytes(np.random.default_rng(0).bytes(11 * 2**20))
-    refused(noise, "not a TensorFlow graph")
-    refused(
-        write_graph(tmp_path / "part.pb", state(), leave_out="mixed_6/conv/conv2d_params"),
-        "mixed_6/conv/conv2d_params",
-    )
 
 
 class Trap:
