@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runtime.command_line import SCHEMA, explanation, is_of_hydra, options_first
 from runtime.errors import UserError, did_you_mean
 from runtime.lock import TRY_AGAIN, Busy
-from runtime.sweep import is_main, job_heading, job_name, record_end, start_sweep, summary, take_ended
+from runtime.sweep import is_main, job_name, record_end, start_sweep, summary, take_ended
 from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target, walk
 
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
@@ -129,7 +129,7 @@ def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         hydra = HydraConfig.get()
         name = job_name(hydra.overrides.task)
         if is_main():
-            print(job_heading(hydra.job.num, name), flush=True)
+            print(f"job {hydra.job.num + 1}: {name}", flush=True)
         # Where several processes run a job together, a failing one leaves the others in the middle of it.
         caught = (UserError, Exception) if int(os.environ.get("WORLD_SIZE", "1")) == 1 else ()
         value = None

@@ -1,26 +1,18 @@
-"""Sweeps: which jobs are started, and what the jobs share, in whichever processes a launcher runs them: the
-sweep's command line, and a file of the jobs that have ended.
+"""What the jobs of a sweep share, in whichever processes a launcher runs them: the sweep's command line, and
+a file of the jobs that have ended.
 """
 
 import json
 import os
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from hydra.plugins.sweeper import Sweeper
-from omegaconf.errors import OmegaConfBaseException
-
-from runtime.command_line import explanation
 
 # Environment variables, which jobs in other processes inherit.
-COMMAND, ENDED, NUM_JOBS = "TREAD_SWEEP_COMMAND", "TREAD_SWEEP_ENDED", "TREAD_SWEEP_NUM_JOBS"
-
-_check_batch = Sweeper.validate_batch_is_legal  # Hydra's own ends the sweep, and names no job
+COMMAND, ENDED = "TREAD_SWEEP_COMMAND", "TREAD_SWEEP_ENDED"
 
 
 def is_main() -> bool:
@@ -28,36 +20,12 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _leave_out(sweeper: Sweeper, batch: list[list[str]]) -> None:
-    """Remove and record the jobs that cannot be composed; raise the first error if none can."""
-    if type(sweeper).__name__ != "BasicSweeper":  # others expect a result of every job
-        _check_batch(sweeper, batch)
-        return
-    errors = {}
-    for i, job in enumerate(batch):
-        try:
-            sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, list(job))
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            errors[i] = error
-    if len(errors) == len(batch):
-        raise errors[0]
-    for i, error in errors.items():
-        job, reason = job_name(batch[i]), explanation(error)
-        if is_main():
-            sys.stderr.write(f"error: {reason} (in the job {job})\n")
-        record_end(job, reason=reason)
-    batch[:] = [job for i, job in enumerate(batch) if i not in errors]
-    os.environ[NUM_JOBS] = str(sum(map(len, sweeper.overrides)))
-
-
 def start_sweep(arguments: Sequence[str]) -> None:
     """Tell the jobs the command line, and where they write how they ended."""
     os.environ[COMMAND] = shlex.join(arguments)
-    os.environ.pop(NUM_JOBS, None)
     file = Path(f"runs/.sweep_{os.getpid()}.jsonl").absolute()
     file.unlink(missing_ok=True)  # of a sweep that was killed, whose number is given again
     os.environ[ENDED] = str(file)
-    Sweeper.validate_batch_is_legal = _leave_out
 
 
 def sweep_arguments() -> list[str]:
@@ -82,12 +50,6 @@ def job_name(overrides: Iterable[str]) -> str:
     arguments = sweep_arguments()
     shared = {key_of(text) for text in arguments} - swept_keys(arguments)
     return " ".join(text for text in overrides if key_of(text) not in shared)
-
-
-def job_heading(number: int, name: str) -> str:
-    """The line before the output of a job; `number` counts from 0."""
-    total = os.environ.get(NUM_JOBS)  # other sweepers do not know it
-    return f"job {number + 1}{f' of {total}' if total else ''}: {name}"
 
 
 def record_end(job: str, folder: str | None = None, reason: str | None = None, again: bool = False) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ import pytest
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.plugins.sweeper import Sweeper
 from safetensors.torch import load_file
 
 from runtime import config as mechanics
@@ -72,7 +71,7 @@ def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
     assert swept.stderr.splitlines()[-3] == "error: 1 of the jobs failed:"
     assert not list((tmp_path / "runs").glob(".sweep*"))
     jobs = [line for line in swept.stdout.splitlines() if line.startswith("job ")]
-    assert jobs == ["job 1 of 2: optimizer.lr=-1", "job 2 of 2: optimizer.lr=0.0003"]
+    assert jobs == ["job 1: optimizer.lr=-1", "job 2: optimizer.lr=0.0003"]
     finished = f"  optimizer.lr=0.0003: runs/{folder.name}"
     assert swept.stdout.splitlines()[-2:] == ["sweep: 1 of 2 jobs finished", finished]
 
@@ -84,24 +83,14 @@ def test_a_sweep_of_several_runs_says_how_to_compare_them():
     assert shlex.split(compare)[2:] == ["python", "-m", "reports", 'runs=["runs/0", "runs/1"]']
 
 
-def test_a_job_that_cannot_be_composed_is_named_and_stops_no_other(tmp_path):
-    ratio = "model.routes.0.selection_ratio=2"  # the dense twin has no route, and 2 is no ratio
-    swept = start("train.py", "model=tread,dit", ratio, "-m", folder=tmp_path, check=False)
-    refused, wrong = f"{ratio}: the list has no such item", f"{ratio}.0 must be in [0, 1)"
-    assert swept.returncode == 1
-    assert swept.stdout.splitlines() == ["job 1 of 1: model=tread", "sweep: 0 of 2 jobs finished"]
-    lines = swept.stderr.splitlines()
-    assert lines[:2] == [
-        f"error: {refused} (in the job model=dit)",
-        f"error: {wrong} (in the job model=tread)",
-    ]
-    assert lines[3:5] == [f"  model=dit: {refused}", f"  model=tread: {wrong}"]
-
-
-def test_what_no_job_can_be_composed_with_is_said_once(tmp_path):
-    swept = start("train.py", "-m", "seed=0,1", "train.total_stepz=3", folder=tmp_path, check=False)
-    assert (swept.returncode, swept.stdout) == (1, "")
-    assert swept.stderr == "error: train.total_stepz is not known: did you mean train.total_steps?\n"
+def test_a_sweep_with_a_job_that_cannot_be_composed_is_refused_before_its_first_job(tmp_path):
+    ratio = "model.routes.0.selection_ratio=0.3"  # the dense twin has no route
+    for jobs, refused in (
+        (("model=tread,dit", ratio), f"{ratio}: the list has no such item"),
+        (("train.total_stepz=3,4",), "train.total_stepz is not known: did you mean train.total_steps?"),
+    ):
+        swept = start("train.py", "-m", *jobs, folder=tmp_path, check=False)
+        assert (swept.returncode, swept.stdout, swept.stderr) == (1, "", f"error: {refused}\n")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +112,7 @@ def test_options_may_stand_anywhere(given, ordered):
 def in_a_sweep(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # what is set below ends with the test
-    for name in ("COMMAND", "NUM_JOBS", "ENDED"):
+    for name in ("COMMAND", "ENDED"):
         monkeypatch.setenv(f"TREAD_SWEEP_{name}", "")
     monkeypatch.setattr("sys.argv", ["train.py", "-m", "a=1,2", "b=3"])
     start_sweep(sys.argv[1:])
@@ -200,26 +189,6 @@ def test_a_stop_or_an_interrupt_ends_the_whole_sweep_and_leaves_no_record(in_a_s
     with suppress(SystemExit):
         mechanics.run_main(sweep)
     assert not list(Path("runs").glob(".sweep*")) and not ended
-
-
-def test_only_hydras_own_sweeper_goes_without_a_job(in_a_sweep):
-    """Others, which search, match results with jobs by their place."""
-
-    class Searching(Sweeper):
-        setup = sweep = None
-
-    def load(master_config, sweep_overrides):
-        if sweep_overrides == ["a=1"]:
-            raise ValueError("cannot be composed")
-
-    for kind in (Searching, type("BasicSweeper", (Searching,), {})):
-        jobs = [["a=1"], ["a=2"]]
-        sweeper = kind()
-        sweeper.hydra_context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=load))
-        sweeper.config, sweeper.overrides = {}, [jobs]
-        with nullcontext() if kind is not Searching else pytest.raises(ValueError, match="composed"):
-            sweeper.validate_batch_is_legal(jobs)
-        assert len(jobs) == (2 if kind is Searching else 1)
 
 
 def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
