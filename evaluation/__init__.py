@@ -14,26 +14,3 @@ from evaluation.metrics.precision_recall import PrecisionRecall, precision_recal
 from evaluation.reference import Reference, make_reference, open_reference
 from evaluation.statistics import FeatureStatistics
 from evaluation.suite import Suite
-
-__all__ = [
-    "AdmSuite",
-    "ArrayImages",
-    "DenseLoss",
-    "DigitClassifier",
-    "FeatureStatistics",
-    "FrechetDistance",
-    "GlyphClassifier",
-    "InceptionDetector",
-    "LabelAccuracy",
-    "PixelDetector",
-    "PrecisionRecall",
-    "Reference",
-    "SampleGrid",
-    "Suite",
-    "frechet_distance",
-    "inception_score",
-    "kernel_distance",
-    "make_reference",
-    "open_reference",
-    "precision_recall",
-]
