@@ -6,7 +6,7 @@ ways that are known here, until the routes compute what `prove` says they must. 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -38,13 +38,10 @@ class Proposal(NamedTuple):
     proof: Proof
 
 
-Way = Callable[[str], str]  # of the name of a value: the Python that gathers it by token
-AS_IT_IS: Way = "{}".format
-FOR_ALL: Way = "{}.unsqueeze(0)".format
-SAMPLES_SECOND: Way = "kept.gather({}.transpose(0, 1)).transpose(0, 1)".format
-# What is the same for all tokens of the image.
-LEADING: Way = "{}[: kept.num_prefix_tokens + kept.ids.shape[1]]".format
-NUM_KEPT: Way = "kept.ids.shape[1]".format
+# Ways to gather by token: the Python of it, with $ in place of the value.
+SAMPLES_SECOND = "kept.gather($.transpose(0, 1)).transpose(0, 1)"
+LEADING = "$[: kept.num_prefix_tokens + kept.ids.shape[1]]"  # the same for all tokens of the image
+NUM_KEPT = "kept.ids.shape[1]"
 
 
 def propose_adapter(
@@ -207,7 +204,7 @@ class _List:
             raise ValueError(f"no output of a block of {self.name} is {self.tokens} of the next one")
         (self.output,) = equal or same
 
-    def source(self, ways: Mapping[str, Way], suffix: str | None) -> str:
+    def source(self, ways: Mapping[str, str], suffix: str | None) -> str:
         """Write the list as it stands in an adapter.
 
         Args:
@@ -218,7 +215,7 @@ class _List:
         parts += ["joint=True"] if self.first else []
         parts += [f"output={self.output}"] if self.output is not None else []
         if ways:
-            texts = {name: way("value") for name, way in ways.items()}
+            texts = {name: _of(way, "value") for name, way in ways.items()}
             lines = "".join(f'{FOUR * 4}"{name}": lambda value, kept: {t},\n' for name, t in texts.items())
             parts.append(f"by_token={{\n{lines}{FOUR * 3}}}")
         if shared := [name for name in self.given if name not in ways]:
@@ -228,35 +225,36 @@ class _List:
         lines = "".join(f"{FOUR * 3}{part},\n" for part in parts)
         return f"{FOUR * 2}BlockList(\n{lines}{FOUR * 2}),\n"
 
-    def variants(self) -> list[dict[str, Way]]:
-        """Return ways to gather the arguments that are indexed by token, by name."""
-        ways = {name: self._ways(value) for name, value in self.given.items()}
+    def variants(self, values: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Return ways to gather those of the values that are indexed by token, by name."""
+        ways = {name: self._ways(value) for name, value in values.items()}
         ways = {name: found for name, found in ways.items() if found}
         return [dict(zip(ways, chosen, strict=True)) for chosen in product(*ways.values())]
 
-    def _ways(self, value: Any) -> list[Way]:
+    def _ways(self, value: Any) -> list[str]:
         """Ways to gather a value by token; empty if it is not indexed by token."""
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, tuple | list):
             return self._of_sequence(value)
         if isinstance(value, dict):
-            ways = {key: self._ways(part) for key, part in value.items()}
-            ways = {key: found for key, found in ways.items() if found}
-            chosen = product(*ways.values()) if ways else ()
-            return [_of_entries(dict(zip(ways, each, strict=True))) for each in chosen]
+            found = [
+                [f"{k!r}: {_of(way, f'$[{k!r}]')}" for k, way in d.items()] for d in self.variants(value)
+            ]
+            return [f"{{**$, {', '.join(entries)}}}" for entries in found if entries]
         return [NUM_KEPT] if type(value) is int and value == self.length else []
 
-    def _of_sequence(self, value: Sequence[Any]) -> list[Way]:
+    def _of_sequence(self, value: Sequence[Any]) -> list[str]:
         parts = [self._ways(part) for part in value]
-        texts = [[way("x") for way in part] for part in parts]
-        kind = list if isinstance(value, list) else tuple
-        if parts and all(text == texts[0] for text in texts):
-            return [_of_all(kind, way) for way in parts[0]]
-        found = product(*(part or [AS_IT_IS] for part in parts))
-        return [_of_places(ways) for ways in found if any(way is not AS_IT_IS for way in ways)]
+        kind = "list" if isinstance(value, list) else "tuple"
+        if parts and all(ways == parts[0] for ways in parts):
+            return [f"{kind}({_of(way, 'x')} for x in $)" for way in parts[0]]
+        if not any(parts):
+            return []
+        places = ([_of(way, f"$[{i}]") for way in ways or ["$"]] for i, ways in enumerate(parts))
+        return [f"({' '.join(f'{way},' for way in ways)})" for ways in product(*places)]
 
-    def _of_tensor(self, x: torch.Tensor) -> list[Way]:
+    def _of_tensor(self, x: torch.Tensor) -> list[str]:
         if self.sequence_first and x.shape[:2] == (self.length, self.num_samples):
             return [SAMPLES_SECOND]
         joint_length = self.num_prefix + self.length
@@ -271,8 +269,9 @@ class _List:
             first = min(dims)  # alone, where a table happens to have as many channels as there are tokens
             each = [dims, {first: dims[first]}] if len(dims) > 1 else [dims]
             return [way for of_dims in each for way in _of_dims(of_dims)]
-        found = [_by(method, FOR_ALL) for method in dims.get(0, ())]  # a table for all samples
-        found = [*found, *map(_per_sample, found)]
+        # A table for all samples.
+        found = [f"kept.{method}($.unsqueeze(0))" for method in dims.get(0, ())]
+        found += [f"TablePerSample({way})" for way in found]
         return [*found, LEADING] if found and x.ndim == 1 else found
 
 
@@ -282,38 +281,17 @@ def _changed(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
     return int(where[0]), int(where[-1] - where[0]) + 1
 
 
-def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[Way]:
+def _of(way: str, value: str) -> str:
+    return way.replace("$", value)
+
+
+def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[str]:
     """Yield ways to gather along dimensions, each by one of its methods."""
     for chosen in product(*methods.values()):
-        way = AS_IT_IS
+        way = "$"
         for dim, method in zip(methods, chosen, strict=True):
-            way = _by(method, way, dim)
+            way = f"kept.{method}({way}, {dim})"
         yield way
-
-
-def _by(method: str, way: Way, *dim: int) -> Way:
-    rest = "".join(f", {d}" for d in dim)
-    return lambda name: f"kept.{method}({way(name)}{rest})"
-
-
-def _per_sample(way: Way) -> Way:
-    return lambda name: f"TablePerSample({way(name)})"
-
-
-def _of_all(kind: type, way: Way) -> Way:
-    return lambda name: f"{kind.__name__}({way('x')} for x in {name})"
-
-
-def _of_places(ways: Sequence[Way]) -> Way:
-    return lambda name: "(" + " ".join(f"{way(f'{name}[{i}]')}," for i, way in enumerate(ways)) + ")"
-
-
-def _of_entries(ways: Mapping[str, Way]) -> Way:
-    def text(name: str) -> str:
-        entries = (f"{key!r}: {way(f'{name}[{key!r}]')}" for key, way in ways.items())
-        return f"{{**{name}, {', '.join(entries)}}}"
-
-    return text
 
 
 def _drafts(
@@ -345,13 +323,13 @@ def _drafts(
         for number, behind in product(numbers, ((), (*prefixes, S))):
             for each in some:
                 each.num_prefix, each.behind = number, behind
-            for ways in product(*(each.variants() for each in some)):
+            for ways in product(*(each.variants(each.given) for each in some)):
                 pairs = list(zip(some, ways, strict=True))
                 yield _draft(pairs, prefixes.get(number), suffixes, accepts, whole)
 
 
 def _draft(
-    lists: Sequence[tuple[_List, Mapping[str, Way]]],
+    lists: Sequence[tuple[_List, Mapping[str, str]]],
     prefix: str | None,
     suffixes: Mapping[int, str],
     accepts: Sequence[str],
@@ -362,7 +340,7 @@ def _draft(
     if len({each.num_suffix for each, _ in lists}) == 1 and own[0]:
         counts, own = {"num_suffix_tokens": own[0]}, [None for _ in lists]
     sources = "".join(each.source(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True))
-    if any(text in sources for text in ("joint=True", "gather_joint", LEADING(""))):
+    if any(text in sources for text in ("joint=True", "gather_joint", _of(LEADING, ""))):
         counts = {"num_prefix_tokens": prefix, **counts}
     parts = [f"block_lists=(\n{sources}{FOUR})", f"accepts={_names(accepts)}"]
     parts += [f"{name}=lambda model, arguments: {text}" for name, text in counts.items()]
