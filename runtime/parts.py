@@ -75,12 +75,12 @@ class PartFolder:
         with explained(self.file(i)), atomic_write(self.file(i)) as partial:
             np.savez(partial, **arrays)
 
-    def read(self, i: int) -> dict[str, np.ndarray]:
-        """Read a part; a damaged one is removed, so that it is made again."""
+    def read(self, i: int, *names: str) -> dict[str, np.ndarray]:
+        """Read the named arrays of a part (all, if none is); a damaged one is removed and made again."""
         file = self.file(i)
         try:
             with zipfile.ZipFile(file) as archive:
-                names = [name.removesuffix(".npy") for name in archive.namelist()]
+                names = names or [name.removesuffix(".npy") for name in archive.namelist()]
                 return {name: read_member(archive, name) for name in names}
         except ZIP_ERRORS as error:
             # EINVAL: an offset before the start of a damaged file. Other system errors are not damage.
