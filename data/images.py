@@ -2,16 +2,16 @@
 
 import math
 import posixpath
-import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import Image, ImageOps
 
 from runtime.arrays import ZIP_ERRORS, array_names, check_size, member_size, read_header
 from runtime.files import files_in
@@ -29,15 +29,6 @@ _CHUNK = 2**20
 # Folders that systems and tools put beside one's own.
 HIDDEN = (".", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 ORIENTATION = "turned as the EXIF orientation says, where it can be read"
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 Batches = Iterator[tuple[int, np.ndarray]]
 
 
@@ -224,11 +215,9 @@ def open_picture(file: BinaryIO) -> Image.Image:
     if ";16" in str(image.tile) and image.mode[0] not in "IF":  # PIL reduces these to 8 bits silently
         raise ValueError(f"its mode is {image.mode}, must be {image.mode} with 8 bits")
     image.load()
-    try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
-    except (SyntaxError, struct.error):  # damaged EXIF, not a damaged image: viewers do not turn it
-        turn = None
-    return image if turn is None else image.transpose(turn)
+    with suppress(*IMAGE_ERRORS):  # damaged EXIF, not a damaged image: viewers do not turn it
+        ImageOps.exif_transpose(image, in_place=True)
+    return image
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
