@@ -16,6 +16,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,13 @@ from data.latents import open_latents
 from data.listing import ImageList, list_images
 from data.manifest import LatentManifest, class_warnings, first_classes, untrained_classes_of
 from data.masks import MaskFiles, pool_mask, read_mask
-from data.parts import EncodedParts
 from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
 from runtime.config import command, run_main
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import Launch
 from runtime.lock import Lock
 from runtime.machine import PATIENCE, start_process
-from runtime.parts import RESUME, check_room
+from runtime.parts import RESUME, PartFolder, check_room
 from runtime.provenance import environment
 
 PART_IMAGES = 256
@@ -105,7 +105,7 @@ class Job:
     images: ImageList
     masks: MaskFiles | None
     manifest: LatentManifest  # as it is if no image is corrupt
-    parts: EncodedParts
+    parts: PartFolder  # arrays as `encode_part` gives them
 
     def positions(self, part: int) -> range:
         """Positions of the images of a part."""
@@ -143,14 +143,14 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         **{key: request[key] for key in ("resolution", "hflip", "mixed_precision")},
         "source": str(Path(request["source"]).resolve()),
         "masks": str(Path(request["masks"]).resolve()) if masks else None,
-        "part_images": PART_IMAGES,
+        "images_per_part": PART_IMAGES,
         "conditioning_type": manifest.conditioning_type,
         "encoder": encoder.name,
         "encoder_hash": encoder.weights_hash,
         "list_of_images": f"{count} images, {digest[:16]}",
         "orientation": ORIENTATION,  # of masks, too
     }
-    parts = EncodedParts(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
+    parts = PartFolder(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
     return Job(request, images, masks, manifest, parts)
 
 
@@ -186,7 +186,7 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) ->
             ahead = next(reads, [])
             for part in mine:
                 images, ahead = ahead, next(reads, [])
-                job.parts.write_part(part, *encode_part(job, job.positions(part), images, encoder))
+                job.parts.write(part, encode_part(job, job.positions(part), images, encoder))
                 progress.update(min(len(images) * launch.world_size, total - progress.n))
         except KeyboardInterrupt:
             launch.print(f"\nstopped: the same command resumes from {job.parts.path}")
@@ -195,11 +195,9 @@ def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) ->
             pool.shutdown(cancel_futures=True)
 
 
-def encode_part(
-    job: Job, positions: range, images: list[Future], encoder: Encoder
-) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-    """Encode the images that can be read; return their arrays, and errors by position."""
-    manifest, errors, good = job.manifest, {}, []
+def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> dict[str, np.ndarray]:
+    """Encode the images that can be read: latents (n, [2,] C', H, W), positions (n,), masks, and errors."""
+    manifest, errors, good = job.manifest, [], []
     for position, future in zip(positions, images, strict=True):
         try:
             good.append((position, *future.result()))
@@ -208,14 +206,15 @@ def encode_part(
             # A disk that is gone must not look like corrupt images.
             if isinstance(error, OSError) and error.errno is not None:
                 raise OSError(error.errno, f"{error.strerror}; {RESUME}", name) from error
-            errors[position] = f"{name}: {error}".encode(errors="backslashreplace").decode()
+            errors.append(f"{name}: {error}".encode(errors="backslashreplace").decode())
     shape = len(good), *manifest.stored_shape[1:]
     arrays = {"positions": np.array([position for position, _, _ in good], dtype=np.int64)}
+    arrays["errors"] = np.array(errors, dtype=str)
     if job.masks:
         masks = np.array([mask for _, _, mask in good], dtype=np.uint8)
         arrays["masks"] = masks.reshape(-1, *manifest.shape[1:])
     if not good:
-        return {**arrays, "latents": np.empty(shape, np.float16)}, errors
+        return {**arrays, "latents": np.empty(shape, np.float16)}
     pixels = torch.from_numpy(np.stack([image for _, image, _ in good])).permute(0, 3, 1, 2)  # (n, 3, H, W)
     if manifest.hflip:  # a latent cannot be flipped
         pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
@@ -224,7 +223,7 @@ def encode_part(
     if not finite.all():
         first = job.images.names[arrays["positions"][finite.argmin()]]
         raise ValueError(f"{first}: its latents are not finite in float16: wrong encoder or weights?")
-    return {**arrays, "latents": latents}, errors
+    return {**arrays, "latents": latents}
 
 
 def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -246,9 +245,7 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
 
 def finish(job: Job, launch: Launch) -> None:
     """Join the parts, unless images are corrupt and skip_corrupt is false."""
-    errors = [*job.parts.errors().values()]
-    if errors:
-        report_corrupt(job, errors)
+    errors = corrupt_images(job)
     out, count = job.request["out"], len(job.images.names) - len(errors)
     origin = {
         **job.parts.about,
@@ -273,17 +270,21 @@ def finish(job: Job, launch: Launch) -> None:
     print(NEXT_STEPS.format(out=out))
 
 
-def report_corrupt(job: Job, errors: list[str]) -> None:
-    """List the images that could not be read."""
-    report, count = job.parts.path / "corrupt.txt", len(job.images.names)
-    report.write_text("".join(f"{error}\n" for error in errors))
-    print(f"{len(errors)} of {count} images are corrupt, all of them in {report}:")
-    print("\n".join(errors[:CORRUPT_SHOWN]))
-    if len(errors) == count:
-        raise ValueError(f"source={job.request['source']}: all {count} images are corrupt")
-    if not job.request["skip_corrupt"]:
+def corrupt_images(job: Job) -> list[str]:
+    """List the images that could not be read; unless they are left out, their parts are to be done again."""
+    by_part = [job.parts.read(part, "errors")["errors"].tolist() for part in range(job.parts.num_parts)]
+    errors, count = list(chain(*by_part)), len(job.images.names)
+    if errors:
+        report = job.parts.path / "corrupt.txt"
+        report.write_text("".join(f"{error}\n" for error in errors))
+        print(f"{len(errors)} of {count} images are corrupt, all of them in {report}:")
+        print("\n".join(errors[:CORRUPT_SHOWN]))
+    if len(errors) == count or (errors and not job.request["skip_corrupt"]):
+        for part in np.flatnonzero([*map(len, by_part)]):
+            job.parts.file(part).unlink()
         rule = "fix them, or leave them out with skip_corrupt=true, and run the same command again"
-        raise ValueError(f"{len(errors)} images are corrupt: {rule}: what is encoded is kept")
+        raise ValueError(f"{len(errors)} of {count} images are corrupt: {rule}: what is encoded is kept")
+    return errors
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ from data.encoders import load_encoder
 from data.importers import FORMATS
 from data.listing import list_images
 from data.make_shards import write_shards
-from data.parts import EncodedParts
 from data.shards import read_shard_manifest
 from data.verify import damages
 from evaluation import open_reference
 from evaluation.detectors import inception
 from examples import finetune
+from runtime.parts import PartFolder
 from tests.networks import small_dit
 from tests.photos import write_autoencoder
 from training.weights import load_weights
@@ -70,7 +70,7 @@ def read_reference(path):
 
 
 def read_part(path):
-    return EncodedParts(path, {}, 1).read(0)
+    return PartFolder(path, {}, 1).read(0)
 
 
 def read_format(name):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from data import KLEncoder, LatentWriter, centre_crop, encode, open_latents, parts
+from data import KLEncoder, LatentWriter, centre_crop, encode, open_latents
 from data.writer import lock_of
 from runtime.errors import UserError
 from runtime.lock import Busy
 from runtime.machine import start_process
+from runtime.parts import PartFolder
 from tests import programs
 from tests.faults.killing import ENVIRONMENT, TWO
 from tests.photos import photographs, write_autoencoder, write_photographs
@@ -42,13 +43,13 @@ def small_parts(monkeypatch):
 @pytest.fixture
 def written(monkeypatch):
     """The numbers of the parts that are written, in their order."""
-    numbers, write = [], parts.EncodedParts.write_part
+    numbers, write = [], PartFolder.write
 
-    def watched(folder, number, *part):
-        write(folder, number, *part)
+    def watched(folder, number, part):
+        write(folder, number, part)
         numbers.append(number)
 
-    monkeypatch.setattr(parts.EncodedParts, "write_part", watched)
+    monkeypatch.setattr(PartFolder, "write", watched)
     return numbers
 
 
@@ -67,7 +68,7 @@ def start(source, out, vae, **how):
 
 def refused(out, source, vae, *overrides):
     """The text of corrupt.txt after a run that refuses one image."""
-    with pytest.raises(UserError, match="1 images are corrupt"):
+    with pytest.raises(UserError, match=r"1 of .* images are corrupt"):
         run(source, out, vae, *overrides)
     return Path(f"{out}.partial/corrupt.txt").read_text()
 
@@ -196,7 +197,7 @@ def test_corrupt_images_are_listed_and_can_be_left_out_or_fixed(tmp_path, vae, s
     perfect = run(folder, tmp_path / "perfect", vae)
     whole = spoil(folder)
     for out in ("out", "fixed"):
-        with pytest.raises(UserError, match=r"2 images are corrupt: .*skip_corrupt=true"):
+        with pytest.raises(UserError, match=r"2 of 10 images are corrupt: .*skip_corrupt=true"):
             run(folder, tmp_path / out, vae)
     printed = capsys.readouterr().out
     assert "2 of 10 images are corrupt" in printed
@@ -226,7 +227,7 @@ def test_parts_and_sources_of_corrupt_images_only(tmp_path, vae, small_parts):
     assert run(folder, tmp_path / "out", vae, "skip_corrupt=true").labels.tolist() == [1] * 5
     for name in names:
         (folder / name).write_bytes(b"")
-    with pytest.raises(UserError, match="all 10 images are corrupt"):
+    with pytest.raises(UserError, match="10 of 10 images are corrupt"):
         run(folder, tmp_path / "none", vae, "skip_corrupt=true")
     assert not (tmp_path / "none").exists()
 
@@ -338,10 +339,10 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
 def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
     """A disk that is unmounted half-way must not leave half of the images out."""
     write_photographs(tmp_path / "photos")
-    write = parts.EncodedParts.write_part
+    write = PartFolder.write
 
-    def unmount(folder, number, *part):
-        write(folder, number, *part)
+    def unmount(folder, number, part):
+        write(folder, number, part)
         if (tmp_path / "photos").exists():
             (tmp_path / "photos").rename(tmp_path / "elsewhere")
 
@@ -349,7 +350,7 @@ def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts,
         r"No such file or directory; fix this and run the same command again to resume: '(china|flower)/\d+"
     )
     with monkeypatch.context() as patch, pytest.raises(UserError, match=message):
-        patch.setattr(parts.EncodedParts, "write_part", unmount)
+        patch.setattr(PartFolder, "write", unmount)
         run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true")
     (tmp_path / "elsewhere").rename(tmp_path / "photos")
     assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10
@@ -398,23 +399,6 @@ def test_what_is_there_is_not_overwritten(tmp_path, photos, vae, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_part_of_which_only_errors_were_written_is_redone(tmp_path):
-    """Killed between the errors and the part, or between a part and the end of the old errors."""
-    folder = parts.EncodedParts(tmp_path / "p", {"a": 1}, 3)
-    assert folder.start() == [0, 1, 2]
-    arrays = {"positions": np.arange(2)}
-    folder.write_part(0, arrays, {})
-    folder.write_part(1, arrays, {1: "b.png: broken"})
-    assert folder.start() == [1, 2]
-    assert folder.errors() == {1: "b.png: broken"}
-    (tmp_path / "p" / "0000002.errors.json").write_text("{}")
-    folder.write_part(2, arrays, {})
-    assert folder.start() == [1]
-    folder.write_part(1, arrays, {})
-    assert folder.start() == []
-    assert folder.errors() == {}
-
-
 def test_a_path_has_one_name(tmp_path, photos, vae, small_parts, monkeypatch):
     stopped(tmp_path, photos, vae, monkeypatch)
     monkeypatch.chdir(photos.parent)
@@ -431,13 +415,9 @@ def test_undecodable_names_and_lines_of_pixels_are_handled(tmp_path, vae):
     Image.fromarray(photographs()["china"][:32, :32]).save(folder / "0.png")
     Image.fromarray(np.zeros((1, 4000, 3), np.uint8)).save(folder / "line.png")
     (folder / "0.png").rename(folder / os.fsdecode(b"\xff.png"))
-    message = "line.png: its size is (4000, 1): one side must be at most 50 times the other\n"
-    assert refused(tmp_path / "out", folder, vae) == message
-    (folder / "line.png").unlink()
     (folder / os.fsdecode(b"\xfe.png")).write_bytes(b"")
-    with pytest.raises(UserError, match="was started with other settings"):
-        run(folder, tmp_path / "out", vae)
-    dataset = run(folder, tmp_path / "other", vae, "skip_corrupt=true")
+    dataset = run(folder, tmp_path / "out", vae, "skip_corrupt=true")
     assert dataset.manifest.count == 1
-    (told,) = dataset.manifest.origin["left_out"]
-    assert told.startswith(r"\udcfe.png: cannot identify image")
+    line, undecodable = dataset.manifest.origin["left_out"]
+    assert line == "line.png: its size is (4000, 1): one side must be at most 50 times the other"
+    assert undecodable.startswith(r"\udcfe.png: cannot identify image")
