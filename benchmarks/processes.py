@@ -4,11 +4,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
-from functools import cached_property
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +16,8 @@ from runtime.provenance import PROJECT
 # Forks of a process that has the libraries and has not touched a device.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["benchmarks.runs"])
-
-
-class ProcessFailed(Exception):
-    """A process of a benchmark has ended in an error, which it has printed."""
-
-
-def start_apart(function: Callable[..., None], *arguments: Any) -> multiprocessing.Process:
-    """Call a function in a process of its own."""
-    process = CONTEXT.Process(target=_called, args=(function, *arguments))
-    process.start()
-    return process
-
-
-def _called(function: Callable[..., None], *arguments: Any) -> None:
-    # A process inherits the method that started it; workers of its own, for data, have the default one.
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    function(*arguments)
+Answers = Mapping[str, Callable[[], Any]]  # by request
+ANSWERS: dict[str, Callable[[], Any]] = {}  # in the process of a worker
 
 
 def record_all(calls: Mapping[str, Callable[[], Rows]], record: Record, jobs: int) -> None:
@@ -76,42 +59,47 @@ def start_program(program: str, log: Path, *overrides: str) -> None:
         raise OSError(f"{program} ended with status {ended.returncode} ({log})")
 
 
-class Worker:
-    """A process that builds something, reports, and answers requests.
+class Worker(ProcessPoolExecutor):
+    """A process that builds something, and answers requests about it.
 
     Args:
-        build: called in the process with its end of a connection and the arguments; ends with `serve`.
+        build: called in the process with the arguments; returns a report, and what answers each request.
     """
 
-    def __init__(self, name: str, build: Callable[..., None], *arguments: Any):
-        self.name, (self.connection, other) = name, CONTEXT.Pipe()
-        self.process = start_apart(build, other, *arguments)
-        other.close()
+    def __init__(self, build: Callable[..., tuple[Any, Answers]], *arguments: Any):
+        super().__init__(1, CONTEXT, _started)
+        self._built = self.submit(_build, build, *arguments)
 
-    @cached_property
+    @property
     def ready(self) -> Any:
-        """The report of the process once all is built."""
-        return self._receive()
+        """The report of the process once all is built; raises what building raised."""
+        return self._built.result()
 
     def ask(self, word: str) -> Any:
-        """Send a request, and return the answer."""
-        _ = self.ready  # the first that comes: nobody must take it for an answer
-        with suppress(BrokenPipeError):  # `_receive` raises
-            self.connection.send(word)
-        return self._receive()
+        """Send a request, and wait for the answer."""
+        _ = self.ready
+        return self.submit(_answer, word).result()
 
-    def _receive(self) -> Any:
-        try:
-            return self.connection.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise ProcessFailed(f"the process of the {self.name} step failed: see above") from error
 
-    def __enter__(self) -> "Worker":
-        return self
+def _started() -> None:
+    # A process inherits the method that started it; workers of its own, for data, have the default one.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def __exit__(self, *_: object) -> None:
-        self.connection.close()
-        self.process.join()
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _build(build: Callable[..., tuple[Any, Answers]], *arguments: Any) -> Any:
+    report, answers = build(*arguments)
+    ANSWERS.update(answers)
+    return report
+
+
+def _answer(word: str) -> Any:
+    return ANSWERS[word]()
 
 
 def take_turns(workers: Mapping[str, Worker], word: str, repeats: int) -> dict[str, list[Any]]:
@@ -121,11 +109,3 @@ def take_turns(workers: Mapping[str, Worker], word: str, repeats: int) -> dict[s
         for name, worker in workers.items():
             found[name].append(worker.ask(word))
     return found
-
-
-def serve(connection: Connection, ready: Any, answers: Mapping[str, Callable[[], Any]]) -> None:
-    """Report that all is built, and answer requests until the other side closes the connection."""
-    connection.send(ready)
-    with suppress(EOFError):
-        while True:
-            connection.send(answers[connection.recv()]())

@@ -3,8 +3,7 @@
     python -m benchmarks.sampling
 
 Times what `sample.py` does by default against eager fp32, in turn: on a CPU the network of the demo and
-DiT-S/2 at 256 tokens, on a GPU DiT-XL/2. The stage `sample` of `python -m benchmarks.gpu` has the latter, and
-a guided evaluation of a small batch, by one forward and by two.
+DiT-S/2 at 256 tokens, on a GPU DiT-XL/2, as the stage `sample` of `python -m benchmarks.gpu` does.
 """
 
 import argparse
@@ -12,30 +11,27 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from benchmarks.processes import Worker, serve, take_turns
+from benchmarks.processes import Answers, Worker, take_turns
 from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import compose_config, perturb
 from benchmarks.train_step import peaks_of, seconds_of
 from builders.drawing import LEFT_OPEN, prepare, settle
 from builders.network import build_net, build_precond
-from diffusion import CFG, Branch, ImageSource, edm_sampler
+from diffusion import CFG, ImageSource, edm_sampler
 from models import cost_of
 from runtime.config import run_main
 from runtime.machine import start_process
 from runtime.memory import peak_gib
 from runtime.provenance import environment
 from runtime.tables import aligned
-from training.speed import interleaved_seconds, speedup
+from training.speed import speedup
 
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
-SMALL_BATCH, CALLS = 4, {"cpu": 1, "cuda": 32}  # calls of a turn: one is over before a clock is sure of it
-AGREE = 2e-2  # one batched forward with two, of the norm
 NUM_TIMED = 3  # evaluations of a call, two steps of Heun
 TURN_SEC = {"cpu": 3.0, "cuda": 1.0}
 LATENTS = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
@@ -59,7 +55,6 @@ COLUMNS = {
     "ms": "{:.1f}",
     "images_per_sec": "{:.3f}",
     "hours_50k": "{:.2f}",
-    "speedup_over_two": "{:.2f}x",
     "speedup_over_eager": "{:.2f}x",
     "speedup_over_eager_same_batch": "{:.2f}x",
     "share_of_peak": "{:.0%}",
@@ -71,12 +66,9 @@ COLUMNS = {
 
 
 def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
-    """What measures whole batches, and evaluations; see `benchmarks.gpu`."""
+    """What measures whole batches; see `benchmarks.gpu`."""
     size, repeats, turn_sec = (TINY, 1, 0.0) if tiny else (XL, REPEATS, TURN_SEC[device.type])
-    return {
-        f"bf16, eager, batch {SMALL_BATCH}": partial(evaluations, size, repeats, device),
-        "as sample.py": partial(as_sampled, size, device, repeats, turn_sec),
-    }
+    return {"as sample.py": partial(as_sampled, size, device, repeats, turn_sec)}
 
 
 def main() -> None:
@@ -98,14 +90,15 @@ def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_s
         workers = {}
         for name, asked in WAYS.items():
             arguments = (size, asked, "guided" in name, turn_sec)
-            workers[name] = stack.enter_context(Worker(name, drawing, *arguments))
+            workers[name] = stack.enter_context(Worker(drawing, *arguments))
             print(f"  {name}: {workers[name].ready}", flush=True)  # it has warmed up, alone
         seconds = take_turns(workers, "draw", repeats)
         rows = {}
         for name, worker in workers.items():
             row = {"evaluation": name, **worker.ready, "peak_memory_gib": worker.ask("memory")}
             row |= spread([sec / NUM_TIMED for sec in seconds[name]])
-            row |= rate(row["batch_size"], (2 * NUM_STEPS - 1) * row["ms"] / 1000)
+            row["images_per_sec"] = 1000 * row["batch_size"] / ((2 * NUM_STEPS - 1) * row["ms"])
+            row["hours_50k"] = 50_000 / row["images_per_sec"] / 3600
             row["share_of_peak"] = row["batch_size"] * row.pop("flops") / (row["ms"] / 1000) / peak
             rows[name] = row
     per_image = {name: [sec / rows[name]["batch_size"] for sec in seconds[name]] for name in rows}
@@ -117,9 +110,9 @@ def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_s
 
 
 def drawing(
-    connection: Connection, size: tuple[str, ...], asked: dict[str, Any], guided: bool, turn_sec: float
-) -> None:
-    """Serve batches of images of a few steps, drawn as sample.py draws them."""
+    size: tuple[str, ...], asked: dict[str, Any], guided: bool, turn_sec: float
+) -> tuple[dict[str, Any], Answers]:
+    """Batches of images of a few steps, drawn as sample.py draws them; see `Worker`."""
     launch = start_process()
     source = ImageSource(
         build(size, launch.device),
@@ -141,11 +134,10 @@ def drawing(
     # Long turns: the threads of the process before may still spin for a while.
     warm = [seconds_of(turn, launch.device) for _ in range(2)][1]
     num_calls = max(1, round(turn_sec / warm))
-    answers = {
+    return ready, {
         "draw": lambda: seconds_of(lambda: [turn() for _ in range(num_calls)], launch.device) / num_calls,
         "memory": lambda: peak_gib(launch.device),
     }
-    serve(connection, ready, answers)
 
 
 def build(size: tuple[str, ...], device: torch.device) -> nn.Module:
@@ -156,42 +148,6 @@ def build(size: tuple[str, ...], device: torch.device) -> nn.Module:
         net = build_net(config).to(device)
     perturb(net)
     return build_precond(config, net).eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def evaluations(size: tuple[str, ...], repeats: int, device: torch.device) -> Rows:
-    """Time one evaluation of a small batch in each way, in turn: a row for each."""
-    precond = build(size, device)
-    noise = torch.randn(SMALL_BATCH, *precond.net.latent_shape, device=device)
-    sigma, labels = torch.ones((), device=device), torch.arange(SMALL_BATCH, device=device)
-    null, batched = torch.full_like(labels, precond.net.num_classes), CFG(GUIDANCE_SCALE)
-
-    def twice() -> torch.Tensor:
-        D_cond, D_uncond = precond(noise, sigma, labels), precond(noise, sigma, null)
-        return D_uncond + GUIDANCE_SCALE * (D_cond - D_uncond)
-
-    ways = {
-        "guided": lambda: batched(Branch(precond, labels))(noise, sigma),
-        "guided, two forwards": twice,
-        "unguided": lambda: precond(noise, sigma, labels),
-    }
-    ways = {name: torch.autocast(device.type, torch.bfloat16)(way) for name, way in ways.items()}
-    one, two = ways["guided"](), ways["guided, two forwards"]()
-    error = ((one - two).norm() / two.norm()).item()
-    assert error <= AGREE, f"one batched forward and two differ by {error:.1e} of their norm"
-    num_calls = CALLS[device.type]
-    turns = {name: lambda way=way: [way() for _ in range(num_calls)] for name, way in ways.items()}
-    seconds, rows = interleaved_seconds(turns, device, repeats), {}
-    for name, times in seconds.items():
-        row = {"evaluation": name, **spread([sec / num_calls for sec in times])}
-        rows[name] = row | rate(SMALL_BATCH, (2 * NUM_STEPS - 1) * row["ms"] / 1000)
-    rows["guided"]["speedup_over_two"] = speedup(seconds["guided, two forwards"], seconds["guided"])
-    return list(rows.values())
-
-
-def rate(num_images: int, sec: float) -> dict[str, float]:
-    """Images per second, and hours for 50,000."""
-    return {"images_per_sec": num_images / sec, "hours_50k": 50_000 * sec / num_images / 3600}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.plain_step import PlainDiT, PlainStep
-from benchmarks.processes import Worker, serve, take_turns
+from benchmarks.processes import Answers, Worker, take_turns
 from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
 from evaluation.precision import strict_fp32
@@ -146,7 +145,7 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
             compare(folder, overrides)
         builders = {"": ours, "plain ": plain} if setting.plain and not unknown else {"": ours}
         workers = {
-            name + kind: stack.enter_context(Worker(name + kind, builder, folder, overrides[kind]))
+            name + kind: stack.enter_context(Worker(builder, folder, overrides[kind]))
             for name, builder in builders.items()
             for kind in overrides
         }
@@ -185,12 +184,12 @@ def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:
     """Compare loss and gradients with the plain step's, in fp32 and as they will be timed, all at once."""
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(Worker(kind, check, folder, (*of_kind, *precision)))
+            (kind, stack.enter_context(Worker(check, folder, (*of_kind, *precision))))
             for kind, of_kind in overrides.items()
             for precision in (("train.mixed_precision=no", "train.compile=false"), ())
         ]
-        for worker in workers:
-            print(f"  {worker.name}, {worker.ready}", flush=True)
+        for kind, worker in workers:
+            print(f"  {kind}, {worker.ready}", flush=True)
 
 
 def timing(seconds: Sequence[float], row: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
@@ -217,8 +216,8 @@ def peaks_of(device: torch.device) -> Peaks:
     return peaks
 
 
-def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
-    """Serve the steps of the trainer."""
+def ours(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
+    """The columns of the trainer's step, and its answers; see `Worker`."""
     trainer, row = build(folder, overrides)
     batches = trainer.batches.from_step(0)
 
@@ -226,35 +225,28 @@ def ours(connection: Connection, folder: Path, overrides: Sequence[str]) -> None
         trainer.train_step(next(batches))
         trainer.step += 1
 
-    _serve_steps(connection, row, step, trainer.launch.device, partial(share_outside, trainer, step))
+    return row, _answers(step, trainer.launch.device, partial(share_outside, trainer, step))
 
 
-def plain(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
-    """Serve the plain step of the same sizes."""
+def plain(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
+    """The same for the plain step of the same sizes."""
     trainer, row = build(folder, (*overrides, "train.compile=false", "train.keep_freed_memory=false"))
     device, step = trainer.launch.device, plain_step(trainer, _latents(trainer, row["batch_size"]))
     del trainer
     gc.collect()
-    _serve_steps(connection, row | {"mixed_precision": "no"}, step, device, lambda: None)
+    return row | {"mixed_precision": "no"}, _answers(step, device, lambda: None)
 
 
-def _serve_steps(
-    connection: Connection,
-    row: dict[str, Any],
-    step: Callable[[], None],
-    device: torch.device,
-    outside: Callable[[], float | None],
-) -> None:
-    answers = {
+def _answers(step: Callable[[], None], device: torch.device, outside: Callable[[], float | None]) -> Answers:
+    return {
         "warm up": lambda: _warm_up(step, device),
         "step": lambda: _turn(step, device),
         "memory": lambda: peak_gib(device),
         "outside": outside,
     }
-    serve(connection, row, answers)
 
 
-def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> None:
+def check(folder: Path, overrides: Sequence[str]) -> tuple[str, Answers]:
     """Compare loss and gradients with those of the plain step, from the same weights, data and draws."""
     sizes = ("train.batch_size=", "train.micro_batch_size=")
     overrides = [override for override in overrides if not override.startswith(sizes)]
@@ -266,7 +258,7 @@ def check(connection: Connection, folder: Path, overrides: Sequence[str]) -> Non
     mode = f"mixed_precision={row['mixed_precision']} compile={row['compile']}"
     result = "{}: loss within {:.1e}, gradients within {:.1e} of the plain step".format(mode, *found)
     assert all(a <= b for a, b in zip(found, TOLERANCES[row["mixed_precision"]], strict=True)), result
-    serve(connection, result, {})
+    return result, {}
 
 
 def errors(trainer: Trainer, batch: Batch, step: PlainStep) -> tuple[float, float]:

@@ -305,7 +305,7 @@ def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> R
         workers = {}
         for name, own in arms.items():
             overrides = (*task, *own, *(TINY if tiny else ()), *QUIET)
-            workers[name] = stack.enter_context(Worker(name, ours, folder, overrides))
+            workers[name] = stack.enter_context(Worker(ours, folder, overrides))
             workers[name].ask("warm up")
         seconds = take_turns(workers, "step", TURNS)
     return [{"arm": name, **spread(found)} for name, found in seconds.items()]

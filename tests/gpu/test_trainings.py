@@ -15,7 +15,7 @@ from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 
 import train
-from benchmarks.processes import start_apart
+from benchmarks.processes import CONTEXT
 from benchmarks.runs import Setting, build, composed, overrides_of, perturb, write_latents
 from runtime.provenance import PROJECT
 from tests.gpu.test_precision import BATCH_SIZE, CPU, TINY, relative
@@ -147,7 +147,9 @@ def test_a_killed_run_resumes(tmp_path, device, tiny, check):
 
 
 def train_apart(run, overrides, killed_in=None):
-    process = start_apart(train_here, [*overrides, f"output_dir={run}"], killed_in, dict(os.environ))
+    arguments = ([*overrides, f"output_dir={run}"], killed_in, dict(os.environ))
+    process = CONTEXT.Process(target=train_here, args=arguments)
+    process.start()
     process.join()
     return process.exitcode
 
