@@ -6,24 +6,20 @@ import os
 import signal
 from contextlib import redirect_stdout
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from accelerate import PartialState
 from PIL import Image
 from safetensors.torch import load_file
-from torch.nn.parallel import DistributedDataParallel
 
 import sample
 from data import LatentManifest, LatentWriter, open_images
 from evaluation import Reference, make_reference
 from evaluation.reference import evenly_spaced
-from routing import Adapter, BlockList, Route, attach
 from runtime.launch import Launch
 from tests.inception import adm_suite
 from tests.runs import TINY, before_each_step, composed, metrics, tiny_run, tiny_trainer
@@ -132,33 +128,6 @@ def draw(folder, num_processes):
         sample.main(composed(*options, *chosen, config_name="sample"))
 
 
-class Blocks(nn.Module):
-    """A transformer that is not ours."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        block = partial(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.0, batch_first=True)
-        self.layers = nn.ModuleList(block() for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def routed_gradients(ranks, wrap=lambda model: model):
-    """Gradients of the mean loss over the samples of some ranks, in a model to which a route is attached."""
-    model = Blocks()
-    attach(model, Route(0.5, 1, 2), adapter=Adapter([BlockList("layers", tokens="src")], ("x",)))
-    wrapped = wrap(model)
-    for rank in ranks:
-        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(rank))
-        output = wrapped(x, generator=torch.Generator().manual_seed(10 + rank))
-        (output.square().mean() / len(ranks)).backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
 def refusal(ask):
     try:
         ask()
@@ -190,7 +159,6 @@ def process(rank, folder):
         tiny_run(folder / "smaller", "train.total_steps=3")
         found["scores"] = scored(folder, launch)
     draw(folder, NUM_PROCESSES)
-    found["routed"] = routed_gradients([rank], DistributedDataParallel)
     found["differing"] = refusal(lambda: launch.assert_ranks_agree({"same": 0, "seed": rank}))
     found["undecided"] = refusal(lambda: launch.broadcast_from_main(fail))
     torch.save(found, folder / f"{rank}.pt")
@@ -288,13 +256,6 @@ def test_micro_batches_that_new_processes_cannot_share_become_smaller(folder):
 
 def test_windows_grow_equally_in_all_processes(folder):
     assert_same_numbers(folder / "grown_by_one", folder / "grown")
-
-
-def test_a_distributed_model_with_routes_has_the_gradients_of_one_process(found):
-    expected = routed_gradients(range(NUM_PROCESSES))
-    for ours in found:
-        torch.testing.assert_close(ours.routed, expected)
-    assert not torch.allclose(routed_gradients([0])[0], routed_gradients([1])[0])
 
 
 def test_two_processes_show_the_pictures_of_one(folder):

@@ -19,6 +19,7 @@ from evaluation.pictures import (
     save_over_time,
     text_picture,
 )
+from runtime.errors import UserError
 from runtime.launch import ALONE, Launch
 from tests.runs import TINY, composed, tiny_trainer, validated
 
@@ -61,6 +62,9 @@ def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
     np.savez(tmp_path / "s.npz", images, labels)
     folder = Path(dataset.stored.filename).parent
     asked = ("suite=digits", f"samples={tmp_path / 's.npz'}", f"reference={folder}")
+    with pytest.raises(UserError, match="label 50 must be a class of the reference, from 0 to 9"):
+        np.savez(tmp_path / "others.npz", images, labels + 50)
+        fid.main(composed(asked[0], f"samples={tmp_path}/others.npz", asked[2], config_name="fid"))
     fid.main(composed(*asked, config_name="fid"))
     found = json.loads((tmp_path / "s.scores.json").read_text())
     suite = suite_of("digits", dataset)
