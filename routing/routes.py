@@ -126,9 +126,7 @@ def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
         raise ValueError(f"tread_config={tread_config} must have one key, routes, with a list")
     kinds = {"selection_ratio": (int, float), "start_layer_idx": (int,), "end_layer_idx": (int,)}
     for i, route in enumerate(routes):
-        if not isinstance(route, dict) or set(route) != set(kinds):
-            raise ValueError(f"tread_config routes.{i}={route} must have the keys {', '.join(kinds)}")
-        for name, kind in kinds.items():
-            if type(route[name]) not in kind:
-                raise ValueError(f"tread_config routes.{i}.{name}={route[name]!r} must be a number")
+        is_complete = isinstance(route, dict) and set(route) == set(kinds)
+        if not is_complete or any(type(route[name]) not in kind for name, kind in kinds.items()):
+            raise ValueError(f"tread_config routes.{i}={route} must have {', '.join(kinds)}, each a number")
     return tuple(Route(**route) for route in routes)

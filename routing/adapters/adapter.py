@@ -134,10 +134,6 @@ def _zero(model: nn.Module, arguments: Arguments) -> int:
     return 0
 
 
-def _no_check(model: nn.Module, arguments: Arguments) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Adapter:
     """A transformer, as far as routing goes. Functions get the model and the arguments of its forward.
@@ -162,7 +158,7 @@ class Adapter:
     num_prefix_tokens: Callable[[nn.Module, Arguments], int] = _zero
     num_suffix_tokens: Callable[[nn.Module, Arguments], int] = _zero
     residuals: Sequence[str] = ()
-    check: Callable[[nn.Module, Arguments], None] = _no_check
+    check: Callable[[nn.Module, Arguments], None] = lambda model, arguments: None
     whole_between_blocks: bool = False
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, combinations, count, product
+from itertools import combinations, count, product
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +79,13 @@ def propose_adapter(
         suffixes = {longest.num_suffix: "num_suffix_tokens(model, arguments)"}
     given = {"num_prefix_tokens": num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
     failed: list[tuple[float, bool, str]] = []
-    known = (lists, longest, prefixes, suffixes, (*arguments, "return_dict"))
-    for source in chain(_drafts(*known, whole=False), _drafts(*known, whole=True)):
+    accepts = f"{FOUR}accepts={_names((*arguments, 'return_dict'))},\n"
+    drafts = (
+        f"Adapter(\n{block_lists}{accepts}{counts}{whole})\n"
+        for whole in ("", f"{FOUR}whole_between_blocks=True,\n")
+        for block_lists, counts in _drafts(lists, longest, prefixes, suffixes)
+    )
+    for source in drafts:
         # What is proved is the source itself.
         names = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample}
         adapter = eval(source, names | given)
@@ -295,16 +300,11 @@ def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[str]:
 
 
 def _drafts(
-    lists: Sequence[_List],
-    longest: _List,
-    prefixes: Mapping[int, str],
-    suffixes: Mapping[int, str],
-    accepts: Sequence[str],
-    whole: bool,
-) -> Iterator[str]:
-    """Yield sources of adapters of the lists with as many tokens before the image as the longest has, or
-    none, and none or a known number behind it; then without the first of them, which may prepare the image
-    for what comes.
+    lists: Sequence[_List], longest: _List, prefixes: Mapping[int, str], suffixes: Mapping[int, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield block lists and counts of adapters: of the lists with as many tokens before the image as the
+    longest has, or none, and none or a known number behind it; then without the first of them, which may
+    prepare the image for what comes.
     """
     joint = next((each for each in (longest, *lists) if each.first), longest)
     P, S = joint.first, longest.num_suffix
@@ -324,29 +324,21 @@ def _drafts(
             for each in some:
                 each.num_prefix, each.behind = number, behind
             for ways in product(*(each.variants(each.given) for each in some)):
-                pairs = list(zip(some, ways, strict=True))
-                yield _draft(pairs, prefixes.get(number), suffixes, accepts, whole)
+                yield _draft(list(zip(some, ways, strict=True)), prefixes.get(number), suffixes)
 
 
 def _draft(
-    lists: Sequence[tuple[_List, Mapping[str, str]]],
-    prefix: str | None,
-    suffixes: Mapping[int, str],
-    accepts: Sequence[str],
-    whole: bool,
-) -> str:
-    """Write an adapter of lists with ways to gather their arguments."""
+    lists: Sequence[tuple[_List, Mapping[str, str]]], prefix: str | None, suffixes: Mapping[int, str]
+) -> tuple[str, str]:
+    """Write lists with ways to gather their arguments, and what counts tokens beside those of the image."""
     own, counts = [suffixes.get(each.num_suffix) for each, _ in lists], {}
     if len({each.num_suffix for each, _ in lists}) == 1 and own[0]:
         counts, own = {"num_suffix_tokens": own[0]}, [None for _ in lists]
     sources = "".join(each.source(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True))
     if any(text in sources for text in ("joint=True", "gather_joint", _of(LEADING, ""))):
         counts = {"num_prefix_tokens": prefix, **counts}
-    parts = [f"block_lists=(\n{sources}{FOUR})", f"accepts={_names(accepts)}"]
-    parts += [f"{name}=lambda model, arguments: {text}" for name, text in counts.items()]
-    parts += ["whole_between_blocks=True"] if whole else []
-    lines = "".join(f"{FOUR}{part},\n" for part in parts)
-    return f"Adapter(\n{lines})\n"
+    lines = (f"{FOUR}{name}=lambda model, arguments: {text},\n" for name, text in counts.items())
+    return f"{FOUR}block_lists=(\n{sources}{FOUR}),\n", "".join(lines)
 
 
 def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_List]:

@@ -78,9 +78,8 @@ def test_the_configuration_of_simpletuner_is_read():
     assert from_simpletuner({"model_family": "flux", "tread_config": json.loads(text)}) == (
         Route(0.5, 2, -2),
     )
-    assert list(
-        from_simpletuner({"routes": [vars(route) for route in known_routes("advanced")]})
-    ) == known_routes("advanced")
+    routes = known_routes("advanced")
+    assert from_simpletuner({"routes": [vars(route) for route in routes]}) == tuple(routes)
 
 
 THEIRS = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
@@ -93,10 +92,10 @@ THEIRS = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
         ({"routes": {}}, "must have one key, routes, with a list"),
         ({"tread_config": None}, "tread_config=None must have one key, routes"),
         ({"model_family": "flux"}, "must have one key, routes"),
-        ({"routes": [None]}, r"routes\.0=None must have the keys"),
-        ({"routes": [THEIRS | {"selection_ratio": "0.5"}]}, r"0\.selection_ratio='0\.5' must be a number"),
-        ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.* must have the keys"),
-        ({"routes": [THEIRS | {"ratio": 0.5}]}, r"routes\.0=.* must have the keys"),
+        ({"routes": [None]}, r"routes\.0=None must have selection_ratio, start_layer_idx, end_layer_idx"),
+        ({"routes": [THEIRS | {"selection_ratio": "0.5"}]}, r"routes\.0=.* each a number"),
+        ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.* must have selection_r"),
+        ({"routes": [THEIRS, THEIRS | {"ratio": 0.5}]}, r"routes\.1=.* must have selection_ratio"),
     ],
 )
 def test_a_wrong_configuration_of_simpletuner_is_refused(tread_config, message):

@@ -3,6 +3,7 @@
 from routing.adapters.adapter import Adapter, BlockList
 from routing.adapters.families import counts
 from routing.adapters.families.parts import (
+    Gather,
     along,
     each,
     entry,
@@ -31,8 +32,7 @@ BLOCKS, SINGLE = "transformer_blocks", "single_transformer_blocks"
 TEXT_TOKENS = "encoder_hidden_states_mask"  # Qwen-Image and others name the mask of the text after its states
 JOINT_KWARGS, CROSS_KWARGS = "joint_attention_kwargs", "cross_attention_kwargs"
 IDS = ("img_ids", "txt_ids")
-# FLUX: both lists take the same arguments, attention may have a mask.
-FLUX = {"output": 1, "by_token": rope(rotary)}
+# FLUX: attention may have a mask.
 FLUX_MASKED = rope(rotary) | {JOINT_KWARGS: entry("attention_mask", mask)}
 FLUX_RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 CHROMA = rope(rotary) | {"attention_mask": joint}  # (N, P + T)
@@ -45,13 +45,23 @@ U_NET = BlockList(BLOCKS, shared=(TEXT, TEXT_MASK))
 U_NET_INPUTS = ("hidden_states", TEXT, TEXT_MASK, "return_dict")
 # Wan: (1, T, 1, d) each, and (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
 WAN = BlockList("blocks", by_token={"rotary_emb": each(tokens), "temb": if_ndim(4, tokens)}, shared=(TEXT,))
-# HunyuanVideo: blocks take what others do with the first frame as `args`, and leave it alone.
-HUNYUAN = {"output": 0, "shared": (*TEMB, "args")}
 # FramePack and Helios: earlier frames at three resolutions.
 FRAMEPACK_HISTORY = ("clean", "history_2x", "history_4x")
 HELIOS_HISTORY = ("history_short", "history_mid", "history_long")
 GRID = ("num_frames", "height", "width")
-LTX_rotaryARY = each(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), or (N, heads, T, d)
+LTX_ROTARY = each(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), or (N, heads, T, d)
+
+
+def both(output: int, by_token: dict[str, Gather], shared: tuple[str, ...]) -> list[BlockList]:
+    """Double and single blocks that take the same arguments."""
+    return [BlockList(name, output=output, by_token=by_token, shared=shared) for name in (BLOCKS, SINGLE)]
+
+
+def hunyuan(joint: bool) -> list[BlockList]:
+    """Blocks that take as `args` what others do with the first frame, and leave it alone."""
+    keys = {BLOCKS: "freqs_cis", SINGLE: "image_rotary_emb"}
+    ways = {name: {key: rotary, "attention_mask": mask_before_text} for name, key in keys.items()}
+    return [BlockList(x, joint=joint, output=0, by_token=ways[x], shared=(*TEMB, "args")) for x in ways]
 
 
 def latents(names: tuple[str, ...]) -> list[str]:
@@ -70,7 +80,7 @@ ROWS = {
         num_prefix_tokens=lambda model, given: model.register_tokens.shape[1] + given[TEXT].shape[1],
     ),
     "BriaTransformer2DModel": Adapter(
-        [BlockList(name, shared=(*TEMB, KWARGS), **FLUX) for name in (BLOCKS, SINGLE)],
+        both(1, rope(rotary), (*TEMB, KWARGS)),
         accepts=(*INPUTS, *IDS, KWARGS),
         num_prefix_tokens=length(TEXT),
     ),
@@ -136,7 +146,7 @@ ROWS = {
         num_suffix_tokens=length("text_bth"),
     ),
     "FluxTransformer2DModel": Adapter(
-        [BlockList(name, output=1, by_token=FLUX_MASKED, shared=TEMB) for name in (BLOCKS, SINGLE)],
+        both(1, FLUX_MASKED, TEMB),
         accepts=(
             *(*INPUTS, "pooled_projections", *IDS, "guidance", JOINT_KWARGS),
             *(*FLUX_RESIDUALS, "controlnet_blocks_repeat"),
@@ -148,7 +158,12 @@ ROWS = {
     # Modulations that all blocks share.
     "Flux2Transformer2DModel": Adapter(
         [
-            BlockList(BLOCKS, shared=(TEXT, "temb_mod_img", "temb_mod_txt", JOINT_KWARGS), **FLUX),
+            BlockList(
+                BLOCKS,
+                output=1,
+                by_token=rope(rotary),
+                shared=(TEXT, "temb_mod_img", "temb_mod_txt", JOINT_KWARGS),
+            ),
             BlockList(SINGLE, joint=True, by_token=rope(rotary), shared=("temb_mod",)),
         ],
         accepts=(*INPUTS, *IDS, "guidance"),
@@ -193,12 +208,7 @@ ROWS = {
     ),
     # In attention the text comes after the image.
     "HunyuanImageTransformer2DModel": Adapter(
-        [
-            BlockList(
-                name, output=0, by_token=rope(rotary) | {"attention_mask": mask_before_text}, shared=TEMB
-            )
-            for name in (BLOCKS, SINGLE)
-        ],
+        both(0, rope(rotary) | {"attention_mask": mask_before_text}, TEMB),
         accepts=(*INPUTS, TEXT_MASK, KWARGS),
     ),
     # One sequence, padding and text in front of the image; each token has its own role and place, and may
@@ -239,7 +249,7 @@ ROWS = {
     ),
     # Text is in plane 0, references are in plane 2.
     "LongCatImageTransformer2DModel": Adapter(
-        [BlockList(name, shared=TEMB, **FLUX) for name in (BLOCKS, SINGLE)],
+        both(1, rope(rotary), TEMB),
         accepts=(*INPUTS, *IDS),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(1),
@@ -278,7 +288,7 @@ ROWS = {
         num_prefix_tokens=lambda model, given: given["input_ids"].shape[1] + 1,
     ),
     "OvisImageTransformer2DModel": Adapter(
-        [BlockList(name, shared=(*TEMB, JOINT_KWARGS), **FLUX) for name in (BLOCKS, SINGLE)],
+        both(1, rope(rotary), (*TEMB, JOINT_KWARGS)),
         accepts=(*INPUTS, *IDS, JOINT_KWARGS),
         num_prefix_tokens=length(TEXT),
     ),
@@ -394,10 +404,7 @@ ROWS = {
     ),
     # Double blocks, then single ones; in attention the text comes last.
     "HunyuanVideoTransformer3DModel": Adapter(
-        [
-            BlockList(name, by_token={key: rotary, "attention_mask": mask_before_text}, **HUNYUAN)
-            for name, key in ((BLOCKS, "freqs_cis"), (SINGLE, "image_rotary_emb"))
-        ],
+        hunyuan(joint=False),
         accepts=(*INPUTS, TEXT_MASK, "pooled_projections", "guidance", KWARGS),
     ),
     # No single blocks; the mask is of the text alone.
@@ -410,10 +417,7 @@ ROWS = {
     ),
     # FramePack: the tokens of earlier frames come before those that are generated.
     "HunyuanVideoFramepackTransformer3DModel": Adapter(
-        [
-            BlockList(name, joint=True, by_token={key: rotary, "attention_mask": mask_before_text}, **HUNYUAN)
-            for name, key in ((BLOCKS, "freqs_cis"), (SINGLE, "image_rotary_emb"))
-        ],
+        hunyuan(joint=True),
         accepts=(
             *(*INPUTS, TEXT_MASK, "pooled_projections", "guidance", KWARGS),
             *("image_embeds", "indices_latents", *latents(FRAMEPACK_HISTORY)),
@@ -452,7 +456,7 @@ ROWS = {
             BLOCKS,
             output=0,
             by_token={
-                **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), LTX_rotaryARY),
+                **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), LTX_ROTARY),
                 **dict.fromkeys(("temb", "temb_ca_scale_shift", "temb_ca_gate"), if_many(tokens)),
             },
             shared=(
@@ -472,7 +476,7 @@ ROWS = {
     "SanaWMLTX2RefinerTransformer3DModel": Adapter(
         BlockList(
             BLOCKS,
-            by_token={"video_rotary_emb": LTX_rotaryARY, "temb": if_many(tokens)},
+            by_token={"video_rotary_emb": LTX_ROTARY, "temb": if_many(tokens)},
             shared=(TEXT, TEXT_MASK),
         ),
         accepts=(*INPUTS, TEXT_MASK, "video_rotary_emb", KWARGS),
@@ -484,15 +488,7 @@ ROWS = {
     ),
     # Double blocks, then single ones; in attention the text comes last, and is seen once more.
     "MotifVideoTransformer3DModel": Adapter(
-        [
-            BlockList(
-                name,
-                output=0,
-                by_token={**rope(rotary), "attention_mask": mask_before_text},
-                shared=(*TEMB, "image_embed_seq_len"),
-            )
-            for name in (BLOCKS, SINGLE)
-        ],
+        both(0, rope(rotary) | {"attention_mask": mask_before_text}, (*TEMB, "image_embed_seq_len")),
         accepts=(*INPUTS, TEXT_MASK, "image_embeds", KWARGS),
         check=counts.motif_decoder,
     ),
