@@ -65,7 +65,6 @@ class EncodeConfig:
 def main(request: dict[str, Any]) -> None:
     """Check the request, encode the missing parts, and join all of them."""
     check_request(request)
-    check_sources(request)
     launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
     encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
     job = plan(request, encoder)
@@ -89,9 +88,6 @@ def check_request(request: dict[str, Any]) -> None:
     if request["masks"] is None and request["conditioning_type"] != EncodeConfig.conditioning_type:
         raise ValueError(f"conditioning_type={request['conditioning_type']} needs masks=FOLDER")
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
-
-
-def check_sources(request: dict[str, Any]) -> None:
     for key in ("source", "masks"):
         if request[key] is not None and not Path(request[key]).exists():
             raise FileNotFoundError(f"{key}={request[key]} not found")
@@ -261,10 +257,7 @@ def finish(job: Job, launch: Launch) -> None:
             labels = None if job.images.labels is None else job.images.labels[part["positions"]]
             writer.append(part["latents"], labels, part.get("masks"))
     job.parts.remove()
-    dataset = open_latents(out)
-    if dataset.manifest.untrained_classes != job.manifest.untrained_classes:  # corrupt, or held out
-        print("\n".join(f"warning: {warning}" for warning in class_warnings(dataset.manifest)))
-    if warning := manifest.std_warning(dataset.measure()[2]):
+    if warning := manifest.std_warning(open_latents(out).measure()[2]):
         print(warning)
     print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
     print(NEXT_STEPS.format(out=out))

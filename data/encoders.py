@@ -204,17 +204,14 @@ def _load_autoencoder(request: str, name: str) -> torch.nn.Module:
     try:
         if not on_the_hub:
             _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
-        net, info = load(local_files_only=True)
+        net, info = load(local_files_only=is_at_hand(name))
     except LOADING_ERRORS as error:
-        if not on_the_hub:
+        if is_at_hand(name):
             raise ValueError(f"encoder={request} is not an AutoencoderKL: {_line(error)}") from error
-        try:
-            net, info = load()
-        except LOADING_ERRORS as error:
-            raise ValueError(
-                f"encoder={request} is not in the cache and cannot be downloaded ({_line(error)}): run `hf "
-                f"download {name} --local-dir FOLDER` on a machine with internet, then give encoder=FOLDER"
-            ) from error
+        raise ValueError(
+            f"encoder={request} is not in the cache and cannot be downloaded ({_line(error)}): run `hf "
+            f"download {name} --local-dir FOLDER` on a machine with internet, then give encoder=FOLDER"
+        ) from error
     if missing := info["missing_keys"]:  # diffusers initializes them at random with a warning
         raise ValueError(f"encoder={request} lacks {len(missing)} tensors, such as {min(missing)}")
     return net

@@ -25,7 +25,6 @@ FORMATS = ("PNG", "BMP", "PPM", "TIFF", "JPEG", "WEBP")
 MAX_MEMBER_BYTES = 2**30  # of a zip of files, unpacked
 MAX_CHANNELS = 4
 MAX_ASPECT = 50  # resized to the height of its crop, a line of pixels would take gigabytes
-_CHUNK = 2**20
 # Folders that systems and tools put beside one's own.
 HIDDEN = (".", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 ORIENTATION = "turned as the EXIF orientation says, where it can be read"
@@ -123,7 +122,8 @@ class NpzImages(_Images):
                 read_header(member)
                 for part in parts:
                     start = part * batch_size
-                    _skip(member, (start - position) * image_size)
+                    for _ in range(position, start):  # `seek` skips the check of the CRC in newer Pythons
+                        member.read(image_size)
                     position = min(start + batch_size, self.count)
                     data = bytearray(member.read((position - start) * image_size))
                     yield part, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape)
@@ -231,12 +231,6 @@ def centre_crop(image: Image.Image, size: int) -> Image.Image:
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
     left, top = (image.width - size) // 2, (image.height - size) // 2
     return image.crop((left, top, left + size, top + size))
-
-
-def _skip(member: BinaryIO, num_bytes: int) -> None:
-    # Not by `seek`, which in newer versions of Python skips the check of the CRC.
-    while num_bytes and (chunk := member.read(min(num_bytes, _CHUNK))):
-        num_bytes -= len(chunk)
 
 
 def normalized_name(name: str) -> str:

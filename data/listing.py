@@ -1,6 +1,5 @@
 """Images and their classes: a folder of class folders, a zip of one, or a text file that lists images."""
 
-import codecs
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,11 +108,8 @@ def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str
 
 
 def _from_list(path: Path) -> ImageList:
-    data = path.read_bytes()
-    # UTF-16 is what redirections of PowerShell write.
-    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        text = data.decode("utf-16" if is_utf16 else "utf-8-sig")
+        text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"source={path} is not a list: it is not text in UTF-8 ({error})") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]

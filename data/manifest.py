@@ -74,12 +74,8 @@ class LatentManifest:
         is_part = isinstance(self.num_held_out, int) and 0 <= self.num_held_out < self.count
         yield "num_held_out", is_part, f"in [0, {self.count - 1}], of count={self.count}"
         yield "hflip", isinstance(self.hflip, bool), "true or false"
-        is_known = self.conditioning_type in CONDITIONING_TYPES
-        yield "conditioning_type", is_known, "null, mask or segmentation"
+        yield "conditioning_type", self.conditioning_type in CONDITIONING_TYPES, "null, mask or segmentation"
         yield "encoder", isinstance(self.encoder, str), "a name"
-        yield "encoder_hash", isinstance(self.encoder_hash, str | None), "a hash or null"
-        is_size = self.resolution is None or _is_count(self.resolution)
-        yield "resolution", is_size, "greater than 0, or null"
         is_bounded = isinstance(self.num_classes, int) and 0 <= self.num_classes <= MAX_CLASSES
         yield "num_classes", is_bounded, f"in [0, {MAX_CLASSES}]"
         names, untrained, classes = self.class_names, self.untrained_classes, range(self.num_classes)

@@ -21,7 +21,6 @@ _CHUNK = 2**20  # bytes
 LIKE_ADDRESS = r"\s*[\w.+-]+:"
 ADDRESS = r"(?!.*::)(https?|s3)://[A-Za-z0-9._~:/@%+=,-]+"  # plain signs
 FINAL = {FileNotFoundError: "is not there", PermissionError: "cannot be read"}  # not tried again
-CREDENTIALS = "give the credentials of AWS, or FSSPEC_S3_ANON=true for a public bucket"
 
 LIBRARIES = ("aiohttp.", "botocore.")  # whose errors are of reading from a server
 
@@ -50,8 +49,7 @@ def read_file(path: str, name: str, use: Callable[[BinaryIO], T]) -> T:
             if kind in FINAL:
                 break
     what = FINAL.get(kind, f"cannot be read, tried {ATTEMPTS} times")
-    advice = f" ({CREDENTIALS})" if kind is PermissionError and path.startswith("s3:") else ""
-    raise kind(f"{path.rstrip('/')}/{name} {what}: {_reason(last)}{advice}") from last
+    raise kind(f"{path.rstrip('/')}/{name} {what}: {_reason(last)}") from last
 
 
 def _is_address(path: str) -> bool:

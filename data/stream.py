@@ -68,11 +68,8 @@ class StreamOrder:
             step += 1
 
     def batch(self, step: int) -> np.ndarray:
-        """The entries (batch_size,) of the batch after `step` steps, micro-batch by micro-batch."""
-        return self.entries(step * self.batch_size + np.arange(self.batch_size))
-
-    def entries(self, positions: np.ndarray) -> np.ndarray:
-        """The entries at positions of the stream; a batch may straddle permutations."""
+        """The entries (batch_size,) after `step` steps, micro-batch by micro-batch; may straddle epochs."""
+        positions = step * self.batch_size + np.arange(self.batch_size)
         epochs, offsets = np.divmod(positions, len(self.ids))
         entries = np.empty_like(positions)
         for epoch in np.unique(epochs):

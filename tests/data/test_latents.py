@@ -87,14 +87,12 @@ STORED, LABELS, MASKS = np.zeros((3, 4, 8, 8)), np.zeros(3, int), np.zeros((3, 8
     ("conditioning_type", "entries", "message"),
     [
         (None, (STORED, LABELS[:1]), r"labels int64 \(1,\), must be .* labels int64 \(3,\)"),
-        (None, (STORED, None), r"entries 3..5 are latents float16 \(3, 4, 8, 8\), must be .*, labels int64"),
         (None, (STORED[..., :7], LABELS), r"latents float16 \(3, 4, 8, 7\), .* must be latents"),
         (None, (STORED + 1e6, LABELS), "not finite in float16"),
         (None, (STORED, np.array([0, 4, 5])), r"label 5 at position 5 must be in \[0, 4\]"),
         (None, (STORED[:2], LABELS[:2]), "5 entries written, of count=6"),
         (None, (STORED, LABELS, MASKS), r"masks uint8 \(3, 8, 8\), must be"),
         ("mask", (STORED, LABELS), r"must be .*, masks uint8 \(3, 8, 8\)"),
-        ("mask", (STORED, LABELS, MASKS[:, :4, :4]), r"masks uint8 \(3, 4, 4\), must be"),
         ("segmentation", (STORED, LABELS, MASKS.astype(float)), r"masks float64 \(3, 8, 8\), must be"),
     ],
 )
@@ -141,18 +139,10 @@ def remove(name):
     [
         (remove("manifest.json"), FileNotFoundError, r"data\.path=.* must be a latent"),
         (remove("latents.npy"), ValueError, r"latents\.npy is missing"),
-        (remove("labels.npy"), ValueError, r"labels\.npy is missing"),
         (change(conditioning_type="mask"), ValueError, r"masks\.npy is missing"),
         (cut_latents(10_000), ValueError, r"latents\.npy is missing, truncated"),
-        (cut_latents(0), ValueError, r"latents\.npy is missing, truncated"),
         (put_labels(np.full(20, 5)), ValueError, r"labels\.npy: label 5 at position 0 must be in \[0, 4\]"),
-        (
-            put_labels(np.zeros(19, int)),
-            ValueError,
-            r"holds int64 \(19,\), the manifest promises int64 \(20,\)",
-        ),
         (change(count=21), ValueError, r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest"),
-        (change(dtype="float32"), ValueError, r"the manifest promises float32"),
         (change(num_classes=4), ValueError, r"data\.num_classes=5 must be 4, as in"),
         (change(shape=[4, 16, 16]), ValueError, r"data\.input_size=8 must be 16, as in"),
         (change(surprise=1), ValueError, "manifest.json is not a latent manifest: .*surprise"),
@@ -278,14 +268,9 @@ def test_a_standard_deviation_far_from_the_promised_one_warns(std, warned):
             [(3, 3), (4, 1), (5,), (-1,), (True,), ("1",), (0, 1, 2, 3, 4)],
             "some of 5 classes",
         ),
-        ("block_bytes", [0], "greater than 0"),
-        ("num_classes", [-1], "in [0, 1000000]"),
         ("encoder", [None], "a name"),
-        ("encoder_hash", [5], "a hash or null"),
         ("hflip", ["x"], "true or false"),
-        ("resolution", ["x"], "greater than 0, or null"),
         ("checksums", [{"latents.npy": "abc"}], "lists of hashes of files"),
-        ("shape", [(4, 0, 0)], "(channels, size, size)"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(key, values, rule):

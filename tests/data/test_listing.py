@@ -47,30 +47,20 @@ def test_class_folders_are_classes_in_a_folder_and_in_a_zip(tmp_path):
     ("expected", "names"),
     [
         (("n01", "n02"), ["ILSVRC/train/n01/0.png", "ILSVRC/train/n02/0.png"]),
-        (
-            ("n01", "n02"),
-            ["train/n01/0.png", "train/n02/0.png", "devkit/readme.txt"],
-        ),  # not among the classes
+        (("n01", "n02"), ["train/n01/0.png", "train/n02/0.png", "devkit/readme.txt"]),
         (("cat", "dog"), ["cat/day/0.png", "dog/day/0.png"]),
         (("a", "b"), ["a/a/0.png", "a/b/0.png"]),
         (("only",), ["only/0.png", "only/1.png"]),
         (None, ["0.png", "1.png"]),
         (("plane", "train", "value"), ["train/0.png", "plane/0.png", "value/0.png"]),  # a railway
-        (("test tube", "train station"), ["test tube/0.png", "train station/0.png"]),
         (("test_tube", "train_station"), ["test_tube/0.png", "train_station/0.png"]),
-        (("A", "a"), ["A/0.png", "a/0.png"]),
         (("b",), ["b/0.png", "@eaDir/b/0.jpg", "b/@eaDir/0.jpg", "lost+found/", "$RECYCLE.BIN/"]),
         (("a", "b", "c"), ["a/0.png", "b/0.gif", "b/1.png", "c/0.png"]),
-        (("a",), [".git/", "a/0.png"]),
         ("folder b holds no images", ["a/0.png", "b/", "c/0.png"]),
-        ("folder b holds no images", ["a/0.png", "b/deep/er/", "c/0.png"]),
         ("folder b holds no images of a known format", ["a/0.png", "b/0.gif", "c/0.png"]),
         ("folder x/b holds no images", ["x/a/0.png", "x/b/", "x/c/0.png"]),
-        ("folder x/b holds no images", ["x/a/0.png", "x/b/0.gif", "x/c/0.png"]),
-        ("folder b holds no images", ["a/deep/0.png", "a/deeper/0.png", "b/"]),
         ("folder x/z holds no images", ["x/y/a/0.png", "x/y/b/0.png", "x/z/"]),
         ("train, val are splits", ["train/a/0.png", "val/a/0.png"]),
-        ("train-images-256, validation are splits", ["train-images-256/0.png", "validation/0.png"]),
         ("train2017, val2017 are splits", ["x/train2017/0.png", "x/val2017/0.png"]),
         ("Training, test_set are splits", ["Training/0.png", "test_set/0.png", "extra/0.png"]),
         ("1.png is not in a class folder", ["a/0.png", "1.png"]),
@@ -152,7 +142,6 @@ def test_dataset_json_gives_the_classes(tmp_path):
     ("labels", "message"),
     [
         ("[]", "dataset.json is not of the form"),
-        ('["00000/img0.png"]', "dataset.json is not of the form"),
         ('["00000/img0.png", 3], ["00000/img0.png", 1]', "names a file twice"),
         ('["00000/img0.png", 3]', r"has no label 0, 1, \.\.\. for 00000/img1.png and 0 others"),
         *(
@@ -176,7 +165,6 @@ def test_a_wrong_dataset_json_is_one_clear_error(tmp_path, labels, message):
         (["a\\0.png", "b\\", "b\\1.png", "c/0.png"], None),  # of older tools of Windows
         (["./", "./a/", "./a/0.png", "./b/1.png", "./c/0.png"], None),  # of bsdtar
         (["/a/0.png", "/b/1.png", "/c/0.png"], None),
-        (["/", "/a/", "/a/0.png", "/b/1.png", "/c/0.png"], None),
         (["a\\0.png", "b\\", "c\\0.png"], "folder b holds no images"),
         (["a/0.png", "b/1.png", "a/0.png"], "holds a/0.png twice"),
         (["a/0.png", "b/1.png", "a\\0.png"], "holds a/0.png twice"),
@@ -205,17 +193,13 @@ LISTED = "images/a b/0.png\t1\nimages/c/1.png\t10\nimages/d/2.png\t2\n"
     ("data", "message"),
     [
         (LISTED.encode("utf-8-sig"), None),
-        (LISTED.encode("utf-16"), None),
         (LISTED.replace("\n", "\r\n").encode(), None),
-        (LISTED.replace("\n", "\r").encode(), None),
         (LISTED.replace("\n", " \n").replace("\t", " \t ").encode(), None),
-        (LISTED.replace("\t", "\t\t").encode(), None),
         (LISTED.replace("10", "-1").encode(), "class -1 must be 0, 1,"),
         (LISTED.replace("10", "1000000").encode(), "class 1000000 must be .* less than 1000000"),
         (LISTED.replace("\t", ",").encode(), "a space or a tab between|others not found"),
         (LISTED.replace("1\n", "train\n").replace("2\n", "val\n").encode(), "train, val are splits"),
         (b"one-word\n", "the line 'one-word' must be a path and a class"),
-        (b"\n", "lists no images"),
         (b"nowhere.png 3\n", "nowhere.png and 0 others not found"),
         (b"edm/\xff.png 3\n", "list.txt is not a list: it is not text in UTF-8"),
         (None, "list.txt cannot be read as a folder or a zip"),

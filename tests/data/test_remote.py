@@ -69,21 +69,6 @@ def test_what_always_fails_is_tried_three_times(served, fault, message):
     assert len(server.asked) == remote.ATTEMPTS, "the libraries do not try again beside"
 
 
-def test_attempts_start_at_the_start_of_the_file(served):
-    """What is wrong in a file may have come so from the server."""
-    _, path = served
-    seen = []
-
-    def use(stream):
-        seen.append(stream.read())
-        if len(seen) < 3:
-            raise EOFError("half of it")
-        return seen[-1]
-
-    assert read_file(path, "a", use) == DATA
-    assert seen == [DATA] * 3
-
-
 def test_missing_files_are_named(tmp_path, monkeypatch):
     assert "/a is not there: No such file" in refused(str(tmp_path))
     with serving("http", tmp_path, monkeypatch) as (server, path):
@@ -107,14 +92,6 @@ def test_a_file_that_appears_later_is_found(served, tmp_path):
     assert read(path, "b") == b"new"
     (tmp_path / "b").write_bytes(b"newer")
     assert read(path, "b") == b"newer"
-
-
-@pytest.mark.parametrize("kind", ["http", "s3"])
-def test_a_server_that_is_gone_is_named(kind, tmp_path, monkeypatch):
-    with serving(kind, tmp_path, monkeypatch) as (_, path):
-        pass
-    assert f"OSError: {path}/a cannot be read, tried 3 times: " in refused(path)
-    assert "onnect" in refused(path)
 
 
 def test_an_untrusted_certificate_is_not_damage(tmp_path):
@@ -238,9 +215,8 @@ def test_credentials_are_required_or_anonymous(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(DATA)
     with serving("s3", tmp_path, monkeypatch) as (_, path):
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-        told = refused(path)
-        assert told.startswith("PermissionError: s3://bucket/a cannot be read: Unable to locate credentials")
-        assert "FSSPEC_S3_ANON=true" in told
+        told = "PermissionError: s3://bucket/a cannot be read: Unable to locate credentials"
+        assert refused(path).startswith(told)
         monkeypatch.setattr(fsspec.config, "conf", {})
         # As fsspec does when it is imported.
         fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_S3_ANON": "true"})
@@ -266,10 +242,3 @@ def test_other_addresses_are_refused_before_anything_is_opened(path, monkeypatch
     monkeypatch.setattr(remote, "_open", lambda *_: pytest.fail("it was opened"))
     rule = "must be a folder, or an address http://, https:// or s3:// of plain signs"
     assert refused(path) == f"ValueError: data.path={path} {rule}"
-
-
-def test_names_of_folders_may_hold_a_colon_after_a_slash(tmp_path, monkeypatch):
-    (tmp_path / "a:b").mkdir()
-    (tmp_path / "a:b" / "a").write_bytes(b"x")
-    monkeypatch.chdir(tmp_path)
-    assert read("./a:b") == b"x"
