@@ -64,13 +64,11 @@ def test_means_and_deviations_of_channels_are_those_of_the_configuration(tmp_pat
     ("changes", "message"),
     [
         ({"latents_mean": MEANS}, "in both of latents_mean and latents_std"),
-        ({"latents_std": STDS}, "in both of latents_mean and latents_std"),
         ({"latents_mean": MEANS, "latents_std": STDS, "shift_factor": 0.1}, "and shift_factor=0.1"),
         ({"shift_factor": 0.1, "scaling_factor": None}, "has a shift, but not the scaling_factor"),
         ({"latents_mean": MEANS, "latents_std": STDS, "scaling_factor": None}, "has a shift, but not"),
         ({"latents_mean": MEANS, "latents_std": [0.0] * 4}, "must have numbers"),
         ({"latents_mean": 0.5, "latents_std": 1.0}, "must have numbers"),
-        ({"latents_mean": [*"abcd"], "latents_std": STDS}, "must have numbers"),
     ],
 )
 def test_a_configuration_that_scales_by_halves_is_refused(folder, tmp_path, changes, message):
@@ -125,11 +123,8 @@ def configured(folder, **changes):
             lambda vae: (vae / WEIGHTS).write_bytes((vae / WEIGHTS).read_bytes()[:1000]),
             "is not an AutoencoderKL",
         ),
-        (lambda vae: (vae / WEIGHTS).unlink(), "is not an AutoencoderKL: .*no file named"),
         (lambda vae: (vae / "config.json").write_text("{"), "AutoencoderKL: .*config.json is damaged"),
         (lambda vae: configured(vae, layers_per_block=10**7), "layers_per_block of its config.json"),
-        (lambda vae: configured(vae, block_out_channels=[8] * 10**4), "has 10000 blocks, must be at"),
-        (lambda vae: (vae / "config.json").unlink(), "is not an AutoencoderKL:"),
         (
             lambda vae: drop(vae / WEIGHTS, "decoder.conv_in.weight"),
             "lacks 1 tensors, such as decoder.conv_in",

@@ -85,10 +85,7 @@ def test_an_array_is_never_entirely_in_memory(tmp_path):
             np.zeros((4, 3, 8, 8), np.uint8),
             "(4, 3, 8, 8), must be uint8 (N, H, W, C) in C order, with 1 to 4",
         ),
-        (np.array([{"a": 1}], dtype=object), "arr_0 is object (1,)"),
         ({"images": IMAGES, "labels": np.zeros(11)}, "it holds images, labels: np.savez(FILE, images) names"),
-        ({f"x{i:02}": np.zeros(1) for i in range(12)}, "x06, x07, x08, x09, ...: np.savez"),
-        ({}, "it holds no arrays"),
     ],
 )
 def test_arrays_that_are_not_images_are_refused(tmp_path, array, message):
@@ -104,26 +101,10 @@ def test_damaged_arrays_are_refused(tmp_path):
     images = RNG.integers(0, 256, (50, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "x.npz", images)
     whole = (tmp_path / "x.npz").read_bytes()
-    np.savez_compressed(tmp_path / "packed.npz", images)
-    packed, middle = (tmp_path / "packed.npz").read_bytes(), len(whole) // 2
-    encrypted = bytearray(whole)
-    encrypted[6] |= 1  # the flag of encryption, before the file and in the directory at the end
-    encrypted[whole.index(b"PK\x01\x02") + 8] |= 1
-    with (
-        zipfile.ZipFile(tmp_path / "short.npz", "w") as archive,
-        zipfile.ZipFile(tmp_path / "x.npz") as source,
-    ):
-        archive.writestr("arr_0.npy", source.read("arr_0.npy")[:-100])
+    middle = len(whole) // 2
     for data, message in (
         (whole[:middle], r"a.npz cannot be read as an .npz with arr_0"),
-        (b"hello", r"a.npz cannot be read as an .npz with arr_0"),
         (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], "a.npz is damaged"),
-        (packed[:60] + bytes(8) + packed[68:], "a.npz"),
-        (bytes(encrypted), "cannot be read as an .npz.*encrypted"),
-        (
-            (tmp_path / "short.npz").read_bytes(),
-            r"holds 38300 bytes, its shape \(50, 16, 16, 3\) needs 38400",
-        ),
     ):
         (tmp_path / "a.npz").write_bytes(data)
         with pytest.raises(ValueError, match=message):
@@ -156,11 +137,6 @@ def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
     refused(tmp_path / "deep", "a/03.png cannot be used: its mode is RGB, must be RGB with 8 bits")
     Image.fromarray(IMAGES[0, :3]).save(write_folder(tmp_path / "sizes") / "b/05.png")
     refused(tmp_path / "sizes", "b/05.png is (3, 5, 3), a/00.png is (6, 5, 3)")
-    broken = write_folder(tmp_path / "broken") / "b/07.png"
-    broken.write_bytes(broken.read_bytes()[:60])
-    refused(tmp_path / "broken", "b/07.png cannot be used")
-    (tmp_path / "x.zip").write_text("hello")
-    refused(tmp_path / "x.zip", "cannot be read as a folder or a zip")
 
 
 def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 import struct
 import tarfile
 import tracemalloc
@@ -137,20 +136,8 @@ def test_tread(tmp_path):
     close(seen.numpy(), MEAN * 0.18215)
     unscaled = run(write_tread(tmp_path / "raw", MEAN), tmp_path / "raw_out", "tread_wds", "scaled=false")
     close(unscaled.stored, MEAN)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "overrides"),
-    [
-        # What users met who fed MaskDiT's shards to the official code; the table below has the refusals.
-        (MOMENTS, ("stored_as=mean_logvar", "scaled=false")),
-        (mean_std(), ("stored_as=mean_std", "scaled=false")),
-    ],
-)
-def test_moments_in_the_format_of_tread_are_understood_on_request(tmp_path, arrays, overrides):
-    dataset = run(write_tread(tmp_path / "tread", arrays), tmp_path / "out", "tread_wds", *overrides)
-    close(dataset.stored, MOMENTS)
-    assert dataset.manifest.kind == "moments"
+    on_request = ("tread_wds", "stored_as=mean_std", "scaled=false")
+    close(run(write_tread(tmp_path / "moments", mean_std()), tmp_path / "std", *on_request).stored, MOMENTS)
 
 
 @pytest.mark.parametrize("stored_as", ["samples", "mean_logvar", "mean_std"])
@@ -313,7 +300,6 @@ def rename_member(folder):
         ("tread_wds", lambda p: write_tread(p, mean_std()), None, (), r" 0.0% of .* is negative: stored_as=mean_std"),
         ("tread_wds", lambda p: write_tread(p, MEAN), None, (), r"standard deviation of 4\.\d+, not 1:"),
         ("tread_wds", write_tread, None, ("scaled=false",), r"standard deviation of 0\.15\d?, not 1: scaled=true"),
-        ("tread_wds", write_tread, None, ("scale=0.5", "shift=0", "scaled=false"), r"standard deviation of 0\.41\d, not 1"),
         ("tread_wds", write_tread, None, ("hflip=true",), "hflip=true needs a format whose entries can be read in any order"),
         ("tread_wds", write_tread, cut_between_members, (), r"imagenet-0001.tar is damaged: it is cut off, an archive ends with 1024 zeros"),
         ("maskdit_wds", write_maskdit_wds, None, ("stored_as=mean_std",), "is negative: stored_as=mean_logvar"),
@@ -324,29 +310,21 @@ def rename_member(folder):
         ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"1"), (), "1 entries are not images and their flips"),
         ("maskdit_lmdb", write_lmdb, partial(put, key=b"y-3", value=b"9" * 30), (), "y-3 is b'9+', must be .*, less than 1000000"),
         ("maskdit_lmdb", write_lmdb, partial(put, key=b"z-3", value=b"12345678"), (), "z-3 has 2 numbers, must be 8 channels of a square"),
-        ("maskdit_lmdb", write_lmdb, partial(put, key=b"z-3", value=None), (), "z-3 has 0 numbers, must be 8 channels of a square"),
         ("repa", write_edm2, None, (), r"a mean of 1.0\d in channel 0.*another range of pixels"),
         ("edm2", write_repa, None, (), "in channel 0.*another range of pixels"),
-        ("repa", write_repa, None, ("stored_as=mean_logvar",), "is negative: stored_as=mean_std"),
         ("repa", lambda p: write_npy_folder(p, MEAN[:, :3]), None, (), "3 channels are not two halves:"),
         ("repa", lambda p: write_npy_folder(p, MEAN * np.nan), None, (), "there are values that are not finite"),
-        ("tread_wds", write_tread, lambda p: cut(p / "imagenet-0001.tar"), (), r"imagenet-0001.tar is damaged"),
         ("tread_wds", write_tread, rename_member, (), r"imagenet-0001.tar is damaged: 7 must hold both .latent.npy and .cls"),
         ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be a number 0, 1"),
         ("tread_wds", write_tread, None, ("num_classes=4",), r"label 4 at position 4 must be in \[0, 3\]"),
         ("maskdit_wds", write_tread, None, (), "0000000 must hold both .latent and .cls"),
-        ("maskdit_wds", lambda p: write_maskdit_wds(p, arrays=[{"no": "array"}] * COUNT), None, (), "not a pickled array"),
-        ("repa", write_repa, lambda p: (p / "dataset.json").unlink(), (), "dataset.json is not of the form"),
-        ("repa", write_repa, lambda p: cut(p / "00000" / "img-mean-std-00000003.npy"), (), "00000003.npy cannot be read"),
         ("repa", lambda p: p.mkdir(), None, (), "dataset.json is not of the form"),
         ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are <U1, not numbers"),
         ("tread_wds", lambda p: p.mkdir(), None, (), "holds no entries"),
-        ("lightningdit", lambda p: p.mkdir(), None, (), "No such file or directory: .*latents_stats.pt"),
         ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_rank00_shard001.safetensors"), (), r"shard001.safetensors is damaged, or lacks"),
         ("lightningdit", lambda p: write_lightningdit(p, sizes=(24,), labels=LABELS[1:]), None, (), r"has \[24, 24, 23\] entries of"),
         ("lightningdit", write_lightningdit, lambda p: (p / "latents_stats.pt").unlink(), (), "No such file or directory: .*latents_stats.pt"),
         ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_stats.pt"), (), "latents_stats.pt is damaged"),
-        ("lightningdit", lambda p: write_lightningdit(p, {"mean": 1}), None, (), "does not hold the tensors mean and std"),
         ("lightningdit", lambda p: write_lightningdit(p, dict.fromkeys(("mean", "std"), torch.zeros(4))), None, (), "does not hold the tensors mean and std"),
         ("repa", lambda p: write_npy_folder(p, [*mean_std()[1:], MEAN[0]]), None, (), "entries must all be of one shape"),
     ],
@@ -380,15 +358,12 @@ class Evil:
     [
         Evil(os.system, "touch ran"),
         Evil(eval, "open('ran', 'w')"),
-        Evil(np.save, "ran", np.zeros(1)),
-        Evil(shutil.rmtree, "."),
         Evil(np.ndarray, (10**13,)),
         np.array([Evil(os.system, "touch ran")], dtype=object),
         np.array([1, "a", None], dtype=object),
         np.array(["a", "b"]),
         np.zeros(2, dtype=[("a", "f4")]),
         None,
-        [1.0, 2.0],
     ],
 )
 def test_a_pickle_of_anything_but_numbers_is_refused_and_runs_nothing(tmp_path, monkeypatch, content):

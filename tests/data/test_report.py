@@ -98,15 +98,6 @@ def test_of_many_classes_the_extremes_are_shown(tmp_path):
     assert lines[0] == "classes    100, with 3 to 3 entries, median 3"
 
 
-def test_another_autoencoder_gives_numbers_but_no_picture(tmp_path, vae, capsys):
-    write(tmp_path / "a", vae, scale=0.5, count=60)
-    other = write_autoencoder(tmp_path / "other", seed=1)
-    with pytest.raises(SystemExit, match=r"encoder=.*other has weights"):
-        call(tmp_path / "a", f"encoder={other}")
-    assert "std 1.0" in capsys.readouterr().out
-    assert not (tmp_path / "a_report.png").exists()
-
-
 def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
     manifest = LatentManifest(3, (1, 8, 8), "float32", "samples", 0, "identity")
     with LatentWriter(tmp_path / "a", manifest) as writer:

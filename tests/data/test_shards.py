@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import train
-from builders.rules import STREAMED_DATA
 from data import (
     LatentDataset,
     LatentManifest,
@@ -252,11 +251,8 @@ def listing(**changes):
     [
         (remove("manifest.json"), FileNotFoundError, "must hold shards, but .*manifest.json is not there"),
         (remove("shards.json"), FileNotFoundError, "must hold shards, but .*shards.json is not there"),
-        (spoil("shards.json", lambda data: data[:40]), ValueError, "shards.json is damaged"),
         (spoil("shards.json", lambda data: b"[]"), ValueError, "shards.json is damaged"),
-        (spoil("shards.json", lambda data: b"{}"), ValueError, "must list shards .* nothing"),
         (listing(**{"train-000000.tar": -1}), ValueError, "must list shards .*: train-000000.tar"),
-        (listing(**{"train-000000.tar": 7.0}), ValueError, "must list shards .*: train-000000.tar"),
         (listing(**{"held_out-000000.tar": 4}), ValueError, "shards.json lists 59 entries, the manifest"),
         (listing(**{HELD_OUT_TAR: 4, TRAIN_TAR: 8}), ValueError, f"{HELD_OUT_TAR} cannot be read, .*must be"),
         (listing(**{HELD_OUT_TAR: 6, TRAIN_TAR: 6}), ValueError, "it holds 5 entries, must hold 6"),
@@ -275,16 +271,6 @@ def test_damaged_shards_are_one_clear_error(folder, tmp_path, damage, error, mes
     damage(tmp_path / "s")
     with pytest.raises(error, match=message):
         open_shards(str(tmp_path / "s"), **{**SIZES, "num_classes": 5} if "label" in message else SIZES)
-
-
-def test_a_failed_write_leaves_nothing(latents, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("data.make_shards.hash_blocks", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_shards(latents, tmp_path / "s", SHARD)
-    assert not list(tmp_path.iterdir())
 
 
 RUN = ("data=stream", *TINY[1:], "model/size=tiny", "train.micro_batch_size=4")
@@ -338,9 +324,6 @@ def test_a_run_without_its_shards_is_refused_in_one_line(served_by_http, tmp_pat
 
 
 def test_rules_of_streams(folder, latents, tmp_path):
-    assert STREAMED_DATA == "data.open_shards"
-    with pytest.raises(ValueError, match=r"train.num_workers=2 must be 0 for data=stream"):
-        tiny_trainer(tmp_path / "r", *RUN, f"data.path={folder}", "train.num_workers=2")
     masked = (f"output_dir={tmp_path / 'r'}", f"data.path={folder}", "train.masked_loss=true")
     with pytest.raises(UserError, match=r"train.masked_loss=true needs masks"):
         train.main(composed(*RUN, *masked))
