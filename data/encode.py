@@ -153,15 +153,13 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
 def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
     """Take the lock of `out`, print what the source holds, and return the parts to do."""
     images, out = job.images, job.request["out"]
-    lines = [
-        f"{len(images.names)} images in {job.request['source']}",
-        f"classes: {first_classes(job.manifest)}",
-    ]
-    lines += [f"warning: {warning}" for warning in class_warnings(job.manifest)]
+    launch.print(f"{len(images.names)} images in {job.request['source']}")
+    launch.print(f"classes: {first_classes(job.manifest)}")
+    for warning in class_warnings(job.manifest):
+        launch.print(f"warning: {warning}")
     if images.ignored:
         some = ", ".join(images.ignored[:CORRUPT_SHOWN])
-        lines.append(f"{len(images.ignored)} files are not images and are ignored: {some}")
-    launch.print("\n".join(lines))
+        launch.print(f"{len(images.ignored)} files are not images and are ignored: {some}")
     lock.acquire()
     check_out(out)
     todo = job.parts.start()
