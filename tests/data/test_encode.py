@@ -301,12 +301,8 @@ def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
 
 
 def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae):
-    for override, message in (
-        ("resolution=33", "resolution=33 must be a multiple of 2"),
-        ("num_held_out=10", r"num_held_out=10 must be in \[0, 9\]"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run(photos, tmp_path / "out", vae, override)
+    with pytest.raises(UserError, match="resolution=33 must be a multiple of 2"):
+        run(photos, tmp_path / "out", vae, "resolution=33")
     assert not list(tmp_path.iterdir())
 
 

@@ -4,7 +4,6 @@ import pickle
 import re
 import resource
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -303,21 +302,6 @@ def test_a_fingerprint_is_of_all_but_the_origin():
     prints.append(LatentDataset(*arrays[:2], changed, arrays[2]).describe()["fingerprint"])
     assert prints[0] == prints[1]
     assert len(set(prints)) == 6
-
-
-def test_a_folder_appears_by_one_rename(tmp_path, monkeypatch):
-    """Until the last moment nothing is there that could be taken for a latent folder."""
-    seen = []
-
-    def killed(self, target):
-        seen.append(sorted(file.name for file in self.iterdir()))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "a")
-    assert seen == [["labels.npy", "latents.npy", "manifest.json"]]
-    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("limit", [0, 100, 30_000])
