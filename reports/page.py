@@ -56,8 +56,8 @@ def page(runs: Sequence[Run], refresh_sec: float | None = None) -> str:
             heading = f"<h2>{escape(data)}</h2>"
             tables += [heading, *_tables(alike)]
             pictures += [heading, *_pictures(alike)]
-        runs_of = [_environment(arm, run) for arm in arms for run in arm.runs]
-        tables += [_progress(runs[0])] if len(runs) == 1 else ["<h2>Runs</h2>", _wide(runs_of)]
+        tables += [_progress(runs[0])] if len(runs) == 1 else []
+        tables += ["<h2>Runs</h2>", _wide([_environment(arm, run) for arm in arms for run in arm.runs])]
         pictures += [_configuration(arm.runs[0], arm.name) for arm in arms]
     except (AttributeError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         names = ", ".join(str(run.folder.path) for run in runs)
@@ -168,13 +168,10 @@ def facts(manifest: dict[str, Any], lines: Lines, constant: dict[str, Any]) -> d
         "newest values": ", ".join(f"{key} {value:.4g}" for key, value in numbers.items()),
         **{key: ", ".join(map(str, steps)) for key, steps in events.items()},
         "did not change": ", ".join(f"{key} {value:g}" for key, value in constant.items()),
-        "command": manifest["command"],
         "network": f"{cost['num_parameters'] / 1e6:.2f}M parameters",
         "routes": "; ".join(manifest["routes"]) or "none",
         "training steps": speed if manifest["routes"] else "",
-        "processes": f"{manifest['num_processes']} on {manifest['device']}, {manifest['processor']}",
         "precision": f"{resolved['mixed_precision']}, {'' if resolved['compile'] else 'un'}compiled",
-        "code": _code(manifest),
         "started": ", ".join(f"at step {start['step']:,}" for start in manifest["starts"]),
     }
     return {key: value for key, value in found.items() if value}
@@ -182,20 +179,17 @@ def facts(manifest: dict[str, Any], lines: Lines, constant: dict[str, Any]) -> d
 
 def _environment(arm: Arm, run: Run) -> dict[str, str]:
     manifest = run.manifest
+    changed = ", changed" if manifest["uncommitted_changes"] else ""
     return {
         "run": run.name,
         "arm": arm.name,
         "seed": str(run.seed),
         "status": f"{manifest['status']}, step {run.step:,}",
-        "code": _code(manifest),
+        "code": f"{manifest['commit'] or 'unknown'}{changed}",
         "on": f"{manifest['num_processes']} x {manifest['device']}, {manifest['processor']}",
         "torch": str(manifest["versions"]["torch"]),
         "command": manifest["command"],
     }
-
-
-def _code(manifest: dict[str, Any]) -> str:
-    return f"{manifest['commit'] or 'unknown'}{', changed' if manifest['uncommitted_changes'] else ''}"
 
 
 def _newest(lines: Lines, key: str) -> float:
