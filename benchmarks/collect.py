@@ -5,11 +5,10 @@ record it is empty.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import yaml
 
 from benchmarks.results import (
     NOT_ENDED,
@@ -71,7 +70,6 @@ def filled(text: str, results: Path, columns: Columns) -> str:
     tables = {name: of_stage(results, name, form) for name, form in columns.items()}
     speed = {key: columns["step"][key] for key in SPEED}
     tables["speed"] = of_stage(results, "step", speed, lambda row: row.get("step") == "routed")
-    tables["targets"] = targets(results)
     return TABLE.sub(lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}", text)
 
 
@@ -103,22 +101,3 @@ def caption(file: Path, stage: str) -> str:
     code = f"commit {', '.join(commits)}" + (" (a rehearsal)" if found["tiny"] == "True" else "")
     what = f"`python -m benchmarks.gpu OUT {stage}` at {code}, {found['date']}, {device}, torch {version}"
     return f"{what} ([record](benchmarks/results/{file.name}))."
-
-
-def targets(results: Path) -> str:
-    """What was aimed at, beside what the records of CUDA devices say."""
-    cells = []
-    for row in yaml.safe_load((Path(__file__).parent / "targets.yaml").read_text()):
-        cells.append({"on a GPU": row["what"], "target": row["target"]})
-        cells[-1]["measured"] = _reached(results, row["rows"], **row["shown"])
-    return markdown(cells, dict.fromkeys(cells[0], "{}"), everything=True)
-
-
-def _reached(results: Path, rows: Sequence[Mapping[str, str]], stage: str, column: str, form: str) -> str:
-    files = sorted(results.glob(f"gpu_{stage}_NVIDIA*.csv"))
-    filled = [row for file in files for row in read_results(file) if row.get(column)]
-    cells = (
-        [form.format(float(row[column])) for row in filled if own.items() <= row.items()] for own in rows
-    )
-    texts = [" and ".join(each) or "-" for each in cells]
-    return ", ".join(texts) if set(texts) != {"-"} else ""

@@ -10,7 +10,6 @@ First the steps are timed (let nothing run beside that); then each arm has the s
 end is scored by the dense loss of held-out digits, and by samples that are set upright for `fid.py`.
 """
 
-import argparse
 import json
 import math
 import os
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.processes import record_all, start_program
+from benchmarks.processes import program_parser, record_all, start_program
 from benchmarks.results import Record, Rows, markdown, spread
 from data import digits
 from examples import finetune
@@ -73,8 +72,7 @@ ARMS = {
 
 def main() -> None:
     """Train, time, fine-tune and score what is not in the record, and print it."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.finetuning", None, __doc__, formatter_class=raw)
+    parser = program_parser("benchmarks.finetuning", __doc__)
     parser.add_argument("out", type=Path, help="folder of the runs and the record")
     parser.add_argument(
         "--jobs", type=int, default=2, help="at a time, each on its share of the cores; default: 2"

@@ -27,6 +27,7 @@ import torch
 
 from benchmarks import check, evaluation_speed, families, sampling, train_step
 from benchmarks.collect import collect
+from benchmarks.processes import program_parser
 from benchmarks.results import NOT_ENDED, RESULTS, Record, Rows, done_in, markdown, read_results
 from runtime.config import run_main
 from runtime.errors import UserError
@@ -62,8 +63,7 @@ STAGES = {
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The request of the command line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.gpu", None, __doc__, formatter_class=raw)
+    parser = program_parser("benchmarks.gpu", __doc__)
     parser.add_argument("out", type=Path, help="folder of the records")
     parser.add_argument("stages", nargs="*", metavar="stage", help="none: all")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same code in seconds")

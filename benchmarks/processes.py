@@ -1,5 +1,6 @@
 """Processes that build something and run it on request, so that they can take turns."""
 
+import argparse
 import multiprocessing
 import os
 import subprocess
@@ -18,6 +19,12 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["benchmarks.runs"])
 Answers = Mapping[str, Callable[[], Any]]  # by request
 ANSWERS: dict[str, Callable[[], Any]] = {}  # in the process of a worker
+
+
+def program_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a program, whose help shows the description as it is written."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m {module}", description=description, formatter_class=raw)
 
 
 def record_all(calls: Mapping[str, Callable[[], Rows]], record: Record, jobs: int) -> None:

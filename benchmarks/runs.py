@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from builders import config as configuration
@@ -22,8 +20,8 @@ from builders.trainer import build_trainer
 from data import LatentManifest, LatentWriter, mask_coverage
 from models import cost_of
 from runtime.config import build_node, user_mistakes
+from runtime.config import compose_config as hydra_config
 from runtime.machine import start_process
-from runtime.provenance import PROJECT
 from training.run_folder import RunFolder
 from training.speed import fp32_slowdown
 from training.trainer import Trainer
@@ -81,14 +79,8 @@ def write_latents(path: Path, setting: Setting) -> None:
 def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
     """The configuration that train.py would have with these overrides."""
     with user_mistakes():
-        return configuration.validate(composed(overrides))
-
-
-def composed(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra would give train.py with these overrides."""
-    configuration.register("train", Config)
-    with initialize_config_dir(config_dir=str(PROJECT / "configs"), version_base="1.3"):
-        return compose("config", overrides=["run_name=benchmark", *overrides])
+        configuration.register("train", Config)
+        return configuration.validate(hydra_config(["run_name=benchmark", *overrides]))
 
 
 def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:

@@ -6,7 +6,6 @@ Times what `sample.py` does by default against eager fp32, in turn: on a CPU the
 DiT-S/2 at 256 tokens, on a GPU DiT-XL/2, as the stage `sample` of `python -m benchmarks.gpu` does.
 """
 
-import argparse
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from benchmarks.processes import Answers, Worker, take_turns
+from benchmarks.processes import Answers, Worker, program_parser, take_turns
 from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import compose_config, perturb
 from benchmarks.train_step import peaks_of, seconds_of
@@ -73,8 +72,7 @@ def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
 
 def main() -> None:
     """Measure, print and record."""
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser("python -m benchmarks.sampling", None, __doc__, formatter_class=raw).parse_args()
+    program_parser("benchmarks.sampling", __doc__).parse_args()
     device = start_process().device
     found, rows = environment(device), []
     for name, size in SIZES[device.type].items():

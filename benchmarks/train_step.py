@@ -10,7 +10,6 @@ process of its own, and they take turns. Before that, loss and gradients are com
 step (benchmarks/plain_step.py). benchmarks/README.md has the rules, benchmarks/LOG.md what was tried.
 """
 
-import argparse
 import gc
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.plain_step import PlainDiT, PlainStep
-from benchmarks.processes import Answers, Worker, take_turns
+from benchmarks.processes import Answers, Worker, program_parser, take_turns
 from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
 from evaluation.precision import strict_fp32
@@ -110,8 +109,7 @@ def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
 def main() -> None:
     """Measure, print and record."""
     device = start_process().device
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.train_step", None, __doc__, formatter_class=raw)
+    parser = program_parser("benchmarks.train_step", __doc__)
     parser.add_argument("overrides", nargs="*", help="keys of train.py; none: the standard rows")
     parser.add_argument("--repeats", type=int, default=REPEATS[device.type], help="turns of each process")
     parser.add_argument("--record", help="name of the record; none for one setting unless it is given")

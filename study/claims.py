@@ -8,7 +8,6 @@ The claims are rows of study/claims.yaml. An effect is a difference between two 
 one side of 0, else it is open there.
 """
 
-import argparse
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import numpy as np
 import yaml
 
 from benchmarks import finetuning
+from benchmarks.processes import program_parser
 from benchmarks.results import markdown, read_environment, read_results
 from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
@@ -270,8 +270,7 @@ def draw(records: Records, file: Path) -> None:
 
 def main() -> None:
     """Write the page and the figure."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m study.claims", None, __doc__, formatter_class=raw)
+    parser = program_parser("study.claims", __doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="of records; none: those of the project")
     folder = parser.parse_args().folder
     records, out = (Records(folder), folder) if folder else (Records(), PROJECT)

@@ -7,7 +7,6 @@ What was measured are the records of `fid.py run=...` in the folders (runs, with
 sampling and reference are the row's. `--write` puts the table into RESULTS.md, too.
 """
 
-import argparse
 import math
 import re
 import sys
@@ -17,6 +16,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
+from benchmarks.processes import program_parser
 from benchmarks.results import markdown
 from builders.config import composed, of_run
 from evaluation.files import PUBLISHED
@@ -68,9 +68,7 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and write it if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser("study.published", __doc__)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", default=[Path("runs")])
     parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md, too")
     asked = parser.parse_args(arguments)

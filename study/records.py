@@ -64,17 +64,13 @@ class Records:
             name: [row for row in self._read(f"twins_{name}_*") if row.get("part") == "training"]
             for name in STUDIES
         }
+        scored = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
+        for kind in finetuning.LRS:
+            self.rows[kind] = [{**row, "guidance": UNGUIDED} for row in scored if row["kind"] == kind]
         for name, rows in self.rows.items():
             evaluations = [tuple(row[key] for key in EVALUATION) for row in rows]
             if twice := next((each for each in evaluations if evaluations.count(each) > 1), None):
                 raise ValueError(f"{self.folders[0]}: the records of {name} have twice {', '.join(twice)}")
-        if len(files := self.files("finetuning_twins_*")) > 1:
-            raise ValueError(
-                f"{self.folders[0]}: fine-tunes of two machines, {files[0].name} and {files[1].name}"
-            )
-        scored = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
-        for kind in finetuning.LRS:
-            self.rows[kind] = [{**row, "guidance": UNGUIDED} for row in scored if row["kind"] == kind]
         for file in self.files("twins_steps_*"):
             self.step_ms |= {(row["setting"], row["arm"]): float(row["ms"]) for row in read_results(file)}
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import Worker, record_all, start_program, take_turns
+from benchmarks.processes import Worker, program_parser, record_all, start_program, take_turns
 from benchmarks.results import Record, Rows, markdown, read_environment, read_results, spread
 from benchmarks.runs import QUIET, compose_config
 from benchmarks.train_step import ours
@@ -132,8 +132,7 @@ COLUMNS = {
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The request of the command line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m study.twins", None, __doc__, formatter_class=raw)
+    parser = program_parser("study.twins", __doc__)
     parser.add_argument("out", type=Path, help="folder of the runs and the records")
     parser.add_argument(
         "studies", nargs="*", metavar="study", help=f"some of {', '.join(STUDIES)}; none: all"

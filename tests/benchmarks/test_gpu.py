@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import check, gpu
-from benchmarks.collect import PAGES, TABLE, collect, filled, targets
+from benchmarks.collect import PAGES, TABLE, collect, filled
 from benchmarks.results import RESULTS, Record, code_of, read_results, write_results
 from runtime.provenance import environment
 from tests.programs import start
@@ -132,21 +132,6 @@ def test_tables_on_pages_are_what_the_records_give(page):
     text = (ROOT / page).read_text()
     assert TABLE.search(text)
     assert filled(text, RESULTS, COLUMNS) == text
-
-
-def test_targets_are_beside_what_was_measured(tmp_path):
-    h200 = HERE | {"device": "NVIDIA H200", "tiny": False}
-    dense = {"utilisation": 0.5, "share_outside": 0.04, "peak_memory_gib": 100.0}
-    rows = [
-        {"setting": "XL/2", "step": "dense", **dense},
-        {"setting": "XL/2", "step": "routed", "utilisation": 0.45, "share_of_predicted": 0.96},
-        {"setting": "XL/2, checkpointing", "step": "dense", "peak_memory_gib": 49.7},
-    ]
-    write_results("gpu_step", rows, h200, tmp_path)
-    drawn = [{"evaluation": "default", "share_of_peak": 0.5, "speedup_over_eager": 4.5}]
-    write_results("gpu_sample", drawn, h200, tmp_path)
-    measured = [line.split(" | ")[-1].removesuffix(" |") for line in targets(tmp_path).splitlines()[2:]]
-    assert measured == ["-, 96%", "50%, 45%", "4.0%, -", "100 GiB, 50 GiB", "50%", "4.50x", ""]
 
 
 @pytest.mark.parametrize(("tiny", "message"), [(False, "is of a rehearsal"), (True, "is not of a rehearsal")])

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from benchmarks.processes import CONTEXT
-from benchmarks.runs import Setting, build, composed, overrides_of, perturb, write_latents
+from benchmarks.runs import Setting, build, overrides_of, perturb, write_latents
+from runtime.config import compose_config
 from runtime.provenance import PROJECT
 from tests.gpu.test_precision import BATCH_SIZE, CPU, TINY, relative
 from training.trainer import Trainer
@@ -165,7 +166,7 @@ def train_here(overrides, killed_in, variables):
         train_step(trainer, *batches)
 
     Trainer.train_step = killed
-    train.main(composed(overrides))
+    train.main(compose_config(["run_name=benchmark", *overrides]))
 
 
 def compared_runs(undisturbed, resumed, again, device):
