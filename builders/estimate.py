@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,10 @@ def _free_in_groups() -> Iterator[int]:
     own = [CGROUPS / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
     for folder in {CGROUPS, *own, *(parent for group in own for parent in group.parents)}:
         limit, usage, stat = (folder / f"memory.{name}" for name in ("max", "current", "stat"))
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            cached = dict(line.split() for line in stat.read_text().splitlines())["inactive_file"]
-            yield int(most) - int(usage.read_text()) + int(cached)
+        with suppress(OSError, KeyError):  # a group that may not be read, or has no limit
+            if (most := limit.read_text().strip()) != "max":
+                cached = dict(line.split() for line in stat.read_text().splitlines())["inactive_file"]
+                yield int(most) - int(usage.read_text()) + int(cached)
 
 
 def free_disk(checkpoints: Path) -> int:

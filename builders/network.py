@@ -46,7 +46,7 @@ def build_optimizer(
     options = check_arguments("optimizer", Optimizer, options)
     try:
         built = build_node({"optimizer": node}, "optimizer")(named_parameters)
-    except (ValueError, IndexError) as error:  # torch's messages name no key
+    except (ValueError, TypeError, IndexError) as error:  # torch's messages name no key
         raise ValueError(f"optimizer: {error}") from error
     return Optimizer(built, **options)
 

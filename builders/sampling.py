@@ -295,6 +295,8 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
         check_choice(key, request[key], choices)
     check_choice("labels", request["labels"], LABELS)
     num_classes, label = config["data"]["num_classes"], request["class_label"]
+    if label is not None and request["labels"] == "balanced":
+        raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
     if label is not None and not 0 <= label < num_classes:
         unconditional = "null for an unconditional network (num_classes=0)"
         allowed = f"in [0, {num_classes - 1}]" if num_classes else unconditional

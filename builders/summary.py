@@ -131,7 +131,8 @@ def _precision(resolved: dict[str, Any], tf32: bool) -> str:
 def _saving(cost: dict[str, float]) -> str:
     if cost["routed_training_flops"] == cost["dense_training_flops"]:
         return "none: the blocks of the windows process all tokens"
-    speedup = f"{cost['predicted_speedup']:.2f}x as fast by their FLOPs (any ratio: {cost['ceiling']:.2f}x)"
+    most = f"at most {cost['ceiling']:.2f}x at any ratio"
+    speedup = f"{cost['predicted_speedup']:.2f}x as fast by their FLOPs ({most})"
     return f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps can be {speedup}"
 
 

@@ -72,9 +72,10 @@ def check_files(config: dict[str, Any], run: RunFolder) -> None:
     if config["train"]["init_from"] and not latest_checkpoint(run.path):
         check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
         check_init_shapes(config)
-    file = config["evaluation"].get("reference")
-    if file is not None and not Path(str(file)).exists():
-        raise FileNotFoundError(f"evaluation.reference={file} not found: see `python -m evaluation.fetch`")
+    for key in ("reference", "weights"):
+        file = config["evaluation"].get(key)
+        if file is not None and not Path(str(file)).exists():
+            raise FileNotFoundError(f"evaluation.{key}={file} not found: see `python -m evaluation.fetch`")
 
 
 def check_init_from(source: str, objective: str | None) -> None:

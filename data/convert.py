@@ -28,7 +28,7 @@ from data.importers import (
     contradiction,
     hflip_contradiction,
 )
-from data.latents import open_latents
+from data.latents import check_labels, open_latents
 from data.manifest import LatentManifest, class_warnings
 from data.writer import NEXT_STEPS, LatentWriter, check_out
 from runtime.config import command, run_main
@@ -134,6 +134,8 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
 
 def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: np.ndarray) -> LatentManifest:
     num_classes = request["num_classes"] or (0 if source.labels is None else int(source.labels.max()) + 1)
+    if source.labels is not None:
+        check_labels(source.labels, num_classes, Path(request["source"]))
     return LatentManifest(
         count=source.count // 2 if chosen.hflip else source.count,
         shape=sampled.shape[1:],

@@ -29,7 +29,7 @@ from data.encoders import Encoder, load_encoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
 from data.latents import open_latents
 from data.listing import ImageList, list_images
-from data.manifest import LatentManifest, class_warnings, first_classes, untrained_classes_of
+from data.manifest import FILES, LatentManifest, class_warnings, first_classes, untrained_classes_of
 from data.masks import MaskFiles, pool_mask, read_mask
 from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
 from runtime.config import command, run_main
@@ -255,6 +255,8 @@ def finish(job: Job, launch: Launch) -> None:
             labels = None if job.images.labels is None else job.images.labels[part["positions"]]
             writer.append(part["latents"], labels, part.get("masks"))
     job.parts.remove()
+    if errors:
+        print(f"The images left out, and why, are in {Path(out) / FILES['manifest']} (origin.left_out)")
     if warning := manifest.std_warning(open_latents(out).measure()[2]):
         print(warning)
     print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")

@@ -105,12 +105,15 @@ Encoder = IdentityEncoder | KLEncoder
 def is_at_hand(name: str) -> bool:
     """True if an encoder is on this machine: pixels, a folder, or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     if name == IDENTITY or Path(name).is_dir():
         return True
     name = PUBLISHED.get(name, name)
-    cached = (isinstance(try_to_load_from_cache(name, file), str) for file in FILES_ON_THE_HUB)
-    return bool(ON_THE_HUB.fullmatch(name)) and all(cached)
+    try:
+        return all(isinstance(try_to_load_from_cache(name, file), str) for file in FILES_ON_THE_HUB)
+    except HFValidationError:  # no name of the hub
+        return False
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:

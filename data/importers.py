@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 from data.images import Files
-from data.listing import read_labels
+from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MAX_CLASSES, MAX_NUMBERS
 from data.tars import DAMAGED, samples
 from data.unpickle import unpickle_array
@@ -132,9 +133,8 @@ def _moments_contradiction(stored_as: str, entries: np.ndarray) -> str | None:
 def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) -> Source:
     """Open WebDataset shards whose samples are KEY.SUFFIX, a latent, and KEY.cls, its class in decimal."""
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
-    classes = [
-        _number(sample["cls"], f"{name}.cls") for tar in tars for name, sample in _samples(tar, suffix)
-    ]
+    bar = tqdm(tars, desc="read classes", unit="tar")
+    classes = [_number(sample["cls"], f"{name}.cls") for tar in bar for name, sample in _samples(tar, suffix)]
 
     def entries() -> Iterator[np.ndarray]:
         for tar in tars:
@@ -152,6 +152,8 @@ def _samples(tar: Path, suffix: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     try:
         with tar.open("rb") as file:
             for key, sample in samples(file, 4 * MAX_NUMBERS):
+                if sample.keys().isdisjoint({suffix, "cls"}):
+                    continue
                 if not sample.keys() >= {suffix, "cls"}:
                     raise ValueError(f"{key} must hold both .{suffix} and .cls, side by side")
                 yield f"{tar}: {key}", sample
@@ -200,6 +202,8 @@ def open_npy_zip(path: Path) -> Source:
     """Open a zip, or a folder, of .npy files and dataset.json, as the tools of EDM2 and REPA write them."""
     files = Files(path, "source=")
     names = [name for name in files.names if name.endswith(".npy")]
+    if LABELS_FILE not in files.names:
+        raise ValueError(f"source={path} has no {LABELS_FILE}, which gives the labels")
 
     def at(i: int) -> np.ndarray:
         try:
@@ -227,6 +231,8 @@ def open_safetensors(path: Path) -> Source:
         if len(set(counts)) > 1:
             raise ValueError(f"{file} has {counts} entries of {', '.join(SHARD_KEYS)}: must be equal")
         opened.append(tensors)
+    if not opened:
+        raise ValueError(f"source={path} holds no .safetensors files")
     starts = list(accumulate(map(len, labels), initial=0))
     half = starts[-1]
 

@@ -77,7 +77,7 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
         raise ValueError(f"{what} names a file twice")
     missing = [name for name in names if not _is_label(known.get(name))]
     if missing:
-        raise ValueError(f"{what} has no label 0, 1, ... for {missing[0]} and {len(missing) - 1} others")
+        raise ValueError(f"{what} has no label 0, 1, ... for {missing[0]} ({len(missing)} of {len(names)})")
     return np.array([known[name] for name in names], dtype=np.int64)
 
 
@@ -123,7 +123,7 @@ def _from_list(path: Path) -> ImageList:
     names, classes = zip(*pairs, strict=True)
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"source={path}: {missing[0]} and {len(missing) - 1} others not found")
+        raise FileNotFoundError(f"source={path}: {missing[0]} not found ({len(missing)} of {len(names)})")
     if all(re.fullmatch(r"-?\d+", c) for c in classes):
         numbers = [int(c) for c in classes]
         if wrong := [number for number in numbers if not _is_label(number)]:

@@ -30,14 +30,24 @@ def samples(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[str, dict[str, b
     bounded = _Bounded(stream)
     with tarfile.open(fileobj=bounded, mode="r|") as archive:
         files = (member for member in archive if not member.isdir())
-        for key, members in groupby(files, key=lambda member: PurePath(member.name).name.partition(".")[0]):
+        for key, members in groupby(files, key=lambda member: _key_and_suffix(member.name)[0]):
             sample, room = {}, max_bytes
             for member in members:
                 if not member.isreg() or member.issparse() or member.size > room:
                     rule = f"must be a file of at most {room}"
                     raise ValueError(f"{member.name} declares {member.size} bytes, {rule}")
                 room, bounded.left = room - member.size, bounded.left + member.size
-                sample[PurePath(member.name).name.partition(".")[2]] = archive.extractfile(member).read()
+                suffix = _key_and_suffix(member.name)[1]
+                if suffix in sample:
+                    raise ValueError(f"{member.name} occurs twice")
+                sample[suffix] = archive.extractfile(member).read()
             archive.members = []  # or they pile up
             bounded.left = MAX_OVERHEAD_BYTES
             yield key, sample
+
+
+def _key_and_suffix(name: str) -> tuple[str, str]:
+    """`a/0.latent.npy` is `latent.npy` of the sample `a/0`."""
+    path = PurePath(name)
+    stem, _, suffix = path.name.partition(".")
+    return str(path.parent / stem), suffix

@@ -116,7 +116,7 @@ def mixtures(arms: Sequence[Arm]) -> list[str]:
         if len({run.seed for run in arm.runs}) < len(arm.runs)
     ]
     if 0 < (num_held_out := min(run.num_held_out for run in runs)) < FEW_HELD_OUT:
-        notes.append(f"note: held-out losses are of {num_held_out} images")
+        notes.append(f"note: held-out losses are of few images ({num_held_out})")
     return notes
 
 

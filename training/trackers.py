@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from runtime.errors import check_choice
+
 CLOSE_WITHIN_SEC = 60.0
 Values = dict[str, float | np.ndarray]  # numbers, and pictures (height, width, C) uint8
 
@@ -74,6 +76,7 @@ class WandbTracker:
     def __init__(self, run_name: str, folder: str, project: str, mode: str):
         import wandb
 
+        check_choice("tracker.mode", mode, ("offline", "online", "disabled"))
         self._folder, self._picture = Path(folder), wandb.Image
         options = {"project": project, "name": run_name, "dir": folder, "mode": mode, "resume": "allow"}
         identity = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]

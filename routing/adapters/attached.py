@@ -75,7 +75,7 @@ def attach(
     signature = inspect.signature(plain_forward(type(model)))
     for own in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
         raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
-    routes = (routes,) if isinstance(routes, Route) else tuple(routes)
+    routes = (routes,) if isinstance(routes, Route) else tuple(routes or ())
     if not routes:
         raise ValueError("routes must not be empty: the model would stay dense")
     layers = tuple(layer for spec in adapter.block_lists for layer in _layers(model, spec))
@@ -179,6 +179,8 @@ class _Attached:
         """Run the model's own forward, with routes where they are on."""
         routing, generator = kwargs.get("routing"), kwargs.get("generator")
         routing = Routing() if routing is None else routing
+        if not isinstance(routing, Routing):
+            raise ValueError(f"routing={routing!r} must be a routing.Routing, or None")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         if generator is not None and "generator" in self.adapter.accepts:
             kwargs["generator"] = generator

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from data import convert, open_latents
 from data.importers import FORMATS
+from data.tars import samples
 from data.unpickle import unpickle_array
 from runtime.errors import UserError
 from tests.runs import composed
@@ -138,6 +139,16 @@ def test_tread(tmp_path):
     close(unscaled.stored, MEAN)
     on_request = ("tread_wds", "stored_as=mean_std", "scaled=false")
     close(run(write_tread(tmp_path / "moments", mean_std()), tmp_path / "std", *on_request).stored, MOMENTS)
+
+
+def test_samples_of_one_name_in_two_folders_are_two(tmp_path):
+    members = [(f"{folder}/0.{suffix}", b"0") for folder in "ab" for suffix in ("cls", "latent.npy")]
+    write_tar(tmp_path / "two.tar", members)
+    with (tmp_path / "two.tar").open("rb") as file:
+        assert [key for key, _ in samples(file, 2)] == ["a/0", "b/0"]
+    write_tar(tmp_path / "twice.tar", [members[0]] * 2)
+    with (tmp_path / "twice.tar").open("rb") as file, pytest.raises(ValueError, match="a/0.cls occurs twice"):
+        list(samples(file, 2))
 
 
 @pytest.mark.parametrize("stored_as", ["samples", "mean_logvar", "mean_std"])
@@ -316,7 +327,7 @@ def rename_member(folder):
         ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be a number 0, 1"),
         ("tread_wds", write_tread, None, ("num_classes=4",), r"label 4 at position 4 must be in \[0, 3\]"),
         ("maskdit_wds", write_tread, None, (), "0000000 must hold both .latent and .cls"),
-        ("repa", lambda p: p.mkdir(), None, (), "dataset.json is not of the form"),
+        ("repa", lambda p: p.mkdir(), None, (), "has no dataset.json, which gives the labels"),
         ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are <U1, not numbers"),
         ("tread_wds", lambda p: p.mkdir(), None, (), "holds no entries"),
         ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_rank00_shard001.safetensors"), (), r"shard001.safetensors is damaged, or lacks"),

@@ -292,7 +292,7 @@ def test_a_page_warns_of_what_can_hardly_be_compared(compared):
     runs[0].manifest["data"]["manifest"]["num_held_out"] = 4
     text = page(runs)
     assert "more than one device" in text and "more than one code" in text and "<b>" not in text
-    assert "held-out losses are of 4 images" in text
+    assert "held-out losses are of few images (4)" in text
 
 
 def test_texts_of_a_run_run_neither_in_a_spreadsheet_nor_in_a_terminal(compared):
