@@ -164,7 +164,7 @@ MOMENTS = {"state": {i: {"exp_avg": torch.zeros(3), "step": 1} for i in range(20
         (entries(shadow=list(FLAT.chunk(8))), "under shadow, which"),
         ({"model": FLAT}, r"weights do not match the model: .* is missing"),
         (entries(ema={name: STATE[name] for name in STATE if "table" not in name}), "under model, which"),
-        ({"ema": STATE, "teacher": {**NET.state_dict(), "norm.weight": torch.ones(3)}}, "ema"),
+        ({"ema": STATE, "encoder": {**NET.state_dict(), "norm.weight": torch.ones(3)}}, "ema"),
         ({"ema": STATE, "model": {**NET.state_dict(), "projectors.0.weight": torch.ones(3)}}, "ema"),
         ({name: tensor.to(torch.int8) for name, tensor in STATE.items()}, "is torch.int8, must be a dense"),
         ({name: tensor.to(torch.complex64) for name, tensor in STATE.items()}, "must be a dense"),
