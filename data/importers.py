@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -28,7 +27,7 @@ from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MAX_CLASSES, MAX_NUMBERS
 from data.tars import DAMAGED, samples
 from data.unpickle import unpickle_array
-from runtime.arrays import ZIP_ERRORS, check_stored, parse_array, read_array
+from runtime.arrays import ZIP_ERRORS, load_stored, parse_array, read_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
@@ -243,12 +242,11 @@ def open_safetensors(path: Path) -> Source:
         return entries[i - starts[j] : i - starts[j] + 1][0].float().numpy()
 
     statistics = path / STATISTICS_FILE
-    check_stored(statistics)
+    found = load_stored(statistics)
     try:
-        found = torch.load(statistics, map_location="cpu", weights_only=True)
         mean, std = (tuple(found[key].double().flatten().tolist()) for key in ("mean", "std"))
         told = {"shift": mean, "scale": tuple(1 / each for each in std)}  # the manifest checks the numbers
-    except Exception as error:  # damaged bytes make torch raise almost anything
+    except Exception as error:  # whatever it holds instead
         raise ValueError(f"{statistics} is damaged, or does not hold the tensors mean and std") from error
     return Source(2 * half, np.concatenate([*labels, *labels]).astype(np.int64), at, told=told)
 

@@ -1,14 +1,16 @@
-"""Read .npy arrays from outside: what a header declares is checked before it takes memory."""
+"""Read arrays and tensors from outside: what a file declares is checked before it takes memory."""
 
+import argparse
 import io
 import math
 import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 
 MAX_INFLATED = 1032  # bytes that deflate can make of one
 NAMES_SHOWN = 10
@@ -86,7 +88,19 @@ def read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         return read_array(file, size)
 
 
-def check_stored(file: Path) -> None:
+def load_stored(file: Path) -> Any:
+    """Read what torch.save has written, of tensors and plain types; nothing in the file is executed."""
+    _check_stored(file)
+    try:
+        # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            # Mapped: who asks for shapes reads no weights.
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # damaged bytes make torch raise almost anything, and advise to execute them
+        raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
+
+
+def _check_stored(file: Path) -> None:
     """Raise a ValueError for a zip of weights that is not as torch.save writes it: nothing is compressed.
 
     Files that are not a zip pass. A zip with two ends is refused: torch and zipfile could read one each.

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 
-from runtime.arrays import check_stored
+from runtime.arrays import load_stored
 from training.checkpoint import STEP_FOLDER, damage_of, instead_of, latest_checkpoint
 from training.sprint import from_sprint
 
@@ -141,14 +140,7 @@ def _content(file: Path, shapes_only: bool) -> Any:
                 blank = torch.empty((), device="meta")
                 return {name: blank.expand(opened.get_slice(name).get_shape()) for name in names}
             return {name: opened.get_tensor(name) for name in names}
-    check_stored(file)
-    try:
-        # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            # Mapped: who asks for shapes reads no weights.
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # damaged bytes make torch raise almost anything
-        raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
+    return load_stored(file)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from evaluation.files import PUBLISHED, WEIGHTS_SHA256
 from evaluation.precision import strict_fp32
-from runtime.arrays import check_stored
+from runtime.arrays import load_stored
 from runtime.files import sha256
 
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
@@ -136,12 +136,7 @@ def read_weights(
 
 
 def _read_state_dict(file: Path) -> dict[str, torch.Tensor]:
-    check_stored(file)
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make torch raise almost anything
-        # What torch says here is long, and advises to execute the file.
-        raise ValueError("it cannot be read as a state dict of plain tensors") from error
+    state = load_stored(file)
     if not isinstance(state, Mapping):
         raise ValueError(f"it must be a state dict, not of type {type(state).__name__}")
     for name, tensor in state.items():
