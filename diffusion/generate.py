@@ -22,15 +22,8 @@ from runtime.launch import Launch
 LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws of the same seed
 
 
-def balanced_labels(num_samples: int, num_classes: int) -> torch.Tensor | None:
-    """The classes in turn, (num_samples,); None for an unconditional network."""
-    return torch.arange(num_samples) % num_classes if num_classes else None
-
-
-def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor | None:
-    """Draw a label uniformly from each seed alone; None for an unconditional network."""
-    if not num_classes:
-        return None
+def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor:
+    """Draw a label uniformly from each seed alone."""
     return torch.tensor([np.random.default_rng([seed, LABEL_STREAM]).integers(num_classes) for seed in seeds])
 
 
@@ -132,12 +125,11 @@ class ImageSource:
         """Labels of the samples from `start` to `num_samples`; None for an unconditional network."""
         if self._class_label is not None:
             return torch.full((num_samples - start,), self._class_label)
+        if not len(self._classes):
+            return None
         if self._labels == "random":
-            indices = random_labels(self.seeds(num_samples)[start:], len(self._classes))
-        else:
-            indices = balanced_labels(num_samples, len(self._classes))
-            indices = None if indices is None else indices[start:]
-        return None if indices is None else self._classes[indices]
+            return self._classes[random_labels(self.seeds(num_samples)[start:], len(self._classes))]
+        return self._classes[torch.arange(start, num_samples) % len(self._classes)]
 
     def captions(self, labels: Iterable[int] | None) -> list[str] | None:
         """The class names of labels (N,); None for an unconditional network."""

@@ -9,7 +9,6 @@ from diffusion import (
     EDMPrecond,
     ImageSource,
     SparseGuidance,
-    balanced_labels,
     edm_sampler,
     generate,
     random_labels,
@@ -97,8 +96,6 @@ def test_random_labels_depend_on_their_seed_alone():
 
 
 def test_labels_are_those_that_were_asked_for():
-    assert random_labels(range(5), 0) is None and balanced_labels(5, 0) is None
-    assert balanced_labels(5, 3).tolist() == [0, 1, 2, 0, 1]
     balanced = source()
     assert balanced.with_labels("random").labels(8).tolist() == random_labels(range(8), 10).tolist()
     assert balanced.labels(12).tolist() == [*range(10), 0, 1]
