@@ -26,7 +26,6 @@ from training.stopping import StopRequest
 from training.window import Window, Work
 
 SLOW_DISK = 100e6  # bytes per second, assumed until the first save
-MAX_NORMS = 5  # in a message
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class Trainer:
             found = self.history.report(self.step)
         except NotFinite as error:
             self._log({**values, "skipped_steps": error.details["skipped_steps"]})
-            raise NotFinite(f"{error}. {self._largest_norms()}", error.details) from error
+            raise
         self._log({**values, **found})
         for steps in found.values():
             for step in steps:
@@ -180,11 +179,6 @@ class Trainer:
         loss = float("nan") if values["loss"] is None else values["loss"]
         self.recorder.bar.set_postfix(loss=f"{loss:.4f}", img_per_sec=f"{values['images_per_sec']:.0f}")
         self.window.start()
-
-    def _largest_norms(self) -> str:
-        norms = {name: parameter.norm().item() for name, parameter in self.net.named_parameters()}
-        largest = sorted(norms, key=norms.get, reverse=True)[:MAX_NORMS]
-        return "Largest parameter norms: " + ", ".join(f"{name} {norms[name]:.4g}" for name in largest)
 
     def _log(self, values: dict[str, Any]) -> None:
         self.recorder.log(self.step, self.step * self.batches.batch_size, values)

@@ -84,8 +84,6 @@ def test_too_many_skipped_steps_end_the_run_at_the_next_log_point(tmp_path):
         in message
     )
     assert f"its batch was {batch}" in message
-    norms = {name: parameter.norm().item() for name, parameter in trainer.net.named_parameters()}
-    assert f"Largest parameter norms: {max(norms, key=norms.get)} {max(norms.values()):.4g}" in message
     assert trainer.step == 8
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [4, 8]
