@@ -6,7 +6,6 @@ import inspect
 import io
 import pickle
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -26,11 +25,8 @@ from routing import (
     Routing,
     attach,
     detach,
-    from_simpletuner,
-    grid_router,
     norm_router,
     prove,
-    random_router,
 )
 from routing.adapters.families import adapter_of
 from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, randn, seeded
@@ -175,14 +171,10 @@ def test_a_copy_has_routes_and_modules_of_its_own(copied_by):
     copied.proj_out.weight.zero_()
     assert not torch.equal(run(copied, arguments, generator=seeded()), routed)
     assert torch.equal(run(model, arguments, generator=seeded()), routed)
-
-
-def test_a_deep_copy_keeps_its_routes_when_the_model_is_detached():
-    model, arguments = attached("flux")
-    routed, copied = run(model, arguments, generator=seeded()), copy.deepcopy(model)
+    kept = copy.deepcopy(model)  # others share the lists of blocks
     detach(model)
     assert not torch.equal(run(model, arguments), routed)
-    assert torch.equal(run(copied, arguments, generator=seeded()), routed)
+    assert torch.equal(run(kept, arguments, generator=seeded()), routed)
 
 
 @every_variant
@@ -254,16 +246,6 @@ def test_positions_may_be_given_for_each_sample_as_they_once_were():
     expected = run(model, arguments, generator=seeded())
     by_sample = {key: arguments[key].expand(NUM_SAMPLES, -1, -1) for key in ("img_ids", "txt_ids")}
     assert torch.equal(run(model, {**arguments, **by_sample}, generator=seeded()), expected)
-
-
-def test_layers_are_counted_through_all_lists_of_blocks():
-    model = FAMILIES["flux"].build()
-    assert attach(model, [Route(0.5, 2, -4)]) == (Route(0.5, 2, 3),)
-    detach(model)
-    with pytest.raises(ValueError, match=r"end_layer_idx=7 must be in .* for depth=7"):
-        attach(model, [Route(0.5, 2, 7)])
-    config = {"routes": [{"selection_ratio": 0.25, "start_layer_idx": 1, "end_layer_idx": -2}]}
-    assert attach(model, from_simpletuner(config)) == (Route(0.25, 1, 5),)
 
 
 @pytest.mark.parametrize(
@@ -456,18 +438,6 @@ def test_a_pass_in_another_thread_is_its_own(name):
     hook = family.layers(model)[2].register_forward_pre_hook(interrupt)
     assert torch.equal(run(model, arguments, generator=seeded()), routed)
     assert torch.equal(found[0], dense)
-
-
-@two_families
-@pytest.mark.parametrize(
-    "router", [random_router, norm_router, grid_router, partial(norm_router, weight=0.5)]
-)
-def test_tokens_may_be_in_double_precision(name, router):
-    model, arguments = made(name)
-    arguments = tree_map(in_double, arguments)
-    attach(model.double(), [WINDOW], router=router)
-    force_keep = torch.rand(NUM_SAMPLES, NUM_TOKENS, generator=seeded()) < 0.3
-    run(model, arguments, routing=Routing(0.5, force_keep)).sum().backward()
 
 
 @two_families

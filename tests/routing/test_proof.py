@@ -158,22 +158,11 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
 @pytest.mark.parametrize(
     ("name", "key", "change", "message"),
     [
-        (
-            "FluxTransformer2DModel",
-            "img_ids",
-            lambda x: x + torch.tensor([1.0, 0, 0]),
-            "tokens of the image",
-        ),
         ("Ideogram4Transformer2DModel", "indicator", lambda x: x.flip(1), "must come last"),
         ("JoyImageEditTransformer3DModel", "hidden_states", lambda x: x.unsqueeze(1), "reference items of"),
         ("JoyImageEditPlusTransformer3DModel", "shape_list", lambda x: [x[0], [(1, 3, 4)]], r"\[12, 16\]"),
         ("Lumina2Transformer2DModel", "encoder_attention_mask", lambda x: x.tril(2), r"texts of \[3, 4\]"),
-        (
-            "ZImageTransformer2DModel",
-            "x",
-            lambda x: [x[0], x[1][..., :4]],
-            "takes one image a sample",
-        ),
+        ("ZImageTransformer2DModel", "x", lambda x: [x[0], x[1][..., :4]], "takes one image a sample"),
         # Attributes of the model.
         ("AceStepTransformer1DModel", "_attention_backend", lambda x: "flash", "the attention backend flash"),
         ("MotifVideoTransformer3DModel", "num_decoder_layers", lambda x: 1, "of MotifVideo"),

@@ -173,30 +173,40 @@ def test_causal_layers_of_torch_itself_are_proved(masks):
 
 
 @pytest.mark.parametrize(
-    ("model", "samples", "saw"),
+    ("model", "samples", "prefix", "saw"),
     [
-        (lambda: Stack(Convolving), 2, "the routes differ by .* of what they change"),
-        (lambda: Stack(Named), 2, "Stack has no list of blocks, run one after another, whose attention"),
-        (lambda: Backwards(Convolving), 2, "Backwards has no list of blocks, run one after another, whose"),
-        (lambda: Stack(Named), 1, "hidden_states has one sample: give two, which differ"),
-        (lambda: Padded(Attending), 2, "hidden_states of blocks has 5 suffix tokens .*: pass num_suffix_to"),
+        (lambda: Stack(Convolving), 2, None, "the routes differ by .* of what they change"),
+        (
+            lambda: Stack(Named),
+            2,
+            None,
+            "Stack has no list of blocks, run one after another, whose attention",
+        ),
+        (
+            lambda: Backwards(Convolving),
+            2,
+            None,
+            "Backwards has no list of blocks, run one after another, wh",
+        ),
+        (lambda: Stack(Named), 1, None, "hidden_states has one sample: give two, which differ"),
+        (lambda: Padded(Attending), 2, None, "hidden_states of blocks has 5 suffix tokens .*: pass num_suff"),
+        (
+            lambda: Stack(Attending),
+            2,
+            lambda *_: 4,
+            "nothing was seen of the 4 tokens that num_prefix_tokens",
+        ),
     ],
 )
-def test_what_was_seen_is_told_where_there_is_no_adapter(model, samples, saw):
+def test_what_was_seen_is_told_where_there_is_no_adapter(model, samples, prefix, saw):
     with pytest.raises(ValueError, match=saw):
-        propose_adapter(model(), {"hidden_states": torch.randn(samples, 48, 8)})
+        propose_adapter(model(), {"hidden_states": torch.randn(samples, 48, 8)}, num_prefix_tokens=prefix)
 
 
 def test_attention_that_cannot_be_seen_proves_nothing():
     adapter = Adapter(BlockList("blocks"), ("hidden_states",))
     with pytest.raises(ValueError, match="no attention to the tokens was seen"):
         prove(Stack(Named), adapter, {"hidden_states": torch.randn(2, 16, 8)}, Route(0.5, 0, -1))
-
-
-def test_a_count_of_tokens_that_were_not_seen_is_refused():
-    with pytest.raises(ValueError, match="nothing was seen of the 4 tokens that num_prefix_tokens returns"):
-        arguments = {"hidden_states": torch.randn(2, 40, 8)}
-        propose_adapter(Stack(Attending), arguments, num_prefix_tokens=lambda model, arguments: 4)
 
 
 @pytest.mark.slow

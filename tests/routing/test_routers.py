@@ -50,8 +50,11 @@ def test_every_router_keeps_its_number_and_all_forced_tokens_that_fit(
 
 @every_router
 def test_given_noise_takes_the_place_of_the_draw(router):
-    x, noise = random_tokens(4, 20, 0), torch.rand(4, 20, generator=seeded())
-    assert torch.equal(router(x, 8, noise=noise), router(x, 8, generator=seeded()))
+    """Tokens may be in double precision."""
+    x, noise = random_tokens(4, 20, 0).double(), torch.rand(4, 20, generator=seeded())
+    force_keep = random_mask(4, 20, 0)
+    ids_keep = router(x, 8, force_keep=force_keep, generator=seeded())
+    assert torch.equal(router(x, 8, force_keep=force_keep, noise=noise), ids_keep)
 
 
 def test_the_random_router_draws_fp32_whatever_the_tokens_are():

@@ -90,14 +90,11 @@ def test_under_grow_no_forced_token_ever_bypasses(seed, ratio, num_tokens):
     assert ids.shape[1] in growing.lengths(with_force_keep=True)
 
 
-def test_more_forced_tokens_than_there_are_is_an_error():
-    with pytest.raises(ValueError, match="num_forced=17 must be at most num_tokens=16"):
-        grow_ratio(0.5, 16, 17)
-
-
 def test_under_grow_a_full_mask_makes_the_step_dense():
     assert plan().ratios(0, num_forced=64) == (0.0, 0.0)
     assert plan().ratios(0, num_forced=33) == (0.375, 0.2)
+    with pytest.raises(ValueError, match="num_forced=17 must be at most num_tokens=16"):
+        grow_ratio(0.5, 16, 17)
 
 
 def test_under_bypass_nothing_grows_and_what_does_not_fit_is_counted():

@@ -19,20 +19,7 @@ WINDOW = Route(0.5, 1, -2)
 RATIOS = ((0.5, 0.75), (0.5, 0.0))  # of each process, in one pass after another: they need not agree
 
 
-def distributed(family):
-    model = family.build()
-    attach(model, [WINDOW])
-    return DistributedDataParallel(model)
-
-
-def attached_then_sharded(family):
-    model = family.build()
-    attach(model, [WINDOW])
-    return shard(family, model)
-
-
-def sharded_then_attached(family):
-    model = shard(family, family.build())
+def routed(model):
     attach(model, [WINDOW])
     return model
 
@@ -44,7 +31,11 @@ def shard(family, model):
     return fully_shard(model)
 
 
-WAYS = {way.__name__: way for way in (distributed, attached_then_sharded, sharded_then_attached)}
+WAYS = {
+    "distributed": lambda family: DistributedDataParallel(routed(family.build())),
+    "attached, then sharded": lambda family: shard(family, routed(family.build())),
+    "sharded, then attached": lambda family: routed(shard(family, family.build())),
+}
 
 
 def arguments_of(family, rank):
@@ -101,8 +92,7 @@ def test_two_processes_take_the_step_of_one(tmp_path, subtests):
     torch.multiprocessing.spawn(process, (tmp_path,), NUM_PROCESSES)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
     for name, family in FAMILIES.items():
-        model = family.build()
-        attach(model, [WINDOW])
+        model = routed(family.build())
         outputs = [torch.stack([*passes(model, family, rank)]) for rank in range(NUM_PROCESSES)]
         (sum(loss_of(output) for of_one in outputs for output in of_one) / NUM_PROCESSES).backward()
         for way in WAYS:
