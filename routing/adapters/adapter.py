@@ -7,7 +7,7 @@ ratio.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,15 +50,9 @@ class TokenSelection:
         P = self.num_prefix_tokens
         return self._gather(x, with_prefix(self.ids, P), dim, P + self.num_tokens)
 
-    def gather_leading(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The same for tokens with others behind them, Q of text: (N or 1, ..., T + S + Q, ...) -> (N, ...,
-        K + S + Q, ...).
-        """
-        return replace(self, num_prefix_tokens=0).gather_between(x, dim)
-
     def gather_between(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The same for a prefix, its tokens, and others behind them: (N or 1, ..., P + T + S + Q, ...) -> (N,
-        ..., P + K + S + Q, ...).
+        """The same for a prefix, its tokens, and others behind them, Q of text: (N or 1, ..., P + T + S + Q,
+        ...) -> (N, ..., P + K + S + Q, ...).
         """
         P = self.num_prefix_tokens
         others = torch.arange(P + self.num_tokens, x.shape[dim], device=self.ids.device)

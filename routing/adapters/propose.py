@@ -263,11 +263,11 @@ class _List:
         if self.sequence_first and x.shape[:2] == (self.length, self.num_samples):
             return [SAMPLES_SECOND]
         joint_length = self.num_prefix + self.length
-        joint = ("gather_joint",) if self.first else ("gather_joint", "gather_leading")
+        joint = ("gather_joint",) if self.first else ("gather_joint", "gather_between")
         if x.shape[-1] == joint_length:  # a mask: if it hides too little to tell, one that needs no prefix
             joint = joint[::-1]
-        start, method = (joint_length, "gather_between") if self.first else (self.length, "gather_leading")
-        with_others = {start + number: (method,) for number in self.behind}
+        start = joint_length if self.first else self.length
+        with_others = {start + number: ("gather_between",) for number in self.behind}
         methods = {**with_others, joint_length: joint, self.length: ("gather",)}
         dims = {dim: methods[size] for dim, size in enumerate(x.shape) if size in methods}
         if dims and x.shape[0] in (1, self.num_samples):

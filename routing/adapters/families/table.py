@@ -40,7 +40,7 @@ CHROMA = rope(rotary) | {"attention_mask": joint}  # (N, P + T)
 RESOLUTION = ("target_size", "crop_coords")
 COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=(*TEMB, "attention_mask", KWARGS))
 # HiDream: (N, T + text, 1, d / 2, 2, 2), (N, T + S).
-HIDREAM = rope(lambda x, kept: kept.gather_leading(x)) | {"hidden_states_masks": tokens}
+HIDREAM = rope(lambda x, kept: kept.gather_between(x)) | {"hidden_states_masks": tokens}
 U_NET = BlockList(BLOCKS, shared=(TEXT, TEXT_MASK))
 U_NET_INPUTS = ("hidden_states", TEXT, TEXT_MASK, "return_dict")
 # Wan: (1, T, 1, d) each, and (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
