@@ -13,6 +13,7 @@ where it was stopped, on any number of processes; the first rank joins them in t
 
 import hashlib
 import os
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -249,11 +250,14 @@ def finish(job: Job, launch: Launch) -> None:
     }
     num_held_out = min(job.manifest.num_held_out, count - 1)
     manifest = replace(job.manifest, count=count, origin=origin, num_held_out=num_held_out)
-    with LatentWriter(out, manifest, partial=job.parts.path / "joined") as writer:
+    joined = job.parts.path / "joined"
+    shutil.rmtree(joined, ignore_errors=True)  # of a process that was killed before it moved it
+    with LatentWriter(joined, manifest) as writer:
         for number in tqdm(range(job.parts.num_parts), desc="join", unit="part"):
             part = job.parts.read(number)
             labels = None if job.images.labels is None else job.images.labels[part["positions"]]
             writer.append(part["latents"], labels, part.get("masks"))
+    joined.rename(out)
     job.parts.remove()
     if errors:
         print(f"The images left out, and why, are in {Path(out) / FILES['manifest']} (origin.left_out)")

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps
 
-from runtime.arrays import ZIP_ERRORS, array_names, check_size, member_size, read_header
+from runtime.arrays import ZIP_ERRORS, check_size, member_size, read_header
 from runtime.files import files_in
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
@@ -97,9 +97,6 @@ class NpzImages(_Images):
         self.path = Path(path)
         try:
             with zipfile.ZipFile(self.path) as archive:
-                if "arr_0.npy" not in archive.namelist():
-                    found = array_names(archive)
-                    raise ValueError(f"it holds {found}: np.savez(FILE, images) names it arr_0")
                 size = member_size(archive, "arr_0.npy")  # first: it refuses compression unknown to numpy
                 with archive.open("arr_0.npy") as member:
                     shape, fortran_order, dtype = read_header(member)

@@ -22,9 +22,8 @@ class MaskFiles:
                 raise ValueError(f"masks={path} has both {self._by_stem[_stem(name)]} and {name}: remove one")
         missing = [name for name in names if _stem(name) not in self._by_stem]
         if missing:
-            rule = f"{_stem(missing[0])}{LOSSLESS[0]} must be there, or another lossless format"
-            share = f"{len(missing)} of {len(names)} images have none"
-            raise ValueError(f"masks={path} has no mask for {missing[0]}: {rule} ({share})")
+            rule = f"{_stem(missing[0])}{LOSSLESS[0]}, or another lossless format"
+            raise ValueError(f"masks={path} must hold {rule} ({len(missing)} of {len(names)} are missing)")
 
     def open(self, name: str) -> BinaryIO:
         return self._files.open(self._by_stem[_stem(name)])

@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from io import BytesIO, FileIO
 from pathlib import Path
@@ -27,9 +27,6 @@ class LatentWriter:
     Use as a context manager and call `append` until `manifest.count` entries are written. The checksums of
     the manifest are filled in.
 
-    Args:
-        partial: where it is written, if the caller holds the lock of `path`; None: beside `path`.
-
     Raises:
         Busy: another process is writing it.
         FileExistsError: there is something at `path` already.
@@ -37,14 +34,13 @@ class LatentWriter:
         OSError: the disk is full; the file is named, and nothing is left behind.
     """
 
-    def __init__(self, path: str | Path, manifest: LatentManifest, partial: Path | None = None):
-        self.path, self.manifest, self.partial = Path(path), manifest, partial
-        self.num_written = 0
+    def __init__(self, path: str | Path, manifest: LatentManifest):
+        self.path, self.manifest, self.num_written = Path(path), manifest, 0
 
     def __enter__(self) -> "LatentWriter":
         self.files: dict[str, FileIO] = {}
         with ExitStack() as stack:
-            self.partial = stack.enter_context(claimed(self.path, self.partial))
+            self.partial = stack.enter_context(claimed(self.path))
             for key, (dtype, shape) in self.manifest.arrays().items():
                 # Without a buffer a full disk shows in `write`, not in `close`.
                 self.files[key] = stack.enter_context((self.partial / FILES[key]).open("wb", buffering=0))
@@ -107,15 +103,11 @@ def lock_of(path: Path) -> Lock:
 
 
 @contextmanager
-def claimed(path: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder to be moved to `path`; what a killed process left of it is removed.
-
-    Args:
-        partial: the folder, if the caller holds the lock of `path`; None: beside `path`, under the lock.
-    """
-    with lock_of(path) if partial is None else nullcontext():
+def claimed(path: Path) -> Iterator[Path]:
+    """Yield a new folder to be moved to `path`; what a killed process left of it is removed."""
+    with lock_of(path):
         check_out(path)
-        partial = partial or path.with_name(f".{path.name}.partial")
+        partial = path.with_name(f".{path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:

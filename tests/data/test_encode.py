@@ -362,7 +362,7 @@ def test_a_kill_while_parts_are_joined_costs_nothing(
         patch.setattr(LatentWriter, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(photos, tmp_path / "out", vae)
-    assert (tmp_path / "out.partial" / "joined" / "latents.npy").exists()
+    assert (tmp_path / "out.partial" / ".joined.partial" / "latents.npy").exists()
     written.clear()
     run(photos, tmp_path / "out", vae)
     assert not written

@@ -147,7 +147,10 @@ def test_samples_of_one_name_in_two_folders_are_two(tmp_path):
     with (tmp_path / "two.tar").open("rb") as file:
         assert [key for key, _ in samples(file, 2)] == ["a/0", "b/0"]
     write_tar(tmp_path / "twice.tar", [members[0]] * 2)
-    with (tmp_path / "twice.tar").open("rb") as file, pytest.raises(ValueError, match="a/0.cls occurs twice"):
+    with (
+        (tmp_path / "twice.tar").open("rb") as file,
+        pytest.raises(ValueError, match=r"a/0\.cls occurs twice"),
+    ):
         list(samples(file, 2))
 
 

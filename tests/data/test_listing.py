@@ -196,6 +196,7 @@ LISTED = "images/a b/0.png\t1\nimages/c/1.png\t10\nimages/d/2.png\t2\n"
         (LISTED.replace("1\n", "train\n").replace("2\n", "val\n").encode(), "train, val are splits"),
         (b"one-word\n", "the line 'one-word' must be a path and a class"),
         (b"nowhere.png 3\n", r"nowhere.png not found \(1 of 1\)"),
+        (b"\n", "lists no images"),
         (b"edm/\xff.png 3\n", "list.txt is not a list: it is not text in UTF-8"),
         (None, "list.txt cannot be read as a folder or a zip"),
     ],
