@@ -68,7 +68,6 @@ COLUMNS = {
     "share_of_predicted": "{:.1%}",
     "speedup_over_plain": "{:.2f}x",
     "possible_over_plain": "{:.2f}x",
-    "share_outside": "{:.1%}",
     "n": "{}",
     "failed": "{}",
 }
@@ -156,8 +155,7 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         for name, worker in workers.items():
             row = {"setting": setting.name, "step": name, "mask_coverage": setting.mask_coverage}
             row |= worker.ready | timing(seconds[name], worker.ready, peaks)
-            row |= {"peak_memory_gib": worker.ask("memory"), "share_outside": worker.ask("outside")}
-            rows.append(row)
+            rows.append(row | {"peak_memory_gib": worker.ask("memory")})
     for row in rows:
         name = row["step"]
         if name.endswith("routed"):
@@ -223,7 +221,7 @@ def ours(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answer
         trainer.train_step(next(batches))
         trainer.step += 1
 
-    return row, _answers(step, trainer.launch.device, partial(share_outside, trainer, step))
+    return row, _answers(step, trainer.launch.device)
 
 
 def plain(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
@@ -232,15 +230,14 @@ def plain(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answe
     device, step = trainer.launch.device, plain_step(trainer, _latents(trainer, row["batch_size"]))
     del trainer
     gc.collect()
-    return row | {"mixed_precision": "no"}, _answers(step, device, lambda: None)
+    return row | {"mixed_precision": "no"}, _answers(step, device)
 
 
-def _answers(step: Callable[[], None], device: torch.device, outside: Callable[[], float | None]) -> Answers:
+def _answers(step: Callable[[], None], device: torch.device) -> Answers:
     return {
         "warm up": lambda: _warm_up(step, device),
         "step": lambda: _turn(step, device),
         "memory": lambda: peak_gib(device),
-        "outside": outside,
     }
 
 
@@ -263,20 +260,14 @@ def errors(trainer: Trainer, batch: Batch, step: PlainStep) -> tuple[float, floa
     """Relative errors of loss and gradients of a trainer against those of the plain step."""
     expected = step.loss(torch.Generator(trainer.launch.device).manual_seed(0))
     expected.backward()
-    loss = _pass(trainer, batch)
+    generator = torch.Generator(trainer.launch.device).manual_seed(0)
+    loss = trainer.loss(trainer.precond.train(), *batch, generator=generator).mean()
+    loss.backward()
     gradients = {name: parameter.grad for name, parameter in trainer.net.named_parameters()}
     wanted = {name: parameter.grad for name, parameter in step.net.named_parameters()}
     difference = torch.nn.utils.get_total_norm([gradients[name] - grad for name, grad in wanted.items()])
     norm = torch.nn.utils.get_total_norm(wanted.values())
     return (abs(loss - expected) / expected).item(), (difference / norm).item()
-
-
-def _pass(trainer: Trainer, batch: Batch) -> torch.Tensor:
-    """Run forward and backward, as a step does for a micro-batch without masks: the loss."""
-    generator = torch.Generator(trainer.launch.device).manual_seed(0)
-    loss = trainer.loss(trainer.precond.train(), *batch, generator=generator).mean()
-    loss.backward()
-    return loss
 
 
 def plain_step(trainer: Trainer, batch: Batch) -> PlainStep:
@@ -291,26 +282,6 @@ def plain_step(trainer: Trainer, batch: Batch) -> PlainStep:
     plain_net = PlainDiT(*image, *size, net.num_classes, *window).to(trainer.launch.device)
     plain_net.load_state_dict(net.state_dict())
     return PlainStep(plain_net, *batch, net.num_classes, num_kept)
-
-
-def share_outside(trainer: Trainer, step: Callable[[], None]) -> float | None:
-    """The share of a step that is neither forward nor backward, the median over turns.
-
-    None under masks, where a pass alone would be another one.
-    """
-    if trainer.batches.token_mask:
-        return None
-    num_passes = len(trainer.batches.indices)
-    batch = _latents(trainer, trainer.batches.batch_size // num_passes)
-
-    def passes() -> None:
-        for _ in range(num_passes):
-            _pass(trainer, batch)
-        trainer.net.zero_grad()
-
-    passes()
-    turns = [_turn(passes, trainer.launch.device) / _turn(step, trainer.launch.device) for _ in range(3)]
-    return 1 - median(turns)
 
 
 def _latents(trainer: Trainer, num_samples: int) -> Batch:

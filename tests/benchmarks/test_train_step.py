@@ -80,15 +80,6 @@ def test_the_plain_step_learns(trainer_of):
     assert 0 < max(moved) < 1e-4
 
 
-def test_what_is_outside_of_forward_and_backward_is_the_rest_of_a_step(trainer_of, monkeypatch):
-    trainer, _ = trainer_of("routed", "train.micro_batch_size=2")
-    passes = []
-    monkeypatch.setattr(train_step, "_pass", lambda *_: passes.append(1))
-    monkeypatch.setattr(train_step, "_turn", lambda function, _: 10.0 if function is print else 9.0)
-    assert train_step.share_outside(trainer, print) == pytest.approx(0.1)
-    assert len(passes) == 2  # of a batch of 4
-
-
 def test_utilisation_is_of_the_model_flops_at_the_median_time(trainer_of):
     """FLOPs without what checkpointing computes twice."""
     trainer, row = trainer_of("routed")
