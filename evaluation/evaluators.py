@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time
+from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time, text_picture
 
 NUM_LEVELS, NUM_DRAWS = 5, 65536  # of noise, as likely in training; draws that tell where they begin
 
@@ -81,7 +81,7 @@ class DenseLoss:
 
 
 class SampleGrid:
-    """Write a grid of samples as a PNG, and one of all steps beside it.
+    """Write a grid of samples as a PNG, and one of all steps beside it; show small ones in the terminal.
 
     Args:
         source: source(num_samples) -> (images, labels), source.captions(labels) names them.
@@ -107,11 +107,11 @@ class SampleGrid:
             captions = self.source.captions(labels)
             grid = save_grid(images, file, self.columns, captions)
         except OSError as error:  # such as a full disk: a picture is not worth ending a run
-            tqdm.write(f"warning: {file} could not be written: {error}")
+            tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
             return {}
         try:
             save_over_time(self.folder, row_height(images, captions))
         except OSError as error:  # or an earlier picture that is none
             tqdm.write(f"warning: {self.folder / OVER_TIME} could not be written: {error}")
-        tqdm.write(f"step {step}: samples in {file}")
+        tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
         return {"samples": grid}

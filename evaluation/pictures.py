@@ -1,4 +1,4 @@
-"""Pictures for people: a grid of images as a PNG file, and one of all steps of a training."""
+"""Pictures for people: a grid of images as a PNG file, and small images as text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +11,7 @@ from runtime.files import atomic_write
 PADDING = 2
 MIN_TILE = 64
 CAPTION_HEIGHT, LETTER_WIDTH = 14, 6
+TEXT_COLUMNS = 100
 OVER_TIME, MAX_ROWS = "over_time.png", 20
 
 
@@ -86,3 +87,13 @@ def in_turn(labels: np.ndarray) -> np.ndarray:
     _, first, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
     turns[by_class] = np.arange(len(labels)) - first.repeat(counts)  # images of its class before each
     return np.lexsort((labels, turns))
+
+
+def text_picture(images: np.ndarray) -> str:
+    """Draw small grey images (N, H, W, 1) uint8 with half blocks; return "" for others."""
+    count = TEXT_COLUMNS // images.shape[2]
+    if count == 0 or images.shape[3] != 1:
+        return ""
+    row = np.concatenate(list(images[:count, :, :, 0] > 127), axis=1)
+    blocks = 2 * row[: 2 * (len(row) // 2) : 2] + row[1::2]
+    return "\n".join("".join(" ▄▀█"[block] for block in line) for line in blocks)

@@ -17,6 +17,7 @@ from evaluation.pictures import (
     row_height,
     save_grid,
     save_over_time,
+    text_picture,
 )
 from runtime.errors import UserError
 from runtime.launch import ALONE, Launch
@@ -180,3 +181,10 @@ def test_the_first_rows_of_all_steps_are_one_picture(tmp_path):
     assert picture.shape == (2 * height, 680, 3)
     assert [picture[i * height + 2 * CAPTION_HEIGHT + 10, 10, 0] for i in range(2)] == [50, 200]
     assert picture[:CAPTION_HEIGHT].any(), "the step"
+
+
+def test_text_pictures_show_small_grey_images_only():
+    image = np.zeros((1, 4, 3, 1), np.uint8)
+    image[0, 0, 0] = image[0, 1, 1] = image[0, 2, 2] = image[0, 3, 2] = 255
+    assert text_picture(image) == "▀▄ \n  █"
+    assert text_picture(np.zeros((1, 256, 256, 3), np.uint8)) == ""
