@@ -20,10 +20,7 @@ from tests.routing.models import Sizes, build
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m tests.routing.family_speed", None, __doc__, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser("python -m tests.routing.family_speed", description=__doc__)
     parser.add_argument("out", type=Path, help="folder of the record")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
     request = parser.parse_args()
@@ -32,10 +29,8 @@ def main():
     record = Record("families_all", request.out, environment(device) | {"tiny": request.tiny})
     # What two cores do in minutes.
     sizes = Sizes(depth=DEPTH) if request.tiny else Sizes(512, 8, DEPTH, 32, 2, NUM_TEXT)
-    size, repeats = (
-        Size(sizes.width, sizes.num_heads, sizes.side, sizes.batch),
-        1 if request.tiny else REPEATS,
-    )
+    size = Size(sizes.width, sizes.num_heads, sizes.side, sizes.batch)
+    repeats = 1 if request.tiny else REPEATS
     for name in tqdm([name for name in FAMILIES if name not in record.done()], unit="class"):
         try:
             record.add(name, measure(partial(build, name, sizes), size, repeats, device))
