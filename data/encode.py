@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from data.encoders import Encoder, load_encoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
-from data.latents import open_latents
 from data.listing import ImageList, list_images
 from data.manifest import FILES, LatentManifest, class_warnings, first_classes, untrained_classes_of
 from data.masks import MaskFiles, pool_mask, read_mask
@@ -261,8 +260,6 @@ def finish(job: Job, launch: Launch) -> None:
     job.parts.remove()
     if errors:
         print(f"The images left out, and why, are in {Path(out) / FILES['manifest']} (origin.left_out)")
-    if warning := manifest.std_warning(open_latents(out).measure()[2]):
-        print(warning)
     print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
     print(NEXT_STEPS.format(out=out))
 

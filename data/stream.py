@@ -61,7 +61,8 @@ class StreamOrder:
         step = self.start_step
         while True:
             batch = self.batch(step)
-            flipped = self._draw_flips(step) if self.hflip else None
+            rng = np.random.default_rng([self.seed, step, HFLIP_DRAWS])
+            flipped = rng.integers(2, size=self.batch_size) if self.hflip else None
             for micro in range(self.rank, self.batch_size // self.micro_batch_size, self.world_size):
                 here = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
                 yield Draw(batch[here], None if flipped is None else flipped[here], batch)
@@ -76,9 +77,6 @@ class StreamOrder:
             here = epochs == epoch
             entries[here] = self.ids[_permutation(self.seed, int(epoch), len(self.ids))[offsets[here]]]
         return entries
-
-    def _draw_flips(self, step: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, step, HFLIP_DRAWS]).integers(2, size=self.batch_size)
 
 
 @lru_cache(maxsize=2)

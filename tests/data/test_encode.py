@@ -149,15 +149,6 @@ def test_a_stopped_job_resumes_and_ends_the_same(tmp_path, photos, vae, small_pa
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_wrong_scale_is_reported_with_a_fitting_one(tmp_path, photos, capsys):
-    vae = write_autoencoder(tmp_path / "vae", scaling_factor=0.18215, shift_factor=0.25)
-    dataset = run(photos, tmp_path / "out", vae)
-    assert (dataset.manifest.scale, dataset.manifest.shift) == (0.18215, 0.25)
-    printed = capsys.readouterr().out
-    fitting = float(printed.partition("the right latents, set scale ")[2].split()[0])
-    assert abs(float(dataset.measure()[2]) * fitting / 0.18215 - 1) < 1e-3
-
-
 def stopped(folder, photos, vae, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(encode, "finish", lambda job, launch: None)

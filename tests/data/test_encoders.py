@@ -50,6 +50,9 @@ MEANS, STDS = [0.5, -0.2, 0.0, 0.1], [2.0, 4.0, 1.0, 0.5]
 
 def test_means_and_deviations_of_channels_are_those_of_the_configuration(tmp_path):
     """As the pipelines of diffusers take them: (z - latents_mean) * scaling_factor / latents_std."""
+    changes = {"scaling_factor": 0.18215, "shift_factor": 0.25}
+    encoder = KLEncoder(write_autoencoder(tmp_path / "one", **changes), CPU)
+    assert (encoder.scale, encoder.shift, encoder.std) == (0.18215, 0.25, 1.0)
     changes = {"scaling_factor": 0.5, "latents_mean": MEANS, "latents_std": STDS}
     encoder = KLEncoder(write_autoencoder(tmp_path / "vae", **changes), CPU)
     assert (encoder.scale, encoder.shift, encoder.std) == ((0.25, 0.125, 0.5, 1.0), tuple(MEANS), 0.5)
