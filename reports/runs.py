@@ -208,17 +208,13 @@ def _name(arms: Sequence[Arm]) -> None:
     for arm in arms:
         if names.count(arm.name) > 1 or not arm.name:
             arm.name = ", ".join(filter(None, [arm.name, arm.runs[0].name]))
-        arm.name = shortened(arm.name)
+        if len(arm.name) > MAX_NAME:  # runs often differ at the end
+            half = (MAX_NAME - 3) // 2
+            arm.name = f"{arm.name[:half]}...{arm.name[-half:]}"
     names = [arm.name for arm in arms]
     for i, arm in enumerate(arms):
         if names.count(arm.name) > 1:
             arm.name += f" #{1 + names[:i].count(arm.name)}"
-
-
-def shortened(name: str) -> str:
-    """Cut the middle of a long name: runs often differ at the end."""
-    half = (MAX_NAME - 3) // 2
-    return name if len(name) <= MAX_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 def differences(arms: Sequence[Arm]) -> list[str]:
