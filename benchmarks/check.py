@@ -56,12 +56,10 @@ def rows_of(report: ElementTree.ElementTree) -> Rows:
     rows, counts = [], {"passed": 0, "skipped": 0}
     for test in report.iter("testcase"):
         checks = [
-            json.loads(each.get("value")) for each in test.iter("property") if each.get("name") == "check"
+            json.loads(node.get("value")) for node in test.iterfind("properties/property[@name='check']")
         ]
         rows += checks
-        failure = next(
-            (test.find(what) for what in ("failure", "error") if test.find(what) is not None), None
-        )
+        failure = next((node for node in test if node.tag in ("failure", "error")), None)
         if failure is not None and not any(row["failed"] for row in checks):
             rows.append({"what": test.get("name"), "failed": " ".join(failure.get("message").split())[:300]})
         counts["skipped" if test.find("skipped") is not None else "passed"] += failure is None

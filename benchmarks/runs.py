@@ -114,13 +114,11 @@ def describe(
     routes = [f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes]
     return {
         "parameters": cost.num_parameters,
-        "hidden_size": config["model"]["hidden_size"],
         "num_tokens": net.num_tokens,
         "routes": " ".join(routes),
         "batch_size": config["train"]["batch_size"],
         **{key: resolved[key] for key in chosen},
         "gradient_checkpointing": config["model"]["gradient_checkpointing"],
-        "threads": torch.get_num_threads(),
         "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
         "predicted_speedup": cost_of(net, None, coverage, slowdown).predicted_speedup if net.routes else None,
     }

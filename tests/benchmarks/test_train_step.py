@@ -143,7 +143,6 @@ def test_images_are_timed_as_sample_py_draws_them():
     assert [row["evaluation"] for row in rows] == list(sampling.WAYS)
     for row in rows:
         assert row["images_per_sec"] == pytest.approx(row["batch_size"] / (79 * row["ms"] / 1000))
-        assert row["hours_50k"] == pytest.approx(50_000 / row["images_per_sec"] / 3600)
 
 
 @pytest.mark.slow
