@@ -1,4 +1,4 @@
-"""From photographs to pictures: encode, train on the moments, sample, score; as a user would, with a small
+"""From photographs to pictures: encode, train on the moments, sample; as a user would, with a small
 autoencoder.
 """
 
@@ -13,7 +13,6 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-import fid
 import sample
 import train
 from builders.network import build_net, build_precond
@@ -21,17 +20,12 @@ from builders.scoring import comparisons, reference_of
 from data import (
     IdentityEncoder,
     KLEncoder,
-    centre_crop,
     encode,
-    open_images,
     open_latents,
     read_manifest,
 )
 from diffusion import edm_sampler, random_labels
-from evaluation import ArrayImages, open_reference
 from runtime.errors import UserError
-from runtime.files import sha256
-from tests.inception import Projections, adm_suite
 from tests.photos import write_autoencoder, write_photographs
 from tests.runs import TINY, composed, metrics, tiny_run
 from training.checkpoint import latest_checkpoint
@@ -62,19 +56,6 @@ def draw(folder, *overrides):
     sample.main(composed(*options, config_name="sample"))
     with np.load(output) as arrays:
         return arrays["arr_0"], json.loads(output.with_suffix(".json").read_text())
-
-
-def test_samples_are_decoded_by_the_autoencoder_of_the_latents(folder):
-    images, record = draw(folder)
-    assert record["encoder"] == {
-        "name": str(folder / "vae"),
-        "weights_hash": read_manifest(folder / "latents").encoder_hash,
-    }
-    others, _ = draw(folder, "batch_size=2")
-    assert np.abs(images.astype(int) - others.astype(int)).max() <= 1
-    fast, record = draw(folder, "mixed_precision=bf16")
-    assert not np.array_equal(fast, images)
-    assert record["mixed_precision"] == "bf16"
 
 
 @pytest.mark.parametrize(("decoding", "asked"), [("rounded", False), ("official", False), ("official", True)])
@@ -116,7 +97,9 @@ def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, dec
 def test_another_autoencoder_is_refused_and_a_moved_one_found(folder, tmp_path):
     moved = shutil.copytree(folder / "vae", tmp_path / "moved")
     other = write_autoencoder(tmp_path / "other", seed=1)
-    images, _ = draw(folder)
+    images, record = draw(folder)
+    own = read_manifest(folder / "latents").encoder_hash
+    assert record["encoder"] == {"name": str(folder / "vae"), "weights_hash": own}
     again, record = draw(folder, f"encoder={moved}")
     assert np.array_equal(again, images)
     assert record["encoder"]["name"] == str(moved)
@@ -124,35 +107,7 @@ def test_another_autoencoder_is_refused_and_a_moved_one_found(folder, tmp_path):
         draw(folder, f"encoder={other}")
     forced, record = draw(folder, f"encoder={other}", "allow_other_encoder=true")
     assert not np.array_equal(forced, images)
-    assert record["encoder"]["weights_hash"] != read_manifest(folder / "latents").encoder_hash
-
-
-@pytest.mark.slow
-def test_what_fid_is_asked_reaches_the_scores(folder, tmp_path, monkeypatch):
-    for place in ("fid", "evaluation.adm"):
-        monkeypatch.setattr(f"{place}.InceptionDetector", lambda *_: Projections())
-    with (tmp_path / "weights.pth").open("wb") as weights:
-        weights.truncate(2**24)
-    reference, out = tmp_path / "reference.npz", tmp_path / "scores.json"
-    options = (f"weights={tmp_path / 'weights.pth'}",)
-    made = ("mode=reference", f"images={folder / 'photos'}", "resolution=32", f"out={reference}")
-    fid.main(composed(*made, *options, config_name="fid"))
-    photos = [Image.open(file).convert("RGB") for file in sorted((folder / "photos").rglob("*.*"))]
-    with np.load(reference) as arrays:
-        assert np.array_equal(arrays["arr_0"], [np.asarray(centre_crop(photo, 32)) for photo in photos])
-    images, _ = draw(folder, "first_seed=3")
-    choices = {"precision_recall": True, "exact_distances": True, "kid": True}
-    options += (f"run={folder / 'run'}", "num_samples=5", "num_steps=2", "first_seed=3", FP32)
-    options += (*(f"{key}={value}" for key, value in choices.items()), f"reference={reference}", f"out={out}")
-    fid.main(composed(*options, config_name="fid"))
-    suite = adm_suite(Projections(), open_reference(reference, open_images), batch_size=64, **choices)
-    record = json.loads(out.read_text())
-    (of_neighbours,) = (each for each in record["protocol"]["metrics"] if each["name"] == "PrecisionRecall")
-    assert of_neighbours["exact"]
-    assert record["values"] == suite.score(ArrayImages(images)).values
-    drawn = record["samples"]["drawn"]
-    assert drawn["weights_sha256"] == sha256(latest_checkpoint(folder / "run") / "ema.safetensors")
-    assert drawn["encoder"]["weights_hash"] == read_manifest(folder / "latents").encoder_hash
+    assert record["encoder"]["weights_hash"] != own
 
 
 def test_training_draws_grids_and_resumes_bitwise_on_moments_and_flips(folder, tmp_path, capsys):
