@@ -20,6 +20,7 @@ from tests.runs import ROOT, TINY, metrics
 from training.checkpoint import damage_of, latest_checkpoint, steps_in
 
 BIN = Path(sys.executable).parent
+INJECT = Path(__file__).with_name("inject.py")
 ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true"}
 ONE = (sys.executable,)
 TWO = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
@@ -62,6 +63,14 @@ def kill(processes: list[psutil.Process]) -> None:
             victim.kill()
         except psutil.NoSuchProcess:
             continue  # it had just come to its end
+
+
+def program(launcher, *overrides, folder, fault=()) -> subprocess.CompletedProcess:
+    """Run train.py on the tiny network to its end; fault: what to inject, at which step, in which process."""
+    script = [str(part) for part in (INJECT, *fault)] if fault else [str(ROOT / "train.py")]
+    command = [*launcher, *script, *TINY, "run_name=r", *overrides]
+    options = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run(command, **options)
 
 
 class Killed:

@@ -4,15 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from itertools import product
 
 import pytest
 
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
-from tests.faults.killing import ENVIRONMENT, ONE, TWO, Killed, differences
-from tests.faults.programs import program
+from tests.faults.killing import ENVIRONMENT, ONE, TWO, program
 from tests.runs import ROOT, TINY, before_each_step, metrics, tiny_run, tiny_trainer
 from training.fit import run_training
 from training.run_folder import RunFolder
@@ -130,24 +128,3 @@ def test_a_failing_run_leaves_a_new_folder_in_its_place_alone(tmp_path, end):
     with pytest.raises(RuntimeError if end is RuntimeError else UserError):
         run_training(trainer, run)
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_moved_run_of_two_processes_resumes_where_it_is(tmp_path):
-    """Of the whole program: its status, its one line, and that nothing was lost."""
-    options = ("train.micro_batch_size=4", "wait=true")
-    whole, killed = (Killed(tmp_path / name, TWO, *options) for name in ("whole", "moved"))
-    whole.finish()
-    process = killed.start()
-    while not list((killed.run / "checkpoints").glob("step_*")):
-        assert process.poll() is None, killed.output()
-        time.sleep(0.05)
-    elsewhere = killed.run.rename(killed.folder / "elsewhere")
-    assert process.wait(120) == 1
-    moved = "error: output_dir=runs/r (or its .lock) was moved or removed while it trained: to resume from"
-    assert moved in killed.output()
-    assert not killed.run.exists()
-    assert json.loads((elsewhere / "manifest.json").read_text())["status"] == "running"
-    killed.overrides = (*options, "output_dir=elsewhere")
-    killed.finish()
-    assert differences(whole.run, elsewhere) == []
