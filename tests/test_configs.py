@@ -30,14 +30,13 @@ from runtime.config import build_node
 from runtime.provenance import flatten
 from study.published import read_header, read_rows
 from tests.networks import BLOCKS
+from tests.networks import SIZES as PUBLISHED_SIZES
 from tests.runs import ROOT, composed, validated
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem != "auto"]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
 GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "sampler/times", "guidance"]
 GROUPS += ["evaluation", "tracker"]
-# Width, depth, heads.
-PUBLISHED_SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
 # What the paper's code trains and samples with, in numbers; nothing else may have a say.
 RECIPE = {
     "model": {
@@ -239,18 +238,6 @@ def test_jobs_of_a_sweep_are_the_published_rows(experiment, monkeypatch):
     assert len(names) == len(jobs) and all(key in name for name in names)
 
 
-def test_tread_and_sprint_differ_from_dit_in_their_parts():
-    sprint, tread, dit = (validated(f"model={model}") for model in ("sprint", "tread", "dit"))
-    parts = {
-        "routes": [{"selection_ratio": 0.75, "start_layer_idx": 2, "end_layer_idx": -3}],
-        "router": {"_target_": "routing.grid_router", "side": 2},
-        "rejoin": {"_target_": "models.rejoin.Fuse", "path_drop_prob": 0.1},
-    }
-    assert sprint["model"] == dit["model"] | parts
-    assert sprint | {"method": "dit", "model": dit["model"]} == dit
-    assert tread["model"]["routes"] and tread["model"] == dit["model"] | {"routes": tread["model"]["routes"]}
-
-
 def test_the_row_of_lightningdit_has_its_latents_and_times():
     config, net = built("experiment=imagenet256_lightningdit_tread_80k", "data.path=x")
     assert net.latent_shape == (32, 16, 16) and net.num_tokens == 256
@@ -272,6 +259,8 @@ def test_the_stages_of_sprint_are_one_network():
     for config, ratio in ((first, 0.75), (second, 0)):
         assert config["model"]["routes"][0].pop("selection_ratio") == ratio
     assert first["model"] == second["model"]
+    assert first["model"]["router"] == {"_target_": "routing.grid_router", "side": 2}
+    assert first["model"]["rejoin"] == {"_target_": "models.rejoin.Fuse", "path_drop_prob": 0.1}
     assert first["model"]["block"]["_target_"] == "models.blocks.SprintBlock"
     assert first["diffusion"] == second["diffusion"]
     assert (second["optimizer"]["lr"], second["optimizer"]["warmup_steps"]) == (2e-4, 5000)

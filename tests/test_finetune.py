@@ -391,19 +391,14 @@ def test_a_run_is_not_resumed_with_fewer_steps_or_other_settings(tmp_path):
 
 def test_the_last_steps_may_go_without_routes(tmp_path):
     write_inputs(tmp_path, "sd3")
-    options = ("off_last_steps=2", "train=full")
+    off = (ROUTES, "train=full", "off_last_steps=2")
+    runs = {"run": off, "routed": off[:2], "dense": off[1:2], "only_dense": (*off, "total_steps=2")}
     losses = {}
-    for output, own in (
-        ("run", (ROUTES, *options)),
-        ("routed", (ROUTES, *options[1:])),
-        ("dense", options[1:]),
-    ):
-        run(tmp_path, *own, output=output)
+    for output, options in runs.items():
+        run(tmp_path, *options, output=output)
         losses[output] = [line["loss"] for line in metrics(tmp_path, output) if "loss" in line]
     assert losses["run"][:2] == losses["routed"][:2] and losses["run"][2] != losses["routed"][2]
     assert losses["run"][0] != losses["dense"][0]
-    run(tmp_path, ROUTES, *options, "total_steps=2", output="only_dense")
-    dense = [line["loss"] for line in metrics(tmp_path, "only_dense") if "loss" in line]
-    assert dense == losses["dense"][:2]
+    assert losses["only_dense"] == losses["dense"][:2]
     with pytest.raises(SystemExit, match="has a run with other settings: total_steps: 4 -> 8"):
-        run(tmp_path, ROUTES, *options, "total_steps=8")
+        run(tmp_path, *off, "total_steps=8")

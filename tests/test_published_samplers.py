@@ -12,7 +12,7 @@ from builders import config as configuration
 from builders.network import build_guidance, build_net, build_precond, build_sampler
 from builders.sampling import _settings
 from builders.schemas import OBJECTIVES
-from diffusion import CFG, Branch, FlowPath, ddpm_sampler, sde_sampler
+from diffusion import CFG, Branch, FlowPath, sde_sampler
 from tests.runs import composed
 
 PAGE = Path(__file__).parents[1] / "diffusion" / "README.md"
@@ -130,7 +130,8 @@ def test_the_settings_of_the_table_are_the_published_sampler(name, objective, se
     if name in PUBLIC:
         unguided = {} if "guidance=" in settings else {"w": 1.0}
         expected = PUBLIC[name](precond.net, noise, randn_from(1), **unguided)
-        torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-5)
+        atol = 1e-6 if name == "LightningDiT" else 1e-9
+        torch.testing.assert_close(x, expected, rtol=1e-9, atol=atol)
 
 
 @torch.no_grad()
@@ -145,12 +146,3 @@ def test_diffusions_are_those_of_sit(diffusion, norm):
     public = sit(precond.net, noise, randn_from(1), 1.0, 20, diffusion, norm)
     same = diffusion != "decreasing" or norm == 1  # DEVIATION
     assert torch.allclose(x, public, rtol=1e-6, atol=1e-6) == same
-
-
-@torch.no_grad()
-def test_ancestral_steps_are_those_of_dit():
-    """From noise of unit variance, though the path ends at sigma = 0.99998."""
-    _, precond = network("ddpm")
-    noise, denoise = torch.randn(2, 4, 4, 4, dtype=torch.float64), CFG(1.0)(Branch(precond, LABELS))
-    x = ddpm_sampler(denoise, noise, precond.path, num_steps=25, randn_like=randn_from(1))
-    torch.testing.assert_close(x, dit(precond.net, noise, randn_from(1), 1.0, 25), rtol=1e-9, atol=1e-9)

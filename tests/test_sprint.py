@@ -87,11 +87,6 @@ REFUSED = {
         without("decoder_blocks.1.attn.q_norm.weight"),
         r"blocks\.6\.attn\.q_norm\.weight is missing",
     ),
-    "a norm with weights": (shaped("encoder_blocks.0.norm1.weight", WIDTH), r"blocks\.0\.norm1\.weight is"),
-    "SwiGLU": (
-        renamed("middle_blocks.1.mlp.fc1.", "middle_blocks.1.mlp.fc1_g."),
-        r"\.3\.mlp\.fc1\.\w+ is missing",
-    ),
     "a global modulation": (shaped("global_adaLN_modulation.1.bias", 9), "global_adaLN_modulation.1.bias is"),
     "two for one": (shaped(FIRST, 3 * WIDTH, WIDTH), f"has two tensors for {FIRST}"),
     "an odd patch": (shaped(PATCHES, WIDTH, 9), PATCHES + NOT_AS.format("384, 9")),
