@@ -19,25 +19,6 @@ from routing.tokens import (
 )
 
 ADAPTERS = ("Adapter", "BlockList", "TokenSelection", "attach", "detach", "propose_adapter", "prove")
-__all__ = [
-    "Route",
-    "RoutePlan",
-    "Router",
-    "Routing",
-    "end_route",
-    "from_simpletuner",
-    "gather_tokens",
-    "grid_router",
-    "grow_ratio",
-    "norm_router",
-    "num_tokens_kept",
-    "random_router",
-    "resolve_routes",
-    "sample_ids_keep",
-    "start_route",
-    "with_prefix",
-    *ADAPTERS,
-]
 
 
 def __getattr__(name: str) -> Any:

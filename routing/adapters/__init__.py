@@ -4,5 +4,3 @@ from routing.adapters.adapter import Adapter, BlockList, TokenSelection
 from routing.adapters.attached import attach, detach
 from routing.adapters.proof import prove
 from routing.adapters.propose import propose_adapter
-
-__all__ = ["Adapter", "BlockList", "TokenSelection", "attach", "detach", "propose_adapter", "prove"]

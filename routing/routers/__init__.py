@@ -10,5 +10,3 @@ among them as far as they fit.
 from routing.routers.grid import grid_router
 from routing.routers.norm import norm_router
 from routing.routers.random import random_router
-
-__all__ = ["grid_router", "norm_router", "random_router"]
