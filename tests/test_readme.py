@@ -11,7 +11,6 @@ from itertools import product
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
 from benchmarks import (
     advise,  # noqa: F401  registers its schema
@@ -31,6 +30,7 @@ from runtime.errors import check_choice
 from runtime.provenance import flatten
 from study import twins
 from study.published import read_header, read_rows
+from tests.photos import write_photographs
 from tests.programs import start
 from tests.runs import ROOT, composed
 
@@ -270,20 +270,10 @@ SHORTER = {
 }
 
 
-def write_pictures(folder):
-    """Write 20 pictures of two classes, of several sizes."""
-    rng = np.random.default_rng(0)
-    for i in range(20):
-        place = folder / ("dark" if i % 2 else "light")
-        place.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 100, (60 + i, 90, 3)) + (0 if i % 2 else 150)
-        Image.fromarray(pixels.astype(np.uint8)).save(place / f"{i}.png")
-
-
 @pytest.mark.slow
 def test_six_commands_lead_from_pictures_to_scores(tmp_path):
     """As they stand, but for keys that make them short, and for random weights of the Inception network."""
-    write_pictures(tmp_path / "IMAGES")
+    write_photographs(tmp_path / "IMAGES", per_class=10)
     section = README.split("## Your own images")[1]
     lines = re.search(r"```sh\n(.*?)```", section, flags=re.S)[1].splitlines()
     assert len(lines) == 6
