@@ -7,7 +7,6 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import Accelerator
@@ -32,7 +31,6 @@ from data import (
     LatentDataset,
     ShardDataset,
     ShardStream,
-    count_forced,
     entries_by_step,
     mask_coverage,
     shards_by_step,
@@ -61,7 +59,6 @@ from training.weights import (
 )
 from training.window import Work
 
-_CHUNK = 1024  # entries
 INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma"
 
 TrainingData = LatentDataset | ShardDataset
@@ -284,12 +281,7 @@ def _mask_coverage(
     masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
     batch_size: int,
 ) -> float:
-    """The fraction of tokens that masks keep, once the plan has checked their counts."""
-    if masks_to_tokens is None:
+    """The fraction of tokens that masks keep."""
+    if masks_to_tokens is None or plan.force_keep_overflow != "grow":
         return 0.0
-    if plan.force_keep_overflow == "error":
-        num_forced = np.zeros(dataset.manifest.count, dtype=int)
-        for ids in np.array_split(dataset.train_ids, 1 + len(dataset.train_ids) // _CHUNK):
-            num_forced[ids] = count_forced(dataset, ids, masks_to_tokens)
-        plan.check_force_keep(num_forced)
-    return mask_coverage(dataset, masks_to_tokens, batch_size) if plan.force_keep_overflow == "grow" else 0.0
+    return mask_coverage(dataset, masks_to_tokens, batch_size)

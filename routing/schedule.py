@@ -14,7 +14,7 @@ from routing.routes import Route, Routing
 from routing.tokens import num_tokens_kept
 
 SCHEDULES = ("constant", "linear", "cosine")
-OVERFLOWS = ("grow", "bypass", "error")
+OVERFLOWS = ("grow", "bypass")
 NUM_BUCKETS = 4  # sizes that K may grow to; the last is T
 RATIO_DIGITS = 4  # a scaled ratio is a short decimal again: 0.3 * (2 / 3) is 0.2
 
@@ -34,8 +34,7 @@ class RoutePlan:
         num_levels: how many values the factor takes.
         off_last_steps: so many last steps are dense; the schedule ends before them.
         force_keep_overflow: where a sample forces more tokens to stay than K: `grow` raises K for this step,
-            up to T; `bypass` lets those that come last for the router bypass and counts them; `error`
-            refuses the data.
+            up to T; `bypass` lets those that come last for the router bypass and counts them.
 
     Raises:
         ValueError: with the key, the value and the rule.
@@ -113,25 +112,6 @@ class RoutePlan:
             dense = f", then {self.off_last_steps} dense steps" if self.off_last_steps else ""
             lines.append(f"ratio {levels} over {self.total_steps - (self.off_last_steps or 0)} steps{dense}")
         return lines
-
-    def check_force_keep(self, num_forced: Sequence[int]) -> None:
-        """Raise ValueError, under `error`, for the first sample that forces more tokens to stay than fit.
-
-        Args:
-            num_forced: number of forced tokens of each sample.
-        """
-        if self.force_keep_overflow != "error" or not self.routes:
-            return
-        pairs = [pair for ratios in self._levels() for pair in zip(ratios, self.routes, strict=True)]
-        ratio, route = max(pairs, key=lambda pair: pair[0])
-        num_kept = num_tokens_kept(self.num_tokens, ratio)
-        for sample, forced in enumerate(num_forced):
-            if forced > num_kept:
-                raise ValueError(
-                    f"sample {sample} forces {forced} of {self.num_tokens} tokens to stay, more than the "
-                    f"{num_kept} that {_name(route)} keeps: lower its selection_ratio={ratio}, or set "
-                    "routing.force_keep_overflow=grow"
-                )
 
     def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor:
         """Count, on the device, the forced tokens (N, T) that do not fit into the windows: a 0-d tensor."""

@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -107,26 +105,13 @@ def test_under_bypass_nothing_grows_and_what_does_not_fit_is_counted():
     assert bypassing.num_forced_bypassed(force_keep, bypassing.ratios(0)).item() == 32 + 12 + 8
 
 
-def test_under_error_the_sample_is_named():
-    refusing = partial(plan, force_keep_overflow="error")
-    refusing().check_force_keep([3, 32, 0])
-    refusing(()).check_force_keep([64])
-    plan(force_keep_overflow="grow").check_force_keep([64])
-    with pytest.raises(ValueError, match=r"sample 2 forces 33 of 64 tokens to stay, .* 32 .* blocks 2 to 4"):
-        refusing().check_force_keep([3, 32, 33, 64])
-    with pytest.raises(ValueError, match=r"more than the 13 that the route of blocks 5 to 6 keeps"):
-        refusing((Route(0.5, 2, 4), Route(0.8, 5, 6))).check_force_keep([14])
-    with pytest.raises(ValueError, match=r"more than the 32 .*selection_ratio=0\.5"):
-        refusing(schedule="linear", start_factor=0, end_factor=1).check_force_keep([33])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"schedule": "sine"}, r"routing\.schedule=sine must be one of constant, linear, cosine"),
         (
             {"force_keep_overflow": "drop"},
-            r"routing\.force_keep_overflow=drop must be one of grow, bypass, error",
+            r"routing\.force_keep_overflow=drop must be one of grow, bypass",
         ),
         ({"end_factor": 0.5}, r"routing\.end_factor=0\.5 needs routing\.schedule=linear or cosine"),
         (

@@ -81,15 +81,6 @@ def test_the_predicted_saving_accounts_for_masks(tmp_path, latents):
     assert flops["bypass"] < flops["grow"]
 
 
-def test_under_error_the_data_are_refused_before_anything_is_written(tmp_path, latents):
-    latents = (*latents, "routing.force_keep_overflow=error")
-    message = r"sample \d+ forces \d+ of 16 tokens to stay, more than the 8 that the route of"
-    with pytest.raises(ValueError, match=message):
-        tiny_trainer(tmp_path / "run", *latents)
-    assert not (tmp_path / "run").exists()
-    tiny_trainer(tmp_path / "run", *latents, "model.routes.0.selection_ratio=0")
-
-
 @pytest.mark.parametrize("model", ["tread", "dit"])
 def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path, latents, model):
     trainer, _ = tiny_trainer(tmp_path / "run", *latents, f"model={model}")
