@@ -57,8 +57,7 @@ RECIPES = PROJECT / "configs" / "model" / "routes"
 INTERVALS = ("log_every", "eval_every", "save_every")
 POSITIVE = ("total_steps", "batch_size", "rank", "lr", "shift", "num_held_out", *INTERVALS)
 MAY_CHANGE = ("total_steps", "output_dir", *INTERVALS)  # on resume
-INT4_GROUP_SIZE = 32  # weights that share a scale
-QUANTIZE = {"int8": ("lora", "lokr"), "int4": ("lora", "lokr"), "nf4": ("lora",)}  # adapters that peft has
+QUANTIZE = {"int8": ("lora", "lokr"), "nf4": ("lora",)}  # adapters that peft has
 TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr adapt
 PATCH_SIZE = 2  # of all these families; FLUX folds its patches before they reach the network
 MAX_GRAD_NORM, MAX_SKIPPED_STEPS = 1.0, 10
@@ -80,7 +79,7 @@ class FinetuneConfig:
     off_last_steps: int = 0  # steps without routes at the end
     train: str = "lora"  # or lokr, full
     rank: int = 16
-    quantize: str | None = None  # int8, int4 or nf4: of the base weights
+    quantize: str | None = None  # int8 or nf4: of the base weights
     gradient_checkpointing: bool = False
     mixed_precision: str = "no"  # or bf16
     lr: float = 1e-4
@@ -419,20 +418,10 @@ def _base_weights(request: FinetuneConfig) -> dict[str, Any]:
         return {"torch_dtype": torch.float32}
     if request.quantize in (None, "nf4"):
         return {"torch_dtype": torch.bfloat16}
-    from diffusers import AutoModel, TorchAoConfig
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
-    from torchao.quantization.granularity import PerGroup
+    from diffusers import TorchAoConfig
+    from torchao.quantization import Int8WeightOnlyConfig
 
-    config = TorchAoConfig(Int8WeightOnlyConfig())
-    if request.quantize == "int4":
-        with torch.device("meta"):
-            layers = AutoModel.from_config(request.transformer).named_modules()
-        linear = {path: layer for path, layer in layers if isinstance(layer, nn.Linear)}
-        # Inputs that do not divide into groups, such as those of AuraFlow's patches.
-        skipped = [path for path, layer in linear.items() if layer.in_features % INT4_GROUP_SIZE]
-        int4 = IntxWeightOnlyConfig(torch.int4, PerGroup(INT4_GROUP_SIZE))
-        config = TorchAoConfig(int4, modules_to_not_convert=skipped)
-    return {"quantization_config": config, "torch_dtype": torch.bfloat16}
+    return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "torch_dtype": torch.bfloat16}
 
 
 def _to_nf4(transformer: nn.Module, device: torch.device) -> None:

@@ -243,7 +243,7 @@ RULES = [
     ("convert", f"{CONVERT} scale=2", "scale=2.0 needs shift as well"),
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
     ("advise", "run=shallow", "run=shallow: model.depth=7 must be at least 8"),
-    ("finetune", f"{FINETUNE} quantize=int4 train=full", "quantize=int4 needs train=lora or train=lokr"),
+    ("finetune", f"{FINETUNE} quantize=int8 train=full", "quantize=int8 needs train=lora or train=lokr"),
     ("finetune", f"{FINETUNE} quantize=nf4 train=lokr mixed_precision=bf16", "quantize=nf4 needs train=lora"),
     ("finetune", f"{FINETUNE} quantize=nf4", "quantize=nf4 needs mixed_precision=bf16"),
     ("finetune", f"{FINETUNE} tread_config=file {ONE_ROUTE}", "tread_config=file and routes=[{'selection_ratio': 0.5, "),
