@@ -120,7 +120,7 @@ def test_adapters_alone_are_trained_saved_and_loaded_again(options, tmp_path):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-# A family for each kind, the type of its quantized weights, and the linear layers that diffusers keeps in fp32.
+# A family for each kind, the type of its quantized weights, and the layers that diffusers keeps in fp32.
 QUANTIZED = {
     "int8": ("sd3", "Int8Tensor", set()),
     "nf4": ("wan", "Params4bit", {f"condition_embedder.time_embedder.linear_{i}" for i in (1, 2)}),
