@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,13 @@ class Worker(ProcessPoolExecutor):
         """Send a request, and wait for the answer."""
         _ = self.ready
         return self.submit(_answer, word).result()
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(BrokenExecutor):
+            self.submit(
+                os._exit, 0
+            )  # else it would wait for workers of its own, for data, which ignore signals
+        super().__exit__(*error)
 
 
 def _started() -> None:
