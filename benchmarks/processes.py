@@ -90,9 +90,8 @@ class Worker(ProcessPoolExecutor):
 
     def __exit__(self, *error: object) -> None:
         with suppress(BrokenExecutor):
-            self.submit(
-                os._exit, 0
-            )  # else it would wait for workers of its own, for data, which ignore signals
+            # Else it would wait for workers of its own, for data, which ignore signals.
+            self.submit(os._exit, 0)
         super().__exit__(*error)
 
 
