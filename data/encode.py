@@ -65,6 +65,9 @@ class EncodeConfig:
 def main(request: dict[str, Any]) -> None:
     """Check the request, encode the missing parts, and join all of them."""
     check_request(request)
+    for key in ("source", "masks"):
+        if request[key] is not None and not Path(request[key]).exists():
+            raise FileNotFoundError(f"{key}={request[key]} not found")
     launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
     encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
     job = plan(request, encoder)
@@ -88,9 +91,6 @@ def check_request(request: dict[str, Any]) -> None:
     if request["masks"] is None and request["conditioning_type"] != EncodeConfig.conditioning_type:
         raise ValueError(f"conditioning_type={request['conditioning_type']} needs masks=FOLDER")
     check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
-    for key in ("source", "masks"):
-        if request[key] is not None and not Path(request[key]).exists():
-            raise FileNotFoundError(f"{key}={request[key]} not found")
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_training_draws_grids_and_resumes_bitwise_on_moments_and_flips(folder, t
 
 
 def test_a_class_without_images_is_said_and_never_drawn(tmp_path, capsys):
-    """From encoding on: of the classes 1, 10, 2 and 3 all images of 10 are corrupt."""
+    """Of the classes 1, 10, 2 and 3 all images of 10 are corrupt."""
     for i, name in enumerate(("1", "10", "2", "3") * 3):
         (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
         file = tmp_path / "images" / name / f"{i}.png"
@@ -136,11 +136,10 @@ def test_a_class_without_images_is_said_and_never_drawn(tmp_path, capsys):
     encode.main(composed(*options, config_name="encode"))
     printed = capsys.readouterr().out
     assert "classes: 4: 0 1, 1 10, 2 2, 3 3" in printed
-    empty = "warning: 1 of 4 classes have no images to train on"
-    assert empty in printed
     tiny_run(tmp_path / "run", *DENSE, f"data.path={tmp_path / 'latents'}", "train.sample_every=6")
     printed = capsys.readouterr().out
-    assert "classes    4: 0 1, 1 10, 2 2, 3 3" in printed and empty in printed
+    assert "classes    4: 0 1, 1 10, 2 2, 3 3" in printed
+    assert "warning: 1 of 4 classes have no images to train on" in printed
     for labels in ("random", "balanced"):
         output = tmp_path / f"{labels}.npz"
         options = (f"run={tmp_path / 'run'}", "num_samples=30", "num_steps=2", f"output={output}")
