@@ -167,7 +167,7 @@ class LatentManifest:
         if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
             return None
         factors = self.scale if isinstance(self.scale, tuple) else (self.scale,)
-        fitting = ", ".join(f"{factor * self.std / std:.4g}" for factor in factors if std) or "to another value"
+        fitting = ", ".join(f"{factor * self.std / std:.4g}" for factor in factors if std) or "anew"
         return (
             f"warning: what the network sees has a standard deviation of {std:.3g}, the manifest promises "
             f"{self.std:g}. If these are the right latents, set scale {fitting} in manifest.json"
