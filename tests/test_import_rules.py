@@ -216,20 +216,20 @@ def test_no_file_of_the_project_names_an_absolute_path():
 
 # Lines of each room, so that it stays readable. Whoever needs more raises a number, and says why beside it.
 BUDGET = {
-    "programs": 350,
-    "benchmarks": 2800,
-    "builders": 2950,
-    "data": 3800,
-    "diffusion": 2150,
-    "evaluation": 2150,
+    "programs": 300,
+    "benchmarks": 2300,
+    "builders": 2600,
+    "data": 3360,
+    "diffusion": 2050,
+    "evaluation": 1960,
     "examples": 500,
-    "models": 1050,
-    "reports": 800,
-    "routing": 3450,
-    "runtime": 1900,
-    "study": 1050,
-    "tests": 26650,
-    "training": 2550,
+    "models": 1000,
+    "reports": 750,
+    "routing": 2860,
+    "runtime": 1730,
+    "study": 1000,
+    "tests": 22000,
+    "training": 2280,
 }
 MAX_CORE_LINES = 3000
 
