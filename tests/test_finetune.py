@@ -105,7 +105,7 @@ def test_every_family_learns_with_routes_and_resumes_bitwise(name, tmp_path):
         assert torch.equal(whole[key], stopped[key])
 
 
-@pytest.mark.parametrize("options", [["train=lora"], *(["train=lokr", f"quantize=int{i}"] for i in (4, 8))])
+@pytest.mark.parametrize("options", [["train=lora"], ["train=lokr", "quantize=int8"]])
 def test_adapters_alone_are_trained_saved_and_loaded_again(options, tmp_path):
     write_inputs(tmp_path, "sd3")
     run(tmp_path, ROUTES, "rank=4", "lr=1e-2", "mixed_precision=bf16", *options)
