@@ -48,17 +48,15 @@ def main(cfg: DictConfig) -> None:
         launch = start_process(timeout=PATIENCE)
         source, name, record = open_source(request, launch)
         output = place_of("output", request["output"], folder_of(request), f"samples/{name}.npz")
-        with launch.claimed_by_main("output", output, beside(output), may_replace(output, request)):
+        may_replace = (
+            request["overwrite"] or parts_of(output).is_dir()
+        )  # a job stopped while it joined its parts
+        with launch.claimed_by_main("output", output, beside(output), may_replace):
             parts = draw(source, record, output, request["grid_columns"], request["overwrite"], launch)
             record["environment"] = environment(launch.device)
             if launch.is_main:
                 pack(parts, source.labels(request["num_samples"]), source.image_shape, output, record)
     launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")
-
-
-def may_replace(output: Path, request: dict[str, Any]) -> bool:
-    """True if requested, or for a job that was stopped while it joined its parts."""
-    return request["overwrite"] or parts_of(output).is_dir()
 
 
 def beside(output: Path) -> list[Path]:

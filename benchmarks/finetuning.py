@@ -149,7 +149,6 @@ class Work:
         start_program("-m examples.finetune", self.out / f"{run}.log", f"output_dir={self.out / run}", *text)
 
     def _time(self) -> Rows:
-        """Time a step of each kind at each ratio, in turn, on one core."""
         steps = {}
         for kind, ratio in product(LRS, sorted({ratio for ratio, _ in ARMS.values()})):
             # No log between.

@@ -65,7 +65,6 @@ class KeptTokensLoss:
         )
 
     def _kept(self, routing: Routing, x: torch.Tensor) -> torch.Tensor:
-        """(N, T): 1 for a token that every route kept, else 0."""
         T = self.net.num_tokens
         kept = torch.ones(x.shape[0], T, device=x.device)
         for noise, ratio in zip(routing.noise, routing.ratios(self.net.routes, active=True), strict=True):

@@ -105,7 +105,7 @@ def open_run(
     """
     config, details = read_run(path)
     weights = _weights_of(Path(path), checkpoint, launch)
-    return _open(Path(path), config, details, weights, sampler, guidance, launch)
+    return open_weights(Path(path), config, details, weights, sampler, guidance, launch)
 
 
 def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
@@ -114,21 +114,7 @@ def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
     return chosen / "ema.safetensors"
 
 
-def open_weights_file(
-    file: str | Path,
-    objective: str | None = None,
-    *,
-    latents: str | None = None,
-    sampler: Node | None = None,
-    guidance: Node | None = None,
-    launch: Launch = ALONE,
-) -> OpenedRun:
-    """Load a network from a file of other code or of `builders.export`; see `builders.public`."""
-    config, details = read_weights_file(Path(file), objective, latents)
-    return _open(Path(file), config, details, Path(file), sampler, guidance, launch)
-
-
-def _open(
+def open_weights(
     path: Path,
     config: dict[str, Any],
     details: dict[str, Any],
@@ -175,7 +161,7 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     path = weights = Path(request["run"] or request["checkpoint"])
     if request["run"] is not None:
         weights = _weights_of(path, request["checkpoint"], launch)
-    run = _open(path, config, details, weights, settings["sampler"], settings["guidance"], launch)
+    run = open_weights(path, config, details, weights, settings["sampler"], settings["guidance"], launch)
     where = f"{request['run']}/manifest.json" if request["run"] else source_name(request)
     manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
     if settings["class_label"] in manifest.untrained_classes:

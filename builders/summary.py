@@ -59,11 +59,8 @@ def summary(
 
 def warnings(config: dict[str, Any], manifest: LatentManifest) -> list[str]:
     """Lines on classes and the size of the batch."""
-    found, num_trained, batch_size = (
-        class_warnings(manifest),
-        manifest.num_trained,
-        config["train"]["batch_size"],
-    )
+    found, num_trained = class_warnings(manifest), manifest.num_trained
+    batch_size = config["train"]["batch_size"]
     if batch_size > num_trained:
         rule = f"a step sees some of the {num_trained} entries more than once"
         found.append(f"train.batch_size={batch_size}: {rule}")
@@ -85,9 +82,8 @@ def check_resources(train: dict[str, Any], takes: Estimate, steps: int, memory: 
         fewer = " or raise train.milestone_every" if train["milestone_every"] else ""
         found.append(f"{needed}: lower train.keep_last{fewer}")
     if (sec := steps * takes.step_sec) > TOO_LONG_SEC:
-        found.append(
-            f"this would take about {duration(sec)} here: choose a smaller model/size or fewer steps"
-        )
+        rule = "choose a smaller model/size or fewer steps"
+        found.append(f"this would take about {duration(sec)} here: {rule}")
     if found and train["check_resources"]:
         raise ValueError(f"{'; '.join(found)} (train.check_resources=false starts it all the same)")
     return found

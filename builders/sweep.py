@@ -52,7 +52,6 @@ def _chosen(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _rows(settings: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The settings of each record that differ from others of its kind, and its kind."""
     kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for chosen in settings:
         kinds.setdefault(tuple(chosen[group] for group in MAY_DIFFER), []).append(chosen)
@@ -81,7 +80,6 @@ def _heading(record: dict[str, Any]) -> str:
 
 
 def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
-    """One line for each record, scores to four digits, the best of each in bold."""
     keys = list(records[0]["values"])
     best = {key: _best(records, key) for key in keys}
     lines = [[*rows[0], *keys, "GFLOPs per image"], ["---"] * (len(rows[0]) + len(keys) + 1)]

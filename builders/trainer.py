@@ -281,7 +281,6 @@ def _mask_coverage(
     masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
     batch_size: int,
 ) -> float:
-    """The fraction of tokens that masks keep."""
     if masks_to_tokens is None or plan.force_keep_overflow != "grow":
         return 0.0
     return mask_coverage(dataset, masks_to_tokens, batch_size)

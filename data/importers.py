@@ -147,7 +147,6 @@ def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) ->
 
 
 def _samples(tar: Path, suffix: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield the name and the contents of each sample of a tar; all of them have a class."""
     try:
         with tar.open("rb") as file:
             for key, sample in samples(file, 4 * MAX_NUMBERS):

@@ -50,8 +50,6 @@ def _check_instructions(data: bytes) -> None:
 
 
 class _NumberType:
-    """What a pickled numpy dtype becomes: a type of plain numbers."""
-
     def __init__(self, name: str, *flags: Any):
         if not re.fullmatch(r"[<>=|]?[fiu][1248]", name):
             raise pickle.UnpicklingError(f"{name} is not a type of numbers")

@@ -251,7 +251,6 @@ class Suite:
         kept: PartFolder | None,
         replace: bool = False,
     ) -> tuple[FeatureSet, str]:
-        """The statistics of images and their hash, on the first rank."""
         detector = None if self.batch_size is None else self.detector
         options = {"batch_size": self.batch_size, "launch": self.launch, "description": description}
         parts = look(detector, images, **options, kept=kept, replace=replace)

@@ -413,7 +413,6 @@ def _attach(transformer: nn.Module, request: FinetuneConfig) -> tuple[Route, ...
 
 
 def _base_weights(request: FinetuneConfig) -> dict[str, Any]:
-    """The arguments of `from_pretrained`: fp32 for weights that are trained."""
     if request.train == "full" or request.mixed_precision == "no":
         return {"torch_dtype": torch.float32}
     if request.quantize in (None, "nf4"):

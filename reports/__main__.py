@@ -41,7 +41,7 @@ def write_reports(config: ReportsConfig) -> None:
         folders = [RunFolder(path) for name in config.runs for path in _matching(Path(name))]
         if not folders:
             raise ValueError(f"runs={config.runs}: no folder has such a name")
-        runs = _read_one(folders[0]) if len(folders) == 1 else _read_several(folders)
+        runs = [Run(folders[0])] if len(folders) == 1 else _read_several(folders)
         finished = all(run.manifest["status"] == "finished" for run in runs)
         first = folders[0].path
         output = Path(config.output) if config.output else first if len(folders) == 1 else first.parent
@@ -60,18 +60,13 @@ def _matching(path: Path) -> list[Path]:
     return sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
 
 
-def _read_one(folder: RunFolder) -> list[Run]:
-    folder.check_started()
-    return [Run(folder)]
-
-
 def _read_several(folders: Sequence[RunFolder]) -> list[Run]:
     """Read runs, and leave out those that cannot be read or shown."""
     runs = []
     for folder in (folder for folder in folders if folder.path.is_dir()):  # runs/* has files, too
         try:
-            page(found := _read_one(folder))
-            runs += found
+            page([run := Run(folder)])
+            runs.append(run)
         except (ValueError, OSError) as error:
             print(f"left out: {error}")
     if not runs:

@@ -71,7 +71,6 @@ def page(runs: Sequence[Run], refresh_sec: float | None = None) -> str:
 
 
 def _tables(arms: Sequence[Arm]) -> Iterable[str]:
-    """Scores of the arms of one data set, and the settings that differ."""
     yield from (f"<p><strong>{escape(line)}</strong></p>" for line in mixtures(arms))
     yield _wide(table(arms))
     if len(arms) > 1:
@@ -81,7 +80,6 @@ def _tables(arms: Sequence[Arm]) -> Iterable[str]:
 
 
 def _progress(run: Run) -> str:
-    """How far a run is, and what it is made of."""
     total_steps = int(run.config["train"]["total_steps"])
     age_sec = time.time() - run.folder.metrics_file.stat().st_mtime if run.lines else 0.0
     facts_of = facts(run.manifest, run.lines, constants([run]))
@@ -92,7 +90,6 @@ def _progress(run: Run) -> str:
 
 
 def _pictures(arms: Sequence[Arm]) -> Iterable[str]:
-    """Curves, samples and routes of the arms of one data set."""
     yield from _curves(arms, constants([run for arm in arms for run in arm.runs]))
     for arm in arms:
         files = pictures_of(arm.runs[0].folder.path)
@@ -136,7 +133,8 @@ def standing(manifest: dict[str, Any], lines: Lines, total_steps: int, age_sec: 
         said.append(failure["reason"])
     if not lines:
         return "; ".join([*said, f"no line of {total_steps} steps yet"])
-    step, trained, evaluated = lines[-1]["step"], *(_newest(lines, key) for key in CLOCK[2:])
+    step = lines[-1]["step"]
+    trained, evaluated = (next((x[key] for x in reversed(lines) if key in x), 0.0) for key in CLOCK[2:])
     said.append(f"step {step:,} of {total_steps:,}")
     said.append(f"{_clock(trained)} of training, {_clock(evaluated)} of evaluation")
     if manifest["status"] == "running" and step:
@@ -192,10 +190,6 @@ def _environment(arm: Arm, run: Run) -> dict[str, str]:
     }
 
 
-def _newest(lines: Lines, key: str) -> float:
-    return next((line[key] for line in reversed(lines) if key in line), 0.0)
-
-
 def _clock(sec: float) -> str:
     return f"{int(sec) // 3600}:{int(sec) // 60 % 60:02}:{int(sec) % 60:02}"
 
@@ -247,7 +241,6 @@ def _line(i: int) -> dict[str, Any]:
 
 
 def _drawn(curves: Sequence[tuple[str, Points]], axis: str, legend: bool, log: bool = False) -> str:
-    """Draw curves, each in the colour and style of its position, as a data URL."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.0, 2.6), layout="constrained")
@@ -273,7 +266,6 @@ def _literal(name: str) -> str:
 
 
 def _legend(names: Sequence[str]) -> str:
-    """Draw the legend of all panels, as a data URL."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -324,7 +316,6 @@ def _picture(file: Path, name: str) -> str:
 
 
 def _figure(name: str, address: str) -> str:
-    """A picture that a click enlarges."""
     name = escape(name)
     image = f'<label><input type="checkbox"><img alt="{name}" src="{address}"></label>'
     return f"<figure><figcaption>{name}</figcaption>{image}</figure>"
@@ -340,7 +331,6 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _wide(rows: Sequence[Mapping[str, str]]) -> str:
-    """A table with a column for each key, which scrolls in its own box."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     head = "".join(f"<th>{escape(key)}</th>" for key in keys)
     body = ("".join(f"<td>{escape(row.get(key, ''))}</td>" for key in keys) for row in rows)

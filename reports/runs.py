@@ -34,12 +34,13 @@ class Run:
     """A run, read from its folder.
 
     Raises:
-        ValueError: a file of the run is damaged.
+        ValueError: the folder is not that of a run, or a file of it is damaged.
     """
 
     folder: RunFolder
 
     def __post_init__(self):
+        self.folder.check_started()
         self.manifest, self.config = self.folder.manifest(), self.folder.config()
         self.lines = metrics_of(self.folder.metrics_file)
         if not isinstance(self.config.get("seed"), int):

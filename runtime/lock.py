@@ -84,7 +84,6 @@ class Lock:
         return "another process"
 
     def _try(self) -> bool:
-        """Acquire the lock if nobody holds it; make its folder."""
         for _ in range(ATTEMPTS):
             try:
                 # A link could lead to anybody's file.

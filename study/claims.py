@@ -109,15 +109,13 @@ class Bound:
         values = [float(row[self.column]) / by for row, by in zip(rows, divided_by, strict=True)]
         if not values:
             return [Finding(ABSENT, self.name)]
-        verdicts = {self._holds(value) for value in values}
+        bounds = ((operator.gt, self.above), (operator.ge, self.at_least), (operator.le, self.at_most))
+        given = [(fits, bound) for fits, bound in bounds if bound is not None]
+        verdicts = {all(fits(value, bound) for fits, bound in given) for value in values}
         outcome = OPEN if len(verdicts) > 1 else CONFIRMED if verdicts == {True} else REFUTED
         text = f"{self.name}: {min(values):.2f} to {max(values):.2f}x"
         commits = dict.fromkeys(row["commit"][:7] for row in rows)
         return [Finding(outcome, text, self.n or str(len(values)), tuple(commits))]
-
-    def _holds(self, value: float) -> bool:
-        bounds = ((operator.gt, self.above), (operator.ge, self.at_least), (operator.le, self.at_most))
-        return all(fits(value, bound) for fits, bound in bounds if bound is not None)
 
 
 @dataclass(frozen=True)

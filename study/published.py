@@ -32,7 +32,7 @@ COLUMNS = ("experiment", "with", "metric", "expected", "measured", "difference",
 HEADER = re.compile(r"^# (\w+): *(.*(?:\n#  .*)*)", re.MULTILINE)
 UNKNOWN = "UNKNOWN"
 # What may differ between runs of a row: names, paths and seeds, and what suits a machine.
-FREE = {*FREE_KEYS, "seed", "recipe", "data.path", "train.init_from", "train.micro_batch_size"}
+FREE = {*FREE_KEYS, "seed", "data.path", "train.init_from", "train.micro_batch_size"}
 FREE = (FREE | {"train.mixed_precision", "train.compile"}) - {"train.total_steps"}
 
 

@@ -206,7 +206,6 @@ class Work:
         return self.record.done() | {row["setting"] for row in self._of_others()}
 
     def _of_others(self) -> Rows:
-        """Rows that have not failed, of other machines or another torch."""
         files = {*self.asked.out.glob(f"twins_{self.name}_*.csv")} - {self.record.file}
         same = [file for file in sorted(files) if read_environment(file)["tiny"] == str(self.asked.tiny)]
         return [row for file in same for row in read_results(file) if not row.get("failed")]
@@ -250,7 +249,6 @@ class Work:
         return rows
 
     def _guided(self, run: Path, guidance: str) -> dict[str, Any]:
-        """The scores of the end of a run under guidance, as keys of fid.py."""
         out, data = run / "scores" / f"{named(guidance)}.json", self.study.data
         if not out.exists():
             drawn = (*guidance.split(), *(each.partition(".")[2] for each in sampled(self.asked.tiny)))

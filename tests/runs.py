@@ -14,9 +14,11 @@ import fid  # noqa: F401  each program registers its schema
 import sample  # noqa: F401
 import train  # noqa: F401
 from builders import config as configuration
+from builders.public import read_weights_file
+from builders.sampling import open_weights
 from builders.trainer import build_trainer
 from runtime.config import build_node
-from runtime.launch import Launch
+from runtime.launch import ALONE, Launch
 from tests.programs import ROOT
 from training import speed
 from training.fit import run_training
@@ -123,3 +125,8 @@ def runs_to_compare(folder):
             tiny_run(folder / f"{model}_{seed}", f"model={model}", f"seed={seed}", *watched)
             found.append(folder / f"{model}_{seed}")
     return found
+
+
+def open_weights_file(file, objective=None, latents=None):
+    """Load a network from a file of other code, or of `builders.export`, to sample from."""
+    return open_weights(file, *read_weights_file(file, objective, latents), file, None, None, ALONE)

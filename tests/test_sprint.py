@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 
 from builders.network import build_net
-from builders.sampling import open_weights_file
 from data import LatentManifest
 from models import cost_of
 from routing import Routing
 from study.published import expected_config, read_header
 from tests.public_dit import CHANNELS, CLASSES, PATCH, WIDTH, PublicSprint, public
+from tests.runs import open_weights_file
 
 
 def saved(state, file, prefix=""):

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from builders.public import CONFIG
-from builders.sampling import open_run, open_weights_file, read_source
+from builders.sampling import open_run, read_source
 from data import LatentManifest, LatentWriter
 from diffusion import CFG, Branch
 from tests.networks import small_dit
 from tests.programs import start
 from tests.public_dit import CHANNELS, CLASSES, PATCH, SIDE, SWITCHES, WIDTH, PublicDiT, public
-from tests.runs import tiny_run
+from tests.runs import open_weights_file, tiny_run
 from training import weights
 from training.run_folder import RunFolder
 from training.weights import load_weights

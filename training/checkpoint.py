@@ -187,7 +187,6 @@ def _discard(checkpoint: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a file or link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -110,7 +110,6 @@ class LossHistory:
         self.rows = torch.cat([restored, torch.zeros_like(self.rows)])  # room for another window
 
     def _gathered_rows(self) -> list[list[list[float]]]:
-        """The rows of all ranks so far, (P, R, FIELDS)."""
         # SYNC: the rows come to the host. All are gathered: some backends cannot gather an empty tensor.
         return self.launch.gather(self.rows)[:, : self.num_rows].tolist()
 
@@ -126,7 +125,6 @@ class LossHistory:
         return is_spike
 
     def _largest(self, step: int, row: Sequence[float]) -> list[Any]:
-        """The entries whose samples had the largest losses of a step, the largest first."""
         names = self.entries(step - 1)
         return [names[int(place)] for place in row[2 + MAX_NAMED :] if place != EMPTY]
 

@@ -14,23 +14,21 @@ STACKS = ("encoder", "middle", "decoder")
 BLOCK = re.compile(r"^(encoder|middle|decoder)_blocks\.(\d+)\.")
 
 
-def _as_convolution(weight: Tensor) -> Tensor:
-    return weight.unflatten(1, (-1, PATCH_SIZE, PATCH_SIZE))  # (D, C * p * p) -> (D, C, p, p)
-
-
 def _channels_last(output: Tensor) -> Tensor:
     return output.unflatten(0, (-1, PATCH_SIZE**2)).transpose(0, 1).flatten(0, 1)  # (C * p * p, ...)
 
 
-def _dense_first(weight: Tensor) -> Tensor:
-    return weight.roll(weight.shape[1] // 2, dims=1)  # (D, 2 * D)
-
-
 CONVERTED = {
-    "x_embedder.proj.weight": ("x_embedder.proj.weight", _as_convolution),
+    "x_embedder.proj.weight": (
+        "x_embedder.proj.weight",
+        lambda w: w.unflatten(1, (-1, PATCH_SIZE, PATCH_SIZE)),
+    ),
     "final_layer.linear.weight": ("final_layer.linear.weight", _channels_last),
     "final_layer.linear.bias": ("final_layer.linear.bias", _channels_last),
-    "renoise_linear.weight": ("rejoins.0.proj.weight", _dense_first),
+    "renoise_linear.weight": (
+        "rejoins.0.proj.weight",
+        lambda w: w.roll(w.shape[1] // 2, dims=1),
+    ),  # dense first
     "renoise_linear.bias": ("rejoins.0.proj.bias", Tensor.clone),
     "mask_token": ("rejoins.0.mask_token", Tensor.flatten),
 }

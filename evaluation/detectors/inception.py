@@ -150,7 +150,6 @@ def _read_state_dict(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors_sha256(state: dict[str, torch.Tensor]) -> str:
-    """Hash names and values, however the file stores them."""
     digest = hashlib.sha256()
     for name in sorted(name for name in state if not name.endswith("num_batches_tracked")):
         digest.update(name.encode())

@@ -106,7 +106,6 @@ def _radii(features: torch.Tensor, k: int, exact: bool, block_size: int) -> torc
 
 @strict_fp32()
 def _squared_distances(a: torch.Tensor, b: torch.Tensor, exact: bool) -> torch.Tensor:
-    """Return the squared distances (n, m) fp32 of a (n, F) and b (m, F)."""
     # |a - b|^2 = |a|^2 - 2 a.b + |b|^2
     if not exact:
         # PARITY: all terms are rounded to fp16; sums over features accumulate in fp32.

@@ -305,8 +305,6 @@ class _Window:
 
 
 class _RoutedPass:
-    """One forward pass with routes."""
-
     def __init__(self, layers: Sequence[_Layer], windows: Sequence[_Window]):
         indices = [range(w.route.start_layer_idx, w.route.end_layer_idx + 1) for w in windows]
         self.windows = {idx: w for w, of in zip(windows, indices, strict=True) for idx in of}

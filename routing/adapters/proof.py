@@ -231,7 +231,6 @@ def _hiding(
 
 
 def _output(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:
-    """Return all floating-point outputs of a model in one row."""
     output = tree_leaves(model(**arguments))
     return torch.cat([x.flatten() for x in output if isinstance(x, torch.Tensor) and x.is_floating_point()])
 

@@ -199,7 +199,6 @@ class _List:
         yield from ((name, 0, T) for name, x in sequences.items() if x.shape[1] == self.length)
 
     def _find_output(self) -> None:
-        """Find which output of a block is the tokens of the next one."""
         output, following = self.calls[0].output, self.calls[:2][-1].arguments[self.tokens]
         if isinstance(output, torch.Tensor):
             return
@@ -389,8 +388,6 @@ def _lengths(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict
 
 
 class _Attention(TorchFunctionMode):
-    """Counts how often torch attends."""
-
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
