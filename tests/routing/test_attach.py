@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.state import AcceleratorState
 from diffusers import FirstBlockCacheConfig
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -406,6 +407,7 @@ def test_routes_are_detached_under_what_has_wrapped_the_forward():
     assert torch.equal(run(model, arguments), plain)
     remove_hook_from_module(model)
     attach(model, [WINDOW])
+    AcceleratorState._reset_state()  # of tests before that chose no precision
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     wrapped = accelerator.prepare(model)
     detach(accelerator.unwrap_model(wrapped, keep_fp32_wrapper=True))
