@@ -1,8 +1,7 @@
-"""The protocol of a network that can be trained and sampled."""
+"""The interface of a network that can be trained and sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn as nn
@@ -24,7 +23,7 @@ class Flops:
     fp32_training: int = 0
 
 
-class Backbone(Protocol):
+class Backbone(nn.Module):
     """A network F_x. Shapes: N samples, C channels, T tokens of the image.
 
     Args:
@@ -43,7 +42,7 @@ class Backbone(Protocol):
     routes: tuple[Route, ...]
     blocks: Sequence[nn.Module]
 
-    def __call__(
+    def forward(
         self,
         x: torch.Tensor,
         c_noise: torch.Tensor,
@@ -53,6 +52,8 @@ class Backbone(Protocol):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return F_x (N, C or 2C, H, W) for x (N, C, H, W), c_noise (N,) and class_labels (N,) int64."""
+        raise NotImplementedError
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
         """Cost of an image if each route keeps `num_kept` tokens; 0: its window is skipped."""
+        raise NotImplementedError

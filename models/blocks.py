@@ -18,6 +18,8 @@ from timm.layers import Mlp, SwiGLU, SwiGLUPacked
 from models.layers import GELU, Attention, linear_flops, modulate, rotary_table
 from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
 
+Mixer = Attention | StateSpace | SpatialMix
+
 
 class DiTBlock(nn.Module):
     """Transformer block with adaptive layer norm (adaLN). [DiT]
@@ -55,7 +57,7 @@ class DiTBlock(nn.Module):
         mlp = length * linear_flops(self.mlp)
         return self.attn.flops(length) + mlp + linear_flops(self.adaLN_modulation)
 
-    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> Mixer:
         return Attention(hidden_size, num_heads, attention)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
@@ -68,7 +70,7 @@ class SprintBlock(DiTBlock):
     has_position_table = False
     positions = staticmethod(rotary_table)
 
-    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> Mixer:
         return Attention(hidden_size, num_heads, attention, qk_norm=True)
 
 
@@ -99,14 +101,14 @@ class MambaBlock(DiTBlock):
 
     positions = staticmethod(column_ranks)
 
-    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> Mixer:
         return StateSpace(hidden_size, num_heads)
 
 
 class RWKVBlock(DiTBlock):
     """The same block with the mixers of RWKV in place of attention and MLP."""
 
-    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> nn.Module:
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> Mixer:
         return SpatialMix(hidden_size, num_heads, num_tokens)
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:

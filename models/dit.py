@@ -16,7 +16,7 @@ import torch.nn as nn
 from timm.layers import PatchEmbed
 from torch.utils.checkpoint import checkpoint
 
-from models.backbone import Flops
+from models.backbone import Backbone, Flops
 from models.blocks import DiTBlock, FinalLayer
 from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, linear_flops, sincos_position_table
 from models.rejoin import Bypass
@@ -36,8 +36,8 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 MAX_DEPTH = 1000  # a configuration from elsewhere must not take all memory
 
 
-class DiT(nn.Module):
-    """Diffusion transformer with optional token routes; a `models.backbone.Backbone`.
+class DiT(Backbone):
+    """Diffusion transformer with optional token routes.
 
     Args:
         input_size: height and width of the latent.
@@ -62,6 +62,9 @@ class DiT(nn.Module):
     Raises:
         ValueError: sizes that do not divide, an unknown choice, or an invalid route.
     """
+
+    pos_embed: torch.Tensor | None
+    positions: torch.Tensor | None
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class DiT(nn.Module):
             positions = positions.unsqueeze(0)  # (1, L, ...)
         self.register_buffer("pos_embed", pos_embed)
         self.register_buffer("positions", positions, persistent=False)
-        self.blocks = nn.ModuleList(
+        self.blocks: Sequence[DiTBlock] = nn.ModuleList(  # pyright: ignore (torch cannot type its items)
             block(hidden_size, num_heads, mlp_ratio, attention, self.num_tokens) for _ in range(depth)
         )
         added = torch.zeros(1, num_prefix_tokens + self.num_tokens, hidden_size)  # (1, L, D)
@@ -145,20 +148,21 @@ class DiT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         # The patch projection is a linear map per patch, so it is initialised as one.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.weight.shape[0], -1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
+        nn.init.zeros_(self.x_embedder.proj.get_parameter("bias"))
         if self.y_embedder is not None:
             nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
         if self.prefix is not None:
             nn.init.normal_(self.prefix, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
+        nn.init.normal_(self.t_embedder.mlp.get_parameter("0.weight"), std=0.02)
+        nn.init.normal_(self.t_embedder.mlp.get_parameter("2.weight"), std=0.02)
         if zero:
             # Every block starts as the identity, and the network starts at F_x = 0.
             for part in (*self.blocks, self.final_layer):
-                nn.init.zeros_(part.adaLN_modulation[-1].weight)
+                nn.init.zeros_(part.adaLN_modulation.get_parameter("1.weight"))
             nn.init.zeros_(self.final_layer.linear.weight)
 
     def forward(
@@ -189,6 +193,7 @@ class DiT(nn.Module):
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
         by_token = (c, self.positions)  # what each block is given beside x, positions (1, L, ...) or None
         arguments, end_idx, skipping, after_route = by_token, None, False, False
+        i, ids_keep, original = 0, None, None  # of the route whose window is open
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 i = starts[idx]
@@ -199,13 +204,14 @@ class DiT(nn.Module):
                     ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
                     if self.removal:
                         x = start_route(x, ids_keep)  # (N, P + K, D)
-                        arguments = tuple(_kept(a, ids_keep) for a in by_token)  # (N, P + K, ...)
+                        positions = None if self.positions is None else _kept(self.positions, ids_keep)
+                        arguments = (_kept(c, ids_keep), positions)  # (N, P + K, ...)
             if not skipping:
                 x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
             after_route = False
             if idx == end_idx:
                 after_route = ids_keep is not None
-                if after_route and not self.removal:
+                if ids_keep is not None and not self.removal:
                     x = start_route(x, ids_keep)  # (N, P + K, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
                 arguments, skipping = by_token, False
@@ -249,7 +255,7 @@ class DiT(nn.Module):
             )
         c = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
         c = c.unsqueeze(1) if c.dim() == 2 else c  # (N, 1 or L, D)
-        if self.y_embedder is None:
+        if self.y_embedder is None or class_labels is None:
             return c
         if self.training and self.class_dropout_prob > 0:
             class_labels = drop_labels(class_labels, self.num_classes, self.class_dropout_prob, generator)
@@ -272,6 +278,6 @@ class DiT(nn.Module):
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, grid * p, grid * p)
 
 
-def _kept(x: torch.Tensor | None, ids_keep: torch.Tensor) -> torch.Tensor | None:
+def _kept(x: torch.Tensor, ids_keep: torch.Tensor) -> torch.Tensor:
     """Gather the kept tokens; a tensor with one token is shared by all."""
-    return x if x is None or x.shape[1] == 1 else gather_tokens(x, ids_keep)
+    return x if x.shape[1] == 1 else gather_tokens(x, ids_keep)

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         N, L, D = x.shape
         qkv = self.qkv(x).reshape(N, L, 3, self.num_heads, D // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (N, H, L, d) each
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
         if rope is not None:
             q, k = (apply_rot_embed_cat(z, rope.unsqueeze(1)) for z in (q, k))
@@ -82,6 +82,8 @@ class Attention(nn.Module):
 
 class TimestepEmbedder(nn.Module):
     """Embed the noise level c_noise: sines and cosines of 256 frequencies, then a small network."""
+
+    frequencies: torch.Tensor
 
     def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
         super().__init__()

@@ -74,7 +74,7 @@ class StateSpace(nn.Module):
         kernel = self.conv.unflatten(0, (self.num_heads, -1)).to(x.dtype)  # (H, d, CONV_SIZE)
         L, padded = x.shape[2], F.pad(x, (0, 0, CONV_SIZE - 1, 0))
         parts = [padded[:, :, j : j + L] * kernel[:, None, :, j] for j in range(CONV_SIZE)]
-        return F.silu(sum(parts))
+        return F.silu(sum(parts, start=x.new_zeros(())))
 
     def _scan(self, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return y of the recurrence above, for x (N, H, L, d), dt (N, H, L), b and c (N, H, L, S)."""

@@ -18,6 +18,8 @@ class Fuse(nn.Module):
             evaluated without it (`guidance=path_drop`).
     """
 
+    mask_token: torch.Tensor
+
     def __init__(self, pos_embed: torch.Tensor, /, path_drop_prob: float = 0.1):
         super().__init__()
         hidden_size = pos_embed.shape[-1]

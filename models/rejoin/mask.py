@@ -12,6 +12,8 @@ from routing import end_route
 class Mask(nn.Module):
     """Pad the sparse output of a window."""
 
+    pos_embed: torch.Tensor
+
     def __init__(self, pos_embed: torch.Tensor, /):
         super().__init__()
         self.mask_token = nn.Parameter(0.02 * torch.randn(pos_embed.shape[-1]))  # (D,)
@@ -28,4 +30,4 @@ class Mask(nn.Module):
             # The token takes part in every training step: other processes wait for its gradient.
             return routed + 0 * self.mask_token if self.training else routed
         padding = (self.pos_embed + self.mask_token).to(original.dtype).expand_as(original)  # (N, L, D)
-        return padding if routed is None else end_route(routed, ids_keep, padding)
+        return padding if routed is None or ids_keep is None else end_route(routed, ids_keep, padding)

@@ -13,7 +13,7 @@ from data import digits as open_digits
 from diffusion import Guidance, Loss, Precond
 from evaluation.metrics import Metric
 from evaluation.statistics import FeatureStatistics
-from models import Flops
+from models import Backbone, Flops
 from models.blocks import DiTBlock
 from models.layers import drop_labels
 from routing import Routing, end_route, resolve_routes, start_route
@@ -104,7 +104,7 @@ class WarmBlock(DiTBlock):
     norm = staticmethod(partial(nn.LayerNorm, eps=1e-3))
 
 
-class PixelMixer(nn.Module):
+class PixelMixer(Backbone):
     """Each pixel a token, blocks that see the mean of all tokens beside their own."""
 
     def __init__(
