@@ -87,7 +87,7 @@ class DDPMPrecond(Precond):
         return F_x[:, x.shape[1] :].to(self.dtype)
 
 
-class DDPMLoss(Loss):
+class DDPMLoss(Loss[DDPMPrecond]):
     """Squared error of eps; a predicted variance is trained by the variational bound."""
 
     def __init__(self):

@@ -71,7 +71,7 @@ class OptimalPrecond(EDMPrecond):
         return F_x
 
 
-class EDMLoss(Loss):
+class EDMLoss(Loss[EDMPrecond]):
     """Weighted denoising error at log-normal noise levels, [EDM] section 5.
 
     Args:

@@ -40,7 +40,7 @@ class FlowPrecond(Precond):
         return -F_x if self.from_noise else F_x
 
 
-class FlowLoss(Loss):
+class FlowLoss(Loss[FlowPrecond]):
     """Squared error of the velocity.
 
     Args:

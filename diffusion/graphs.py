@@ -46,7 +46,7 @@ class _Replayed:
         if torch.is_grad_enabled() or generator is not None or not repeats:
             return self._function(net, x, c_noise, class_labels, routing=routing, generator=generator)
         labels = () if class_labels is None else (class_labels,)
-        inputs = (x, c_noise, *labels, *(() if routing is None else routing.noise))
+        inputs = (x, c_noise, *labels, *((routing and routing.noise) or ()))
         kind = (torch.is_autocast_enabled(x.device.type), str(routing and routing.selection_ratio))
         kind += tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         if kind not in self._recorded:

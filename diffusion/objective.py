@@ -4,7 +4,7 @@ Shapes: N samples, C channels, H, W.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn as nn
@@ -20,6 +20,7 @@ class Precond(nn.Module, ABC):
     """
 
     path: Path
+    net: Any  # a models.Backbone, which this package does not import
 
     def __init__(self, net: nn.Module):
         super().__init__()
@@ -79,7 +80,10 @@ class Precond(nn.Module, ABC):
         return self.denoised(self.predict(x, t, class_labels, routing=routing, generator=generator), x, t)
 
 
-class Loss(ABC):
+PrecondT = TypeVar("PrecondT", bound=Precond)
+
+
+class Loss(ABC, Generic[PrecondT]):
     """Error of a prediction at a random time; a sibling writes `draw_t` and `error`.
 
     Args:
@@ -103,7 +107,7 @@ class Loss(ABC):
     @abstractmethod
     def error(
         self,
-        precond: Precond,
+        precond: PrecondT,
         F_x: torch.Tensor,
         x_t: torch.Tensor,
         t: torch.Tensor,
@@ -114,7 +118,7 @@ class Loss(ABC):
 
     def __call__(
         self,
-        precond: Precond,
+        precond: PrecondT,
         x: torch.Tensor,
         class_labels: torch.Tensor | None,
         *,

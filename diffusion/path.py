@@ -20,7 +20,8 @@ class Path(Protocol):
         t_max: the end of the path, where there is least data.
     """
 
-    t_max: float
+    @property
+    def t_max(self) -> float: ...
 
     def alpha(self, t: torch.Tensor) -> torch.Tensor: ...
 
@@ -138,7 +139,7 @@ def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
     return denoise_on_path
 
 
-def solve_on(denoise: Denoise, from_path: Path, to_path: Path) -> tuple[Denoise, Path]:
+def solve_on(denoise: Denoise, from_path: Path, to_path: EDMPath | FlowPath | VPPath) -> tuple[Denoise, Path]:
     """Turn a denoiser into one of `to_path`; return it and that path, cut where `from_path` ends."""
     if from_path == to_path:
         return denoise, to_path

@@ -35,7 +35,7 @@ class CFG(Guidance):
             check_null_class(precond.net, f"guidance.guidance_scale={self.guidance_scale} must be 1")
 
     def weak(self, strong: Branch) -> Branch:
-        return strong if strong.class_labels is None else on_null_class(strong)
+        return on_null_class(strong)
 
     def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
         guided = super().combine(D_s, D_w, w)
@@ -45,7 +45,9 @@ class CFG(Guidance):
 
 
 def on_null_class(branch: Branch) -> Branch:
-    """Replace the class labels of a branch by the null class."""
+    """Replace the class labels of a branch by the null class, if it has any."""
+    if branch.class_labels is None:
+        return branch
     return replace(branch, class_labels=torch.full_like(branch.class_labels, branch.precond.net.num_classes))
 
 

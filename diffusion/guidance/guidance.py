@@ -68,9 +68,10 @@ def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> to
         return torch.cat([torch.zeros_like(x, dtype=first.precond.dtype)] * 2, dim=1).repeat(n, 1, 1, 1)
     labels, routing = first.class_labels, first.routing
     if labels is not None:
-        labels = torch.cat([branch.class_labels for branch in branches])
+        labels = torch.cat([b.class_labels for b in branches if b.class_labels is not None])
     if routing is not None and routing.noise is not None:
-        noise = [torch.cat(parts) for parts in zip(*(b.routing.noise for b in branches), strict=True)]
+        noises = [b.routing.noise for b in branches if b.routing is not None and b.routing.noise is not None]
+        noise = [torch.cat(parts) for parts in zip(*noises, strict=True)]
         routing = replace(routing, noise=noise)
     return first.precond.predict(torch.cat([x] * n), t, labels, routing=routing)
 
@@ -146,7 +147,7 @@ class Guidance:
             branches = branches[:1] if w == 1 else branches
             F_x = predict(branches, x, t)
             D_x = [b.precond.denoised(F, x, t) for b, F in zip(branches, F_x, strict=True)]
-            D = D_x[0] if w == 1 else self.combine(*D_x, w)
+            D = D_x[0] if w == 1 else self.combine(D_x[0], D_x[1], w)
             return (D, strong.precond.learned_variance(F_x[0], x)) if with_variance else D
 
         return denoise

@@ -22,5 +22,4 @@ class PathDropGuidance(Guidance):
             check_null_class(precond.net, "guidance=path_drop uses the null class, which is not supported")
 
     def weak(self, strong: Branch) -> Branch:
-        weak = replace(strong, routing=Routing(1))
-        return weak if strong.class_labels is None else on_null_class(weak)
+        return on_null_class(replace(strong, routing=Routing(1)))

@@ -43,5 +43,5 @@ def adaptive_sampler(
     ends_ = ends.to(x.device)
     # Without it the solver steps beyond the end, where no noise is left, and interpolates.
     landing = {"step_t": ends_[1:]}
-    x = odeint(slope, x, ends_, rtol=rtol, atol=atol, method="dopri5", options=landing)[-1]
+    x = torch.as_tensor(odeint(slope, x, ends_, rtol=rtol, atol=atol, method="dopri5", options=landing))[-1]
     return denoise(x, ends[1]).to(torch.float64)
