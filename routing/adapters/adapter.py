@@ -90,7 +90,11 @@ class BlockList:
     by_token: Mapping[str, Callable[[Any, TokenSelection], Any]] = field(default_factory=dict)
     shared: Sequence[str] = ()
     sequence_first: bool = False
-    num_suffix_tokens: Callable[[nn.Module, Arguments], int] | None = None
+    num_suffix_tokens: Callable[[Any, Arguments], int] | None = None
+
+    def of(self, model: nn.Module) -> Any:
+        """Return the list of blocks in a model."""
+        return model.get_submodule(self.name)
 
     def batch_first(self, x: torch.Tensor) -> torch.Tensor:
         """Swap samples and tokens of a sequence-first list; its own inverse."""
@@ -147,18 +151,18 @@ class Adapter:
             tokens that bypass are put back after each block of a window.
     """
 
-    block_lists: Sequence[BlockList] | BlockList
+    block_lists: Sequence[BlockList] | Any  # one alone is no sequence until it is made a tuple
     accepts: Sequence[str]
-    num_prefix_tokens: Callable[[nn.Module, Arguments], int] = _zero
-    num_suffix_tokens: Callable[[nn.Module, Arguments], int] = _zero
+    num_prefix_tokens: Callable[[Any, Arguments], int] = _zero
+    num_suffix_tokens: Callable[[Any, Arguments], int] = _zero
     residuals: Sequence[str] = ()
-    check: Callable[[nn.Module, Arguments], None] = lambda model, arguments: None
+    check: Callable[[Any, Arguments], None] = lambda model, arguments: None
     whole_between_blocks: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.block_lists, BlockList):
-            object.__setattr__(self, "block_lists", (self.block_lists,))
-        if self.num_prefix_tokens is _zero and any(spec.joint for spec in self.block_lists):
+        lists = (self.block_lists,) if isinstance(self.block_lists, BlockList) else self.block_lists
+        object.__setattr__(self, "block_lists", lists)
+        if self.num_prefix_tokens is _zero and any(spec.joint for spec in lists):
             raise ValueError("joint=True needs num_prefix_tokens: the prefix would be routed with the image")
 
     def num_suffix_tokens_of(self, model: nn.Module, arguments: Arguments) -> dict[str, int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -83,14 +83,14 @@ def attach(
 
     offset = 0
     for spec in adapter.block_lists:
-        blocks = model.get_submodule(spec.name)
+        blocks = spec.of(model)
         blocks.__class__ = HANDING_OUT[type(blocks)]
         blocks.first_idx, blocks.routed_passes = offset, {}
         offset += len(blocks)
     model.__dict__.pop("forward", None)
     if not hasattr(type(model), "plain_forward"):  # after `detach`, what was derived meanwhile stays
         model.__class__ = _with_routes(type(model))
-    model._attached = _Attached(adapter, layers, routes, router, signature)
+    model.__dict__["_attached"] = _Attached(adapter, layers, routes, router, signature)
     return routes
 
 
@@ -102,13 +102,13 @@ def detach(model: nn.Module) -> None:
     """
     if not hasattr(model, "_attached"):
         raise ValueError(f"{type(model).__name__} has no routes")
-    adapter = model._attached.adapter
+    adapter = model.__dict__["_attached"].adapter
     del model._attached
     if "plain_forward" in vars(type(model)):  # else a class was derived from it (fully_shard)
-        model.__class__ = type(model).__base__
+        model.__class__ = type(model).__base__  # pyright: ignore (a Module, as above)
     plain = {handing_out: kind for kind, handing_out in HANDING_OUT.items()}
     for spec in adapter.block_lists:
-        blocks = model.get_submodule(spec.name)
+        blocks = spec.of(model)
         if type(blocks) in plain:  # else it was replaced
             blocks.__class__ = plain[type(blocks)]
             del blocks.first_idx, blocks.routed_passes
@@ -124,7 +124,7 @@ class _Layer:
 
 
 def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
-    blocks = model.get_submodule(spec.name)
+    blocks = spec.of(model)
     if type(blocks) not in HANDING_OUT:
         found = f"{spec.name} of {type(model).__name__} is a {type(blocks).__name__}"
         raise ValueError(f"{found}, must be one of {', '.join(kind.__name__ for kind in HANDING_OUT)}")
@@ -145,7 +145,7 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
 def _with_routes(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class of the same name whose forward takes routes."""
 
-    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(model, "_attached"):  # they were detached, and a wrapper still calls this
             return plain(model, *args, **kwargs)
         return model._attached.forward(model, args, kwargs)
@@ -205,8 +205,9 @@ class _Attached:
         routed_pass = _RoutedPass(self.layers, windows)
 
         def given(name: str, value: Any) -> Any:
-            is_list = name in self.adapter.residuals and value is not None
-            return _Residuals(name, value, routed_pass) if is_list else value
+            if value is None or name not in self.adapter.residuals:
+                return value
+            return _Residuals(name, value, routed_pass)
 
         names = list(self.signature.parameters)[1:]
         args = tuple(given(name, value) for name, value in zip(names, args, strict=False))
@@ -220,7 +221,7 @@ class _Attached:
         """Let the lists of blocks hand out stand-ins to this thread."""
         lists, thread = [], threading.get_ident()
         for spec in self.adapter.block_lists:
-            blocks, length = model.get_submodule(spec.name), sum(layer.spec is spec for layer in self.layers)
+            blocks, length = spec.of(model), sum(layer.spec is spec for layer in self.layers)
             if not isinstance(blocks, _RoutedBlocks) or len(blocks) != length:
                 changed = f"{spec.name} of {type(model).__name__} was replaced, or is no longer of {length} "
                 raise ValueError(f"{changed}blocks: detach before, and attach again")
@@ -278,6 +279,7 @@ class _Window:
 
     def kept(self, spec: BlockList) -> TokenSelection:
         """Return the kept tokens among those of a list of blocks."""
+        assert self.ids_keep is not None  # the window has started
         S = self.num_suffix_tokens[spec.name]
         if S not in self._kept:
             suffix = self.num_tokens + torch.arange(S, device=self.ids_keep.device)
@@ -293,7 +295,7 @@ class _Window:
         """
         x, kept = spec.tokens_of(output), self.kept(spec)
         P = self.num_prefix_tokens if spec.joint else 0
-        original = before[:, P:] if self.whole else self.original
+        original = before[:, P:] if self.original is None else self.original
         # In the type that a block would return: autocast may have left the tokens narrower before it.
         original = original.to(torch.promote_types(original.dtype, x.dtype))
         if (missing := kept.num_tokens - original.shape[1]) != 0:  # the window began in a list of another S
@@ -348,7 +350,7 @@ class _Residuals(Sequence):
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, i: int) -> torch.Tensor:
+    def __getitem__(self, i: Any) -> Any:
         with named(self.name):
             return self.routed_pass.residual(self.values[i])
 
@@ -401,7 +403,7 @@ class _RoutedBlock:
         return getattr(self._block, name)
 
 
-class _RoutedBlocks:
+class _RoutedBlocks(nn.ModuleList if TYPE_CHECKING else object):
     """A list of blocks that hands out stand-ins during a routed pass."""
 
     first_idx = 0  # of its first block, through all lists

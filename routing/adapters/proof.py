@@ -123,7 +123,7 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
 def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
     (route,) = attach(model, [route], adapter=adapter)  # raises what does not fit
     detach(model)
-    layers = [(spec, block) for spec in adapter.block_lists for block in model.get_submodule(spec.name)]
+    layers = [(spec, block) for spec in adapter.block_lists for block in spec.of(model)]
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
     P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments)
     start = State(*window[0], P)
@@ -163,12 +163,13 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
 class State:
     """The tokens (N, T + S, D) of a model where a block starts or ends."""
 
+    value: torch.Tensor
+    output: torch.Tensor
+
     def __init__(self, spec: BlockList, block: nn.Module, num_prefix_tokens: int):
         self.spec, self.block = spec, block
         self.first = num_prefix_tokens if spec.joint else 0
         self.signature = inspect.signature(type(block).forward)
-        self.value: torch.Tensor | None = None
-        self.output: torch.Tensor | None = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:

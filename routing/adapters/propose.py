@@ -397,7 +397,7 @@ class _Attention(TorchFunctionMode):
 
 def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Call]]:
     """Run a model; return the calls of each list of blocks that attend, and ran once, one after another."""
-    kinds = nn.ModuleList | nn.Sequential
+    kinds = (nn.ModuleList, nn.Sequential)
     lists = {name: blocks for name, blocks in model.named_modules() if isinstance(blocks, kinds)}
     found: dict[str, list[_Call]] = {}
     attention, started, attending, places = _Attention(), [], set(), count()

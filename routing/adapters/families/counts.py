@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn as nn
 
 from routing.adapters.adapter import Arguments
 from routing.adapters.families.parts import Count
@@ -15,7 +15,7 @@ IDEOGRAM_IMAGE = 2  # the role of a token, as Ideogram counts them
 Z_PATCH_SIZE, Z_MULTIPLE = 2, 32
 
 
-def fibo_2_gists(model: nn.Module, arguments: Arguments) -> list[int]:
+def fibo_2_gists(model: Any, arguments: Arguments) -> list[int]:
     """Count the tokens that sum up the text of each sample."""
     from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 
@@ -25,13 +25,13 @@ def fibo_2_gists(model: nn.Module, arguments: Arguments) -> list[int]:
     return compute_gist_count(lengths, *(model.config[key] for key in GIST))
 
 
-def fibo_2_prefix(model: nn.Module, arguments: Arguments) -> int:
+def fibo_2_prefix(model: Any, arguments: Arguments) -> int:
     """Count the tokens of the text, which come last where they are padded."""
     counts = fibo_2_gists(model, arguments)
     return counts[0] if len(set(counts)) == 1 else 0
 
 
-def fibo_2_suffix(model: nn.Module, arguments: Arguments) -> int:
+def fibo_2_suffix(model: Any, arguments: Arguments) -> int:
     """Count the tokens of images to edit, and those of the text where they come last."""
     counts, patch_size = fibo_2_gists(model, arguments), model.config.patch_size
     num_context_tokens = sum(
@@ -41,19 +41,19 @@ def fibo_2_suffix(model: nn.Module, arguments: Arguments) -> int:
     return num_context_tokens + (max(counts) if len(set(counts)) > 1 else 0)
 
 
-def flux_3_references(model: nn.Module, arguments: Arguments) -> int:
+def flux_3_references(model: Any, arguments: Arguments) -> int:
     """Count the tokens of reference images, an argument of their own."""
     reference = arguments.get("image_cond_hidden_states")
     return 0 if reference is None else reference.shape[1]
 
 
-def hidream_padding(model: nn.Module, arguments: Arguments) -> int:
+def hidream_padding(model: Any, arguments: Arguments) -> int:
     """Count the padding behind the image: a square has none, others are as long as the largest."""
     height, width = arguments["hidden_states"].shape[-2:]
     return 0 if height == width else model.max_seq - height * width // model.config.patch_size**2
 
 
-def hidream_others(model: nn.Module, arguments: Arguments) -> int:
+def hidream_others(model: Any, arguments: Arguments) -> int:
     """Count the padding, the text of T5, and two of Llama: one for all blocks, one for each."""
     num_t5 = arguments["encoder_hidden_states_t5"].shape[-2]
     num_llama = arguments["encoder_hidden_states_llama3"][0].shape[-2]
@@ -68,7 +68,7 @@ def history(names: Sequence[str], patch_size: Sequence[int] | None = None) -> Co
         patch_size: None: that of the model.
     """
 
-    def count(model: nn.Module, arguments: Arguments) -> int:
+    def count(model: Any, arguments: Arguments) -> int:
         total = 0
         for name, stride in zip(names, (1, 2, 4), strict=True):
             latents = arguments.get(f"latents_{name}")
@@ -80,7 +80,7 @@ def history(names: Sequence[str], patch_size: Sequence[int] | None = None) -> Co
     return count
 
 
-def ideogram_prefix(model: nn.Module, arguments: Arguments) -> int:
+def ideogram_prefix(model: Any, arguments: Arguments) -> int:
     """Count the tokens before the image, which must come last, at one place in all samples."""
     is_image = arguments["indicator"] == IDEOGRAM_IMAGE  # (N, P + T)
     num_image_tokens = int(is_image[0].sum())  # SYNC: shapes depend on it
@@ -90,7 +90,7 @@ def ideogram_prefix(model: nn.Module, arguments: Arguments) -> int:
     return first
 
 
-def joyimage_references(model: nn.Module, arguments: Arguments) -> int:
+def joyimage_references(model: Any, arguments: Arguments) -> int:
     """Count references and padding, which come after the image: the first shape of each sample."""
     lengths = {math.prod(first) for first, *_ in arguments["shape_list"]}
     if len(lengths) != 1:
@@ -98,7 +98,7 @@ def joyimage_references(model: nn.Module, arguments: Arguments) -> int:
     return arguments["hidden_states"].shape[1] - lengths.pop()
 
 
-def lumina_2_prefix(model: nn.Module, arguments: Arguments) -> int:
+def lumina_2_prefix(model: Any, arguments: Arguments) -> int:
     """Count the tokens of the text without its padding, which the model leaves out before its blocks."""
     lengths = arguments["encoder_attention_mask"].sum(dim=1).tolist()  # SYNC: the model does the same
     if len(set(lengths)) > 1:
@@ -109,21 +109,21 @@ def lumina_2_prefix(model: nn.Module, arguments: Arguments) -> int:
     return int(lengths[0])
 
 
-def qwen_references(model: nn.Module, arguments: Arguments) -> int:
+def qwen_references(model: Any, arguments: Arguments) -> int:
     """Count the tokens of reference images; with layers, of the last entry, which they are taken from."""
     shapes = arguments["img_shapes"][0]  # as in the model, those of all samples
     others = shapes[1:] if isinstance(shapes, list) else []
     return sum(map(math.prod, others[-1:] if model.config.use_layer3d_rope else others))
 
 
-def qwen_21_prefix(model: nn.Module, arguments: Arguments) -> int:
+def qwen_21_prefix(model: Any, arguments: Arguments) -> int:
     """Count the tokens of text and reference images, which come before those of the image."""
     num_text_tokens = int((~arguments["img_mask"][0]).sum())  # SYNC: the model does the same
     num_target_tokens = math.prod(arguments["img_shapes"][0][-1])
     return num_text_tokens + arguments["hidden_states"].shape[1] - num_target_tokens
 
 
-def z_image_suffix(model: nn.Module, arguments: Arguments) -> int:
+def z_image_suffix(model: Any, arguments: Arguments) -> int:
     """Count the padding of the image and the longest text, in a batch of images of one size."""
     images, texts = arguments["x"], arguments["cap_feats"]
     if any(not isinstance(image, torch.Tensor) or image.shape != images[0].shape for image in images):
@@ -137,26 +137,26 @@ def _padded(num_tokens: int) -> int:
     return -(-num_tokens // Z_MULTIPLE) * Z_MULTIPLE
 
 
-def ace_step_backend(model: nn.Module, arguments: Arguments) -> None:
+def ace_step_backend(model: Any, arguments: Arguments) -> None:
     """Refuse backends that find the window of attention by the place of a token in the sequence."""
     for layer in model.layers:
         if (backend := layer.self_attn.processor._attention_backend) is not None:
             raise ValueError(f"the attention backend {backend} of AceStep does not go together with routing")
 
 
-def joyimage_items(model: nn.Module, arguments: Arguments) -> None:
+def joyimage_items(model: Any, arguments: Arguments) -> None:
     """Refuse images that are given in a row (N, items, C, frames, H, W)."""
     if arguments["hidden_states"].ndim != 5:
         raise ValueError("hidden_states: reference items of JoyImage do not go together with routing")
 
 
-def motif_decoder(model: nn.Module, arguments: Arguments) -> None:
+def motif_decoder(model: Any, arguments: Arguments) -> None:
     """Refuse decoder layers: they start from the tokens before all blocks."""
     if model.num_decoder_layers:
         raise ValueError(f"num_decoder_layers of {type(model).__name__} does not go together with routing")
 
 
-def continuous_inputs(model: nn.Module, arguments: Arguments) -> None:
+def continuous_inputs(model: Any, arguments: Arguments) -> None:
     """Refuse patches and codes, which have norms and positions of their own."""
     if not model.is_input_continuous:
         raise ValueError("Transformer2DModel goes together with routing for continuous inputs alone")
