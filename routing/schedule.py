@@ -128,7 +128,7 @@ class RoutePlan:
 
     def _levels(self) -> list[tuple[float, ...]]:
         """Return the ratios of all routes at each level, in the order of training."""
-        if self.schedule == "constant":
+        if self.schedule == "constant" or self.end_factor is None:
             return [tuple(route.selection_ratio for route in self.routes)]
         start = 1.0 if self.start_factor is None else self.start_factor
         levels = []

@@ -70,13 +70,13 @@ class Batches:
 
     def _of_step(self, step: int, stored: Iterator[Stored]) -> Iterator[MicroBatch]:
         for index in self.indices:
-            *tensors, num_forced = next(stored)
-            entries, labels, masks = (
-                t if t is None else t.to(self.device, non_blocking=True) for t in tensors
+            entries, labels, masks, num_forced = next(stored)
+            labels, masks = (
+                t if t is None else t.to(self.device, non_blocking=True) for t in (labels, masks)
             )
             generator = self.generator(step, index)
-            x = self.to_latents(entries, generator)
+            x = self.to_latents(entries.to(self.device, non_blocking=True), generator)
             if step == index == 0:
                 self.check_std(x.std())  # SYNC: once in a run
-            force_keep = None if masks is None else self.token_mask(masks)
+            force_keep = None if masks is None or self.token_mask is None else self.token_mask(masks)
             yield MicroBatch(x, labels, masks, force_keep, num_forced, generator)

@@ -97,7 +97,7 @@ class CheckpointFolder:
         try:
             self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone is not made again
             partial.mkdir()
-            rest = {"step": step}
+            rest: dict[str, Any] = {"step": step}
             for name, state in states.items():
                 tensors, rest[name] = _apart(state)
                 if tensors:

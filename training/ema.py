@@ -31,7 +31,7 @@ class EMA:
             # beta_s = min(beta, (1 + s) / (10 + s))
             decay = torch.minimum(decay, (1 + self.num_updates) / (10 + self.num_updates))
         weight = (1 - decay) * (1 - skipped)
-        averages = list(self.net.parameters())
+        averages: list[torch.Tensor] = list(self.net.parameters())
         # average += weight * (parameter - average); the weight stays on the device
         torch._foreach_lerp_(averages, list(net.parameters()), [weight] * len(averages))
         self.num_updates += 1 - skipped

@@ -41,7 +41,8 @@ def _fit(trainer: Trainer, run: RunFolder) -> str:
     reason = ""
 
     def record_end() -> None:
-        trainer.recorder.metrics_file.flush()
+        if trainer.recorder.metrics_file is not None:
+            trainer.recorder.metrics_file.flush()
         run.update({"status": "stopped" if reason else "finished", "reason": reason, "step": trainer.step})
 
     try:

@@ -56,7 +56,7 @@ class Optimizer:
         for optimizer in self.optimizers.values():
             if optimizer.defaults.get("fused"):
                 # What torch.amp.GradScaler.step sets: fused kernels change nothing where it is 1.
-                optimizer.found_inf = skipped
+                optimizer.found_inf = skipped  # pyright: ignore (torch declares it nowhere)
                 optimizer.step()
             else:
                 _step_or_undo(optimizer, skipped)
@@ -99,4 +99,4 @@ def _copy(value: Any) -> Any:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor on this rank; other tensors as they are."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return getattr(tensor, "to_local", lambda: tensor)()

@@ -221,8 +221,8 @@ def _check_events(events: Iterator[yaml.Event]) -> None:
     for event in events:
         if isinstance(event, yaml.AliasEvent):
             raise ValueError("it has aliases")
-        if getattr(event, "tag", None) is not None:
-            raise ValueError(f"it has the tag {event.tag}")
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise ValueError(f"it has the tag {tag}")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_CONFIG_DEPTH:
             raise ValueError(f"it nests more than {MAX_CONFIG_DEPTH} deep")

@@ -27,7 +27,7 @@ PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # sides of matrices that keep a dev
 
 
 def interleaved_seconds(
-    functions: Mapping[Any, Callable[[], None]], device: torch.device, repeats: int
+    functions: Mapping[Any, Callable[[], Any]], device: torch.device, repeats: int
 ) -> dict[Any, list[float]]:
     """Time functions after one call to warm up, in turns: a busy machine slows all of them."""
     times = {name: [] for name in functions}
@@ -47,7 +47,7 @@ def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
     return median(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def fp32_slowdown(net: nn.Module, device: torch.device, bf16: bool) -> float:
+def fp32_slowdown(net: Any, device: torch.device, bf16: bool) -> float:
     """Time of a matrix product outside bf16 autocast (on CUDA in TF32) over its time under it; 1 where no
     block of the network runs outside.
     """
@@ -74,7 +74,7 @@ def specified_peak(device: torch.device, bf16: bool) -> float | None:
 
 def micro_loss(
     precond: nn.Module,
-    net: nn.Module,
+    net: Any,
     loss: Callable[..., torch.Tensor],
     num_samples: int,
     device: torch.device,
@@ -87,7 +87,7 @@ def micro_loss(
     return loss(precond, x, labels, generator=generator, routing=routing)
 
 
-def no_sync(precond: nn.Module) -> Any:
+def no_sync(precond: Any) -> Any:
     """Leave the gradients of other ranks alone in a backward pass."""
     return precond.net.no_sync() if hasattr(precond.net, "no_sync") else nullcontext()
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import psutil
 import torch
@@ -36,7 +37,7 @@ class StopRequest:
         self._signal: str | None = None
         self.has_trained = False  # set after the first step: before it, Ctrl-C has nothing to save
         # A group of its own on the CPU: nothing waits for the device.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._tick_steps, self._num_calls, self._ticked = 1, 0, float("-inf")
 
     @contextmanager

@@ -149,7 +149,7 @@ class Trainer:
 
     def update_weights(self, loss: torch.Tensor) -> torch.Tensor:
         """Clip, step and average the weights; return 1 if the step was skipped, else 0 (0-d)."""
-        grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
+        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.settings.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, grad_norm)
         # A step that is not finite is skipped on the device; the gradients are the same on all ranks.
