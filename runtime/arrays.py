@@ -7,7 +7,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError)
 ZIP_ERRORS += (ValueError, RuntimeError, LookupError, OverflowError)
 
 
-def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Read the header of an .npy: shape, whether the order is Fortran's, and type."""
     try:
         first = np.lib.format.read_magic(file) == (1, 0)
@@ -46,7 +46,7 @@ def check_size(name: str, shape: tuple[int, ...], dtype: np.dtype, size: int) ->
         raise ValueError(f"{name} holds {size} bytes, its shape {shape} needs {needed}")
 
 
-def read_array(file: BinaryIO, size: int) -> np.ndarray:
+def read_array(file: IO[bytes], size: int) -> np.ndarray:
     """Read an .npy of `size` bytes."""
     shape, fortran_order, dtype = read_header(file)
     left = size - file.tell()
@@ -67,7 +67,7 @@ def member_size(archive: zipfile.ZipFile, name: str) -> int:
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{name} is packed by method {member.compress_type}, must be stored or deflated")
-    packed = min(member.compress_size, Path(archive.filename).stat().st_size)
+    packed = min(member.compress_size, Path(str(archive.filename)).stat().st_size)
     if member.file_size > MAX_INFLATED * packed:
         raise ValueError(
             f"{name} declares {member.file_size} bytes, more than the {packed} that are there can be"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -31,7 +31,7 @@ class Launch:
     @classmethod
     def of(cls, state: PartialState) -> "Launch":
         """The launch that accelerate describes."""
-        return cls(state.process_index, state.num_processes, state.device)
+        return cls(state.process_index, state.num_processes, state.device or torch.device("cpu"))
 
     @property
     def is_main(self) -> bool:
@@ -70,7 +70,7 @@ class Launch:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stack the tensors of all ranks: (...) -> (world_size, ...)."""
         # All of one shape and not empty: some backends cannot gather anything else.
-        return gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor.unsqueeze(0)
+        return cast(torch.Tensor, gather(tensor.unsqueeze(0))) if self.world_size > 1 else tensor.unsqueeze(0)
 
     def gather_items(self, items: list[T]) -> list[T]:
         """Collect the items of all ranks in one list."""
@@ -92,7 +92,7 @@ class Launch:
         ((decided, error),) = broadcast_object_list([answer])
         if error is not None:
             raise error
-        return decided
+        return cast(T, decided)
 
     def assert_ranks_agree(self, facts: Mapping[str, Any]) -> None:
         """Raise a ValueError, on all ranks, that names the facts that differ between them."""

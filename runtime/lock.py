@@ -50,9 +50,11 @@ class Lock:
             announced = True
             time.sleep(0.5)
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
+        by = f"process {os.getpid()} on {socket.gethostname()} since {now}"
         with suppress(OSError):  # a full disk: the lock works, but does not say who holds it
-            os.ftruncate(self._held, 0)
-            os.pwrite(self._held, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
+            if self._held is not None:
+                os.ftruncate(self._held, 0)
+                os.pwrite(self._held, by.encode(), 0)
         return self
 
     def release(self) -> None:
@@ -114,7 +116,8 @@ class Lock:
         return True
 
     def _close(self) -> None:
-        os.close(self._held)
+        if self._held is not None:
+            os.close(self._held)
         self._held = None
 
     def __enter__(self) -> "Lock":

@@ -48,11 +48,12 @@ def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch
     # (evaluation/precision.py).
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     _check_launcher()
-    state = PartialState(cpu=device_type() == "cpu", **({"timeout": timeout} if timeout else {}))
+    options = {"timeout": timeout} if timeout else {}
+    launch = Launch.of(PartialState(cpu=device_type() == "cpu", **options))
     # The one thread that launchers set by default is right beside a GPU only.
-    if state.device.type == "cpu" and not threads_are_chosen():
+    if launch.device.type == "cpu" and not threads_are_chosen():
         torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    return Launch.of(state)
+    return launch
 
 
 def device_type() -> str:
