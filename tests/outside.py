@@ -29,7 +29,7 @@ from data.shards import read_shard_manifest
 from data.verify import damages
 from evaluation import open_reference
 from evaluation.detectors import inception
-from examples import finetune
+from runtime.arrays import map_array
 from runtime.parts import PartFolder
 from tests.networks import small_dit
 from tests.photos import write_autoencoder
@@ -307,7 +307,7 @@ ARRAYS = {
     "repa": (repa, npy_zip, (HUGE,), "|u1"),
     "folder of repa": (repa, npy_folder, (HUGE,), "|u1"),
     "edm2": (read_format("edm2"), npy_zip, (HUGE,), "|u1"),
-    "inputs": (finetune._open, lambda data: written("inputs/latents.npy", data), (HUGE, 2), "|u1"),
+    "inputs": (map_array, lambda data: written("inputs/latents.npy", data), (HUGE, 2), "|u1"),
 }  # fmt: skip
 ARRAY_DAMAGE = {
     "objects": (lambda *_: OBJECTS, "."),
