@@ -1,6 +1,7 @@
 """A small model of every class of diffusers that can be routed, with random weights, and inputs for it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,8 @@ import torch.nn as nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-TEXT_DIM, POOLED_DIM = 48, 24
+from benchmarks.families import POOLED_DIM, TEXT_DIM, WIDTHS, Size, options_and_inputs
+
 FRAMES = 4  # of a video, each of half the side
 
 
@@ -121,6 +123,11 @@ class Sizes(NamedTuple):
 def plus(model, options, inputs):
     """The options and inputs of a model, and others beside or in place of them."""
     return {**model[0], **options}, {**model[1], **inputs}
+
+
+def published(name, s):
+    """As the benchmark builds it."""
+    return options_and_inputs(name, Size(*s))
 
 
 def like_flux(s, timestep=1.0, plane=0.0):
@@ -341,6 +348,7 @@ def stable_audio(s):
 
 # Options and inputs of each class, of sizes.
 MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
+    **{name: partial(published, name) for name in WIDTHS},
     "AceStepTransformer1DModel": lambda s: (  # the window is of the side to both sides
         {
             **{"hidden_size": s.width, "intermediate_size": 3 * s.width, "head_dim": s.head_dim},
@@ -355,14 +363,6 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "AllegroTransformer3DModel": allegro,
     "AnyFlowTransformer3DModel": anyflow,
-    "AuraFlowTransformer2DModel": lambda s: (  # a sixth of joint blocks
-        {
-            **{"sample_size": 2 * s.side, "pos_embed_max_size": s.side**2, "joint_attention_dim": TEXT_DIM},
-            **{"num_mmdit_layers": s.depth // 6, "num_single_dit_layers": s.depth - s.depth // 6, **s.heads},
-            "caption_projection_dim": s.width,
-        },
-        {"hidden_states": s.image(4), **s.condition},
-    ),
     "BriaTransformer2DModel": lambda s: like_flux(s, 1000.0),
     "BriaFiboTransformer2DModel": lambda s: plus(
         like_flux(s, 1000.0),
@@ -443,9 +443,6 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             **{"hidden_states": s.image(128, patch_size=1), "timestep": s.steps},
             **{"text_bth": s.text, "text_lens": s.text_mask.sum(dim=1)},
         },
-    ),
-    "FluxTransformer2DModel": lambda s: plus(
-        like_flux(s), {"pooled_projection_dim": POOLED_DIM}, {"pooled_projections": s.pooled}
     ),
     "Flux2Transformer2DModel": lambda s: plus(flux_2(s), {}, {"guidance": torch.full((s.batch,), 4.0)}),
     "Flux3Transformer2DModel": lambda s: plus(  # a reference image of three tokens
@@ -613,16 +610,6 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "OmniGenTransformer2DModel": omnigen,
     "OvisImageTransformer2DModel": like_flux,
-    "PixArtTransformer2DModel": lambda s: (
-        {
-            **{"sample_size": 2 * s.side, "cross_attention_dim": s.width, "caption_channels": TEXT_DIM},
-            **{**s.deep, "use_additional_conditions": False},
-        },
-        {
-            **{"hidden_states": s.image(4), "encoder_hidden_states": s.text, "timestep": s.steps},
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
-    ),
     "PRXTransformer2DModel": lambda s: (
         {
             **{"context_in_dim": TEXT_DIM, "hidden_size": s.width, "num_heads": s.num_heads},
@@ -640,16 +627,6 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         {
             **{"hidden_states": s.tokens(128), **s.masked, "timestep": s.token_steps},
             "video_rotary_emb": s.rotary(s.width, (1, s.side**2)),
-        },
-    ),
-    "SD3Transformer2DModel": lambda s: (
-        {
-            **{"sample_size": 2 * s.side, "pos_embed_max_size": s.side, "joint_attention_dim": TEXT_DIM},
-            **{**s.deep, "caption_projection_dim": s.width, "pooled_projection_dim": POOLED_DIM},
-        },
-        {
-            **{"hidden_states": s.image(16), "encoder_hidden_states": s.text, "timestep": 1000 * s.time},
-            "pooled_projections": s.pooled,
         },
     ),
     # Diffusion forcing: pairs of frames see those before, and each frame has its own timestep.
@@ -685,7 +662,6 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "Transformer2DModel": transformer_2d,
-    "WanTransformer3DModel": wan,
     "ZImageTransformer2DModel": lambda s: (  # every second text is longer by 32 tokens; the others are padded
         {
             **{"dim": s.width, "n_layers": s.depth, "cap_feat_dim": TEXT_DIM, "axes_dims": s.axes},
