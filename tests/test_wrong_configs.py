@@ -43,7 +43,7 @@ ONE_ROUTE = "routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
 ENCODE, CONVERT = "source=file out=new", "format=repa source=file out=new"
 
 # Shapes of what a small FLUX is fine-tuned on.
-INPUTS = {"latents": (80, 1, 8, 8), "text": (80, 5, 12), "pooled": (80, 8), "masks": (80, 8, 8)}
+INPUTS = {"latents": (80, 16, 8, 8), "text": (80, 5, 48), "pooled": (80, 24), "masks": (80, 8, 8)}
 
 # What makes a request complete, of a program or of an option of a group.
 COMPLETE = {
