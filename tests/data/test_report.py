@@ -49,7 +49,7 @@ def test_numbers_and_picture(tmp_path, vae, monkeypatch, capsys):
         assert abs(float(std) - seen[:, channel].std()) < 1e-3
     assert len(told) == 4
     picture = np.asarray(Image.open(tmp_path / "a_report.png").convert("RGB"))
-    assert picture.shape[1] > 800 and picture.std() > 20
+    assert picture.shape[1] == 8 * 68 and picture.std() > 20
 
 
 def test_flips_are_drawn_beside_their_images(tmp_path, vae, monkeypatch):
@@ -60,7 +60,7 @@ def test_flips_are_drawn_beside_their_images(tmp_path, vae, monkeypatch):
 
     monkeypatch.setattr(report, "image_decoder", watched)
     monkeypatch.setattr(report, "SHEET_ROWS", 1)
-    report.draw_sheet(dataset, tmp_path / "sheet.png", torch.device("cpu"), vae, "title")
+    report.draw_sheet(dataset, tmp_path / "sheet.png", torch.device("cpu"), vae)
     ids = np.linspace(0, 11, 4).astype(int)
     for side in (0, 1):
         expected = dataset.manifest.to_means(torch.from_numpy(np.array(dataset.stored[ids, side])))
@@ -95,7 +95,7 @@ def test_of_many_classes_the_extremes_are_shown(tmp_path):
 def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
     write_latents(tmp_path / "a", np.random.default_rng(0).uniform(-1, 1, (3, 1, 8, 8)))
     call(tmp_path / "a", f"out={tmp_path}/new/sheet.png")
-    assert (tmp_path / "new" / "sheet.png").stat().st_size > 2000
+    assert (tmp_path / "new" / "sheet.png").stat().st_size > 500
     assert "classes    none" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path / "a")
     call(".")
