@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torchvision.models import inception_v3
 
 from benchmarks.results import Rows, measured
 from evaluation import InceptionDetector, precision_recall
-from evaluation.detectors.inception import NUM_CLASSES, NUM_POOL_FEATURES
+from evaluation.detectors.inception import NUM_POOL_FEATURES
+from evaluation.detectors.random_weights import write_random_weights
 from runtime.memory import peak_gib, reset_peak
 from training.speed import interleaved_seconds
 
@@ -48,12 +48,8 @@ def features(count: int, length: int, seed: int) -> torch.Tensor:
 
 def random_detectors(*devices: torch.device) -> list[InceptionDetector]:
     """The network with the same random weights on each device."""
-    net = inception_v3(weights=None, num_classes=NUM_CLASSES, aux_logits=False, init_weights=False)
-    for parameter in net.parameters():
-        if parameter.ndim == 4:  # else hardly anything is left of the images behind 48 layers
-            torch.nn.init.kaiming_normal_(parameter)
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(net.state_dict(), file := Path(folder) / "random.pth")
+        file = write_random_weights(Path(folder) / "random.pth")
         return [InceptionDetector(file, device, allow_unpublished=True) for device in devices]
 
 

@@ -54,8 +54,10 @@ class Size(NamedTuple):
 
     width: int
     num_heads: int
+    depth: int
     side: int
     batch: int
+    num_text: int
 
 
 def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
@@ -64,7 +66,7 @@ def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
     for num_tokens in (16,) if tiny else NUM_TOKENS:
         for name, width in WIDTHS.items():
             width, batch, repeats = ((64, 1), 1, 1) if tiny else (width, BATCH_TOKENS // num_tokens, REPEATS)
-            size = Size(*width, isqrt(num_tokens), batch)
+            size = Size(*width, DEPTH, isqrt(num_tokens), batch, NUM_TEXT)
             build = partial(published, name, size)
             settings[f"{name}, {num_tokens} tokens"] = partial(measure, build, size, repeats, device)
     return settings
@@ -74,18 +76,25 @@ def published(name: str, size: Size) -> Built:
     """Build a class as it was published, with fewer blocks and narrower texts, and its inputs."""
     import diffusers
 
-    width, num_heads, side, N = size
-    first = width // num_heads // 8  # FLUX: 16, 56 and 56 of 128 channels rotate by plane, row and column
+    options, inputs = options_and_inputs(name, size)
+    return getattr(diffusers, name)(**options), inputs
+
+
+def options_and_inputs(name: str, size: Size) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a class is built with, and what its forward is given."""
+    width, num_heads, depth, side, N, num_text = size
+    # FLUX: 16, 56 and 56 of 128 channels rotate by plane, row and column.
+    first = width // num_heads // (8 if width // num_heads % 32 == 0 else 4)
     heads = {"num_attention_heads": num_heads, "attention_head_dim": width // num_heads}
-    deep, pooled = {**heads, "num_layers": DEPTH}, {"pooled_projections": torch.randn(N, POOLED_DIM)}
-    text, time = {"encoder_hidden_states": torch.randn(N, NUM_TEXT, TEXT_DIM)}, torch.rand(N)
+    deep, pooled = {**heads, "num_layers": depth}, {"pooled_projections": torch.randn(N, POOLED_DIM)}
+    text, time = {"encoder_hidden_states": torch.randn(N, num_text, TEXT_DIM)}, torch.rand(N)
     if name == "FluxTransformer2DModel":
-        options = {**heads, "num_layers": DEPTH // 3, "num_single_layers": DEPTH - DEPTH // 3}
+        options = {**heads, "num_layers": depth // 3, "num_single_layers": depth - depth // 3}
         options |= {"joint_attention_dim": TEXT_DIM, "pooled_projection_dim": POOLED_DIM}
         options["axes_dims_rope"] = (first, *((width // num_heads - first) // 2,) * 2)
         ids = torch.cartesian_prod(torch.zeros(1), *(torch.arange(float(side)),) * 2)  # (T, 3)
         inputs = {"hidden_states": torch.randn(N, side**2, 64), "timestep": time, **pooled}
-        inputs |= {"img_ids": ids, "txt_ids": torch.zeros(NUM_TEXT, 3)}
+        inputs |= {"img_ids": ids, "txt_ids": torch.zeros(num_text, 3)}
     elif name == "SD3Transformer2DModel":
         options = {**deep, "sample_size": 2 * side, "pos_embed_max_size": side}
         options |= {"joint_attention_dim": TEXT_DIM, "caption_projection_dim": width}
@@ -97,14 +106,14 @@ def published(name: str, size: Size) -> Built:
         inputs = {"hidden_states": torch.randn(N, 4, 2 * side, 2 * side), "timestep": 1000 * time}
         inputs["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
     elif name == "AuraFlowTransformer2DModel":
-        options = {**heads, "num_mmdit_layers": DEPTH // 6, "num_single_dit_layers": DEPTH - DEPTH // 6}
+        options = {**heads, "num_mmdit_layers": depth // 6, "num_single_dit_layers": depth - depth // 6}
         options |= {"sample_size": 2 * side, "pos_embed_max_size": side**2}
         options |= {"joint_attention_dim": TEXT_DIM, "caption_projection_dim": width}
         inputs = {"hidden_states": torch.randn(N, 4, 2 * side, 2 * side), "timestep": time}
     else:  # Wan: 4 frames of half the side
         options = {**deep, "text_dim": TEXT_DIM, "ffn_dim": 4 * width}
         inputs = {"hidden_states": torch.randn(N, 16, 4, side, side), "timestep": 1000 * time}
-    return getattr(diffusers, name)(**options), inputs | text
+    return options, inputs | text
 
 
 def measure(build: Callable[[], Built], size: Size, repeats: int, device: torch.device) -> Rows:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.processes import program_parser, record_all, start_program
+from benchmarks.processes import record_all, start_program, study_parser
 from benchmarks.results import Record, Rows, markdown, spread
 from data import digits
 from examples import finetune
@@ -72,13 +72,7 @@ ARMS = {
 
 def main() -> None:
     """Train, time, fine-tune and score what is not in the record, and print it."""
-    parser = program_parser("benchmarks.finetuning", __doc__)
-    parser.add_argument("out", type=Path, help="folder of the runs and the record")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="at a time, each on its share of the cores; default: 2"
-    )
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
-    asked = parser.parse_args()
+    asked = study_parser("benchmarks.finetuning", __doc__).parse_args()
     torch.set_num_threads(1)  # as what runs on a core has
     os.environ["ACCELERATE_USE_CPU"] = "true"
     about = environment(torch.device("cpu")) | {"tiny": asked.tiny}

@@ -28,6 +28,17 @@ def program_parser(module: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"python -m {module}", description=description, formatter_class=raw)
 
 
+def study_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """The same for a program that trains many runs and records them."""
+    parser = program_parser(module, description)
+    parser.add_argument("out", type=Path, help="folder of the runs and the records")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="at a time, each on its share of the cores; default: 2"
+    )
+    return parser
+
+
 def record_all(calls: Mapping[str, Callable[[], Rows]], record: Record, jobs: int) -> None:
     """Call functions by what is not in a record yet, some at a time, each on its share of the cores, and add
     their rows as they end, or why they failed. Ctrl-C ends the programs that run, and starts no other.

@@ -1,7 +1,6 @@
 """Records of measurements: CSV files whose first lines, marked with #, say where they come from."""
 
 import csv
-import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from runtime.files import write_text
+from runtime.tables import csv_text
 
 RESULTS = Path(__file__).parent / "results"
 NOT_ENDED = "started and not ended"
@@ -18,36 +18,30 @@ OF_ROWS = ("commit", "source_sha256", "uncommitted_changes")  # in a record that
 Rows = list[dict[str, Any]]
 
 
-def write_results(
-    name: str, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], folder: Path = RESULTS
-) -> Path:
-    """Write rows, which may have different columns, to a file named by program, device and torch.
+class Record:
+    """The record of a program, written after every setting, which the same command continues.
+
+    The file is named by program, device and torch, and each row names its commit. A rehearsal (`tiny`) and a
+    measurement do not share a record.
 
     Args:
         environment: of `runtime.provenance`, taken before the measurement.
     """
-    file = _file_of(name, environment, folder)
-    write_record(file, rows, {"date": date.today().isoformat(), **environment})
-    print(f"recorded in {file}")
-    return file
-
-
-class Record:
-    """The record of a stage, written after every setting, which the same command continues.
-
-    Each row names its commit. A rehearsal (`tiny`) and a measurement do not share a record.
-    """
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, Any]):
-        self.file, self.rows, self.commit = _file_of(name, environment, folder), [], commit_of(environment)
+        where = environment["processor"] if environment["device"] == "cpu" else environment["device"]
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", where).strip("-")
+        version = environment["versions"]["torch"].split("+")[0]
+        self.file, self.rows = folder / f"{name}_{slug}_torch-{version}.csv", []
+        self.commit = environment["commit"] or code_of(environment)
+        self.commit += " with uncommitted changes" if environment["uncommitted_changes"] else ""
         shared = {key: value for key, value in environment.items() if key not in OF_ROWS}
         self.environment = {"date": date.today().isoformat(), **shared}
+        tiny = environment.get("tiny", False)
         if self.file.exists():
             earlier, self.rows = read_environment(self.file), read_results(self.file)
-            if earlier["tiny"] != str(environment["tiny"]):
-                now = f"{earlier['tiny']}, not {environment['tiny']}"
-                raise ValueError(f"{self.file} is of tiny {now}: give another folder")
-            self.environment["date"] = earlier["date"]
+            if earlier.get("tiny", "False") != str(tiny):
+                raise ValueError(f"{self.file} is of tiny {not tiny}, not {tiny}: give another folder")
 
     def add(self, setting: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of a setting, in place of those that had failed."""
@@ -69,12 +63,6 @@ def done_in(rows: Sequence[Mapping[str, Any]]) -> set[str]:
     return {row["setting"] for row in rows} - {row["setting"] for row in rows if row.get("failed")}
 
 
-def commit_of(environment: Mapping[str, Any]) -> str:
-    """The commit of an environment; in a copy of the code without its history the hash of the code."""
-    commit = environment["commit"] or code_of(environment)
-    return commit + (" with uncommitted changes" if environment["uncommitted_changes"] else "")
-
-
 def code_of(environment: Mapping[str, Any]) -> str:
     """The hash of the code of an environment, in place of a commit."""
     return f"sha256 {environment['source_sha256'][:12]}"
@@ -82,16 +70,10 @@ def code_of(environment: Mapping[str, Any]) -> str:
 
 def write_record(file: Path, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
     """Write rows below where they come from."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    for key, value in environment.items():
-        text.write(f"# {key}: {json.dumps(value) if isinstance(value, dict) else value}\n")
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    lines = (f"# {k}: {json.dumps(v) if isinstance(v, dict) else v}\n" for k, v in environment.items())
+    rows = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, text.getvalue())
+    write_text(file, "".join(lines) + csv_text(rows))
 
 
 def read_results(file: Path) -> list[dict[str, str]]:
@@ -129,12 +111,6 @@ def measured(what: str, unit: str, *values: float) -> dict[str, Any]:
     """The row of one quantity that was measured once or several times."""
     middle = {"median": median(values), "least": min(values), "most": max(values)}
     return {"what": what, "unit": unit, **middle, "n": len(values)}
-
-
-def _file_of(name: str, environment: Mapping[str, Any], folder: Path) -> Path:
-    where = environment["processor"] if environment["device"] == "cpu" else environment["device"]
-    slug = re.sub(r"[^A-Za-z0-9]+", "-", where).strip("-")
-    return folder / f"{name}_{slug}_torch-{environment['versions']['torch'].split('+')[0]}.csv"
 
 
 def _cell(value: Any, form: str) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks.processes import Answers, Worker, program_parser, take_turns
-from benchmarks.results import Rows, markdown, spread, write_results
+from benchmarks.results import RESULTS, Record, Rows, markdown, spread
 from benchmarks.runs import compose_config, perturb
 from benchmarks.train_step import peaks_of, seconds_of
 from builders.drawing import LEFT_OPEN, prepare, settle
@@ -71,11 +71,10 @@ def main() -> None:
     """Measure, print and record."""
     program_parser("benchmarks.sampling", __doc__).parse_args()
     device = start_process().device
-    found, rows = environment(device), []
+    record = Record("sampling", RESULTS, environment(device))
     for name, size in SIZES[device.type].items():
-        rows += [{"setting": name, **row} for row in as_sampled(size, device, REPEATS, TURN_SEC[device.type])]
-        print(aligned(markdown(rows, COLUMNS)), flush=True)
-    write_results("sampling", rows, found)
+        record.add(name, as_sampled(size, device, REPEATS, TURN_SEC[device.type]))
+    print(aligned(markdown(record.rows, COLUMNS)))
 
 
 def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_sec: float) -> Rows:

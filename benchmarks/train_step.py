@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.plain_step import PlainDiT, PlainStep
 from benchmarks.processes import Answers, Worker, program_parser, take_turns
-from benchmarks.results import Rows, markdown, spread, write_results
+from benchmarks.results import RESULTS, Record, Rows, markdown, spread
 from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
 from evaluation.precision import strict_fp32
 from routing import num_tokens_kept
@@ -115,15 +115,16 @@ def main() -> None:
     asked = parser.parse_intermixed_args()
     if any(override.startswith(("model=", "data=", "data.")) for override in asked.overrides):
         parser.error("model and data are set here: both dense and routed steps are timed, on noise")
-    settings, record = standard_settings(device), asked.record or "train_step"
+    settings, name = standard_settings(device), asked.record or "train_step"
     if asked.overrides:
-        settings, record = [Setting("given", tuple(asked.overrides), plain=True)], asked.record
-    found, peaks, rows = environment(device), peaks_of(device), []
+        settings, name = [Setting("given", tuple(asked.overrides), plain=True)], asked.record
+    record = Record(name, RESULTS, environment(device)) if name else None
+    peaks = peaks_of(device)
     for setting in settings:
-        rows += (measured := measure(setting, asked.repeats, peaks))
-        print(aligned(markdown(measured, COLUMNS)), flush=True)
+        rows = measure(setting, asked.repeats, peaks)
+        print(aligned(markdown(rows, COLUMNS)), flush=True)
         if record:
-            write_results(record, rows, found)
+            record.add(setting.name, rows)
 
 
 def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from data.manifest import FILES, LatentManifest, read_manifest, untrained_classes_of
-from runtime.arrays import check_size, read_header
+from runtime.arrays import map_array
 
 NUM_FINGERPRINT_ENTRIES = 64
 HELD_OUT_SEED = 0
@@ -147,12 +147,7 @@ def _read_in_order(array: np.ndarray, ids: np.ndarray, flipped: np.ndarray | Non
 
 
 def _open_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    try:
-        with file.open("rb") as opened:
-            found_shape, _, found_dtype = read_header(opened)
-            check_size("it", found_shape, found_dtype, file.stat().st_size - opened.tell())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{file} is missing, truncated or not an .npy file: {error}") from error
-    if found_dtype != np.dtype(dtype) or found_shape != shape:
-        raise ValueError(f"{file} holds {found_dtype} {found_shape}, the manifest promises {dtype} {shape}")
-    return np.load(file, mmap_mode="r", allow_pickle=False)
+    found = map_array(file)
+    if found.dtype != np.dtype(dtype) or found.shape != shape:
+        raise ValueError(f"{file} holds {found.dtype} {found.shape}, the manifest promises {dtype} {shape}")
+    return found

@@ -16,10 +16,10 @@ from data.latents import MEASURED_ENTRIES, LatentDataset, open_latents
 from data.manifest import class_warnings
 from runtime.config import command, run_main
 from runtime.machine import start_process
+from runtime.pictures import save_grid
 
 CLASSES_SHOWN = 10
 SHEET_COLUMNS, SHEET_ROWS = 8, 6
-NAME_LENGTH = 18
 DARKENED = 0.75
 
 
@@ -82,44 +82,26 @@ def describe_masks(dataset: LatentDataset) -> str:
     return f"masks      {dataset.manifest.conditioning_type}, {weights}"
 
 
-def draw_sheet(
-    dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None, title: str
-) -> None:
+def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None) -> None:
     """Decode entries from all over the data set into one picture, each with its class and flip."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     manifest = dataset.manifest
     decode = image_decoder(manifest, encoder_for(manifest, device, encoder))
     per_entry = 2 if manifest.hflip else 1
-    chosen = dataset.spread_ids(SHEET_COLUMNS * SHEET_ROWS // per_entry)
-    ids = chosen.repeat(per_entry)
+    ids = dataset.spread_ids(SHEET_COLUMNS * SHEET_ROWS // per_entry).repeat(per_entry)
     flipped = np.arange(len(ids)) % 2 if manifest.hflip else None
     stored, labels = dataset.read(ids, flipped)
     images = decode(manifest.to_means(stored))
-    masks = None if dataset.masks is None else dataset.read_masks(ids, flipped).numpy()
-    rows = -(-len(ids) // SHEET_COLUMNS)
-    size = (1.7 * SHEET_COLUMNS, 1.95 * rows)
-    figure, axes = plt.subplots(rows, SHEET_COLUMNS, figsize=size, layout="constrained", squeeze=False)
-    for axis in axes.flat:
-        axis.axis("off")
-    for i, (axis, image) in enumerate(zip(axes.flat, images, strict=False)):
-        name = "" if labels is None else _class_name(dataset, int(labels[i]))
-        caption = "flip" if flipped is not None and flipped[i] else f"{ids[i]}  {name}"
-        axis.set_title(caption[:NAME_LENGTH], fontsize=8)
-        axis.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=255)
-        if masks is not None:  # darken what has little weight
-            extent = (-0.5, image.shape[1] - 0.5, image.shape[0] - 0.5, -0.5)
-            alpha = DARKENED * (1 - masks[i])
-            axis.imshow(np.zeros_like(masks[i]), cmap="gray", vmin=0, vmax=1, alpha=alpha, extent=extent)
-    darkened = "; darkened: low weight" if masks is not None else ""
-    shown = f"{len(chosen)} of {manifest.count} entries, decoded (entry, class{darkened})"
-    figure.suptitle(f"{title}: {shown}", fontsize=10)
+    if dataset.masks is not None:  # darken what has little weight
+        weights = dataset.read_masks(ids, flipped).numpy()  # (N, h, w)
+        side = images.shape[1] // weights.shape[1]
+        light = 1 - DARKENED * (1 - weights.repeat(side, axis=1).repeat(side, axis=2))
+        images = (images * light[..., None]).astype(np.uint8)
+    names = [""] * len(ids) if labels is None else [_class_name(dataset, i) for i in labels.tolist()]
+    captions = [f"{i}: {name}" for i, name in zip(ids, names, strict=True)]
+    if manifest.hflip:
+        captions[1::2] = ["flip"] * (len(ids) // 2)
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    save_grid(images, file, SHEET_COLUMNS, captions)
 
 
 def _class_name(dataset: LatentDataset, label: int) -> str:
@@ -131,13 +113,12 @@ def _class_name(dataset: LatentDataset, label: int) -> str:
 def main(request: dict[str, Any]) -> None:
     """Print the numbers, then draw the sheet."""
     path, launch = Path(request["path"]), start_process(tf32=False)
-    name = path.resolve().name
-    file = Path(request["out"] or path.resolve().with_name(f"{name}_report.png"))
+    file = Path(request["out"] or path.resolve().with_name(f"{path.resolve().name}_report.png"))
     dataset = open_latents(path)
     lines = [f"folder     {path}", *describe(dataset), *count_classes(dataset), describe_masks(dataset)]
     print("\n".join([*lines, *measure(dataset)]))
-    draw_sheet(dataset, file, launch.device, request["encoder"], name)
-    print(f"picture    {file}")
+    draw_sheet(dataset, file, launch.device, request["encoder"])
+    print(f"picture    {file}: entries with their classes, dark where masks have low weight")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """The files of the ADM suite: their addresses and hashes."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.files import files_in, sha256
+from runtime.files import files_in, hash_files, sha256
 
 # The state dict of the Inception network is published twice, under two names, with the same bytes.
 WEIGHTS_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
@@ -60,6 +59,4 @@ def fingerprint(path: Path) -> str:
     """Hash a file, or the names and contents of all files in a folder, also behind links."""
     if path.is_file():
         return sha256(path)
-    files = sorted(path / name for name in files_in(path))
-    listing = [f"{file.relative_to(path).as_posix()} {sha256(file)}" for file in files if file.is_file()]
-    return hashlib.sha256("\n".join(listing).encode()).hexdigest()
+    return hash_files(path, (name for name in files_in(path) if (path / name).is_file()))

@@ -1,46 +1,16 @@
-"""Pictures for people: a grid of images as a PNG file, and small images as text."""
+"""Pictures for people: the first rows of many grids, the order of classes, small images as text."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
-from runtime.files import atomic_write
+from runtime.pictures import CAPTION_HEIGHT, PADDING, save_picture, strip_of, zoom_of
+from runtime.pictures import save_grid as save_grid
 
-PADDING = 2
-MIN_TILE = 64
-CAPTION_HEIGHT, LETTER_WIDTH = 14, 6
 TEXT_COLUMNS = 100
 OVER_TIME, MAX_ROWS = "over_time.png", 20
-
-
-def save_grid(
-    images: np.ndarray, file: Path, columns: int, captions: Sequence[str] | None = None
-) -> np.ndarray:
-    """Write images (N, H, W, C) uint8 as one PNG and return it (height, width, C); enlarge small ones.
-
-    Args:
-        captions: of each image, written above a row unless they are those of the row before.
-    """
-    columns = min(columns, len(images))
-    zoom = _zoom(images)
-    tiles = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
-    tiles = np.pad(tiles, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))
-    tiles = np.pad(tiles, ((0, -len(tiles) % columns), (0, 0), (0, 0), (0, 0)))
-    _, height, width, channels = tiles.shape
-    rows = tiles.reshape(-1, columns, height, width, channels).transpose(0, 2, 1, 3, 4)
-    rows = rows.reshape(-1, height, columns * width, channels)
-    parts, above = [], None
-    for i, row in enumerate(rows):
-        said = None if captions is None else [*captions[i * columns : (i + 1) * columns]]
-        if said and said != (above or [])[: len(said)]:
-            parts.append(_strip(said, width, columns, channels))
-            above = said
-        parts.append(row)
-    grid = np.concatenate(parts)
-    _save(grid, file)
-    return grid
 
 
 def save_over_time(folder: Path, height: int) -> None:
@@ -52,33 +22,14 @@ def save_over_time(folder: Path, height: int) -> None:
         with Image.open(file, formats=["PNG"]) as picture:
             row = np.asarray(picture.convert("RGB"))[:height]
         step = f"step {int(file.stem.removeprefix('step_'))}"
-        rows += [_strip([step], row.shape[1], 1, 3), row]
+        rows += [strip_of([step], row.shape[1], 1, 3), row]
     if len({row.shape[1] for row in rows}) == 1:  # not where an earlier version drew other pictures
-        _save(np.concatenate(rows), folder / OVER_TIME)
+        save_picture(np.concatenate(rows), folder / OVER_TIME)
 
 
 def row_height(images: np.ndarray, captions: Sequence[str] | None) -> int:
     """Return the height of the first row of a grid, in pixels."""
-    return images.shape[1] * _zoom(images) + 2 * PADDING + (CAPTION_HEIGHT if captions else 0)
-
-
-def _zoom(images: np.ndarray) -> int:
-    return max(1, MIN_TILE // images.shape[1])
-
-
-def _strip(captions: Sequence[str], width: int, columns: int, channels: int) -> np.ndarray:
-    """Draw captions side by side, (CAPTION_HEIGHT, columns * width, channels)."""
-    strip = Image.new("L", (columns * width, CAPTION_HEIGHT))
-    draw = ImageDraw.Draw(strip)
-    for i, caption in enumerate(captions):
-        draw.text((i * width + PADDING, 1), caption[: width // LETTER_WIDTH], fill=255)
-    return np.asarray(strip)[:, :, None].repeat(channels, axis=2)
-
-
-def _save(picture: np.ndarray, file: Path) -> None:
-    file.parent.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays so
-    with atomic_write(file) as partial:
-        Image.fromarray(picture.squeeze(-1) if picture.shape[2] == 1 else picture).save(partial)
+    return images.shape[1] * zoom_of(images) + 2 * PADDING + (CAPTION_HEIGHT if captions else 0)
 
 
 def in_turn(labels: np.ndarray) -> np.ndarray:

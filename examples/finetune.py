@@ -36,7 +36,7 @@ from builders import config as configuration
 from data import StreamOrder
 from models import token_mask
 from routing import Route, RoutePlan, Routing, attach, from_simpletuner, norm_router, random_router
-from runtime.arrays import read_header
+from runtime.arrays import map_array
 from runtime.config import INTERRUPTED, run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import ALONE, Launch
@@ -349,7 +349,7 @@ def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]
     if (kind := config.get("_class_name")) not in FAMILIES:
         raise ValueError(f"{given} is a {kind}, must be one of {', '.join(FAMILIES)}")
     family, files = FAMILIES[kind], {name: folder / f"{name}.npy" for name in ARRAYS}
-    arrays = {name: _open(file) for name, file in files.items() if file.exists()}
+    arrays = {name: map_array(file) for name, file in files.items() if file.exists()}
     if missing := [name for name in family.required if name not in arrays]:
         raise ValueError(f"inputs={folder} has no {missing[0]}.npy, which {kind} needs")
     if others := [name for name in arrays if name not in family.required + family.optional]:
@@ -376,15 +376,6 @@ def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]
         made = f"from rows of {shapes} a {kind} makes {tuple(v.shape)}, not latents"
         raise ValueError(f"inputs={folder}: {made}")
     return family, arrays
-
-
-def _open(file: Path) -> np.ndarray:
-    try:
-        with file.open("rb") as opened:
-            read_header(opened)  # numpy would read one of any length
-        return np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{file} cannot be read as an array of numbers: {error}") from error
 
 
 def load_model(request: FinetuneConfig, device: torch.device) -> tuple[nn.Module, tuple[Route, ...]]:

@@ -1,7 +1,5 @@
 """Runs read from their folders, and grouped into arms: runs that differ in the seed alone."""
 
-import csv
-import io
 import math
 import re
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from typing import Any
 
 from runtime.files import parse_json, read_bounded, read_json
 from runtime.provenance import flatten
-from runtime.tables import aligned
+from runtime.tables import aligned, csv_text
 from training.recorder import LEVEL
 from training.run_folder import FREE_KEYS, SCORING_KEYS, RunFolder, is_in
 
@@ -274,12 +272,7 @@ def printable(text: str) -> str:
 
 def as_csv(arms: Sequence[Arm]) -> str:
     """A line for each run with all its newest values."""
-    rows, text = [_csv_row(arm, run) for arm in arms for run in arm.runs], io.StringIO()
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    writer = csv.DictWriter(text, columns, "", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return csv_text([_csv_row(arm, run) for arm in arms for run in arm.runs])
 
 
 def _csv_row(arm: Arm, run: Run) -> dict[str, Any]:

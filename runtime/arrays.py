@@ -57,6 +57,17 @@ def read_array(file: IO[bytes], size: int) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
 
 
+def map_array(file: Path) -> np.ndarray:
+    """Map the array of an .npy file."""
+    try:
+        with file.open("rb") as opened:
+            shape, _, dtype = read_header(opened)
+            check_size("it", shape, dtype, file.stat().st_size - opened.tell())
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file} is missing, truncated or not an .npy file: {error}") from error
+
+
 def parse_array(data: bytes) -> np.ndarray:
     """Read an .npy from the content of its file."""
     return read_array(io.BytesIO(data), len(data))

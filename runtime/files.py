@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -98,6 +98,12 @@ def sha256(file: Path) -> str:
     """The hash of a file's content."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def hash_files(folder: Path, names: Iterable[str | Path]) -> str:
+    """The hash of the names and contents of files in a folder."""
+    listing = [f"{name.as_posix()} {sha256(folder / name)}" for name in sorted(map(Path, names))]
+    return hashlib.sha256("\n".join(listing).encode()).hexdigest()
 
 
 def _raise(error: OSError) -> None:

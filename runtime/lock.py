@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 TRY_AGAIN = os.EX_TEMPFAIL  # exit status where the same command may succeed later
 ATTEMPTS = 100  # each fails only if another process releases the lock at that moment
@@ -123,7 +122,5 @@ class Lock:
     def __enter__(self) -> "Lock":
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

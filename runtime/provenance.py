@@ -1,6 +1,5 @@
 """What made a result: commit, code, versions, device, processor and command of a program."""
 
-import hashlib
 import os
 import platform
 import re
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from joblib import cpu_count
 
+from runtime.files import hash_files
 from runtime.launcher import recorded_variables
 
 OWN_PACKAGES = ("builders", "data", "diffusion", "evaluation", "models", "routing", "runtime", "training")
@@ -69,8 +69,5 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def source_sha256() -> str:
     """Hash the code and configurations of this project, committed or not."""
-    digest = hashlib.sha256()
-    for file in sorted({file for pattern in SOURCES for file in PROJECT.glob(pattern)}):
-        name, content = file.relative_to(PROJECT).as_posix(), hashlib.sha256(file.read_bytes())
-        digest.update(f"{name} {content.hexdigest()}\n".encode())
-    return digest.hexdigest()
+    files = {file.relative_to(PROJECT) for pattern in SOURCES for file in PROJECT.glob(pattern)}
+    return hash_files(PROJECT, files)

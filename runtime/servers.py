@@ -55,15 +55,11 @@ def check_redirect(asked: str, to: str) -> None:
 
     The name is looked up again to connect: this does not stop one whose address changes in between.
     """
-    addresses = _addresses(to)
-    if any(map(_is_inside, addresses)) and not _is_local(asked):
+    addresses, own = _addresses(to), _addresses(asked)
+    is_local = own and all(map(_is_inside, own))
+    if any(map(_is_inside, addresses)) and not is_local:
         address = f"{to} ({addresses[0]}), an address of a local network"
         raise PermissionError(f"{asked} leads to {address}: give it yourself")
-
-
-def _is_local(host: str) -> bool:
-    addresses = _addresses(host)
-    return bool(addresses) and all(map(_is_inside, addresses))
 
 
 def _is_inside(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:

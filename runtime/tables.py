@@ -1,6 +1,20 @@
-"""Tables of Markdown for people who read them in a terminal."""
+"""Tables as CSV, and tables of Markdown for people who read them in a terminal."""
 
+import csv
+import io
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows, which may have different columns, as CSV."""
+    text = io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def aligned(text: str) -> str:

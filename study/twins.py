@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import Worker, program_parser, record_all, start_program, take_turns
+from benchmarks.processes import Worker, record_all, start_program, study_parser, take_turns
 from benchmarks.results import Record, Rows, markdown, read_environment, read_results, spread
 from benchmarks.runs import QUIET, compose_config
 from benchmarks.train_step import ours
@@ -132,19 +132,14 @@ COLUMNS = {
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The request of the command line."""
-    parser = program_parser("study.twins", __doc__)
-    parser.add_argument("out", type=Path, help="folder of the runs and the records")
+    parser = study_parser("study.twins", __doc__)
     parser.add_argument(
         "studies", nargs="*", metavar="study", help=f"some of {', '.join(STUDIES)}; none: all"
     )
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="those of them that a study has; none: all")
     parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all arms")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="at a time, each on its share of the cores; default: 2"
-    )
     parser.add_argument("--time", action="store_true", help="time the steps of the arms instead")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
     asked = parser.parse_intermixed_args(arguments)
     asked.studies = asked.studies or list(STUDIES)
     known = {arm for name in asked.studies if name in STUDIES for arm in STUDIES[name].arms}

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save
 
 from builders.scoring import read_labels
-from data import LatentManifest, LatentWriter, open_images, open_latents, open_shards, read_manifest
+from data import open_images, open_latents, open_shards, read_manifest
 from data.encoders import load_encoder
 from data.importers import FORMATS
 from data.listing import list_images
@@ -29,8 +29,9 @@ from data.shards import read_shard_manifest
 from data.verify import damages
 from evaluation import open_reference
 from evaluation.detectors import inception
-from examples import finetune
+from runtime.arrays import map_array
 from runtime.parts import PartFolder
+from tests.latents import write_latents
 from tests.networks import small_dit
 from tests.photos import write_autoencoder
 from training.weights import load_weights
@@ -93,18 +94,14 @@ def written(name, data):
 
 
 def latent_folder(name=None, data=None):
-    layout = {"num_held_out": 1, "conditioning_type": "mask"}
-    manifest = LatentManifest(COUNT, SHAPE, "float16", "samples", 2, "identity", **layout)
-    with LatentWriter(Path("latents"), manifest) as writer:
-        writer.append(np.ones((COUNT, *SHAPE)), np.arange(COUNT) % 2, np.ones((COUNT, 4, 4), np.uint8))
+    masks = np.ones((COUNT, 4, 4), np.uint8)
+    write_latents("latents", np.ones((COUNT, *SHAPE)), np.arange(COUNT) % 2, masks, num_held_out=1)
     return written(f"latents/{name}", data).parent if name else Path("latents")
 
 
 def shards_folder(name=None, data=None):
-    manifest = LatentManifest(COUNT, SHAPE, "float16", "samples", 2, "identity", num_held_out=1)
-    with LatentWriter("to_shard", manifest) as writer:
-        writer.append(np.ones((COUNT, *SHAPE)), np.arange(COUNT) % 2)
-    write_shards(read_latents("to_shard"), Path("shards"), 3)
+    latents = write_latents("to_shard", np.ones((COUNT, *SHAPE)), np.arange(COUNT) % 2, num_held_out=1)
+    write_shards(latents, Path("shards"), 3)
     return written(f"shards/{name}", data).parent if name else Path("shards")
 
 
@@ -307,7 +304,7 @@ ARRAYS = {
     "repa": (repa, npy_zip, (HUGE,), "|u1"),
     "folder of repa": (repa, npy_folder, (HUGE,), "|u1"),
     "edm2": (read_format("edm2"), npy_zip, (HUGE,), "|u1"),
-    "inputs": (finetune._open, lambda data: written("inputs/latents.npy", data), (HUGE, 2), "|u1"),
+    "inputs": (map_array, lambda data: written("inputs/latents.npy", data), (HUGE, 2), "|u1"),
 }  # fmt: skip
 ARRAY_DAMAGE = {
     "objects": (lambda *_: OBJECTS, "."),

@@ -24,12 +24,14 @@ ENVIRONMENT = {
 class Server(ThreadingHTTPServer):
     """Serve the files of a folder; the next requests whose paths end in `of` meet the `faults`, one each.
 
+    `starts` are those of ranges that were asked for, which `ranges` obeys; `stated` headers replace others.
     A fault is a status, an address to redirect to, "mute" (no answer), "cut" or "silent" after half of the
     file, "slow", "endless" after the file, "drip" (a byte now and then) or "drip headers".
     """
 
     def __init__(self, folder, handler):
         self.folder, self.asked, self.faults, self.of = Path(folder), [], [], ""
+        self.starts, self.ranges, self.stated = [], True, {}
         super().__init__(("127.0.0.1", 0), handler)
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -65,6 +67,8 @@ class Files(BaseHTTPRequestHandler):
         else:
             self.answer(fault)
 
+    do_HEAD = do_GET
+
     def go_on(self, fault):
         """Send without end, until the client goes away."""
         self.wfile.write(b"HTTP/1.0 200 OK\r\n")
@@ -87,11 +91,18 @@ class Files(BaseHTTPRequestHandler):
             self.send(404, error("NoSuchKey", "The specified key does not exist."))
 
     def send(self, status, data, fault=None):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        first, server = int(self.headers.get("Range", "bytes=0-")[6:-1]), self.server
+        server.starts += [first] if self.command == "GET" else []
+        first = first if server.ranges else 0
+        self.send_response(206 if first else status)
+        for key, value in {"Content-Length": len(data) - first, **server.stated}.items():
+            if value is not None:
+                self.send_header(key, value)
         self.end_headers()
+        if self.command == "HEAD":
+            return
         size = len(data) // PIECES + 1
-        for start in range(0, len(data), size):
+        for start in range(first, len(data), size):
             if fault in ("cut", "silent") and start > len(data) // 2:
                 time.sleep(SILENT_SEC if fault == "silent" else 0)
                 return

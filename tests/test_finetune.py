@@ -15,6 +15,7 @@ from diffusers import AutoModel
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from benchmarks.families import POOLED_DIM, TEXT_DIM
 from builders import config as configuration
 from examples import finetune
 from runtime.config import INTERRUPTED
@@ -29,7 +30,7 @@ peft = pytest.importorskip("peft", reason="`make finetune` installs it")
 
 ROUTES = "routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
 SHORT = ("total_steps=4", "log_every=1", "save_every=2", "eval_every=2", "num_held_out=4")
-CHANNELS = {"flux": 1, "sd3": 4, "auraflow": 4, "wan": 4}
+CHANNELS = {"flux": 16, "sd3": 16, "auraflow": 4, "wan": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +47,10 @@ def write_inputs(folder, name, count=16):
     rng, shape = np.random.default_rng(0), (CHANNELS[name], *((4, 4, 4) if name == "wan" else (8, 8)))
     arrays = {
         "latents": np.broadcast_to(rng.standard_normal(shape), (count, *shape)),
-        "text": rng.standard_normal((count, 5, 12)),
+        "text": rng.standard_normal((count, 5, TEXT_DIM)),
     }
     if name in ("flux", "sd3"):
-        arrays["pooled"] = rng.standard_normal((count, 8))
+        arrays["pooled"] = rng.standard_normal((count, POOLED_DIM))
     for key, array in arrays.items():
         np.save(folder / f"{key}.npy", array.astype(np.float32))
 
@@ -178,7 +179,7 @@ def test_two_processes_train_adapters_on_quantized_base_weights(quantize, train,
 def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):
     write_inputs(tmp_path, "flux")
     rng = np.random.default_rng(1)
-    np.save(tmp_path / "references.npy", rng.standard_normal((16, 1, 8, 8)).astype(np.float32))
+    np.save(tmp_path / "references.npy", rng.standard_normal((16, 16, 8, 8)).astype(np.float32))
     masks = np.zeros((16, 8, 8), dtype=np.uint8)
     masks[:, :, 2:] = 1  # 12 of 16 tokens must stay: at ratio 0.5 they would not fit
     np.save(tmp_path / "masks.npy", masks)
@@ -298,9 +299,9 @@ def test_times_are_those_of_the_pipelines(name, scale):
     network, given = FAMILIES[name].build(), []
     network.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
     shape = (2, CHANNELS[name], *((4, 4, 4) if name == "wan" else (8, 8)))
-    inputs = finetune.Inputs(text=torch.zeros(2, 5, 12))
+    inputs = finetune.Inputs(text=torch.zeros(2, 5, TEXT_DIM))
     if name in ("flux", "sd3"):
-        inputs["pooled"] = torch.zeros(2, 8)
+        inputs["pooled"] = torch.zeros(2, POOLED_DIM)
     net = finetune.Net(network, finetune.FAMILIES[type(network).__name__], ())
     assert net(torch.zeros(shape), torch.tensor([0.25, 0.5]), inputs).shape == shape
     assert torch.equal(given[0]["timestep"], scale * torch.tensor([0.25, 0.5]))

@@ -43,7 +43,7 @@ ONE_ROUTE = "routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
 ENCODE, CONVERT = "source=file out=new", "format=repa source=file out=new"
 
 # Shapes of what a small FLUX is fine-tuned on.
-INPUTS = {"latents": (80, 1, 8, 8), "text": (80, 5, 12), "pooled": (80, 8), "masks": (80, 8, 8)}
+INPUTS = {"latents": (80, 16, 8, 8), "text": (80, 5, 48), "pooled": (80, 24), "masks": (80, 8, 8)}
 
 # What makes a request complete, of a program or of an option of a group.
 COMPLETE = {
@@ -253,7 +253,7 @@ RULES = [
     ("finetune", f"{FINETUNE} {ONE_ROUTE.replace('-2', '9')}", "routes.0.end_layer_idx=9 must be in [-7, 6] for depth=7"),
     ("finetune", "transformer=flux inputs=without", "inputs=without has no pooled.npy, which FluxTransformer2DModel needs"),
     ("finetune", "transformer=flux inputs=unequal", "inputs=unequal has arrays of different lengths: {'latents': 80, "),
-    ("finetune", "transformer=flux inputs=damaged", "damaged/latents.npy cannot be read as an array of numbers"),
+    ("finetune", "transformer=flux inputs=damaged", "damaged/latents.npy is missing, truncated or not an .npy file"),
     ("sample", "run=unknown", "unknown/config.yaml: speed: Key 'speed' not in 'Config'"),
     ("sample", "run=older", "older/config.yaml: seed is missing: another version of this code wrote it"),
 ]  # fmt: skip

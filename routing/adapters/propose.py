@@ -183,14 +183,11 @@ class _List:
                 self._find_output()
                 return
 
-    def batch_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Swap samples and tokens of a sequence-first list; its own inverse."""
-        return x.transpose(0, 1) if self.sequence_first else x
+    batch_first, tokens_of = BlockList.batch_first, BlockList.tokens_of
 
     def places(self, sequences: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, int]]:
         """Yield where the image may be in what comes after this list: the name, the first token, and T."""
-        T, output = self.num_tokens, self.calls[-1].output
-        x = self.batch_first(output if self.output is None else output[self.output])
+        T, x = self.num_tokens, self.tokens_of(self.calls[-1].output)
         tokens = x[:, self.first : self.first + T]  # after the last block
         for name, x in sequences.items():
             for first in range(x.shape[1] - T + 1):

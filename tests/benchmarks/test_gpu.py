@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import check, gpu
 from benchmarks.collect import PAGES, TABLE, collect, filled
-from benchmarks.results import RESULTS, Record, code_of, read_results, write_results
+from benchmarks.results import RESULTS, Record, code_of, read_results
 from runtime.provenance import environment
 from tests.programs import start
 from tests.runs import ROOT
@@ -136,7 +136,7 @@ def test_tables_on_pages_are_what_the_records_give(page):
 
 @pytest.mark.parametrize(("tiny", "message"), [(False, "is of a rehearsal"), (True, "is not of a rehearsal")])
 def test_a_rehearsal_is_not_taken_for_a_measurement(tmp_path, project, tiny, message):
-    write_results("gpu_score", [{"setting": "a"}], HERE | {"tiny": not tiny}, tmp_path)
+    Record("gpu_score", tmp_path, HERE | {"tiny": not tiny}).add("a", [{}])
     with pytest.raises(ValueError, match=message):
         collect(tmp_path, COLUMNS, project, tiny)
     assert not (project / "benchmarks").exists()

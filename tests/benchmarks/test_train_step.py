@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import runs, sampling, train_step
-from benchmarks.results import measured, read_results, write_results
+from benchmarks.results import Record, measured, read_results
 from models import cost_of
 from runtime.errors import UserError
 from runtime.provenance import environment
@@ -127,12 +127,14 @@ def test_standard_settings_are_valid(tmp_path, device):
 
 def test_a_record_tells_where_it_comes_from(tmp_path):
     rows = [measured("a", "ms", 3.0, 1.0, 2.0), {"what": "b, c", "median": 1 / 3, "more": True}]
-    file = write_results("test", rows, environment(CPU), tmp_path)
+    (record := Record("test", tmp_path, environment(CPU))).add("all", rows)
+    file = record.file
     assert re.fullmatch(rf"test_[\w-]+_torch-{re.escape(torch.__version__.split('+')[0])}\.csv", file.name)
     head = {line.split(": ")[0] for line in file.read_text().splitlines() if line.startswith("# ")}
-    told = ("date", "command", "commit", "uncommitted_changes", "versions", "processor")
+    told = ("date", "command", "versions", "processor")
     assert {f"# {key}" for key in told} <= head
     first, second = read_results(file)
+    assert first["commit"] == second["commit"] == record.commit
     assert (first["median"], first["least"], first["most"], first["n"]) == ("2", "1", "3", "3")
     assert (second["what"], second["median"], second["more"], second["n"]) == ("b, c", "0.333333", "True", "")
 

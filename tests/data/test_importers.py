@@ -7,7 +7,6 @@ import pickle
 import struct
 import tarfile
 import tracemalloc
-import zipfile
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +21,8 @@ from data.importers import FORMATS
 from data.tars import samples
 from data.unpickle import unpickle_array
 from runtime.errors import UserError
+from tests.data.test_listing import pack
+from tests.outside import npy
 from tests.runs import composed
 
 COUNT, SIZE = 24, 8
@@ -40,12 +41,6 @@ def latents(seed=0):
 
 MEAN, LOGVAR = latents()
 MOMENTS = np.concatenate([MEAN, LOGVAR], axis=1)
-
-
-def npy(array):
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
 
 
 def write_tar(file, members):
@@ -102,13 +97,6 @@ def write_npy_folder(folder, arrays, labels=LABELS):
         entries.append([name, int(labels[i])])
     (folder / "dataset.json").write_text(json.dumps({"labels": entries[::-1]}))
     return folder
-
-
-def pack(folder, file):
-    with zipfile.ZipFile(file, "w") as archive:
-        for item in sorted(folder.rglob("*.*")):
-            archive.write(item, item.relative_to(folder))
-    return file
 
 
 def mean_std(mean=MEAN, logvar=LOGVAR):

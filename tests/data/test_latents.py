@@ -19,6 +19,7 @@ from data import (
     real_images,
     to_uint8,
 )
+from tests.latents import numbered, write_latents
 
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 5}
 MANIFEST = LatentManifest(20, (4, 8, 8), "float16", "samples", 5, "identity")
@@ -178,21 +179,11 @@ def test_bytes_survive_the_identity_encoder_and_the_rounding_rule():
     assert to_uint8(torch.tensor([-2.0, -1.0, 0.0, 0.996, 1.0, 2.0])).tolist() == [0, 0, 128, 254, 255, 255]
 
 
-def write_masked(path, conditioning_type="mask", masks=None):
-    """Write six entries with masks and return the masks."""
-    manifest = replace(MANIFEST, count=6, num_classes=0, conditioning_type=conditioning_type)
-    if masks is None:
-        masks = np.random.default_rng(0).integers(0, 256, (6, 8, 8), dtype=np.uint8)
-    with LatentWriter(path, manifest) as writer:
-        writer.append(np.zeros((4, 4, 8, 8)), None, masks[:4])
-        writer.append(np.zeros((2, 4, 8, 8)), None, masks[4:])
-    return masks
-
-
 @pytest.mark.parametrize("conditioning_type", ["mask", "segmentation"])
 def test_masks_are_weights_and_segmentations_are_all_or_nothing(tmp_path, conditioning_type):
-    masks = write_masked(tmp_path / "a", conditioning_type)
-    dataset = open_latents(tmp_path / "a")
+    masks = np.random.default_rng(0).integers(0, 256, (6, 8, 8), dtype=np.uint8)
+    fields = {"conditioning_type": conditioning_type}
+    dataset = write_latents(tmp_path / "a", np.zeros((6, 4, 8, 8)), masks=masks, **fields)
     weights = dataset.read_masks(np.array([5, 0, 5]))
     expected = masks[[5, 0, 5]] / 255 if conditioning_type == "mask" else masks[[5, 0, 5]] > 0
     np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-6)
@@ -206,16 +197,11 @@ def test_the_foreground_of_the_digits_is_their_mask(tmp_path):
     assert digits(str(tmp_path / "plain"), 8, 1, 10).masks is None
 
 
-def write_flipped(path, count=12, **changes):
-    """Entries whose every number is that of their entry, and 100 more in the flip; masks of one pixel."""
-    fields = {"hflip": True, "conditioning_type": "mask", **changes}
-    manifest = LatentManifest(count, (4, 8, 8), "float16", "samples", 3, "identity", **fields)
-    stored = np.arange(count)[:, None, None, None, None] + np.array([0, 100])[None, :, None, None, None]
-    masks = np.zeros((count, 8, 8), np.uint8)
+def write_flipped(path, **changes):
+    """Numbered entries with masks of one pixel."""
+    masks = np.zeros((12, 8, 8), np.uint8)
     masks[:, 2, 1] = 255
-    with LatentWriter(path, manifest) as writer:
-        writer.append(np.broadcast_to(stored, manifest.stored_shape), np.arange(count) % 3, masks)
-    return open_latents(path)
+    return write_latents(path, numbered(12), np.arange(12) % 3, masks, **changes)
 
 
 def test_flips_are_read_on_request_with_their_masks(tmp_path):

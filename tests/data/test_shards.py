@@ -8,21 +8,12 @@ import pytest
 import torch
 
 import train
-from data import (
-    LatentDataset,
-    LatentManifest,
-    LatentWriter,
-    ShardStream,
-    open_latents,
-    open_shards,
-    remote,
-    shards,
-    tars,
-)
+from data import LatentDataset, ShardStream, open_shards, remote, shards, tars
 from data.make_shards import write_shards
 from runtime.command_line import explanation
 from runtime.errors import UserError
 from tests.data.test_latents import remove
+from tests.latents import numbered, write_latents
 from tests.runs import TINY, composed, metrics, tiny_run, tiny_trainer
 from tests.servers import serving
 from training.checkpoint import latest_checkpoint
@@ -35,15 +26,9 @@ SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 10}
 
 @pytest.fixture(scope="module")
 def latents(tmp_path_factory):
-    """Latents filled with the number of their entry, 100 more in the flip; sorted by class."""
+    """Numbered latents, sorted by class."""
     folder = tmp_path_factory.mktemp("latents") / "a"
-    manifest = LatentManifest(
-        COUNT, (4, 8, 8), "float16", "samples", 10, "identity", hflip=True, num_held_out=HELD_OUT
-    )
-    stored = np.arange(COUNT)[:, None, None, None, None] + np.array([0, 100])[None, :, None, None, None]
-    with LatentWriter(folder, manifest) as writer:
-        writer.append(np.broadcast_to(stored, manifest.stored_shape), np.arange(COUNT) * 10 // COUNT)
-    return open_latents(str(folder), **SIZES)
+    return write_latents(folder, numbered(COUNT), np.arange(COUNT) * 10 // COUNT, num_held_out=HELD_OUT)
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +87,7 @@ def test_shards_hold_each_entry_once_mixed_and_the_held_out_apart(latents, folde
 
 
 def test_a_shard_may_hold_more_entries_than_one_sample_may_take_bytes(tmp_path):
-    manifest = LatentManifest(200, (4, 4, 4), "float16", "samples", 0, "identity")
-    with LatentWriter(tmp_path / "a", manifest) as writer:
-        writer.append(np.zeros(manifest.stored_shape), None)
-    write_shards(open_latents(tmp_path / "a"), tmp_path / "s", 200)
+    write_shards(write_latents(tmp_path / "a", np.zeros((200, 4, 4, 4))), tmp_path / "s", 200)
     assert (tmp_path / "s/train-000000.tar").stat().st_size > 3 * tars.MAX_OVERHEAD_BYTES
     assert len(open_shards(str(tmp_path / "s")).read_shard("train-000000.tar", 200)[0]) == 200
 

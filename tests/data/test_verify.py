@@ -3,8 +3,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from data import LatentManifest, LatentWriter, open_latents, read_manifest, verify
+from data import open_latents, read_manifest, verify
 from data.make_shards import write_shards
+from tests.latents import write_latents
 from tests.runs import composed
 
 BLOCK = 1000
@@ -14,12 +15,9 @@ BLOCK = 1000
 def folder(tmp_path):
     """Twenty entries in small blocks."""
     rng = np.random.default_rng(0)
-    fields = {"hflip": True, "conditioning_type": "mask", "block_bytes": BLOCK, "num_held_out": 4}
-    manifest = LatentManifest(20, (4, 8, 8), "float16", "moments", 5, "identity", **fields)
-    with LatentWriter(tmp_path / "a", manifest) as writer:
-        for _ in range(4):
-            masks = rng.integers(0, 256, (5, 8, 8), dtype=np.uint8)
-            writer.append(rng.standard_normal((5, 2, 4, 8, 8)), rng.integers(0, 5, 5), masks)
+    stored, masks = rng.standard_normal((20, 2, 4, 8, 8)), rng.integers(0, 256, (20, 8, 8), dtype=np.uint8)
+    fields = {"kind": "moments", "block_bytes": BLOCK, "num_held_out": 4}
+    write_latents(tmp_path / "a", stored, rng.integers(0, 5, 20), masks, **fields)
     return tmp_path / "a"
 
 
@@ -97,10 +95,7 @@ def test_shards_are_checked_as_well(folder, tmp_path, capsys):
     dataset = open_latents(folder)
     with pytest.raises(ValueError, match="conditioning_type=mask: shards hold no masks"):
         write_shards(dataset, tmp_path / "shards", 4)
-    manifest = LatentManifest(6, (1, 8, 8), "float32", "samples", 0, "identity")
-    with LatentWriter(tmp_path / "b", manifest) as writer:
-        writer.append(np.zeros((6, 1, 8, 8)), None)
-    write_shards(open_latents(tmp_path / "b"), tmp_path / "shards", 4)
+    write_shards(write_latents(tmp_path / "b", np.zeros((6, 1, 8, 8))), tmp_path / "shards", 4)
     call(tmp_path / "shards")
     assert "all 3 blocks" in capsys.readouterr().out
     listing = (tmp_path / "shards" / "shards.json").read_text()

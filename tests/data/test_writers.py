@@ -7,11 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from data import LatentManifest, LatentWriter, convert, make_shards, open_latents
+from data import LatentWriter, convert, make_shards, open_latents
 from data.writer import lock_of
 from runtime.errors import UserError
 from runtime.lock import Busy
 from tests.data.test_importers import write_tread
+from tests.latents import write_latents
 from tests.runs import ROOT, composed
 
 DIGITS = "import sys; from data import digits; digits(sys.argv[1], 8, 1, 10)"
@@ -24,9 +25,7 @@ def write(request, tmp_path):
     if request.param == "convert":
         request = ("format=tread_wds", f"source={write_tread(tmp_path / 'in')}", out)
         return lambda: convert.main(composed(*request, config_name="convert"))
-    manifest = LatentManifest(20, (1, 4, 4), "float32", "samples", 0, "identity")
-    with LatentWriter(tmp_path / "in", manifest) as writer:
-        writer.append(np.zeros((20, 1, 4, 4)), None)
+    write_latents(tmp_path / "in", np.zeros((20, 1, 4, 4)))
     return lambda: make_shards.main(composed(f"path={tmp_path / 'in'}", out, config_name="make_shards"))
 
 

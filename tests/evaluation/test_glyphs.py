@@ -1,19 +1,15 @@
 """Scores of glyphs; what they share with those of digits is tested there."""
 
-import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import fid
 from builders import scoring
 from data import IdentityEncoder, glyphs, real_images
-from evaluation import GlyphClassifier, Suite
+from evaluation import GlyphClassifier
 from tests.evaluation.test_digits import scored, suite_of
-from tests.runs import TINY, composed, metrics, tiny_trainer
 
 SIZES = {"input_size": 32, "in_channels": 1, "num_classes": 62}
 
@@ -74,29 +70,3 @@ def test_a_classifier_is_the_same_every_time_and_leaves_other_draws_alone(refere
     again.fit(*(array[:128] for array in reference))
     for name, features in first(held_out[0]).items():
         assert np.array_equal(features, again(held_out[0])[name])
-
-
-@pytest.mark.slow  # that of digits holds the same
-def test_training_and_fid_score_alike_against_the_training_images(tmp_path):
-    folder = tmp_path / "glyphs"
-    dataset = glyphs(str(folder), **SIZES, num_images=640, seed=0)
-    held_out = real_images(dataset, dataset.held_out_ids, IdentityEncoder())
-    expected = scored(suite_of("glyphs", dataset), *held_out)
-    np.savez(tmp_path / "s.npz", *held_out)
-    asked = ("suite=glyphs", f"samples={tmp_path / 's.npz'}", f"reference={folder}")
-    fid.main(composed(*asked, config_name="fid"))
-    found = json.loads((tmp_path / "s.scores.json").read_text())
-    assert found["values"] == expected
-    assert list(found["comparisons"]) == ["class means", "held-out real"]
-    options = ("data=glyphs", "model/size=tiny", *TINY[1:], "model.patch_size=8")
-    options += (f"data.path={folder}", "data.num_images=640", "train.sample_every=null")
-    options += ("evaluation=glyphs", "evaluation.num_samples=8", "train.total_steps=2", "train.eval_every=2")
-    options += ("sampler.num_steps=2",)
-    trainer, run = tiny_trainer(tmp_path / "run", *options)
-    (of_run,) = (each for _, each in trainer.evaluators if isinstance(each, Suite))
-    assert scored(of_run, *held_out) == expected
-    trainer.fit()
-    run.unlock()
-    (line,) = (line for line in metrics(Path(run.path)) if "fd_classifier" in line)
-    assert 0 <= line["label_accuracy"] <= 1
-    assert np.isfinite(line["fd_classifier"])

@@ -162,13 +162,3 @@ def test_nothing_in_a_file_is_executed(tmp_path, capsys):
     with pytest.raises(ValueError, match="holds more than plain tensors"):
         read_weights(tmp_path / "trap.pth", allow_unpublished=True)
     assert "ran" not in capsys.readouterr().out
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_sees_what_the_cpu_sees(weights, detector, monkeypatch):
-    """In fp32 without TF32, whatever the defaults of the process are."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    on_gpu = InceptionDetector(weights, "cuda", allow_unpublished=True)(IMAGES)
-    for ours, theirs in zip(on_gpu.values(), detector(IMAGES).values(), strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)

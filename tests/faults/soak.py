@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from benchmarks.results import markdown
 from runtime.provenance import environment
 from tests.faults.killing import MOMENTS, VARIANTS, Outcome, kill_often
 
@@ -53,13 +54,12 @@ def main() -> None:
 
 def table(outcomes: dict[str, Outcome]) -> str:
     """Lay out what was injected, survived and lost."""
-    rows = [["variant", *MOMENTS, "faults", "survived", "lost", "runs compared"]]
+    rows = []
     for name, outcome in outcomes.items():
         faults, lost = outcome.kills.total(), len(outcome.lost)
-        by_moment = [outcome.kills[moment] for moment in MOMENTS]
-        rows.append([name, *by_moment, faults, faults - lost, lost, outcome.compared])
-    first, *others = [f"| {' | '.join(map(str, row))} |" for row in rows]
-    return "\n".join([first, f"|---|{'--:|' * (len(MOMENTS) + 4)}", *others])
+        row = {"variant": name, **{moment: outcome.kills[moment] for moment in MOMENTS}, "faults": faults}
+        rows.append(row | {"survived": faults - lost, "lost": lost, "runs compared": outcome.compared})
+    return markdown(rows, dict.fromkeys(rows[0], "{}"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.families import COLUMNS, DEPTH, NUM_TEXT, REPEATS, Size, measure
+from benchmarks.families import COLUMNS, DEPTH, NUM_TEXT, REPEATS, measure
 from benchmarks.results import Record, markdown
 from routing.adapters.families import FAMILIES
 from runtime.machine import start_process
@@ -29,11 +29,10 @@ def main():
     record = Record("families_all", request.out, environment(device) | {"tiny": request.tiny})
     # What two cores do in minutes.
     sizes = Sizes(depth=DEPTH) if request.tiny else Sizes(512, 8, DEPTH, 32, 2, NUM_TEXT)
-    size = Size(sizes.width, sizes.num_heads, sizes.side, sizes.batch)
     repeats = 1 if request.tiny else REPEATS
     for name in tqdm([name for name in FAMILIES if name not in record.done()], unit="class"):
         try:
-            record.add(name, measure(partial(build, name, sizes), size, repeats, device))
+            record.add(name, measure(partial(build, name, sizes), sizes, repeats, device))
         except (RuntimeError, ValueError, TypeError) as error:  # the same command tries again
             record.add(name, [{"failed": f"{type(error).__name__}: {error}"}])
     print(aligned(markdown(record.rows, COLUMNS)))

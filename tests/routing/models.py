@@ -1,6 +1,8 @@
 """A small model of every class of diffusers that can be routed, with random weights, and inputs for it."""
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +10,8 @@ import torch.nn as nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-TEXT_DIM, POOLED_DIM = 48, 24
+from benchmarks.families import POOLED_DIM, TEXT_DIM, WIDTHS, Size, options_and_inputs
+
 FRAMES = 4  # of a video, each of half the side
 
 
@@ -27,19 +30,9 @@ class Sizes(NamedTuple):
         return self.width // self.num_heads
 
     @property
-    def heads(self):
-        """What most models call the heads of attention."""
-        return {"num_attention_heads": self.num_heads, "attention_head_dim": self.head_dim}
-
-    @property
-    def deep(self):
-        return {"num_layers": self.depth, **self.heads}
-
-    @property
     def double_single(self):
         """A third of double blocks."""
-        num_double = self.depth // 3
-        return {"num_layers": num_double, "num_single_layers": self.depth - num_double, **self.heads}
+        return {"num_layers": self.depth // 3, "num_single_layers": self.depth - self.depth // 3}
 
     @property
     def axes(self):
@@ -118,13 +111,43 @@ class Sizes(NamedTuple):
         return angles.cos(), angles.sin()
 
 
+# What classes call their sizes.
+NAMES = {
+    "num_heads": """num_attention_heads num_heads n_heads n_kv_heads dit_heads cross_attn_num_heads
+        audio_num_attention_heads""",
+    "head_dim": "attention_head_dim head_dim d_kv cross_attn_dim_head",
+    "depth": "num_layers depth n_layers num_visual_blocks dit_depth num_hidden_layers mmdit_layers",
+    "width": """hidden_size dim model_dim time_dim dit_dim embed_dim d_model adaln_dim moe_intermediate_dim
+        caption_projection_dim""",
+    "mlp": "ffn_dim ff_dim ff_inner_dim ffn_hidden_size d_ff intermediate_size",
+    "axes": "axes_dims_rope axes_dims rope_dim_list axes_dim_rope rope_axes_dim",
+    "text": """text_embed_dim joint_attention_dim text_dim caption_channels cap_feat_dim in_text_dim
+        context_in_dim encoder_hidden_size text_encoder_dim text_in_dim llm_features_dim text_hidden_dim
+        dit_text_dim cond_token_dim global_cond_dim cross_attention_input_dim global_states_input_dim""",
+    "pooled": "in_text_dim2 LFE_id_dim LFE_vit_dim image_embed_dim text_emb_dim image_proj_dim",
+}
+
+
+def usual(kind, s):
+    """The options of a class that are sizes."""
+    values = {"num_heads": s.num_heads, "head_dim": s.head_dim, "depth": s.depth, "width": s.width}
+    values |= {"mlp": 4 * s.width, "axes": s.axes, "text": TEXT_DIM, "pooled": POOLED_DIM}
+    given = {name: values[what] for what, names in NAMES.items() for name in names.split()}
+    return {name: given[name] for name in inspect.signature(kind).parameters if name in given}
+
+
 def plus(model, options, inputs):
     """The options and inputs of a model, and others beside or in place of them."""
     return {**model[0], **options}, {**model[1], **inputs}
 
 
+def published(name, s):
+    """As the benchmark builds it."""
+    return options_and_inputs(name, Size(*s))
+
+
 def like_flux(s, timestep=1.0, plane=0.0):
-    return {**s.double_single, "axes_dims_rope": s.axes, "joint_attention_dim": TEXT_DIM}, {
+    return s.double_single, {
         **{"hidden_states": s.tokens(64), "encoder_hidden_states": s.text, "timestep": timestep * s.time},
         "img_ids": s.positions + torch.tensor([plane, 0.0, 0.0]),
         "txt_ids": torch.zeros(s.num_text, 3),
@@ -132,16 +155,14 @@ def like_flux(s, timestep=1.0, plane=0.0):
 
 
 def flux_2(s):
-    options = {"axes_dims_rope": (s.head_dim // 4,) * 4, "joint_attention_dim": TEXT_DIM}
-    return {**s.double_single, **options}, {
+    return {**s.double_single, "axes_dims_rope": (s.head_dim // 4,) * 4}, {
         **{"hidden_states": s.tokens(128), **s.condition, "img_ids": pad(s.positions, (0, 1))},
         "txt_ids": pad(torch.arange(float(s.num_text))[:, None], (3, 0)),
     }
 
 
 def cogview(s):
-    dims = {"text_embed_dim": TEXT_DIM, "time_embed_dim": s.width, "condition_dim": 8}
-    return {**dims, **s.deep}, {
+    return {"time_embed_dim": s.width, "condition_dim": 8}, {
         **{"hidden_states": s.image(16), "encoder_hidden_states": s.text, "timestep": s.steps},
         "target_size": s.pixels,
         "crop_coords": torch.zeros(s.batch, 2),
@@ -150,7 +171,7 @@ def cogview(s):
 
 def transformer_2d(s):
     """As in a U-Net: of features, not of patches."""
-    return {**s.deep, "in_channels": s.width, "cross_attention_dim": TEXT_DIM}, {
+    return {"in_channels": s.width, "cross_attention_dim": TEXT_DIM}, {
         "hidden_states": s.image(s.width, patch_size=1),
         "encoder_hidden_states": s.text,
         "encoder_attention_mask": s.longer(s.num_text).float(),
@@ -163,10 +184,7 @@ def ideogram(s):
     positions = torch.cat([torch.arange(float(text))[:, None].expand(-1, 3), 65536 + s.positions])
     is_padding = torch.zeros(s.batch, text + image, dtype=torch.bool)
     is_padding[1::2, 0] = True
-    return {
-        **{**s.deep, "intermediate_size": 4 * s.width, "adaln_dim": s.width, "llm_features_dim": TEXT_DIM},
-        "mrope_section": (s.head_dim // 2 - 2 * rows, rows, rows),
-    }, {
+    return {"mrope_section": (s.head_dim // 2 - 2 * rows, rows, rows)}, {
         "hidden_states": torch.randn(s.batch, text + image, 128),
         "encoder_hidden_states": torch.randn(s.batch, text + image, TEXT_DIM),
         "timestep": s.time,
@@ -177,15 +195,12 @@ def ideogram(s):
 
 
 def joyimage(s):
-    options = {"hidden_size": s.width, "num_attention_heads": s.num_heads, "text_dim": TEXT_DIM}
-    options |= {"num_layers": s.depth, "rope_dim_list": list(s.axes)}
     latents = s.image(16).unsqueeze(2)
-    return options, {"hidden_states": latents, "encoder_hidden_states": s.text, "timestep": 1000 * s.time}
+    return {}, {"hidden_states": latents, "encoder_hidden_states": s.text, "timestep": 1000 * s.time}
 
 
 def lumina(s):
-    options = {"hidden_size": s.width, "num_layers": s.depth, "multiple_of": 8}
-    return {**options, "num_attention_heads": s.num_heads, "num_kv_heads": s.num_heads}
+    return {"multiple_of": 8, "num_kv_heads": s.num_heads}
 
 
 def lumina_next(s):
@@ -205,10 +220,8 @@ def omnigen(s):
     sees[s.num_text :] = True
     is_token = pad(s.text_mask.flip(1), (0, 1 + s.side**2), value=True)
     return {
-        **{"hidden_size": s.width, "num_layers": s.depth, "intermediate_size": 4 * s.width},
-        **{"num_attention_heads": s.num_heads, "num_key_value_heads": s.num_heads},
         **{"rope_scaling": {"short_factor": factors, "long_factor": factors}, "vocab_size": 32},
-        **{"pad_token_id": 0, "pos_embed_max_size": s.side},
+        **{"pad_token_id": 0, "pos_embed_max_size": s.side, "num_key_value_heads": s.num_heads},
     }, {
         **{"hidden_states": s.image(4), "timestep": s.time},
         "input_ids": torch.randint(1, 32, (s.batch, s.num_text)),
@@ -220,7 +233,7 @@ def omnigen(s):
 
 
 def qwen(s):
-    return {**s.deep, "axes_dims_rope": s.axes, "joint_attention_dim": TEXT_DIM}, {
+    return {}, {
         **{"hidden_states": s.tokens(64), **s.condition, "encoder_hidden_states_mask": s.text_mask},
         "img_shapes": [[(1, s.side, s.side)]] * s.batch,
     }
@@ -230,7 +243,7 @@ def qwen_21(s):
     """A reference image of four tokens within a text with padding."""
     slots = torch.zeros(s.num_text + s.side**2 // 4, dtype=torch.bool)  # one for four tokens
     slots[1], slots[s.num_text :] = True, True
-    return {**s.deep, "axes_dims_rope": s.axes, "context_in_dim": TEXT_DIM}, {
+    return {}, {
         **qwen(s)[1],
         "hidden_states": torch.cat([torch.randn(s.batch, 4, 64), s.tokens(64)], dim=1),
         "img_shapes": [[(1, 2, 2), (1, s.side, s.side)]] * s.batch,
@@ -246,8 +259,7 @@ def allegro(s):
         torch.randn(len(axis), len(channels) // 2).repeat(1, 2)
         for axis, channels in zip(axes, torch.ones(s.head_dim).chunk(3), strict=True)
     ]
-    options = {"caption_channels": TEXT_DIM, "cross_attention_dim": s.width}
-    return {**s.deep, **options, "sample_height": s.side, "sample_width": s.side}, {
+    return {"cross_attention_dim": s.width, "sample_height": s.side, "sample_width": s.side}, {
         **{"hidden_states": s.video(4), **s.masked, "timestep": s.steps},
         "image_rotary_emb": ([(table.cos(), table.sin()) for table in angles], coordinates),
     }
@@ -255,7 +267,7 @@ def allegro(s):
 
 def wan(s):
     inputs = {"hidden_states": s.video(16), "encoder_hidden_states": s.text, "timestep": s.steps}
-    return {**s.deep, "text_dim": TEXT_DIM, "ffn_dim": 4 * s.width}, inputs
+    return {}, inputs
 
 
 def anyflow(s):
@@ -279,17 +291,16 @@ def helios(s):
 
 
 def cogvideox(s):
-    options = {"text_embed_dim": TEXT_DIM, "sample_frames": 13, "max_text_seq_length": s.num_text}
+    options = {"sample_frames": 13, "max_text_seq_length": s.num_text}
     options |= {"sample_width": s.side, "sample_height": s.side, "use_rotary_positional_embeddings": True}
-    return {**s.deep, **options}, {
+    return options, {
         **{"hidden_states": s.video(16).transpose(1, 2), "encoder_hidden_states": s.text},
         **{"timestep": s.steps, "image_rotary_emb": s.rotary(s.head_dim)},
     }
 
 
 def hunyuan_video(s):
-    options = {"rope_axes_dim": s.axes, "pooled_projection_dim": POOLED_DIM, "text_embed_dim": TEXT_DIM}
-    return {**s.double_single, **options}, {
+    return {**s.double_single, "pooled_projection_dim": POOLED_DIM}, {
         **{"hidden_states": s.video(16), **s.masked, "pooled_projections": s.pooled},
         **{"timestep": s.steps, "guidance": torch.full((s.batch,), 6000.0)},
     }
@@ -298,7 +309,7 @@ def hunyuan_video(s):
 def framepack(s):
     """After 1, 2 and 4 frames at three resolutions."""
     options, inputs = hunyuan_video(s)
-    options |= {"has_image_proj": True, "image_proj_dim": POOLED_DIM, "has_clean_x_embedder": True}
+    options |= {"has_image_proj": True, "has_clean_x_embedder": True}
     inputs |= {"image_embeds": torch.randn(s.batch, 3, POOLED_DIM), "indices_latents": torch.arange(7, 11)}
     for name, first, frames in (("history_4x", 0, 4), ("history_2x", 4, 2), ("clean", 6, 1)):
         inputs[f"latents_{name}"] = s.video(16, frames)
@@ -307,11 +318,7 @@ def framepack(s):
 
 
 def kandinsky(s, channels):
-    return {
-        **{"model_dim": s.width, "ff_dim": 4 * s.width, "time_dim": s.width, "axes_dims": s.axes},
-        **{"num_text_blocks": 1, "num_visual_blocks": s.depth},
-        **{"in_text_dim": TEXT_DIM, "in_text_dim2": POOLED_DIM},
-    }, {
+    return {"num_text_blocks": 1}, {
         **{"hidden_states": s.video(channels).movedim(1, -1), "encoder_hidden_states": s.text},
         **{"pooled_projections": s.pooled, "timestep": 1000 * s.time},
     }
@@ -319,9 +326,13 @@ def kandinsky(s, channels):
 
 def ltx(s):
     grid = {"num_frames": FRAMES, "height": s.side // 2, "width": s.side // 2}
-    return {**s.deep, "caption_channels": TEXT_DIM, "cross_attention_dim": s.width}, {
+    return {"cross_attention_dim": s.width}, {
         **{"hidden_states": s.tokens(128), **s.masked, **grid, "timestep": s.token_steps}
     }
+
+
+def sound(s):
+    return {"audio_attention_head_dim": s.head_dim // 2, "audio_cross_attention_dim": s.width // 2}
 
 
 def stable_audio(s):
@@ -329,9 +340,8 @@ def stable_audio(s):
     from diffusers.models.embeddings import get_1d_rotary_pos_embed as rotary
 
     options = {"num_key_value_attention_heads": s.num_heads // 2, "cross_attention_dim": s.width // 2}
-    options |= {"cross_attention_input_dim": TEXT_DIM, "global_states_input_dim": TEXT_DIM}
     length, halves = 1 + s.side**2, {"use_real": True, "repeat_interleave_real": False}
-    return {**s.deep, **options}, {
+    return options, {
         **{"hidden_states": s.tokens(64).transpose(1, 2), **s.condition},
         "global_hidden_states": torch.randn(s.batch, 1, TEXT_DIM),
         **{"attention_mask": s.longer(length - 1), "encoder_attention_mask": s.longer(s.num_text)},
@@ -339,14 +349,11 @@ def stable_audio(s):
     }
 
 
-# Options and inputs of each class, of sizes.
+# Options of each class beside the usual ones, and inputs.
 MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
+    **{name: partial(published, name) for name in WIDTHS},
     "AceStepTransformer1DModel": lambda s: (  # the window is of the side to both sides
-        {
-            **{"hidden_size": s.width, "intermediate_size": 3 * s.width, "head_dim": s.head_dim},
-            **{"num_attention_heads": s.num_heads, "num_key_value_heads": s.num_heads // 2},
-            **{"num_hidden_layers": s.depth, "encoder_hidden_size": TEXT_DIM, "sliding_window": s.side},
-        },
+        {"num_key_value_heads": s.num_heads // 2, "sliding_window": s.side, "intermediate_size": 3 * s.width},
         {
             "hidden_states": torch.randn(s.batch, 2 * s.side**2, 64),
             "context_latents": torch.randn(s.batch, 2 * s.side**2, 128),
@@ -355,18 +362,10 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "AllegroTransformer3DModel": allegro,
     "AnyFlowTransformer3DModel": anyflow,
-    "AuraFlowTransformer2DModel": lambda s: (  # a sixth of joint blocks
-        {
-            **{"sample_size": 2 * s.side, "pos_embed_max_size": s.side**2, "joint_attention_dim": TEXT_DIM},
-            **{"num_mmdit_layers": s.depth // 6, "num_single_dit_layers": s.depth - s.depth // 6, **s.heads},
-            "caption_projection_dim": s.width,
-        },
-        {"hidden_states": s.image(4), **s.condition},
-    ),
     "BriaTransformer2DModel": lambda s: like_flux(s, 1000.0),
     "BriaFiboTransformer2DModel": lambda s: plus(
         like_flux(s, 1000.0),
-        {"text_encoder_dim": TEXT_DIM},
+        {},
         {
             "text_encoder_layers": [s.text for _ in range(s.depth)],
             "joint_attention_kwargs": {"attention_mask": s.joint_mask[:, None, None]},
@@ -374,10 +373,8 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "BriaFibo2Transformer2DModel": lambda s: (  # an image to edit, of two tokens; one block reads the text
         {
-            **{"dim": s.width, "n_layers": s.depth, "n_heads": s.num_heads, "patch_size": 2},
-            **{"min_num_gist_tokens": 3, "max_num_gist_tokens": 3, "gist_step": 1},
-            **{"injection_layer_ids": (s.depth // 2,), "axes_dims": s.axes, "axes_lens": (64, 64, 64)},
-            "cap_feat_dim": TEXT_DIM,
+            **{"min_num_gist_tokens": 3, "max_num_gist_tokens": 3, "gist_step": 1, "patch_size": 2},
+            **{"injection_layer_ids": (s.depth // 2,), "axes_lens": (64, 64, 64)},
         },
         {
             "hidden_states": s.image(32),
@@ -398,20 +395,21 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         cogview(s), {"pos_embed_max_size": s.side}, {"original_size": s.pixels}
     ),
     "CogView4Transformer2DModel": lambda s: plus(
-        cogview(s), {}, {"original_size": s.pixels, "attention_mask": s.text_mask}
+        cogview(s),
+        {"rope_axes_dim": (256, 256)},
+        {"original_size": s.pixels, "attention_mask": s.text_mask},
     ),
     "ConsisIDTransformer3DModel": lambda s: plus(  # a face is attended to after every second block
         cogvideox(s),
         {
-            **{"LFE_id_dim": POOLED_DIM, "LFE_vit_dim": POOLED_DIM, "LFE_depth": 5},
-            **{"LFE_num_scale": 5, "LFE_output_dim": int(s.width / 3 * 2), "is_train_face": True},
-            **{"cross_attn_num_heads": s.num_heads, "cross_attn_dim_head": s.head_dim},
+            **{"LFE_depth": 5, "LFE_num_scale": 5, "LFE_output_dim": int(s.width / 3 * 2)},
+            "is_train_face": True,
         },
         {"id_cond": s.pooled, "id_vit_hidden": [torch.randn(s.batch, 3, POOLED_DIM) for _ in range(5)]},
     ),
     # Cosmos 2, each frame with its own timestep; positions of Cosmos 1 do not run in double precision.
     "CosmosTransformer3DModel": lambda s: (
-        {**s.deep, "in_channels": 17, "text_embed_dim": TEXT_DIM, "extra_pos_embed_type": None},
+        {"in_channels": 17, "extra_pos_embed_type": None},
         {
             **{"hidden_states": s.video(16), "encoder_hidden_states": s.text, "attention_mask": s.text_mask},
             "timestep": torch.rand(s.batch, 1, FRAMES, 1, 1),
@@ -421,31 +419,22 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "DiTTransformer2DModel": lambda s: (
-        {"sample_size": 2 * s.side, **s.deep},
+        {"sample_size": 2 * s.side},
         {"hidden_states": s.image(4), "timestep": s.steps, "class_labels": s.steps},
     ),
     "DreamLiteTransformer2DModel": lambda s: plus(
         transformer_2d(s), {"qk_norm": "rms_norm", "num_kv_heads": s.num_heads // 2}, {}
     ),
     "EasyAnimateTransformer3DModel": lambda s: (  # all blocks have parameters of their own for the text
-        {
-            **{**s.deep, "mmdit_layers": s.depth, "text_embed_dim": TEXT_DIM, "patch_size": 2},
-            **{"in_channels": 16, "out_channels": 16},
-        },
+        {"patch_size": 2, "in_channels": 16, "out_channels": 16},
         wan(s)[1],
     ),
     "ErnieImageTransformer2DModel": lambda s: (
-        {
-            **{"hidden_size": s.width, "num_attention_heads": s.num_heads, "num_layers": s.depth},
-            **{"ffn_hidden_size": 4 * s.width, "rope_axes_dim": s.axes, "text_in_dim": TEXT_DIM},
-        },
+        {},
         {
             **{"hidden_states": s.image(128, patch_size=1), "timestep": s.steps},
             **{"text_bth": s.text, "text_lens": s.text_mask.sum(dim=1)},
         },
-    ),
-    "FluxTransformer2DModel": lambda s: plus(
-        like_flux(s), {"pooled_projection_dim": POOLED_DIM}, {"pooled_projections": s.pooled}
     ),
     "Flux2Transformer2DModel": lambda s: plus(flux_2(s), {}, {"guidance": torch.full((s.batch,), 4.0)}),
     "Flux3Transformer2DModel": lambda s: plus(  # a reference image of three tokens
@@ -469,7 +458,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     "HiDreamImageTransformer2DModel": lambda s: (  # a second text of three tokens
         {
             **{**s.double_single, "patch_size": 2, "in_channels": 16},
-            **{"caption_channels": [TEXT_DIM, TEXT_DIM], "text_emb_dim": POOLED_DIM},
+            "caption_channels": [TEXT_DIM, TEXT_DIM],
             "axes_dims_rope": (s.head_dim // 2, s.head_dim // 4, s.head_dim // 4),
             **{"llama_layers": list(range(s.depth)), "max_resolution": (4 * s.side, 4 * s.side)},
         },
@@ -480,15 +469,12 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "HunyuanImageTransformer2DModel": lambda s: (
-        {**s.double_single, "rope_axes_dim": (s.head_dim // 2,) * 2, "text_embed_dim": TEXT_DIM},
+        {**s.double_single, "rope_axes_dim": (s.head_dim // 2,) * 2},
         {"hidden_states": s.image(64, patch_size=1), "timestep": 1000 * s.time, **s.masked},
     ),
     "HunyuanVideoTransformer3DModel": hunyuan_video,
     "HunyuanVideo15Transformer3DModel": lambda s: (  # with a second text and a reference image
-        {
-            **{**s.deep, "text_embed_dim": TEXT_DIM, "text_embed_2_dim": TEXT_DIM},
-            **{"image_embed_dim": POOLED_DIM, "rope_axes_dim": s.axes},
-        },
+        {"text_embed_2_dim": TEXT_DIM},
         {
             "hidden_states": torch.randn(s.batch, 65, FRAMES, s.side // 2, s.side // 2),
             **{**s.masked, "encoder_hidden_states_2": s.text, "encoder_attention_mask_2": s.text_mask},
@@ -526,8 +512,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "Krea2Transformer2DModel": lambda s: (  # text of three layers, with padding
         {
-            **{**s.deep, "num_key_value_heads": s.num_heads, "intermediate_size": 4 * s.width},
-            **{"axes_dims_rope": s.axes, "num_text_layers": 3, "text_hidden_dim": TEXT_DIM},
+            **{"num_key_value_heads": s.num_heads, "num_text_layers": 3},
             **{"text_intermediate_size": 32, "text_num_attention_heads": 2, "text_num_key_value_heads": 2},
         },
         {
@@ -539,7 +524,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "LongCatAudioDiTTransformer": lambda s: (
-        {"dit_dim": s.width, "dit_depth": s.depth, "dit_heads": s.num_heads, "dit_text_dim": TEXT_DIM},
+        {},
         {
             **{"hidden_states": s.tokens(64), "latent_cond": s.tokens(64), **s.condition},
             "attention_mask": s.longer(s.side**2),
@@ -551,10 +536,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     # Video with a timestep for each token, and 3 tokens of audio, which are never routed.
     "LTX2VideoTransformer3DModel": lambda s: plus(
         ltx(s),
-        {
-            **{"audio_num_attention_heads": s.num_heads, "audio_attention_head_dim": s.head_dim // 2},
-            **{"audio_cross_attention_dim": s.width // 2, "rope_type": "split"},
-        },
+        sound(s) | {"rope_type": "split"},
         {
             **{"audio_hidden_states": torch.randn(s.batch, 3, 128), "audio_timestep": s.steps},
             **{"audio_encoder_hidden_states": s.text, "audio_encoder_attention_mask": s.text_mask},
@@ -563,7 +545,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "LuminaNextDiT2DModel": lumina_next,
     "Lumina2Transformer2DModel": lambda s: (  # texts of one length, with one token of padding
-        {**lumina(s), "cap_feat_dim": TEXT_DIM, "axes_dim_rope": s.axes},
+        lumina(s),
         {
             **{"hidden_states": s.image(16), **s.condition},
             "encoder_attention_mask": torch.arange(s.num_text).expand(s.batch, -1) < s.num_text - 1,
@@ -571,10 +553,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     # Half of a head rotates; each latent has a condition of its own, which is added before.
     "MiniMaxMusic3Transformer1DModel": lambda s: (
-        {
-            **{**s.deep, "ff_inner_dim": 4 * s.width},
-            **{"rotary_dim": s.head_dim // 2, "condition_dim": TEXT_DIM},
-        },
+        {"rotary_dim": s.head_dim // 2, "condition_dim": TEXT_DIM},
         {
             **{"hidden_states": s.tokens(128).transpose(1, 2), "encoder_hidden_states": s.tokens(TEXT_DIM)},
             "timestep": s.time,
@@ -582,16 +561,15 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "MochiTransformer3DModel": lambda s: (
         {
-            **{**s.deep, "text_embed_dim": TEXT_DIM, "time_embed_dim": 32},
-            **{"pooled_projection_dim": s.width // 2, "max_sequence_length": s.num_text},
+            **{"time_embed_dim": 32, "pooled_projection_dim": s.width // 2},
+            "max_sequence_length": s.num_text,
         },
         {"hidden_states": s.image(12).unsqueeze(2), **s.masked, "timestep": 1000 * s.time},
     ),
     "MotifVideoTransformer3DModel": lambda s: (  # with a reference image
         {
-            **{**s.double_single, "rope_axes_dim": s.axes, "text_embed_dim": TEXT_DIM},
+            **s.double_single,
             **{"enable_text_cross_attention_dual": True, "enable_text_cross_attention_single": True},
-            "image_embed_dim": POOLED_DIM,
         },
         {
             **{"hidden_states": s.video(33), **s.masked, "timestep": s.steps},
@@ -601,10 +579,8 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     # The first three blocks and the last one have no experts; each expert takes all tokens.
     "NucleusMoEImageTransformer2DModel": lambda s: (
         {
-            **{**s.deep, "in_channels": 64, "joint_attention_dim": TEXT_DIM, "patch_size": 1},
-            **{"num_experts": 8, "capacity_factors": 8.0, "moe_intermediate_dim": s.width},
+            **{"in_channels": 64, "patch_size": 1, "num_experts": 8, "capacity_factors": 8.0},
             "mlp_ratio": max(4.0, 192 / s.width),  # the layers in between are of multiples of 128
-            "axes_dims_rope": s.axes,
         },
         {
             **{"hidden_states": s.tokens(64), **s.condition, "encoder_hidden_states_mask": s.text_mask},
@@ -613,43 +589,17 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "OmniGenTransformer2DModel": omnigen,
     "OvisImageTransformer2DModel": like_flux,
-    "PixArtTransformer2DModel": lambda s: (
-        {
-            **{"sample_size": 2 * s.side, "cross_attention_dim": s.width, "caption_channels": TEXT_DIM},
-            **{**s.deep, "use_additional_conditions": False},
-        },
-        {
-            **{"hidden_states": s.image(4), "encoder_hidden_states": s.text, "timestep": s.steps},
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
-    ),
     "PRXTransformer2DModel": lambda s: (
-        {
-            **{"context_in_dim": TEXT_DIM, "hidden_size": s.width, "num_heads": s.num_heads},
-            **{"depth": s.depth, "axes_dim": [s.head_dim // 2, s.head_dim // 2]},
-        },
+        {"axes_dim": [s.head_dim // 2, s.head_dim // 2]},
         {"hidden_states": s.image(16), **s.condition, "attention_mask": s.text_mask},
     ),
     "QwenImageTransformer2DModel": qwen,
     "QwenImage21Transformer2DModel": qwen_21,
     "SanaWMLTX2RefinerTransformer3DModel": lambda s: (  # without earlier frames and audio
-        {
-            **{**ltx(s)[0], "audio_num_attention_heads": s.num_heads},
-            **{"audio_attention_head_dim": s.head_dim // 2, "audio_cross_attention_dim": s.width // 2},
-        },
+        ltx(s)[0] | sound(s),
         {
             **{"hidden_states": s.tokens(128), **s.masked, "timestep": s.token_steps},
             "video_rotary_emb": s.rotary(s.width, (1, s.side**2)),
-        },
-    ),
-    "SD3Transformer2DModel": lambda s: (
-        {
-            **{"sample_size": 2 * s.side, "pos_embed_max_size": s.side, "joint_attention_dim": TEXT_DIM},
-            **{**s.deep, "caption_projection_dim": s.width, "pooled_projection_dim": POOLED_DIM},
-        },
-        {
-            **{"hidden_states": s.image(16), "encoder_hidden_states": s.text, "timestep": 1000 * s.time},
-            "pooled_projections": s.pooled,
         },
     ),
     # Diffusion forcing: pairs of frames see those before, and each frame has its own timestep.
@@ -660,10 +610,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "StableAudioDiTModel": stable_audio,
     "StableAudio3DiTModel": lambda s: (  # with what is painted in, which each block adds to the latents
-        {
-            **{"embed_dim": s.width, "depth": s.depth, "num_heads": s.num_heads, "num_memory_tokens": 3},
-            **{"cond_token_dim": TEXT_DIM, "global_cond_dim": TEXT_DIM},
-        },
+        {"num_memory_tokens": 3},
         {
             **{"hidden_states": s.tokens(256).transpose(1, 2), **s.condition},
             "encoder_attention_mask": s.longer(s.num_text),
@@ -672,10 +619,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "T5FilmDecoder": lambda s: (  # two encodings, of which the first sample has less
-        {
-            **{"targets_length": s.side**2, "d_model": s.width, "num_layers": s.depth},
-            **{"num_heads": s.num_heads, "d_kv": s.head_dim, "d_ff": 4 * s.width},
-        },
+        {"targets_length": s.side**2},
         {
             "encodings_and_masks": [
                 (torch.randn(s.batch, s.num_text, s.width), s.longer(s.num_text).float()) for _ in range(2)
@@ -684,13 +628,9 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "decoder_noise_time": s.time,
         },
     ),
-    "Transformer2DModel": transformer_2d,
-    "WanTransformer3DModel": wan,
+    "Transformer2DModel": lambda s: plus(transformer_2d(s), {"caption_channels": None}, {}),
     "ZImageTransformer2DModel": lambda s: (  # every second text is longer by 32 tokens; the others are padded
-        {
-            **{"dim": s.width, "n_layers": s.depth, "cap_feat_dim": TEXT_DIM, "axes_dims": s.axes},
-            **{"n_heads": s.num_heads, "n_kv_heads": s.num_heads},
-        },
+        {},
         {
             **{"x": [*s.image(16).unsqueeze(2)], "t": s.time},
             "cap_feats": [torch.randn(s.num_text + 32 * (i % 2), TEXT_DIM) for i in range(s.batch)],
@@ -734,8 +674,8 @@ def build(name, sizes):
     """Build a model with random weights, and inputs."""
     from diffusers import models
 
-    options, inputs = MODELS[name](sizes)
-    model = getattr(models, name)(**options)
+    kind, (options, inputs) = getattr(models, name), MODELS[name](sizes)
+    model = kind(**usual(kind, sizes) | options)
     prepare(name, model)
     return model, inputs
 

@@ -31,7 +31,7 @@ from routing import (
 )
 from routing.adapters.families import adapter_of
 from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, randn, seeded
-from tests.routing.models import in_double
+from tests.routing.models import TEXT_DIM, in_double
 
 WINDOW = Route(0.5, 1, -2)
 REFERENCE_FIRST = (torch.arange(NUM_TOKENS) < 4).float()[:, None] * torch.tensor([1.0, 0, 0])
@@ -268,7 +268,7 @@ def test_what_does_not_go_together_with_routing_is_refused_by_name(name, argumen
 def test_ways_to_attend_that_are_not_known_are_refused_by_name():
     model, arguments = attached("flux")
     attention = model.transformer_blocks[0].attn
-    attention.set_processor(FluxIPAdapterAttnProcessor(32, 12))
+    attention.set_processor(FluxIPAdapterAttnProcessor(32, TEXT_DIM))
     with pytest.raises(ValueError, match="FluxIPAdapterAttnProcessor of FluxTransformer2DModel"):
         run(model, arguments)
     attention.set_processor(FluxAttnProcessor())
@@ -320,7 +320,8 @@ def test_wan_takes_the_tokens_of_an_image_beside_the_text():
     model = rebuilt("wan", image_dim=8, added_kv_proj_dim=32)
     arguments = {
         **FAMILIES["wan"].arguments(),
-        "encoder_hidden_states": randn(NUM_SAMPLES, 512, 12, seed=2),  # Wan takes the last 512 for the text
+        # Wan takes the last 512 for the text.
+        "encoder_hidden_states": randn(NUM_SAMPLES, 512, TEXT_DIM, seed=2),
         "encoder_hidden_states_image": randn(NUM_SAMPLES, 3, 8, seed=9),
     }
     without = {**arguments, "encoder_hidden_states_image": randn(NUM_SAMPLES, 3, 8, seed=10)}

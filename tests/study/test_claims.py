@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import finetuning
-from benchmarks.results import Record, write_results
+from benchmarks.results import Record
 from runtime.provenance import environment
 from study import claims
 from study.claims import ABSENT, CONFIRMED, OPEN, REFUTED, Bound, Comparison
@@ -125,8 +125,8 @@ def test_a_bound_holds_for_every_value(folder, about):
         {"x": None},
         {"x": 9, "y": 1, "z": "b"},
     ]
-    write_results("speed", rows, about, folder)
-    write_results("speed_of_another", [{"x": 9}], about, folder)
+    Record("speed", folder, about).add("all", rows)
+    Record("speed_of_another", folder, about).add("all", [{"x": 9}])
 
     def found(**bound):
         return Bound("speed", "x", "steps", where={"z": ["a"]}, **bound).findings(Records(folder))[0]

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data import LatentManifest, LatentWriter
 from runtime.tables import aligned
 from study import published
 from study.published import PAGE, TABLE, Row, fits, main, read_records, read_rows, table
 from tests.inception import write_random_weights
+from tests.latents import write_latents
 from tests.programs import start
 
 EXPERIMENT = "imagenet256_tread_b_2_400k"
@@ -27,9 +27,7 @@ GUIDED = Row(EXPERIMENT, (*SMALL, "guidance=cfg", "guidance.guidance_scale=UNKNO
 def scored(tmp_path_factory):
     """The folder of a tiny run of an experiment and the record of `fid.py` of it."""
     folder = tmp_path_factory.mktemp("published")
-    manifest = LatentManifest(4, (3, 8, 8), "float16", "samples", 7, "identity")
-    with LatentWriter(folder / "latents", manifest) as writer:
-        writer.append(np.zeros((4, 3, 8, 8), np.float16), np.arange(4))
+    write_latents(folder / "latents", np.zeros((4, 3, 8, 8)), np.arange(4), num_classes=7)
     write_random_weights(folder / "weights.pth")
     images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3)).astype(np.uint8)
     np.savez(folder / "VIRTUAL_imagenet256_labeled.npz", images)

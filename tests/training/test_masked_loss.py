@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from data import LatentManifest, LatentWriter
+from tests.latents import write_latents
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
 
 MASKED = (*TINY[1:], "model/size=tiny", "train.num_workers=0", "train.masked_loss=true")
@@ -23,10 +23,8 @@ def latents(tmp_path_factory):
         for token in range(entry % 17):
             row, column = divmod(token, 4)
             masks[entry, 2 * row, 2 * column] = 200
-    options = {"num_held_out": 4, "conditioning_type": "mask"}
-    manifest = LatentManifest(24, (4, 8, 8), "float32", "samples", 10, "identity", **options)
-    with LatentWriter(folder, manifest) as writer:
-        writer.append(np.random.default_rng(0).standard_normal((24, 4, 8, 8)), np.arange(24) % 10, masks)
+    stored = np.random.default_rng(0).standard_normal((24, 4, 8, 8))
+    write_latents(folder, stored, np.arange(24) % 10, masks, dtype="float32", num_held_out=4)
     return ("data=latents", f"data.path={folder}", *MASKED)
 
 

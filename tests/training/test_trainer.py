@@ -11,9 +11,9 @@ import yaml
 from safetensors.torch import load_file
 
 from builders.evaluators import GRID_SAMPLES
-from data import LatentManifest, LatentWriter
 from runtime.config import build_node
 from runtime.provenance import flatten
+from tests.latents import write_latents
 from tests.runs import TINY, interrupted, metrics, tiny_run, tiny_trainer, validated
 from training.checkpoint import latest_checkpoint, steps_in
 from training.fit import run_training
@@ -34,13 +34,11 @@ VARIANTS = {
 }
 
 
-def write_latents(path, seed):
+def write_moments(path, seed):
     """Write posterior moments of an encoder that nobody has."""
-    rng = np.random.default_rng(seed)
-    options = {"scale": 0.18215, "num_held_out": 10}
-    manifest = LatentManifest(40, (8, 8, 8), "float16", "moments", 10, "some-vae", **options)
-    with LatentWriter(path, manifest) as writer:
-        writer.append(rng.standard_normal((40, 8, 8, 8)), np.arange(40) % 10)
+    stored = np.random.default_rng(seed).standard_normal((40, 8, 8, 8))
+    options = {"kind": "moments", "encoder": "some-vae", "scale": 0.18215, "num_held_out": 10}
+    write_latents(path, stored, np.arange(40) % 10, **options)
 
 
 def files(folder):
@@ -129,11 +127,11 @@ def test_only_a_folder_with_saved_steps_refuses_a_changed_configuration(tmp_path
 
 def test_other_data_is_refused_though_the_configuration_is_the_same(tmp_path):
     """Moments of an encoder that nobody has, which no training without pictures needs."""
-    write_latents(tmp_path / "latents", seed=0)
+    write_moments(tmp_path / "latents", seed=0)
     overrides = ("data=latents", f"data.path={tmp_path / 'latents'}", *TINY[1:], "train.sample_every=null")
     tiny_run(tmp_path / "run", *overrides, "train.total_steps=2")
     shutil.rmtree(tmp_path / "latents")
-    write_latents(tmp_path / "latents", seed=1)
+    write_moments(tmp_path / "latents", seed=1)
     with pytest.raises(ValueError, match="was started with other data"):
         tiny_trainer(tmp_path / "run", *overrides)
 

@@ -1,0 +1,60 @@
+"""A grid of images as a PNG file, with captions above its rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from runtime.files import atomic_write
+
+PADDING = 2
+MIN_TILE = 64
+CAPTION_HEIGHT, LETTER_WIDTH = 14, 6
+
+
+def save_grid(
+    images: np.ndarray, file: Path, columns: int, captions: Sequence[str] | None = None
+) -> np.ndarray:
+    """Write images (N, H, W, C) uint8 as one PNG and return it (height, width, C); enlarge small ones.
+
+    Args:
+        captions: of each image, written above a row unless they are those of the row before.
+    """
+    columns = min(columns, len(images))
+    zoom = zoom_of(images)
+    tiles = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    tiles = np.pad(tiles, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))
+    tiles = np.pad(tiles, ((0, -len(tiles) % columns), (0, 0), (0, 0), (0, 0)))
+    _, height, width, channels = tiles.shape
+    rows = tiles.reshape(-1, columns, height, width, channels).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(-1, height, columns * width, channels)
+    parts, above = [], None
+    for i, row in enumerate(rows):
+        said = None if captions is None else [*captions[i * columns : (i + 1) * columns]]
+        if said and said != (above or [])[: len(said)]:
+            parts.append(strip_of(said, width, columns, channels))
+            above = said
+        parts.append(row)
+    grid = np.concatenate(parts)
+    save_picture(grid, file)
+    return grid
+
+
+def zoom_of(images: np.ndarray) -> int:
+    return max(1, MIN_TILE // images.shape[1])
+
+
+def strip_of(captions: Sequence[str], width: int, columns: int, channels: int) -> np.ndarray:
+    """Draw captions side by side, (CAPTION_HEIGHT, columns * width, channels)."""
+    strip = Image.new("L", (columns * width, CAPTION_HEIGHT))
+    draw = ImageDraw.Draw(strip)
+    for i, caption in enumerate(captions):
+        draw.text((i * width + PADDING, 1), caption[: width // LETTER_WIDTH], fill=255)
+    return np.asarray(strip)[:, :, None].repeat(channels, axis=2)
+
+
+def save_picture(picture: np.ndarray, file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays so
+    with atomic_write(file) as partial:
+        Image.fromarray(picture.squeeze(-1) if picture.shape[2] == 1 else picture).save(partial)
