@@ -148,8 +148,7 @@ class DiT(Backbone):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                nn.init.zeros_(module.get_parameter("bias"))
         # The patch projection is a linear map per patch, so it is initialised as one.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.weight.shape[0], -1))
         nn.init.zeros_(self.x_embedder.proj.get_parameter("bias"))

@@ -83,8 +83,6 @@ class Attention(nn.Module):
 class TimestepEmbedder(nn.Module):
     """Embed the noise level c_noise: sines and cosines of 256 frequencies, then a small network."""
 
-    frequencies: torch.Tensor
-
     def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
         super().__init__()
         self.mlp = nn.Sequential(
@@ -93,7 +91,7 @@ class TimestepEmbedder(nn.Module):
         half = frequency_embedding_size // 2
         # omega_i = 10000^(-i / (d/2)) as in [DiT]; not stored, so that public state dicts load by name.
         frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.frequencies = nn.Buffer(frequencies, persistent=False)
 
     def forward(self, c_noise: torch.Tensor) -> torch.Tensor:
         angles = c_noise.float().unsqueeze(-1) * self.frequencies  # (N, 128)

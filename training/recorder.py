@@ -152,9 +152,8 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         """The size of the file, and the lines that are not in it yet."""
-        return self.launch.broadcast_from_main(
-            self.metrics_file.state if self.metrics_file else lambda: self._kept
-        )
+        file = self.metrics_file
+        return self.launch.broadcast_from_main(file.state if file is not None else lambda: self._kept)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the file cut back to a checkpoint when it is opened."""

@@ -18,15 +18,13 @@ class Fuse(nn.Module):
             evaluated without it (`guidance=path_drop`).
     """
 
-    mask_token: torch.Tensor
-
     def __init__(self, pos_embed: torch.Tensor, /, path_drop_prob: float = 0.1):
         super().__init__()
         hidden_size = pos_embed.shape[-1]
         if not 0 <= path_drop_prob < 1:
             raise ValueError(f"model.rejoin.path_drop_prob={path_drop_prob} must be in [0, 1)")
         self.path_drop_prob = path_drop_prob
-        self.register_buffer("mask_token", 0.02 * torch.randn(hidden_size))  # (D,), never trained
+        self.mask_token = nn.Buffer(0.02 * torch.randn(hidden_size))  # (D,), never trained
         self.proj = nn.Linear(2 * hidden_size, hidden_size)
 
     def forward(

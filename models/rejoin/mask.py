@@ -12,12 +12,10 @@ from routing import end_route
 class Mask(nn.Module):
     """Pad the sparse output of a window."""
 
-    pos_embed: torch.Tensor
-
     def __init__(self, pos_embed: torch.Tensor, /):
         super().__init__()
         self.mask_token = nn.Parameter(0.02 * torch.randn(pos_embed.shape[-1]))  # (D,)
-        self.register_buffer("pos_embed", pos_embed, persistent=False)
+        self.pos_embed = nn.Buffer(pos_embed, persistent=False)
 
     def forward(
         self,
