@@ -60,6 +60,7 @@ gpu: setup ## all that only a GPU can tell, into OUT (an estimated hour on an H2
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 clean: ## remove what tests and tools leave behind; runs, latents and the environment stay
 	rm -rf .pytest_cache .ruff_cache .hypothesis
