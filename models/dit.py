@@ -63,9 +63,6 @@ class DiT(Backbone):
         ValueError: sizes that do not divide, an unknown choice, or an invalid route.
     """
 
-    pos_embed: torch.Tensor | None
-    positions: torch.Tensor | None
-
     def __init__(
         self,
         input_size: int,
@@ -125,15 +122,13 @@ class DiT(Backbone):
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
         prefix = torch.empty(1, num_prefix_tokens, hidden_size)
         self.prefix = nn.Parameter(prefix) if num_prefix_tokens else None
-        pos_embed = None
+        pos_embed = positions = None
         if block.has_position_table:
-            pos_embed = sincos_position_table(hidden_size, self.grid_size).unsqueeze(0)  # (1, T, D)
-        positions = None
+            pos_embed = nn.Buffer(sincos_position_table(hidden_size, self.grid_size)[None])  # (1, T, D)
         if block.positions is not None:
             positions = block.positions(hidden_size // num_heads, self.grid_size, num_prefix_tokens)
-            positions = positions.unsqueeze(0)  # (1, L, ...)
-        self.register_buffer("pos_embed", pos_embed)
-        self.register_buffer("positions", positions, persistent=False)
+            positions = nn.Buffer(positions.unsqueeze(0), persistent=False)  # (1, L, ...)
+        self.pos_embed, self.positions = pos_embed, positions
         self.blocks: Sequence[DiTBlock] = nn.ModuleList(  # pyright: ignore (torch cannot type its items)
             block(hidden_size, num_heads, mlp_ratio, attention, self.num_tokens) for _ in range(depth)
         )
@@ -190,9 +185,9 @@ class DiT(Backbone):
 
         x = self._embed(x)  # (N, L, D)
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
-        by_token = (c, self.positions)  # what each block is given beside x, positions (1, L, ...) or None
-        arguments, end_idx, skipping, after_route = by_token, None, False, False
-        i, ids_keep, original = 0, None, None  # of the route whose window is open
+        table = self.positions  # (1, L, ...) or None
+        arguments = by_token = (c, table)  # what each block is given beside x
+        i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, None, False, False
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 i = starts[idx]
@@ -203,8 +198,8 @@ class DiT(Backbone):
                     ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
                     if self.removal:
                         x = start_route(x, ids_keep)  # (N, P + K, D)
-                        positions = None if self.positions is None else _kept(self.positions, ids_keep)
-                        arguments = (_kept(c, ids_keep), positions)  # (N, P + K, ...)
+                        positions = None if table is None else gather_tokens(table, ids_keep)
+                        arguments = (c if c.shape[1] == 1 else gather_tokens(c, ids_keep), positions)
             if not skipping:
                 x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
             after_route = False
@@ -275,8 +270,3 @@ class DiT(Backbone):
         p, grid = self.patch_size, self.grid_size
         x = x.reshape(x.shape[0], grid, grid, p, p, -1)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, grid * p, grid * p)
-
-
-def _kept(x: torch.Tensor, ids_keep: torch.Tensor) -> torch.Tensor:
-    """Gather the kept tokens; a tensor with one token is shared by all."""
-    return x if x.shape[1] == 1 else gather_tokens(x, ids_keep)
