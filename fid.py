@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 
 from builders import config as configuration
 from builders.scoring import (
-    DrawnSamples,
     FileSamples,
+    NetworkSamples,
     ScoreConfig,
     check_request,
     comparisons,
@@ -33,12 +33,12 @@ from data import open_images
 from data.images import ORIENTATION
 from evaluation import InceptionDetector, make_reference
 from evaluation.files import fingerprint
-from evaluation.suite import code_of, digest_of
+from evaluation.suite import code_of
 from runtime.config import as_job, is_sweep, run_main, user_mistakes
 from runtime.files import finite, read_json, sha256, write_json
 from runtime.launch import Launch
 from runtime.machine import PATIENCE, start_process
-from runtime.parts import PartFolder
+from runtime.parts import PartCache, digest_of
 from runtime.provenance import environment
 
 configuration.register("fid", ScoreConfig)
@@ -63,10 +63,10 @@ def main(cfg: DictConfig) -> None:
 
 def score(request: dict[str, Any], launch: Launch) -> Path:
     """Score samples, print the scores and save them with a record; a sweep passes over what has one."""
-    samples = DrawnSamples(request, launch) if draws(request) else FileSamples(request)
-    suite = open_suite(request, samples.count, samples.out, launch)
+    samples = NetworkSamples(request, launch) if draws(request) else FileSamples(request)
+    suite = open_suite(request, samples.out, launch)
     suite.check(samples.count, samples.shape, samples.name)
-    kept = samples.settle(suite)
+    cache = samples.cache(suite)
     described = {"suite": request["suite"], "protocol": suite.describe()}
     passes_over = is_sweep() and not request["overwrite"]
     if passes_over and launch.broadcast_from_main(lambda: is_scored(samples, described)):
@@ -78,7 +78,7 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
         suite.check_labels(labels, samples.name)
     with launch.claimed_by_main("out", samples.out, (), request["overwrite"]):
         drawn = launch.broadcast_from_main(samples.record)
-        scores = suite.score(samples.images, labels, kept)
+        scores = suite.score(samples.images, labels, cache)
         others = comparisons(suite, samples.count)
         if launch.is_main:
             show(scores, others)
@@ -90,7 +90,7 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
     return samples.out
 
 
-def is_scored(samples: FileSamples | DrawnSamples, described: dict[str, Any]) -> bool:
+def is_scored(samples: FileSamples | NetworkSamples, described: dict[str, Any]) -> bool:
     """True if the same samples have the same scores on disk."""
     if not samples.out.is_file() or not isinstance(there := read_json(samples.out), dict):
         return False
@@ -108,11 +108,11 @@ def write_reference(request: dict[str, Any], launch: Launch) -> None:
     beside = file.with_suffix(".json")
     with launch.claimed_by_main("out", file, [beside], request["overwrite"]):
         detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
-        about = {"images": fingerprint(source), "resolution": request["resolution"], **code_of(detector)}
-        about["batch_size"] = batch_size = suite["batch_size"]
-        path = features_folder(request, file) / f"reference-{digest_of(about)}"
-        kept = PartFolder(path, about, -(-images.count // batch_size))
-        found = make_reference(detector, images, file, batch_size, launch, kept)
+        key = {"images": fingerprint(source), "resolution": request["resolution"], **code_of(detector)}
+        key["batch_size"] = batch_size = suite["batch_size"]
+        path = features_folder(request, file) / f"reference-{digest_of(key)}"
+        cache = PartCache(path, key, -(-images.count // batch_size))
+        found = make_reference(detector, images, file, batch_size, launch, cache)
         if launch.is_main:
             origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
             origin |= {"orientation": None if source.suffix == ".npz" else ORIENTATION}
@@ -120,7 +120,7 @@ def write_reference(request: dict[str, Any], launch: Launch) -> None:
             record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
             write_json(beside, record)
             print(f"reference {file}\nrecord {beside}")
-            kept.remove()  # the reference has what they add up to
+            cache.remove()  # the reference has what they add up to
 
 
 if __name__ == "__main__":

@@ -11,24 +11,25 @@ import runtime.openmp  # noqa: F401 before torch
 
 import shutil
 import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
-import torch
 from omegaconf import DictConfig
 
 from builders import config as configuration
-from builders.drawing import GRID, draw, parts_of
-from builders.sampling import SampleConfig, check_sampling, folder_of, open_source
-from evaluation.features import COST, COST_KEYS
+from builders.drawing import DrawnImages, DrawOptions, GrowingGrid, cache_key, saved_options
+from builders.sampling import SampleConfig, check_sampling, folder_of, open_model
+from evaluation.features import COST, COST_KEYS, extract
 from runtime.config import as_job, run_main, user_mistakes
 from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
 from runtime.machine import PATIENCE, start_process
 from runtime.output import place_of
-from runtime.parts import PartFolder, explained
+from runtime.parts import Arrays, PartCache, check_room, explained
 from runtime.provenance import environment
 
 configuration.register("sample", SampleConfig)
@@ -46,16 +47,29 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(f"output={request['output']} {rule}")
         check_sampling(request)
         launch = start_process(timeout=PATIENCE)
-        source, name, record = open_source(request, launch)
+        model, name, record = open_model(request, launch)
         output = place_of("output", request["output"], folder_of(request), f"samples/{name}.npz")
-        may_replace = (
-            request["overwrite"] or parts_of(output).is_dir()
-        )  # a job stopped while it joined its parts
+        folder = output.with_name(f"{output.name}.partial")
+        may_replace = request["overwrite"] or folder.is_dir()  # a job stopped while it joined its parts
         with launch.claimed_by_main("output", output, beside(output), may_replace):
-            parts = draw(source, record, output, request["grid_columns"], request["overwrite"], launch)
+            key, overwrite = cache_key(record, launch.device), request["overwrite"]
+            saved = launch.broadcast_from_main(lambda: saved_options(folder, key, overwrite))
+            options = DrawOptions.resolve(record, model, saved, launch)
+            record |= asdict(options)
+            images, key = DrawnImages(model, options), cache_key(record, launch.device)
+            cache = PartCache(folder, key, options.num_parts, "overwrite=true starts again")
+            grid = GrowingGrid(images, cache, request["grid_columns"])
+            launch.broadcast_from_main(lambda: check_disk(images, cache, output))
+            if launch.is_main and cache.missing():
+                print(f"{options}\na picture of the first ones, class by class, grows in {grid.file}")
+            process = {"launch": launch, "description": "sample", "replace": overwrite}
+            process |= {"after_part": grid.update if launch.is_main else lambda: None}
+            parts = extract(None, images, cache, batch_size=None, **process)
             record["environment"] = environment(launch.device)
             if launch.is_main:
-                pack(parts, source.labels(request["num_samples"]), source.image_shape, output, record)
+                grid.update()  # with the last parts of other ranks
+                pack(parts, images, grid.file, output, record)
+                cache.remove()
     launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")
 
 
@@ -64,37 +78,35 @@ def beside(output: Path) -> list[Path]:
     return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
 
-def pack(
-    parts: PartFolder,
-    labels: torch.Tensor | None,
-    shape: tuple[int, ...],
-    output: Path,
-    record: dict[str, Any],
-) -> None:
-    """Join images (N, *shape) and labels (N,) in the layout of [ADM], with a picture and a record.
+def check_disk(images: DrawnImages, cache: PartCache, output: Path) -> None:
+    """Raise a ValueError unless the disk has room for the file and for its missing parts."""
+    num_images = images.count + images.part_size * len(cache.missing())
+    check_room("output", output, num_images * int(np.prod(images.shape)))
 
-    The parts go when all is written.
-    """
+
+def pack(
+    parts: Iterator[Arrays], images: DrawnImages, picture: Path, output: Path, record: dict[str, Any]
+) -> None:
+    """Join images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
     costs, beside_it = [], beside(output)
-    header = {"descr": "|u1", "fortran_order": False, "shape": (record["num_samples"], *shape)}
+    header = {"descr": "|u1", "fortran_order": False, "shape": (images.count, *images.shape)}
+    labels = images.labels()
     with explained(output), atomic_write(output) as partial:
         with zipfile.ZipFile(partial, "w") as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array_header_1_0(file, header)
-                for i in range(parts.num_parts):
-                    part = parts.read(i)
+                for part in parts:
                     file.write(part["images"].tobytes())
                     costs.append(part[COST])
             if labels is not None:
                 with archive.open("arr_1.npy", "w", force_zip64=True) as file:
-                    np.lib.format.write_array(file, labels.numpy())
+                    np.lib.format.write_array(file, labels)
         for file in beside_it:  # of earlier samples
             file.unlink(missing_ok=True)
         # The samples come last: a kill before leaves the parts, and the same command joins them again.
-        shutil.copyfile(parts.path / GRID, output.with_suffix(".png"))
+        shutil.copyfile(picture, output.with_suffix(".png"))
         record["cost_per_image"] = dict(zip(COST_KEYS, np.mean(costs, axis=0).tolist(), strict=True))
         write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(partial)})
-    parts.remove()
 
 
 if __name__ == "__main__":

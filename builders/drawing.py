@@ -1,23 +1,24 @@
-"""How images are drawn: precision, batches and compilation, decided once for all parts of a job."""
+"""Draw images: the options, resolved before anything is drawn, and parts of images."""
 
 import gc
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from joblib import cpu_count
-from tqdm import tqdm
 
-from diffusion import ImageSource
-from diffusion.generate import cost_of_evaluations
+from diffusion import Guidance, Precond, generate, random_labels
+from diffusion.generate import Evaluations, cost_of_evaluations, count_evaluations, expected_times
 from diffusion.graphs import CudaRecorder, replay_forward
-from evaluation.features import COST
 from evaluation.pictures import in_turn, save_grid
-from runtime.files import finite
 from runtime.launch import Launch
 from runtime.machine import (
     can_compile,
@@ -26,7 +27,7 @@ from runtime.machine import (
     has_fast_bf16,
     keep_freed_memory,
 )
-from runtime.parts import PartFolder, check_room, settings_of
+from runtime.parts import Part, PartCache, as_json, saved_key
 from runtime.provenance import flatten, source_sha256
 
 LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
@@ -42,180 +43,323 @@ SAVED_SHARE = {"cpu": 0.35, "cuda": 0.3}
 COMPILE_SEC = {"cpu": (15, 5), "cuda": (40, 20)}
 
 
-def settle(
-    source: ImageSource, asked: dict[str, Any], saved: dict[str, Any], num_samples: int, launch: Launch
-) -> dict[str, Any]:
-    """Decide what was left open, the same on all ranks and on any number of them, and set a source to it.
+@dataclass(frozen=True, eq=False)
+class ImageModel:
+    """A network with all that makes images of it.
 
     Args:
-        asked: the keys of LEFT_OPEN.
-        saved: what the job was started with, if it was.
-        num_samples: of the whole job.
+        precond: around a bare backbone; put in eval mode.
+        decode: turns latents into images (n, H, W, channels) uint8.
+        classes: the trained classes, from which labels are taken.
+        class_names: for captions; None: their numbers.
     """
 
-    def decide() -> dict[str, Any]:
-        chosen = {
-            key: saved.get(key) if asked[key] == left_open else asked[key]
-            for key, left_open in LEFT_OPEN.items()
-        }
-        precision = chosen["mixed_precision"] or ("bf16" if has_fast_bf16(launch.device) else "no")
-        source.bf16 = precision == "bf16"
-        batch_size = chosen["batch_size"] or default_batch_size(source)
-        compiled = chosen["compile"]
-        if compiled is None:
-            compiled = is_worth_compiling(source, num_samples)
-        compiled = compiled in (True, "true")
-        return {"mixed_precision": precision, "batch_size": batch_size, "compile": compiled}
+    precond: Precond
+    sampler: Callable[..., torch.Tensor]
+    guidance: Guidance
+    decode: Callable[[torch.Tensor], np.ndarray]
+    device: torch.device
+    classes: Sequence[int]
+    class_names: Sequence[str] | None = None
 
-    if can_keep_freed_memory(launch.device):
-        keep_freed_memory()
-    resolved = launch.broadcast_from_main(decide)
-    source.bf16, source.batch_size = resolved["mixed_precision"] == "bf16", resolved["batch_size"]
-    return resolved
+    def __post_init__(self) -> None:
+        self.precond.eval()
+
+    @cached_property
+    def image_shape(self) -> tuple[int, ...]:
+        """(H, W, channels) of an image."""
+        return self.decode(torch.zeros(1, *self.precond.net.latent_shape, device=self.device)).shape[1:]
+
+    @cached_property
+    def evaluations(self) -> Evaluations:
+        """Evaluations of one image; expected ones where a sampler has adaptive steps."""
+        return count_evaluations(self.precond, self.guidance, expected_times(self.precond, self.sampler))
+
+    @property
+    def num_lengths(self) -> int:
+        """Number of sequence lengths that the blocks see."""
+        return len({length for net, kept in self.evaluations for length in (net.num_tokens, *kept)} - {0})
+
+    @cached_property
+    def compiled(self) -> "ImageModel":
+        """This model with the blocks of its networks compiled in place; CUDA replays their forwards."""
+        gc.collect()  # networks of earlier settings of a sweep, which refer to themselves once compiled
+        for net in dict.fromkeys(net for net, _ in self.evaluations):
+            # One graph for each length, alone and with the guided branch beside.
+            compile_blocks(net.blocks, 2 * self.num_lengths)
+            if self.device.type == "cuda":
+                replay_forward(net, CudaRecorder)
+        return self
+
+    def is_worth_compiling(self, num_samples: int) -> bool:
+        """True if compiled blocks save more time than compiling takes."""
+        kind = self.device.type
+        if kind not in FLOPS_PER_SEC or not can_compile(self.device):
+            return False
+        flops = cost_of_evaluations(self.evaluations)["flops"] * num_samples
+        sec = flops / FLOPS_PER_SEC[kind] / (cpu_count() if kind == "cpu" else 1)
+        first, further = COMPILE_SEC[kind]
+        return SAVED_SHARE[kind] * sec > first + further * (self.num_lengths - 1)
+
+    def default_batch_size(self, bf16: bool) -> int:
+        """Fill a CPU's caches, or at most a quarter of a GPU's memory."""
+        if self.device.type != "cuda":
+            return max(1, TOKENS_AT_ONCE // self.precond.net.num_tokens)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self._evaluate_once(2 * PROBE_BATCH, bf16)  # both branches of guidance
+        per_image = max(1, torch.cuda.max_memory_allocated(self.device) - before) / PROBE_BATCH
+        room = MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory
+        return min(MAX_BATCH, 2 ** int(np.log2(max(1, room / per_image))))
+
+    @torch.no_grad()
+    def _evaluate_once(self, batch_size: int, bf16: bool) -> None:
+        net, t = self.precond.net, torch.tensor(self.precond.path.t_max / 2, dtype=torch.float64)
+        x = torch.zeros(batch_size, *net.latent_shape, device=self.device)
+        labels = torch.zeros(batch_size, dtype=torch.int64, device=self.device) if net.num_classes else None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            self.precond.predict(x, t, labels)
 
 
-def prepare(source: ImageSource) -> None:
-    """Compile the blocks of the networks that a source evaluates, and have CUDA replay their forwards."""
-    gc.collect()  # networks of earlier settings of a sweep, which refer to themselves once compiled
-    evaluations = source.count_evaluations()
-    for net in dict.fromkeys(net for net, _ in evaluations):
-        # One graph for each length, alone and with the guided branch beside.
-        compile_blocks(net.blocks, 2 * num_lengths(evaluations))
-        if source.launch.device.type == "cuda":
-            replay_forward(net, CudaRecorder)
+@dataclass(frozen=True)
+class DrawOptions:
+    """How images are drawn: sample i from seed first_seed + i.
+
+    Args:
+        batch_size: number of images drawn together, a part.
+        labels: `balanced`: the trained classes in turn; `random`: drawn from the seeds; None: class_label.
+        class_label: this class alone.
+        mixed_precision: of the network, `bf16` or `no`.
+        compile: compile the blocks.
+    """
+
+    num_samples: int
+    batch_size: int
+    first_seed: int = 0
+    labels: str | None = "balanced"
+    class_label: int | None = None
+    mixed_precision: str = "no"
+    compile: bool = False
+
+    @classmethod
+    def resolve(
+        cls, request: Mapping[str, Any], model: ImageModel, saved: Mapping[str, Any], launch: Launch
+    ) -> "DrawOptions":
+        """Decide what a request leaves open, the same on all ranks and on any number of them.
+
+        Args:
+            request: values of the fields; those of LEFT_OPEN may be open.
+            saved: what the job was started with, if it was.
+        """
+        chosen = {key: request[key] for key in cls.__dataclass_fields__}
+        for key, left_open in LEFT_OPEN.items():
+            if chosen[key] == left_open:
+                chosen[key] = saved.get(key)
+
+        def decide() -> DrawOptions:
+            precision = chosen["mixed_precision"] or ("bf16" if has_fast_bf16(model.device) else "no")
+            batch_size = chosen["batch_size"] or model.default_batch_size(precision == "bf16")
+            compiled = chosen["compile"]
+            if compiled is None:
+                compiled = model.is_worth_compiling(chosen["num_samples"])
+            resolved = {"mixed_precision": precision, "batch_size": batch_size}
+            return cls(**chosen | resolved | {"compile": compiled in (True, "true")})
+
+        if can_keep_freed_memory(launch.device):
+            keep_freed_memory()
+        return launch.broadcast_from_main(decide)
+
+    def __str__(self) -> str:
+        precision = "bf16" if self.bf16 else "fp32"
+        return f"{self.num_samples} images, {self.part_size} at a time, the network in {precision}"
+
+    @property
+    def bf16(self) -> bool:
+        """True if the network runs in bf16."""
+        return self.mixed_precision == "bf16"
+
+    @property
+    def part_size(self) -> int:
+        """Number of images in a part."""
+        return min(self.batch_size, self.num_samples)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return -(-self.num_samples // self.part_size)
 
 
-def num_lengths(evaluations: Any) -> int:
-    """Count the sequence lengths that the blocks see."""
-    return len({length for net, kept in evaluations for length in (net.num_tokens, *kept)} - {0})
+@dataclass(frozen=True, eq=False)
+class DrawnImages:
+    """The images that a model draws, see `evaluation.features.Images`."""
+
+    model: ImageModel
+    options: DrawOptions
+
+    @property
+    def count(self) -> int:
+        return self.options.num_samples
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.model.image_shape
+
+    @property
+    def part_size(self) -> int:
+        return self.options.part_size
+
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        return draw(self.model, self.options, parts)
+
+    def labels(self) -> np.ndarray | None:
+        """Labels (N,) of all images; None for an unconditional network."""
+        labels = labels_of(self.model, self.options, 0, self.count)
+        return None if labels is None else labels.numpy()
+
+    def captions(self, labels: np.ndarray | None) -> list[str] | None:
+        """The class names of labels (N,); None for an unconditional network."""
+        if labels is None:
+            return None
+        names = self.model.class_names
+        return [names[label] if names else str(label) for label in labels.tolist()]
+
+    def key(self) -> dict[str, Any]:
+        """Everything that the images depend on, except the settings of sampler, guidance and labels."""
+        weights = hashlib.sha256()
+        for net in dict.fromkeys(net for net, _ in self.model.evaluations):
+            for _, tensor in sorted(net.state_dict().items()):
+                weights.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        options = {"first_seed": self.options.first_seed, "bf16": self.options.bf16}
+        return {"weights": weights.hexdigest(), **options}
 
 
-def is_worth_compiling(source: ImageSource, num_samples: int) -> bool:
-    """True if compiled blocks save more time than compiling takes."""
-    kind = source.launch.device.type
-    if kind not in FLOPS_PER_SEC or not can_compile(source.launch.device):
-        return False
-    evaluations = source.count_evaluations()
-    flops = cost_of_evaluations(evaluations, 1)["flops"] * num_samples
-    sec = flops / FLOPS_PER_SEC[kind] / (cpu_count() if kind == "cpu" else 1)
-    first, further = COMPILE_SEC[kind]
-    return SAVED_SHARE[kind] * sec > first + further * (num_lengths(evaluations) - 1)
+def labels_of(model: ImageModel, options: DrawOptions, start: int, end: int) -> torch.Tensor | None:
+    """Labels of the samples from `start` to `end`; None for an unconditional network."""
+    if options.class_label is not None:
+        return torch.full((end - start,), options.class_label)
+    if not len(model.classes):
+        return None
+    classes, first = torch.as_tensor(model.classes), options.first_seed
+    if options.labels == "random":
+        return classes[random_labels(range(first + start, first + end), len(classes))]
+    return classes[torch.arange(start, end) % len(classes)]
 
 
-def default_batch_size(source: ImageSource) -> int:
-    """Fill a CPU's caches, or at most a quarter of a GPU's memory."""
-    device, num_tokens = source.launch.device, source.precond.net.num_tokens
-    if device.type != "cuda":
-        return max(1, TOKENS_AT_ONCE // num_tokens)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    source.one_evaluation(PROBE_BATCH)
-    per_image = max(1, torch.cuda.max_memory_allocated(device) - before) / PROBE_BATCH
-    room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return min(MAX_BATCH, 2 ** int(np.log2(max(1, room / per_image))))
+def draw(model: ImageModel, options: DrawOptions, parts: Iterable[int]) -> Iterator[Part]:
+    """Draw parts of images; on a GPU, one part is decoded while the next is drawn.
+
+    The last part is drawn whole and cut: a longer set begins with the shorter one, bit for bit, if both fill
+    a batch.
+
+    Raises:
+        ValueError: a sample is not finite.
+    """
+    decoder, decoding = _Decoder(model, options), deque[Future[Part]]()
+    ahead = (
+        1 if model.device.type == "cuda" else 0
+    )  # elsewhere latents are there, and a delay risks two parts
+    with ThreadPoolExecutor(1) as pool:
+        for part in parts:
+            latents, cost = draw_latents(model.compiled if options.compile else model, options, part)
+            computed = torch.cuda.current_stream(latents.device).record_event() if latents.is_cuda else None
+            latents = latents[: options.num_samples - part * options.part_size]
+            decoding.append(pool.submit(decoder, part, latents, cost, computed))
+            if len(decoding) > ahead:
+                yield decoding.popleft().result()
+        while decoding:
+            yield decoding.popleft().result()
 
 
-def about(record: dict[str, Any], launch: Launch) -> dict[str, Any]:
-    """The settings that a part of samples depends on, as JSON."""
+def draw_latents(model: ImageModel, options: DrawOptions, part: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Draw the latents (part_size, C, H, W) of a part; return them with the cost of an image."""
+    start, end = part * options.part_size, (part + 1) * options.part_size
+    times: list[torch.Tensor] = []
+    latents = generate(
+        model.precond,
+        model.sampler,
+        model.guidance,
+        seeds=range(options.first_seed + start, options.first_seed + end),
+        class_labels=labels_of(model, options, start, end),
+        device=model.device,
+        bf16=options.bf16,
+        times=times,
+    )
+    cost = cost_of_evaluations(count_evaluations(model.precond, model.guidance, times))
+    return latents, np.array([*cost.values()])
+
+
+class _Decoder:
+    """Decode parts in a thread; on a GPU on a stream of its own, so that it waits for its part alone."""
+
+    def __init__(self, model: ImageModel, options: DrawOptions):
+        self._model, self._options = model, options
+        self._stream: torch.cuda.Stream | None = None
+
+    @torch.no_grad()
+    def __call__(self, part: int, latents: torch.Tensor, cost: np.ndarray, computed: Any) -> Part:
+        with self._after(computed, latents.device):
+            bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: with the draws before
+            if bad.any():
+                self._refuse(part, bad)
+            return Part(part, self._model.decode(latents), cost)
+
+    def _after(self, computed: Any, device: torch.device) -> Any:
+        if computed is None:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # this thread has no current device
+        self._stream.wait_event(computed)
+        return torch.cuda.stream(self._stream)
+
+    def _refuse(self, part: int, bad: torch.Tensor) -> None:
+        first = self._options.first_seed + part * self._options.part_size
+        seed, rest = first + int(bad.nonzero()[0]), int(bad.sum()) - 1
+        others = f" and {rest} more of its part" if rest else ""
+        precision = "bf16" if self._options.bf16 else "fp32"
+        raise ValueError(
+            f"the sample of seed {seed}{others} is not finite (the network ran in {precision}): try "
+            "mixed_precision=no, another sampler or another checkpoint, and overwrite=true"
+        )
+
+
+def cache_key(record: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Everything that a part of samples depends on."""
     flat = {key: value for key, value in flatten(record).items() if key not in PATHS}
-    flat |= {"code": source_sha256(), "torch": torch.__version__, "device": launch.device.type}
-    return json.loads(json.dumps(finite(flat)))
+    return flat | {"code": source_sha256(), "torch": torch.__version__, "device": device.type}
 
 
-def parts_of(output: Path) -> Path:
-    """Folder of the finished parts of samples."""
-    return output.with_name(f"{output.name}.partial")
-
-
-def begun_with(path: Path, asked: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    """Settings of the job in a folder; empty where it is another job that may be replaced."""
+def saved_options(folder: Path, key: Mapping[str, Any], overwrite: bool) -> dict[str, Any]:
+    """What the job in a folder was started with; empty where it is another job, which may be replaced."""
     try:
-        saved = settings_of(path)
+        saved = saved_key(folder)
     except ValueError:
         if not overwrite:
             raise
         return {}
-    other = any(saved.get(key) != value for key, value in asked.items() if key not in LEFT_OPEN)
+    other = any(saved.get(name) != value for name, value in as_json(key).items() if name not in LEFT_OPEN)
     return {} if overwrite and other else saved
-
-
-def draw(
-    source: ImageSource, record: dict[str, Any], output: Path, columns: int, overwrite: bool, launch: Launch
-) -> PartFolder:
-    """Draw what is missing of the images of a record, on all ranks, and return the folder of the parts.
-
-    A grid of the first ones grows in it.
-
-    Raises:
-        OSError: the disk is full; what is drawn stays.
-        ValueError: a sample is not finite, or the folder has parts of another job.
-    """
-    path, num_samples = parts_of(output), record["num_samples"]
-    saved = launch.broadcast_from_main(lambda: begun_with(path, about(record, launch), overwrite))
-    record |= settle(source, {key: record[key] for key in LEFT_OPEN}, saved, num_samples, launch)
-    size = source.part_size(num_samples)
-    parts = PartFolder(path, about(record, launch), -(-num_samples // size), "overwrite=true starts again")
-
-    def start() -> list[int]:
-        num_left = num_samples - size * len(parts.done() if saved else ())
-        num_bytes = int(np.prod(source.image_shape)) * (num_samples + num_left)  # the file, and its parts
-        check_room("output", output, num_bytes)
-        return parts.start(replace=overwrite)
-
-    todo = launch.broadcast_from_main(start)
-    if todo and record["compile"]:
-        prepare(source)
-    if launch.is_main and todo:
-        precision = "bf16" if source.bf16 else "fp32"
-        print(f"{num_samples} images, {size} at a time, the network in {precision}")
-        print(f"a picture of the first ones, class by class, grows in {path / GRID}")
-    grid = GrowingGrid(source, parts, num_samples, columns)
-    finished = min(num_samples, size * (parts.num_parts - len(todo)))
-    bar = {"total": num_samples, "initial": finished, "desc": "sample", "unit": "image"}
-    with tqdm(**bar, disable=not launch.is_main) as progress, resumable(parts, launch):
-        for part, images in source.batches(num_samples, size, todo[launch.rank :: launch.world_size]):
-            parts.write(part, {"images": images, COST: np.array([*source.cost().values()])})
-            if launch.is_main:
-                done = parts.done()
-                grid.update(done)
-                progress.update(min(size * len(done), num_samples) - progress.n)
-    launch.barrier()
-    if launch.is_main:
-        grid.update(parts.done())
-    return parts
-
-
-@contextmanager
-def resumable(parts: PartFolder, launch: Launch) -> Iterator[None]:
-    """Say where a drawing that is interrupted goes on; leave nothing where nothing was drawn."""
-    try:
-        with parts.left_if_filled() if launch.world_size == 1 else nullcontext():
-            yield
-    except KeyboardInterrupt:
-        if parts.path.exists():
-            launch.print(f"\nstopped: the same command resumes from {parts.path}")
-        raise
 
 
 class GrowingGrid:
     """A picture of the first samples, class by class, of which those are shown that are drawn."""
 
-    def __init__(self, source: ImageSource, parts: PartFolder, num_samples: int, columns: int):
-        labels = source.labels(num_samples)
-        order = np.arange(num_samples) if labels is None else in_turn(labels.numpy())
+    def __init__(self, images: DrawnImages, cache: PartCache, columns: int):
+        labels = images.labels()
+        order = np.arange(images.count) if labels is None else in_turn(labels)
         self.shown = order[: GRID_ROWS * columns]
-        self._captions = source.captions(None if labels is None else labels[self.shown].tolist())
-        self._size, self._parts, self._columns = source.part_size(num_samples), parts, columns
-        self._images = np.zeros((len(self.shown), *source.image_shape), np.uint8)
+        self.file: Path = cache.path / GRID
+        self._captions = images.captions(None if labels is None else labels[self.shown])
+        self._part_size, self._cache, self._columns = images.part_size, cache, columns
+        self._images = np.zeros((len(self.shown), *images.shape), np.uint8)
         self._seen: set[int] = set()
 
-    def update(self, done: set[int]) -> None:
+    def update(self) -> None:
         """Write the picture again where finished parts have something to show."""
-        of_part = self.shown // self._size
-        fresh = (done - self._seen) & set(of_part.tolist())
+        done, part_of = self._cache.done(), self.shown // self._part_size
+        fresh = (done - self._seen) & set(part_of.tolist())
         for part in fresh:
-            images = self._parts.read(part)["images"]
-            self._images[of_part == part] = images[self.shown[of_part == part] % self._size]
+            images = self._cache.read(part)["images"]
+            self._images[part_of == part] = images[self.shown[part_of == part] % self._part_size]
         self._seen |= done
         if fresh:
-            save_grid(self._images, self._parts.path / GRID, self._columns, self._captions)
+            save_grid(self._images, self.file, self._columns, self._captions)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from builders import config as configuration
+from builders.drawing import DrawOptions, ImageModel
 from builders.network import build_guidance, build_net, build_precond, build_sampler
 from builders.public import read_weights_file
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS
 from builders.schemas import PRECISIONS, SWITCH
 from data import encoder_for, image_decoder, manifest_from
-from diffusion import Guidance, ImageSource, Precond
+from diffusion import Guidance, Precond
 from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256
@@ -35,7 +36,6 @@ from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
-RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision", "compile")
 Node = dict[str, Any]
 UNGUIDED: Node = {"_target_": "diffusion.CFG"}
 
@@ -154,8 +154,8 @@ def check_sampling(request: dict[str, Any]) -> None:
         find_checkpoint(Path(request["run"]), request["checkpoint"])
 
 
-def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
-    """Open the source of the requested images; return it with their name and the record of their making."""
+def open_model(request: dict[str, Any], launch: Launch) -> tuple[ImageModel, str, dict[str, Any]]:
+    """Open what draws the requested images; return it with their name and the record of their making."""
     config, details = read_source(request)
     settings = _settings(request, config)
     path = weights = Path(request["run"] or request["checkpoint"])
@@ -175,19 +175,8 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
     place = request["encoder"] or config["data"].get("encoder")
     options = {"allow_other": request["allow_other_encoder"], "official": official}
     encoder = encoder_for(manifest, launch.device, place, **options)
-    source = ImageSource(
-        run.precond,
-        run.sampler,
-        run.guidance,
-        image_decoder(manifest, encoder, official),
-        batch_size=settings["batch_size"] or 1,  # until it is settled, see `builders.drawing`
-        launch=launch,
-        labels=request["labels"],
-        class_label=settings["class_label"],
-        first_seed=settings["first_seed"],
-        class_names=manifest.class_names,
-        classes=manifest.trained_classes,
-    )
+    decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
+    parts = (run.precond, run.sampler, run.guidance, decode, launch.device, classes, manifest.class_names)
     networks = [  # what weights do not tell
         {key: each[key] for key in ("model", "diffusion")} for each in (config, *run.weak.values())
     ]
@@ -204,7 +193,7 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
-    return source, _name(run, config, settings, request["objective"]), record
+    return ImageModel(*parts), _name(run, config, settings, request["objective"]), record
 
 
 def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -289,7 +278,7 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
         raise ValueError(f"class_label={label} must be {allowed}")
     decoding = config["decoding"] if request["decoding"] is None else request["decoding"]
     check_choice("decoding", decoding, DECODINGS)
-    settings = {key: request[key] for key in RECORDED} | {"decoding": decoding}
+    settings = {key.name: request[key.name] for key in fields(DrawOptions)} | {"decoding": decoding}
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
         node = request[group] or config[group]
         settings[group] = node if request[key] is None else {**node, key: request[key]}

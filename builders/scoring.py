@@ -1,31 +1,29 @@
 """Suites of metrics, and the request of `fid.py`: its samples, its reference, and the table of scores."""
 
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from omegaconf import OmegaConf
 
 from builders import config as configuration
-from builders.drawing import LEFT_OPEN, about, prepare, settle
-from builders.sampling import SamplingConfig, check_sampling, folder_of, open_source, source_name
+from builders.drawing import LEFT_OPEN, DrawnImages, DrawOptions, cache_key
+from builders.sampling import SamplingConfig, check_sampling, folder_of, open_model, source_name
 from data import encoder_for, open_images, open_latents, read_manifest, real_images
-from diffusion import ImageSource
 from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.files import fingerprint
-from evaluation.suite import Scores, digest_of
+from evaluation.suite import Scores
 from runtime.arrays import ZIP_ERRORS, read_member
-from runtime.config import build_node, config_folders
+from runtime.config import build_node, compose_group
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
 from runtime.output import place_of
-from runtime.parts import PartFolder, settings_of
+from runtime.parts import PartCache, digest_of, saved_key
 
 NUM_SAMPLES = 50_000  # of a run, by default
 MAX_REFERENCE_BYTES = 2**33
@@ -60,11 +58,7 @@ SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_si
 
 
 def build_suite(
-    config: dict[str, Any],
-    reference: Reference,
-    launch: Launch,
-    source: ImageSource | None = None,
-    kept_in: Path | None = None,
+    config: dict[str, Any], reference: Reference, launch: Launch, features: Path | None = None
 ) -> Suite:
     """Build the suite of a configuration, with the detector and the metrics that it names, if any."""
     node, parts = config["evaluation"], {}
@@ -72,8 +66,7 @@ def build_suite(
         parts["detector"] = build_node(config, "evaluation.detector")()
     if "metrics" in node:
         parts["metrics"] = {key: build_node(config, f"evaluation.metrics.{key}")() for key in node["metrics"]}
-    options = {"reference": reference, "launch": launch, "source": source, "kept_in": kept_in}
-    suite = build_node(config, "evaluation")(**options, **parts)
+    suite = build_node(config, "evaluation")(reference=reference, launch=launch, features=features, **parts)
     suite.detector_config = node.get("detector")
     return suite
 
@@ -92,11 +85,9 @@ def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
 
 def suite_config(request: dict[str, Any]) -> dict[str, Any]:
     """Compose the requested suite with its keys of the command line."""
-    files = [file for folder in config_folders() for file in sorted(folder.glob("evaluation/*.yaml"))]
-    nodes = {file.stem: yaml.safe_load(file.read_text()) for file in files}
-    nodes = {name: node for name, node in nodes.items() if node and "_target_" in node}
-    check_choice("suite", request["suite"], sorted(nodes))
-    node = nodes[request["suite"]]
+    node = compose_group("evaluation", request["suite"], "suite")
+    if "_target_" not in node:
+        raise ValueError(f"suite={request['suite']} has no metrics")
     given = {name: request[key] for name, key in SUITE_KEYS.items() if name in node}
     node |= {name: value for name, value in given.items() if value is not None}
     if node.get("reference") is not None:
@@ -165,7 +156,7 @@ def features_folder(request: dict[str, Any], out: Path) -> Path:
     return folder
 
 
-def open_suite(request: dict[str, Any], num_samples: int, out: Path, launch: Launch) -> Suite:
+def open_suite(request: dict[str, Any], out: Path, launch: Launch) -> Suite:
     """Build the requested suite with its reference: a file, or latents if the suite has none."""
     config = suite_config(request)
     if config["evaluation"].get("reference") is not None:
@@ -176,8 +167,7 @@ def open_suite(request: dict[str, Any], num_samples: int, out: Path, launch: Lau
         dataset = open_latents(request["reference"], *sizes)
         encoder = encoder_for(manifest, torch.device("cpu"))
         reference = reference_of(dataset, encoder, f"reference={request['reference']}")
-    config["evaluation"]["num_samples"] = num_samples
-    return build_suite(config, reference, launch, kept_in=features_folder(request, out))
+    return build_suite(config, reference, launch, features_folder(request, out))
 
 
 class FileSamples:
@@ -205,9 +195,9 @@ class FileSamples:
             raise ValueError(f"{self.name} {rule}")
         return labels
 
-    def settle(self, suite: Suite) -> PartFolder | None:
-        """Folder of the features of parts; None where a detector is quick with all images."""
-        return suite.parts_named("samples", {"samples": self.sha256}, self.images)
+    def cache(self, suite: Suite) -> PartCache:
+        """The cache of their features."""
+        return suite.feature_cache("samples", {"samples": self.sha256}, self.images)
 
     def record(self) -> dict[str, Any]:
         """The samples, with the record of `sample.py` if there is one."""
@@ -222,38 +212,38 @@ class FileSamples:
         return {**record, "drawn": drawn}
 
 
-class DrawnSamples:
-    """Samples drawn from a run while they are scored, with the methods of FileSamples."""
+class NetworkSamples:
+    """Samples drawn from a network while they are scored, with the methods of FileSamples."""
+
+    images: DrawnImages  # once `cache` has resolved how they are drawn
 
     def __init__(self, request: dict[str, Any], launch: Launch):
         request = drawn(request)
         self.count, self.name = request["num_samples"], source_name(request)
-        self._source, name, self._record = open_source(request, launch)
-        self._launch, self.shape = launch, self._source.image_shape
+        self._model, name, self._record = open_model(request, launch)
+        self._launch, self.shape = launch, self._model.image_shape
         self.out = place_of("out", request["out"], folder_of(request), f"scores/{name}.json")
-        self._kept_in = features_folder(request, self.out)
+        self._features = features_folder(request, self.out)
 
     def labels(self) -> np.ndarray:
         """Class of each image (N,)."""
-        labels = self._source.labels(self.count)
+        labels = self.images.labels()
         if labels is None:
             raise ValueError(f"{self.name} is unconditional: its samples have no labels")
-        return labels.numpy()
+        return labels
 
-    def settle(self, suite: Suite) -> PartFolder:
-        """Resolve the options of drawing; the folder of the features of parts."""
-        what = None if suite.batch_size is None else suite.looks_with()  # None: the images are kept
-        asked = about({**self._record, "num_samples": self.count}, self._launch) | {"looked_at_by": what}
-        path, launch = self._kept_in / f"drawn-{digest_of(asked)}", self._launch
-        saved = launch.broadcast_from_main(lambda: settings_of(path))
-        open_keys = {key: self._record[key] for key in LEFT_OPEN}
-        self._record |= settle(self._source, open_keys, saved, self.count, launch)
-        self.images = self._source.images(self.count)
-        kept = suite.parts_in(path, asked | {key: self._record[key] for key in LEFT_OPEN}, self.images)
-        missing = launch.broadcast_from_main(lambda: kept.num_parts - len(kept.done()))
-        if missing and self._record["compile"]:
-            prepare(self._source)
-        return kept
+    def cache(self, suite: Suite) -> PartCache:
+        """Resolve how they are drawn; return the cache of their features, or of the images for a suite that
+        takes all at once.
+        """
+        key = cache_key({**self._record, "num_samples": self.count}, self._launch.device)
+        key["looked_at_by"] = None if suite.batch_size is None else suite.detector_key()
+        path = self._features / f"drawn-{digest_of(key)}"
+        saved = self._launch.broadcast_from_main(lambda: saved_key(path))
+        options = DrawOptions.resolve(self._record, self._model, saved, self._launch)
+        self._record |= asdict(options)
+        self.images = DrawnImages(self._model, options)
+        return suite.cache(path, key | {name: self._record[name] for name in LEFT_OPEN}, self.images)
 
     def record(self) -> dict[str, Any]:
         """The samples, with what they are drawn from."""

@@ -14,6 +14,7 @@ where it was stopped, on any number of processes; the first rank joins them in t
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +38,7 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import Launch
 from runtime.lock import Lock
 from runtime.machine import PATIENCE, start_process
-from runtime.parts import RESUME, PartFolder, check_room
+from runtime.parts import RESUME, Arrays, PartCache, check_room
 from runtime.provenance import environment
 
 PART_IMAGES = 256
@@ -74,8 +75,10 @@ def main(request: dict[str, Any]) -> None:
     lock = lock_of(Path(request["out"]))
     try:
         todo = launch.broadcast_from_main(partial(begin, job, lock, launch))
-        encode_parts(job, todo, encoder, launch)
-        launch.barrier()
+        sizes = {"num_items": len(job.images.names), "part_size": PART_IMAGES}
+        job.parts.fill(
+            todo, partial(encode_parts, job, encoder), launch=launch, **sizes, description="encode"
+        )
         if launch.is_main:
             finish(job, launch)
     finally:
@@ -101,7 +104,7 @@ class Job:
     images: ImageList
     masks: MaskFiles | None
     manifest: LatentManifest  # as it is if no image is corrupt
-    parts: PartFolder  # arrays as `encode_part` gives them
+    parts: PartCache  # arrays as `encode_part` gives them
 
     def positions(self, part: int) -> range:
         """Positions of the images of a part."""
@@ -146,7 +149,7 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         "list_of_images": f"{count} images, {digest[:16]}",
         "orientation": ORIENTATION,  # of masks, too
     }
-    parts = PartFolder(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
+    parts = PartCache(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
     return Job(request, images, masks, manifest, parts)
 
 
@@ -168,28 +171,23 @@ def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
     return todo
 
 
-def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) -> None:
-    """Encode this rank's share of the parts; the images of the next part are read meanwhile."""
-    mine = todo[launch.rank :: launch.world_size]
-    total, left = len(job.images.names), sum(len(job.positions(part)) for part in todo)
-    bar = {"total": total, "initial": total - left, "desc": "encode", "unit": "image"}
+def encode_parts(job: Job, encoder: Encoder, parts: list[int]) -> Iterator[tuple[int, Arrays]]:
+    """Encode parts; the images of the next part are read meanwhile."""
     threads = max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with ThreadPoolExecutor(threads) as pool, tqdm(**bar, disable=not launch.is_main) as progress:
-        reads = ([pool.submit(read_pair, job, position) for position in job.positions(part)] for part in mine)
+    with ThreadPoolExecutor(threads) as pool:
+        reads = (
+            [pool.submit(read_pair, job, position) for position in job.positions(part)] for part in parts
+        )
         try:
             ahead = next(reads, [])
-            for part in mine:
+            for part in parts:
                 images, ahead = ahead, next(reads, [])
-                job.parts.write(part, encode_part(job, job.positions(part), images, encoder))
-                progress.update(min(len(images) * launch.world_size, total - progress.n))
-        except KeyboardInterrupt:
-            launch.print(f"\nstopped: the same command resumes from {job.parts.path}")
-            raise
+                yield part, encode_part(job, job.positions(part), images, encoder)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> dict[str, np.ndarray]:
+def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> Arrays:
     """Encode the images that can be read: latents (n, [2,] C', H, W), positions (n,), masks, and errors."""
     manifest, errors, good = job.manifest, [], []
     for position, future in zip(positions, images, strict=True):
@@ -242,7 +240,7 @@ def finish(job: Job, launch: Launch) -> None:
     errors = corrupt_images(job)
     out, count = job.request["out"], len(job.images.names) - len(errors)
     origin = {
-        **job.parts.about,
+        **job.parts.key,
         "crop": "resized by box filter and bicubic, center-cropped, as ADM does",
         "left_out": errors,
         "environment": environment(launch.device),

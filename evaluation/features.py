@@ -6,21 +6,19 @@ on, and other metrics of the same features need no second pass.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from runtime.launch import Launch
-from runtime.parts import PartFolder
+from runtime.parts import Arrays, Part, PartCache
 
 Detector = Callable[[np.ndarray], dict[str, np.ndarray | torch.Tensor]]
 # A kind of statistic (FeatureStatistics, AllFeatures, or a metric's own), and the features that it is of.
 Need = tuple[type, str]
-Arrays = dict[str, np.ndarray]
 # Beside the features of a part: the hash of its images as 32 bytes, and what an image cost.
 DIGEST, COST = "images_sha256", "cost"
 COST_KEYS = ("network_evaluations", "flops")
@@ -32,19 +30,15 @@ class Images(Protocol):
     Args:
         count: their number.
         shape: (H, W, C) of an image.
-        part_size: in parts of how many images they come; None: of as many as a detector likes.
+        part_size: number of images in a part; None: as many as a detector takes.
     """
 
     count: int
     shape: tuple[int, ...]
     part_size: int | None
 
-    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (part, images (n, H, W, C) uint8); part i begins at image i * batch_size."""
-        ...
-
-    def cost(self) -> np.ndarray | None:
-        """Cost of an image, to be kept with each part; None: nothing."""
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        """Yield parts; part i begins at image i * batch_size."""
         ...
 
 
@@ -56,13 +50,10 @@ class ArrayImages:
     def __init__(self, array: np.ndarray):
         self.array, self.count, self.shape = array, len(array), array.shape[1:]
 
-    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (part, images)."""
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        """Yield parts."""
         for part in parts:
-            yield part, self.array[part * batch_size : (part + 1) * batch_size]
-
-    def cost(self) -> None:
-        """None: they cost nothing."""
+            yield Part(part, self.array[part * batch_size : (part + 1) * batch_size])
 
 
 @dataclass
@@ -83,55 +74,46 @@ class FeatureSet:
         return self.statistics[need]
 
 
-def look(
+def extract(
     detector: Detector | None,
     images: Images,
+    cache: PartCache,
     *,
     batch_size: int | None,
     launch: Launch,
-    description: str,
-    kept: PartFolder | None = None,
+    description: str | None,
     replace: bool = False,
+    after_part: Callable[[], None] = lambda: None,
 ) -> Iterator[Arrays]:
     """Extract the features of all images, and return the arrays of each part, in order, on the first rank.
 
     Args:
-        detector: gives the features; None: the images themselves are kept, as `images`.
+        detector: None: the images themselves are the features, as `images`.
+        cache: of the parts, see `part_size`.
         batch_size: images that the detector takes at a time, at most; None: all of a part.
-        kept: where finished parts are, and go; None: in memory.
-        replace: what is kept there of another job may be removed.
+        description, after_part: see `PartCache.fill`.
+        replace: see `PartCache.start`.
     """
-    size = images.part_size or batch_size or images.count
-    num_parts = -(-images.count // size)
-    found: dict[int, Arrays] = {}
-    with ExitStack() as held:
-        if kept is not None and launch.is_main:
-            held.enter_context(kept.lock())
-        if kept is not None and launch.world_size == 1:
-            held.enter_context(kept.left_if_filled())
-        todo = launch.broadcast_from_main(lambda: kept.start(replace) if kept else range(num_parts))
-        finished = images.count - sum(min(size, images.count - part * size) for part in todo)
-        bar = {"total": images.count, "initial": finished, "desc": description, "unit": "image"}
-        quick = detector is None and kept is None  # images in memory, or in a file
-        with tqdm(**bar, disable=quick or not launch.is_main) as progress:
-            for part, batch in images.batches(size, todo[launch.rank :: launch.world_size]):
-                arrays = {DIGEST: digest_of_images(batch)}
-                arrays |= {"images": batch} if detector is None else features_of(detector, batch, batch_size)
-                if (cost := images.cost()) is not None:
-                    arrays[COST] = cost
-                if kept is None:
-                    found[part] = arrays
-                else:
-                    kept.write(part, arrays)
-                progress.update(min(len(batch) * launch.world_size, images.count - progress.n))
-        if kept is None:
-            found = dict(launch.gather_items([*found.items()]))
-        launch.barrier()
-    if not launch.is_main:
-        return iter(())
-    if kept is not None and (missing := len(set(range(num_parts)) - kept.done())):
-        raise ValueError(f"{missing} of {num_parts} parts did not come: run the same command again")
-    return (found[i] if kept is None else kept.read(i) for i in range(num_parts))
+    size = part_size(images, batch_size)
+
+    def make(indices: list[int]) -> Iterator[tuple[int, Arrays]]:
+        for part in images.batches(size, indices):
+            arrays = {"images": part.images}
+            if detector is not None:
+                arrays = features_of(detector, part.images, batch_size)
+            arrays[DIGEST] = digest_of_images(part.images)
+            yield part.index, arrays if part.cost is None else arrays | {COST: part.cost}
+
+    sizes = {"num_items": images.count, "part_size": size}
+    with cache.lock() if launch.is_main else nullcontext():
+        todo = launch.broadcast_from_main(lambda: cache.start(replace))
+        cache.fill(todo, make, launch=launch, **sizes, description=description, after_part=after_part)
+    return map(cache.read, range(cache.num_parts)) if launch.is_main else iter(())
+
+
+def part_size(images: Images, batch_size: int | None) -> int:
+    """Number of images in a part."""
+    return images.part_size or batch_size or images.count
 
 
 def add_up(

@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from joblib import cpu_count
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -220,12 +220,21 @@ def chosen_overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
-def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """Compose the configuration of a training, within a program or outside of one."""
+def compose_config(overrides: Sequence[str], name: str = "config") -> DictConfig:
+    """Compose a configuration, by default of a training, within a program or outside of one."""
     if GlobalHydra.instance().is_initialized():
-        return compose("config", list(overrides))
+        return compose(name, list(overrides))
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("config", list(overrides))
+        return compose(name, list(overrides))
+
+
+def compose_group(group: str, option: str, key: str) -> dict[str, Any]:
+    """Compose an option of a group alone, which the user chose as KEY=OPTION."""
+    ConfigStore.instance().store(name="group", node={"defaults": [{group: option}]})
+    try:
+        return OmegaConf.to_container(compose_config([], "group")[group])
+    except MissingConfigException as error:
+        raise ValueError(f"{key}={option} must be one of {', '.join(error.options or ())}") from error
 
 
 def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:
