@@ -8,13 +8,11 @@ from typing import Any
 import torch.nn as nn
 
 from builders.drawing import is_worth_compiling, prepare
-from builders.network import build_guidance, build_precond, build_sampler
+from builders.experiment import Experiment, TrainingData
 from builders.sampling import open_run
 from builders.scoring import build_suite, reference_of
 from data import (
-    LatentDataset,
     MixtureDataset,
-    ShardDataset,
     encoder_for,
     held_out_batches,
     image_decoder,
@@ -33,9 +31,9 @@ EVALUATION_BATCH = 64
 
 
 def build_evaluators(
-    config: dict[str, Any],
+    experiment: Experiment,
     run: RunFolder,
-    dataset: LatentDataset | ShardDataset,
+    dataset: TrainingData,
     launch: Launch,
     net: nn.Module,
     ema_net: nn.Module,
@@ -43,33 +41,33 @@ def build_evaluators(
     resolved: dict[str, Any],
 ) -> list[tuple[int, Any]]:
     """Build pairs (interval in steps, evaluator)."""
-    settings, device = config["train"], launch.device
+    settings, device, scored = experiment.train, launch.device, experiment.evaluation
     share = {"rank": launch.rank, "world_size": launch.world_size}
     # Around the networks themselves: no DDP, no autocast.
-    denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
+    denoiser, ema_denoiser = (experiment.precond(n) for n in (net, ema_net))
     evaluators = []
-    if settings["sample_every"] or config["evaluation"]:  # otherwise the encoder need not be there
-        source, encoder = _image_source(config, dataset, launch, ema_denoiser, resolved)
-    if settings["sample_every"]:
+    if settings.sample_every or scored:  # otherwise the encoder need not be there
+        source, encoder = _image_source(experiment, dataset, launch, ema_denoiser, resolved)
+    if settings.sample_every:
         num_samples, columns = grid_of(len(dataset.manifest.trained_classes))
         grid = SampleGrid(source, run.path / "samples", num_samples, columns, write=launch.is_main)
-        evaluators.append((settings["sample_every"], grid))
-    if settings["eval_every"] and len(dataset.held_out_ids):
-        share["with_masks"] = settings["masked_loss"]
+        evaluators.append((settings.sample_every, grid))
+    if settings.eval_every and len(dataset.held_out_ids):
+        share["with_masks"] = settings.masked_loss
         batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
         if isinstance(dataset, MixtureDataset) and isinstance(denoiser, EDMPrecond):
             denoisers["val_loss_optimal"] = OptimalPrecond(dataset.posterior_mean, denoiser.sigma_data)
         by_level = [key for key in denoisers if key != "val_loss_dense"]
         dense_loss = DenseLoss(denoisers, loss, batches, launch.sum, device, by_level)
-        evaluators.append((settings["eval_every"], dense_loss))
-    if settings["eval_every"] and config["evaluation"]:
-        path = config["evaluation"].get("reference")
+        evaluators.append((settings.eval_every, dense_loss))
+    if settings.eval_every and scored:
+        path = scored.arguments.get("reference")
         reference = (
             open_reference(Path(path), open_images) if path else reference_of(dataset, encoder, "data")
         )
-        suite = build_suite(config, reference, launch, source, run.path / "features")
-        evaluators.append((settings["eval_every"], suite))
+        suite = build_suite(scored, reference, launch, source, run.path / "features")
+        evaluators.append((settings.eval_every, suite))
         if resolved["compile"] and is_worth_compiling(source, suite.num_samples):
             prepare(source)
     return evaluators
@@ -102,19 +100,19 @@ def grid_of(num_classes: int) -> tuple[int, int]:
 
 
 def _image_source(
-    config: dict[str, Any],
-    dataset: LatentDataset | ShardDataset,
+    experiment: Experiment,
+    dataset: TrainingData,
     launch: Launch,
     denoiser: nn.Module,
     resolved: dict[str, Any],
 ) -> tuple[ImageSource, Any]:
-    official = config["decoding"] == "official"
+    official = experiment.decoding == "official"
     try:
         encoder = encoder_for(dataset.manifest, launch.device, dataset.encoder, official=official)
     except ValueError as error:
         raise ValueError(f"{error}. To train without: train.sample_every=null evaluation=none") from error
-    sampler, guidance = build_sampler(config), build_guidance(config)
-    guidance.load(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
+    sampler = experiment.sampler()
+    guidance = experiment.guidance(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
     decode = image_decoder(dataset.manifest, encoder, official)
     bf16 = resolved["mixed_precision"] == "bf16"
     options = {"batch_size": EVALUATION_BATCH, "launch": launch, "bf16": bf16}
