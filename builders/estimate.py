@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.nn as nn
 
+from builders.auto import Resolved
 from builders.experiment import Experiment
 from models.cost import Cost
 from runtime.launch import Launch
@@ -64,9 +64,8 @@ def optimizer_bytes(experiment: Experiment, net: nn.Module) -> int:
 
 def estimate(
     experiment: Experiment,
-    resolved: dict[str, Any],
+    resolved: Resolved,
     cost: Cost,
-    net: nn.Module,
     launch: Launch,
     drawing_flops: float,
 ) -> Estimate:
@@ -76,13 +75,13 @@ def estimate(
         drawing_flops: of the samples that evaluations draw, per step.
     """
     train, device = experiment.train, launch.device
-    dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
+    dtype = torch.bfloat16 if resolved.bf16 else torch.float32
     rate = UTILISATION * product_flops_per_sec(device, dtype, SIDES[device.type], REPEATS)
     flops = cost.routed_training_flops * train.batch_size + drawing_flops
     num_saved = train.keep_last + 1  # the oldest is removed once the newest is complete
     if train.milestone_every:
         num_saved += train.total_steps // train.milestone_every
-    memory = bytes_in_memory(experiment, net)
+    memory = bytes_in_memory(experiment, experiment.meta_net)
     checkpoints = (memory - GRADIENT * cost.num_parameters) * num_saved
     return Estimate(flops / (rate * launch.world_size), memory, checkpoints)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from builders.auto import Resolved
 from builders.drawing import is_worth_compiling, prepare
 from builders.experiment import Experiment, TrainingData
 from builders.sampling import open_run
@@ -38,7 +39,7 @@ def build_evaluators(
     net: nn.Module,
     ema_net: nn.Module,
     loss: Any,
-    resolved: dict[str, Any],
+    resolved: Resolved,
 ) -> list[tuple[int, Any]]:
     """Build pairs (interval in steps, evaluator)."""
     settings, device, scored = experiment.train, launch.device, experiment.evaluation
@@ -68,7 +69,7 @@ def build_evaluators(
         )
         suite = build_suite(scored, reference, launch, source, run.path / "features")
         evaluators.append((settings.eval_every, suite))
-        if resolved["compile"] and is_worth_compiling(source, suite.num_samples):
+        if resolved.compile and is_worth_compiling(source, suite.num_samples):
             prepare(source)
     return evaluators
 
@@ -104,7 +105,7 @@ def _image_source(
     dataset: TrainingData,
     launch: Launch,
     denoiser: nn.Module,
-    resolved: dict[str, Any],
+    resolved: Resolved,
 ) -> tuple[ImageSource, Any]:
     official = experiment.decoding == "official"
     try:
@@ -114,7 +115,6 @@ def _image_source(
     sampler = experiment.sampler()
     guidance = experiment.guidance(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
     decode = image_decoder(dataset.manifest, encoder, official)
-    bf16 = resolved["mixed_precision"] == "bf16"
-    options = {"batch_size": EVALUATION_BATCH, "launch": launch, "bf16": bf16}
+    options = {"batch_size": EVALUATION_BATCH, "launch": launch, "bf16": resolved.bf16}
     options |= {"class_names": dataset.manifest.class_names, "classes": dataset.manifest.trained_classes}
     return ImageSource(denoiser, sampler, guidance, decode, **options), encoder

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import torch.nn as nn
-
+from builders.auto import Resolved
 from builders.estimate import COMPILED_AFTER_SEC, Estimate
 from builders.experiment import Experiment
 from builders.schemas import TrainConfig
 from data.manifest import LatentManifest, class_warnings, first_classes
+from models.cost import Cost
 
 GIB = 2**30
 TOO_LONG_SEC = 30 * 24 * 3600
@@ -15,31 +15,32 @@ TOO_LONG_SEC = 30 * 24 * 3600
 
 def summary(
     experiment: Experiment,
+    resolved: Resolved,
     details: dict[str, Any],
-    net: nn.Module,
+    cost: Cost,
     resumed_step: int,
     manifest: LatentManifest,
     takes: Estimate,
 ) -> str:
-    """Describe a run before it starts."""
-    train, resolved, cost = experiment.train, details["resolved"], details["cost"]
-    num_parameters = f"{sum(parameter.numel() for parameter in net.parameters()) / 1e6:.2f}M parameters"
+    """Describe a run before it starts; details: what its manifest has."""
+    train, net = experiment.train, experiment.meta_net
+    num_parameters = f"{cost.num_parameters / 1e6:.2f}M parameters"
     resumed = f", resumed at step {resumed_step}" if resumed_step else ""
     lines = [
         f"run        {experiment.output_dir}{resumed}",
         f"network    {num_parameters}, {len(net.blocks)} blocks, {net.num_tokens} tokens",
-        f"cost       {cost['dense_forward_flops'] / 2e9:.3g} GMAC for one image and forward pass",
+        f"cost       {cost.dense_forward_flops / 2e9:.3g} GMAC for one image and forward pass",
         *(f"route      {line}" for line in details["routes"]),
         *([f"saving     {_saving(cost)}"] if net.routes else []),
     ]
     processes = f"{details['num_processes']} process(es) on {details['device']}"
-    batch = f"{train.batch_size} images, micro-batches of {resolved['micro_batch_size']}"
+    batch = f"{train.batch_size} images, micro-batches of {resolved.micro_batch_size}"
     lines += [
-        f"batch      {batch}, {processes}, {resolved['num_workers']} reading ahead",
+        f"batch      {batch}, {processes}, {resolved.num_workers} reading ahead",
         f"precision  {_precision(resolved, details['tf32'])}",
     ]
     if details["device"] == "cpu":
-        freed = "retained" if resolved["keep_freed_memory"] else "returned to the system"
+        freed = "retained" if resolved.keep_freed_memory else "returned to the system"
         lines.append(f"memory     freed memory: {freed} (train.keep_freed_memory)")
     if "note" in details["data"]:
         lines.append(f"data       {details['data']['note']}")
@@ -50,7 +51,7 @@ def summary(
         lines.append(f"start      {_start(details['init_from'])}")
     if manifest.class_names:
         lines.append(f"classes    {first_classes(manifest)}")
-    lines += _length(train, manifest, resumed_step, takes, COMPILED_AFTER_SEC * resolved["compile"])
+    lines += _length(train, manifest, resumed_step, takes, COMPILED_AFTER_SEC * resolved.compile)
     lines.append(
         f"needs      {_gib(takes.memory)} of memory for weights, gradients, optimizer and average; "
         f"{_gib(takes.checkpoints)} of disk for checkpoints"
@@ -117,20 +118,20 @@ def _length(
     ]
 
 
-def _precision(resolved: dict[str, Any], tf32: bool) -> str:
-    autocast = "bf16 autocast" if resolved["mixed_precision"] == "bf16" else "no autocast"
+def _precision(resolved: Resolved, tf32: bool) -> str:
+    autocast = "bf16 autocast" if resolved.bf16 else "no autocast"
     parts = ["fp32 weights", autocast, *(["TF32 for what is in fp32"] if tf32 else [])]
-    parts.append(f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks")
-    parts += [f"{resolved['attention']} attention"] if "attention" in resolved else []
+    parts.append(f"{'compiled' if resolved.compile else 'uncompiled'} blocks")
+    parts += [f"{resolved.attention} attention"] if resolved.attention else []
     return ", ".join(parts)
 
 
-def _saving(cost: dict[str, float]) -> str:
-    if cost["routed_training_flops"] == cost["dense_training_flops"]:
+def _saving(cost: Cost) -> str:
+    if cost.routed_training_flops == cost.dense_training_flops:
         return "none: the blocks of the windows process all tokens"
-    most = f"at most {cost['ceiling']:.2f}x at any ratio"
-    speedup = f"{cost['predicted_speedup']:.2f}x as fast by their FLOPs ({most})"
-    return f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps can be {speedup}"
+    most = f"at most {cost.ceiling:.2f}x at any ratio"
+    speedup = f"{cost.predicted_speedup:.2f}x as fast by their FLOPs ({most})"
+    return f"{cost.routed_forward_flops / 2e9:.3g} GMAC with routes: training steps can be {speedup}"
 
 
 def _start(init_from: dict[str, Any]) -> str:

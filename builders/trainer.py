@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
-from builders.auto import resolve_auto
+from builders.auto import Resolved, resolve_auto
 from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
 from builders.experiment import Experiment, TrainingData
@@ -29,6 +29,7 @@ from data import (
     stream,
 )
 from models import cost_of, token_mask
+from models.cost import Cost
 from routing import RoutePlan, Routing
 from runtime.config import chosen_overrides
 from runtime.files import sha256
@@ -112,14 +113,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: TrainingData,
     The folder must be locked.
     """
     train, device = experiment.train, launch.device
-    saved = run.manifest()["resolved"] if run.has_results() else {}
-    # One rank decides for all.
-    resolved = launch.broadcast_from_main(partial(resolve_auto, experiment, saved, device, launch.world_size))
-    if resolved["keep_freed_memory"]:
-        keep_freed_memory()
-    bf16, micro_batch_size = resolved["mixed_precision"] == "bf16", resolved["micro_batch_size"]
-
-    memory, folder = free_memory(launch), run.path / "checkpoints"
+    resolved, memory = _resolve(experiment, run, launch), free_memory(launch)
     # Before its memory is taken.
     least = Estimate(0.0, bytes_in_memory(experiment, experiment.meta_net), 0)
     launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
@@ -128,68 +122,83 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: TrainingData,
     net = experiment.net().to(device)
     init_from = _load_init(net, experiment, run)
     ema, plan = experiment.ema(net), experiment.route_plan(net)
-    prepared = _prepare(net, resolved["compile"], len(plan.lengths(train.masked_loss)))
+    prepared = _prepare(net, resolved.compile, len(plan.lengths(train.masked_loss)))
     precond, bare_loss = experiment.precond(prepared), experiment.loss(net)
-    loss = torch.autocast(device.type, torch.bfloat16, enabled=bf16)(bare_loss)
+    loss = torch.autocast(device.type, torch.bfloat16, enabled=resolved.bf16)(bare_loss)
     optimizer = experiment.optimizer(net.named_parameters())
 
     recorder = Recorder(launch, run)
     evaluators = build_evaluators(experiment, run, dataset, launch, net, ema.net, bare_loss, resolved)
     check_sweep_metric(experiment.sweep_metric, evaluators)
-    batches = _build_batches(experiment, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
-    checkpoints = CheckpointFolder(folder, train.keep_last, train.milestone_every, launch)
-    settings = Settings(**{field.name: getattr(train, field.name) for field in fields(Settings)})
-
-    slowdown = fp32_slowdown(net, device, bf16)
+    batches = _build_batches(experiment, resolved, dataset, plan, recorder)
+    cost = cache(partial(cost_of, net, fp32_slowdown=fp32_slowdown(net, device, resolved.bf16)))
 
     def losses(ratios: tuple[float, ...]) -> torch.Tensor:
-        return micro_loss(precond, net, loss, micro_batch_size, device, Routing(ratios))
+        return micro_loss(precond, net, loss, resolved.micro_batch_size, device, Routing(ratios))
 
-    def predicted(ratios: tuple[float, ...]) -> float:
-        return cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup
-
-    @cache
-    def training_flops(ratios: tuple[float, ...]) -> int:
-        return cost_of(net, ratios).routed_training_flops
-
-    speed_check = SpeedCheck(losses, precond, predicted, device, recorder) if train.check_speed else None
-    parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
-    work = Work(training_flops, specified_peak(device, bf16))
-    trainer = Trainer(*parts, StopRequest(train.max_time_sec), settings, work, speed_check)
-
-    coverage = _mask_coverage(plan, dataset, batches.token_mask, train.batch_size)
-    if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
-        trainer.resume(checkpoint)
-        if "speed_check" in run.manifest():
-            trainer.speed_check = None
+    trainer = Trainer(
+        *(launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder),
+        CheckpointFolder(run.path / "checkpoints", train.keep_last, train.milestone_every, launch),
+        StopRequest(train.max_time_sec),
+        Settings(**{field.name: getattr(train, field.name) for field in fields(Settings)}),
+        Work(lambda ratios: cost(ratios).routed_training_flops, specified_peak(device, resolved.bf16)),
+        SpeedCheck(losses, precond, lambda ratios: cost(ratios).predicted_speedup, device, recorder)
+        if train.check_speed
+        else None,
+    )
+    trainer.resume_newest()
+    if trainer.step and "speed_check" in run.manifest():
+        trainer.speed_check = None
     launch.barrier()  # all have read what the first rank is about to change
-
-    cost = cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown)
-
-    def start_writing() -> None:
-        details = {
-            "resolved": resolved,
-            "num_processes": launch.world_size,
-            **environment(device),
-            "overrides": chosen_overrides(),
-            "routes": plan.describe(train.masked_loss),
-            "cost": asdict(cost),
-            "data": dataset.describe(),
-            **({"init_from": init_from} if init_from else {}),
-            "scores": [evaluator.describe() for _, evaluator in evaluators],
-        }
-        details["changes"] = changes(run.manifest(), details) if checkpoint else []
-        takes = estimate(experiment, resolved, cost, net, launch, drawing_flops(evaluators))
-        left = train.total_steps - trainer.step
-        short = check_resources(train, takes, left, memory, free_disk(folder))
-        run.record_start(experiment.written, details, trainer.step)
-        recorder.open(experiment.tracker(), flatten(experiment.written))
-        print(summary(experiment, details, net, trainer.step, dataset.manifest, takes), flush=True)
-        for line in (*warnings(train, dataset.manifest), *short):
-            print(f"warning: {line}", flush=True)
-
-    launch.broadcast_from_main(start_writing)
+    expected = cost(mask_coverage=_mask_coverage(plan, dataset, batches.token_mask, train.batch_size))
+    start = partial(_start_writing, experiment, resolved, trainer, dataset, run, init_from, expected, memory)
+    launch.broadcast_from_main(start)
     return trainer
+
+
+def _resolve(experiment: Experiment, run: RunFolder, launch: Launch) -> Resolved:
+    """Resolve the options on one rank for all."""
+    saved = run.manifest()["resolved"] if run.has_results() else {}
+    resolved = launch.broadcast_from_main(
+        partial(resolve_auto, experiment, saved, launch.device, launch.world_size)
+    )
+    if resolved.keep_freed_memory:
+        keep_freed_memory()
+    return resolved
+
+
+def _start_writing(
+    experiment: Experiment,
+    resolved: Resolved,
+    trainer: Trainer,
+    dataset: TrainingData,
+    run: RunFolder,
+    init_from: dict[str, Any] | None,
+    cost: Cost,
+    memory: int,
+) -> None:
+    """Record the start of a run, and describe it."""
+    train, launch, evaluators = experiment.train, trainer.launch, trainer.evaluators
+    details = {
+        "resolved": resolved.record(),
+        "num_processes": launch.world_size,
+        **environment(launch.device),
+        "overrides": chosen_overrides(),
+        "routes": trainer.route_plan.describe(train.masked_loss),
+        "cost": asdict(cost),
+        "data": dataset.describe(),
+        **({"init_from": init_from} if init_from else {}),
+        "scores": [evaluator.describe() for _, evaluator in evaluators],
+    }
+    details["changes"] = changes(run.manifest(), details) if trainer.step else []
+    takes = estimate(experiment, resolved, cost, launch, drawing_flops(evaluators))
+    left, disk = train.total_steps - trainer.step, free_disk(trainer.checkpoints.folder)
+    short = check_resources(train, takes, left, memory, disk)
+    run.record_start(experiment.written, details, trainer.step)
+    trainer.recorder.open(experiment.tracker(), flatten(experiment.written))
+    print(summary(experiment, resolved, details, cost, trainer.step, dataset.manifest, takes), flush=True)
+    for line in (*warnings(train, dataset.manifest), *short):
+        print(f"warning: {line}", flush=True)
 
 
 def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[str, Any] | None:
@@ -217,14 +226,13 @@ def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
 
 def _build_batches(
     experiment: Experiment,
-    micro_batch_size: int,
-    num_workers: int,
+    resolved: Resolved,
     dataset: TrainingData,
     plan: RoutePlan,
     recorder: Recorder,
 ) -> Batches:
     launch, seed, masked = recorder.launch, experiment.seed, experiment.train.masked_loss
-    sizes = {"batch_size": experiment.train.batch_size, "micro_batch_size": micro_batch_size}
+    sizes = {"batch_size": experiment.train.batch_size, "micro_batch_size": resolved.micro_batch_size}
     share = {"rank": launch.rank, "world_size": launch.world_size}
     order = {"seed": seed, **sizes, **share, "pin_memory": launch.device.type == "cuda"}
     patch_size = experiment.latent_shape[1] // isqrt(plan.num_tokens)
@@ -235,7 +243,7 @@ def _build_batches(
     else:
         counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
         masking = {"with_masks": masked, "token_mask": counting}
-        read = partial(stream, dataset, **order, **masking, num_workers=num_workers)
+        read = partial(stream, dataset, **order, **masking, num_workers=resolved.num_workers)
         entries = entries_by_step(dataset, seed, sizes["batch_size"])
 
     def check_std(std: torch.Tensor) -> None:

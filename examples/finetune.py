@@ -476,9 +476,7 @@ def build_trainer(
         settings=Settings(*intervals, MAX_GRAD_NORM, MAX_SKIPPED_STEPS),
         work=None,
     )
-    newest = partial(trainer.checkpoints.newest_intact, trainer.recorder.show)
-    if checkpoint := launch.broadcast_from_main(newest):
-        trainer.resume(checkpoint)
+    trainer.resume_newest()
     launch.barrier()  # all ranks have read before anything is written
     return trainer
 
