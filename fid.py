@@ -26,7 +26,7 @@ from builders.scoring import (
     features_folder,
     open_suite,
     show,
-    suite_config,
+    suite_node,
 )
 from builders.sweep import summarise
 from data import open_images
@@ -101,7 +101,7 @@ def is_scored(samples: FileSamples | NetworkSamples, described: dict[str, Any]) 
 def write_reference(request: dict[str, Any], launch: Launch) -> None:
     """Write a reference from images, with a record beside it."""
     source, file = Path(request["images"]), Path(request["out"])
-    suite = suite_config(request)["evaluation"]
+    suite = suite_node(request).arguments
     images = open_images(source, request["resolution"])
     if images.count < 2 or images.shape[-1] != 3:
         raise ValueError(f"images={source}: {images.count} of {images.shape}, must be 2 or more of (H, W, 3)")

@@ -17,10 +17,9 @@ import torch.nn as nn
 
 from benchmarks.processes import Answers, Worker, program_parser, take_turns
 from benchmarks.results import Rows, markdown, spread, write_results
-from benchmarks.runs import compose_config, perturb
+from benchmarks.runs import compose, perturb
 from benchmarks.train_step import peaks_of, seconds_of
 from builders.drawing import LEFT_OPEN, prepare, settle
-from builders.network import build_net, build_precond
 from diffusion import CFG, ImageSource, edm_sampler
 from models import cost_of
 from runtime.config import run_main
@@ -135,12 +134,11 @@ def drawing(
 
 def build(size: tuple[str, ...], device: torch.device) -> nn.Module:
     """A dense network with random weights in its preconditioning; size: keys of its data and model."""
-    config = compose_config(("model=dit", *size))
+    experiment = compose(("model=dit", *size))
     torch.manual_seed(0)
-    with device:  # weights are drawn where they are needed
-        net = build_net(config).to(device)
+    net = experiment.net(device)
     perturb(net)
-    return build_precond(config, net).eval().requires_grad_(False)
+    return experiment.precond(net).eval().requires_grad_(False)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.nn as nn
 
-from builders.network import build_optimizer
+from builders.auto import Resolved
+from builders.experiment import Experiment
 from models.cost import Cost
 from runtime.launch import Launch
 from runtime.machine import return_freed_memory
@@ -38,18 +38,18 @@ class Estimate:
     checkpoints: int
 
 
-def bytes_in_memory(config: dict[str, Any], net: nn.Module) -> int:
+def bytes_in_memory(experiment: Experiment, net: nn.Module) -> int:
     """Bytes of weights, gradients, optimizer and average; the network may be on the meta device."""
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
-    return num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(config, net)
+    return num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(experiment, net)
 
 
-def optimizer_bytes(config: dict[str, Any], net: nn.Module) -> int:
+def optimizer_bytes(experiment: Experiment, net: nn.Module) -> int:
     """Bytes of the state of the optimizer, from a step of stand-ins with one number each."""
     sizes = {name: parameter.numel() for name, parameter in net.named_parameters()}
     ranks = {name: parameter.ndim for name, parameter in net.named_parameters()}
     small = {name: nn.Parameter(torch.zeros([1] * rank, device="cpu")) for name, rank in ranks.items()}
-    optimizer = build_optimizer(config, small.items())
+    optimizer = experiment.optimizer(small.items())
     for parameter in small.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(torch.zeros((), device="cpu"))
@@ -63,10 +63,9 @@ def optimizer_bytes(config: dict[str, Any], net: nn.Module) -> int:
 
 
 def estimate(
-    config: dict[str, Any],
-    resolved: dict[str, Any],
+    experiment: Experiment,
+    resolved: Resolved,
     cost: Cost,
-    net: nn.Module,
     launch: Launch,
     drawing_flops: float,
 ) -> Estimate:
@@ -75,14 +74,14 @@ def estimate(
     Args:
         drawing_flops: of the samples that evaluations draw, per step.
     """
-    train, device = config["train"], launch.device
-    dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
+    train, device = experiment.train, launch.device
+    dtype = torch.bfloat16 if resolved.bf16 else torch.float32
     rate = UTILISATION * product_flops_per_sec(device, dtype, SIDES[device.type], REPEATS)
-    flops = cost.routed_training_flops * train["batch_size"] + drawing_flops
-    num_saved = train["keep_last"] + 1  # the oldest is removed once the newest is complete
-    if train["milestone_every"]:
-        num_saved += train["total_steps"] // train["milestone_every"]
-    memory = bytes_in_memory(config, net)
+    flops = cost.routed_training_flops * train.batch_size + drawing_flops
+    num_saved = train.keep_last + 1  # the oldest is removed once the newest is complete
+    if train.milestone_every:
+        num_saved += train.total_steps // train.milestone_every
+    memory = bytes_in_memory(experiment, experiment.meta_net)
     checkpoints = (memory - GRADIENT * cost.num_parameters) * num_saved
     return Estimate(flops / (rate * launch.world_size), memory, checkpoints)
 

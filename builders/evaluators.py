@@ -7,14 +7,13 @@ from typing import Any
 
 import torch.nn as nn
 
+from builders.auto import Resolved
 from builders.drawing import DrawnImages, DrawOptions, ImageModel
-from builders.network import build_guidance, build_precond, build_sampler
+from builders.experiment import Experiment, TrainingData
 from builders.sampling import open_run
 from builders.scoring import build_suite, reference_of
 from data import (
-    LatentDataset,
     MixtureDataset,
-    ShardDataset,
     encoder_for,
     held_out_batches,
     image_decoder,
@@ -33,53 +32,52 @@ EVALUATION_BATCH = 64
 
 
 def build_evaluators(
-    config: dict[str, Any],
+    experiment: Experiment,
     run: RunFolder,
-    dataset: LatentDataset | ShardDataset,
+    dataset: TrainingData,
     launch: Launch,
     net: nn.Module,
     ema_net: nn.Module,
     loss: Any,
-    resolved: dict[str, Any],
+    resolved: Resolved,
 ) -> list[tuple[int, Any]]:
     """Build pairs (interval in steps, evaluator)."""
-    settings, device = config["train"], launch.device
+    settings, device, scored = experiment.train, launch.device, experiment.evaluation
     share = {"rank": launch.rank, "world_size": launch.world_size}
     # Around the networks themselves: no DDP, no autocast.
-    denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
+    denoiser, ema_denoiser = (experiment.precond(n) for n in (net, ema_net))
     evaluators = []
-    precision = resolved["mixed_precision"]
-    if settings["sample_every"] or config["evaluation"]:  # otherwise the encoder need not be there
-        model, encoder = _image_model(config, dataset, launch, ema_denoiser)
-    if settings["sample_every"]:
+    if settings.sample_every or scored:  # otherwise the encoder need not be there
+        model, encoder = _image_model(experiment, dataset, launch, ema_denoiser)
+    if settings.sample_every:
         num_samples, columns = grid_of(len(dataset.manifest.trained_classes))
-        samples = DrawnImages(model, DrawOptions(num_samples, EVALUATION_BATCH, mixed_precision=precision))
-        grid = SampleGrid(samples, run.path / "samples", columns, launch)
-        evaluators.append((settings["sample_every"], grid))
-    if settings["eval_every"] and len(dataset.held_out_ids):
-        share["with_masks"] = settings["masked_loss"]
+        options = DrawOptions(num_samples, EVALUATION_BATCH, mixed_precision=resolved.mixed_precision)
+        grid = SampleGrid(DrawnImages(model, options), run.path / "samples", columns, launch)
+        evaluators.append((settings.sample_every, grid))
+    if settings.eval_every and len(dataset.held_out_ids):
+        share["with_masks"] = settings.masked_loss
         batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
         if isinstance(dataset, MixtureDataset) and isinstance(denoiser, EDMPrecond):
             denoisers["val_loss_optimal"] = OptimalPrecond(dataset.posterior_mean, denoiser.sigma_data)
         by_level = [key for key in denoisers if key != "val_loss_dense"]
         dense_loss = DenseLoss(denoisers, loss, batches, launch.sum, device, by_level)
-        evaluators.append((settings["eval_every"], dense_loss))
-    if settings["eval_every"] and config["evaluation"]:
-        path = config["evaluation"].get("reference")
+        evaluators.append((settings.eval_every, dense_loss))
+    if settings.eval_every and scored:
+        path = scored.arguments.get("reference")
         reference = (
             open_reference(Path(path), open_images) if path else reference_of(dataset, encoder, "data")
         )
-        suite = build_suite(config, reference, launch, run.path / "features")
+        suite = build_suite(scored, reference, launch, run.path / "features")
         options = DrawOptions(
             suite.num_samples,
             EVALUATION_BATCH,
             labels=suite.labels,
-            mixed_precision=precision,
-            compile=resolved["compile"] and model.is_worth_compiling(suite.num_samples),
+            mixed_precision=resolved.mixed_precision,
+            compile=resolved.compile and model.is_worth_compiling(suite.num_samples),
         )
         scores = ScoreSamples(suite, DrawnImages(model, options), run.path / "features/samples")
-        evaluators.append((settings["eval_every"], scores))
+        evaluators.append((settings.eval_every, scores))
     return evaluators
 
 
@@ -110,15 +108,14 @@ def grid_of(num_classes: int) -> tuple[int, int]:
 
 
 def _image_model(
-    config: dict[str, Any], dataset: LatentDataset | ShardDataset, launch: Launch, denoiser: Precond
+    experiment: Experiment, dataset: TrainingData, launch: Launch, denoiser: Precond
 ) -> tuple[ImageModel, Any]:
-    manifest, official = dataset.manifest, config["decoding"] == "official"
+    manifest, official = dataset.manifest, experiment.decoding == "official"
     try:
         encoder = encoder_for(manifest, launch.device, dataset.encoder, official=official)
     except ValueError as error:
         raise ValueError(f"{error}. To train without: train.sample_every=null evaluation=none") from error
-    guidance = build_guidance(config)
-    guidance.load(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
+    guidance = experiment.guidance(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
     decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
-    parts = (denoiser, build_sampler(config), guidance, decode, launch.device, classes, manifest.class_names)
+    parts = (denoiser, experiment.sampler(), guidance, decode, launch.device, classes, manifest.class_names)
     return ImageModel(*parts), encoder

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
-from builders import config as configuration
 from builders.drawing import LEFT_OPEN, DrawnImages, DrawOptions, cache_key
 from builders.sampling import SamplingConfig, check_sampling, folder_of, open_model, source_name
 from data import encoder_for, open_images, open_latents, read_manifest, real_images
@@ -18,10 +16,11 @@ from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.files import fingerprint
 from evaluation.suite import Scores
 from runtime.arrays import ZIP_ERRORS, read_member
-from runtime.config import build_node, compose_group
+from runtime.config import compose_group
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
+from runtime.nodes import Node, read_nodes
 from runtime.output import place_of
 from runtime.parts import PartCache, digest_of, saved_key
 
@@ -57,17 +56,15 @@ SAME_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_
 SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_size"}
 
 
-def build_suite(
-    config: dict[str, Any], reference: Reference, launch: Launch, features: Path | None = None
-) -> Suite:
-    """Build the suite of a configuration, with the detector and the metrics that it names, if any."""
-    node, parts = config["evaluation"], {}
-    if "detector" in node:
-        parts["detector"] = build_node(config, "evaluation.detector")()
-    if "metrics" in node:
-        parts["metrics"] = {key: build_node(config, f"evaluation.metrics.{key}")() for key in node["metrics"]}
-    suite = build_node(config, "evaluation")(reference=reference, launch=launch, features=features, **parts)
-    suite.detector_config = node.get("detector")
+def build_suite(node: Node, reference: Reference, launch: Launch, features: Path | None = None) -> Suite:
+    """Build a suite, with the detector and the metrics that it names, if any."""
+    parts = {}
+    if "detector" in node.arguments:
+        parts["detector"] = node.arguments["detector"].bind()()
+    if "metrics" in node.arguments:
+        parts["metrics"] = {key: metric.bind()() for key, metric in node.arguments["metrics"].items()}
+    suite = node.bind()(reference=reference, launch=launch, features=features, **parts)
+    suite.detector_config = node.written.get("detector")
     return suite
 
 
@@ -83,22 +80,22 @@ def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
     return Reference(name, images=ArrayImages(images), labels=labels, held_out=held_out, data=data)
 
 
-def suite_config(request: dict[str, Any]) -> dict[str, Any]:
+def suite_node(request: dict[str, Any]) -> Node:
     """Compose the requested suite with its keys of the command line."""
     node = compose_group("evaluation", request["suite"], "suite")
     if "_target_" not in node:
-        raise ValueError(f"suite={request['suite']} has no metrics")
+        raise ValueError(f"suite={request['suite']} must name a _target_")
     given = {name: request[key] for name, key in SUITE_KEYS.items() if name in node}
     node |= {name: value for name, value in given.items() if value is not None}
     if node.get("reference") is not None:
         node["reference"] = request["reference"]
-    return configuration.resolve(OmegaConf.create({"evaluation": node}))
+    return read_nodes(node, "evaluation")
 
 
 def check_request(request: dict[str, Any]) -> None:
     """Check that the keys that are given belong together, and what is requested of a run."""
     check_choice("mode", request["mode"], ("score", "reference"))
-    suite = suite_config(request)["evaluation"]
+    suite = suite_node(request).arguments
     what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
     if request["mode"] == "reference":
         what, keys, needed = "mode=reference", {"images", "resolution"}, ("images", "out")
@@ -158,8 +155,8 @@ def features_folder(request: dict[str, Any], out: Path) -> Path:
 
 def open_suite(request: dict[str, Any], out: Path, launch: Launch) -> Suite:
     """Build the requested suite with its reference: a file, or latents if the suite has none."""
-    config = suite_config(request)
-    if config["evaluation"].get("reference") is not None:
+    node = suite_node(request)
+    if node.arguments.get("reference") is not None:
         reference = open_reference(Path(request["reference"]), open_images)
     else:
         manifest = read_manifest(request["reference"])
@@ -167,7 +164,7 @@ def open_suite(request: dict[str, Any], out: Path, launch: Launch) -> Suite:
         dataset = open_latents(request["reference"], *sizes)
         encoder = encoder_for(manifest, torch.device("cpu"))
         reference = reference_of(dataset, encoder, f"reference={request['reference']}")
-    return build_suite(config, reference, launch, features_folder(request, out))
+    return build_suite(node, reference, launch, features_folder(request, out))
 
 
 class FileSamples:

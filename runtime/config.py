@@ -1,20 +1,15 @@
 """Hydra and OmegaConf, whatever is configured: errors in one line, jobs of sweeps, keys, types, targets."""
 
 import gc
-import inspect
 import os
 import shlex
 import signal
 import sys
 import traceback
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, make_dataclass
-from functools import partial, reduce, wraps
-from operator import getitem
-from pathlib import Path
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from typing import Any
 
 import hydra
@@ -22,17 +17,17 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from joblib import cpu_count
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.command_line import SCHEMA, explanation, is_of_hydra, options_first
-from runtime.errors import UserError, did_you_mean
+from runtime.errors import UserError, check_choice, did_you_mean
 from runtime.lock import TRY_AGAIN, Busy
 from runtime.sweep import is_main, job_name, record_end, start_sweep, summary, take_ended
-from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target, walk
+from runtime.targets import CONFIGS, walk
 
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
@@ -220,67 +215,29 @@ def chosen_overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
-def compose_config(overrides: Sequence[str], name: str = "config") -> DictConfig:
-    """Compose a configuration, by default of a training, within a program or outside of one."""
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """Compose the configuration of a training, within a program or outside of one."""
+    with _composing():
+        return compose("config", list(overrides))
+
+
+def compose_group(group: str, choice: str, key: str) -> dict[str, Any]:
+    """Compose one option of a group, which a program calls `key`.
+
+    Raises:
+        ValueError: the group has no such option.
+    """
+    with _composing():
+        options = GlobalHydra.instance().config_loader().get_group_options(group)
+        check_choice(key, choice, options)
+        return OmegaConf.to_container(compose(f"{group}/{choice}"))[group]
+
+
+@contextmanager
+def _composing() -> Iterator[None]:
+    """Within Hydra: that of the program, if one runs, whose folders of configurations count too."""
     if GlobalHydra.instance().is_initialized():
-        return compose(name, list(overrides))
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose(name, list(overrides))
-
-
-def compose_group(group: str, option: str, key: str) -> dict[str, Any]:
-    """Compose an option of a group alone, which the user chose as KEY=OPTION."""
-    ConfigStore.instance().store(name="group", node={"defaults": [{group: option}]})
-    try:
-        return OmegaConf.to_container(compose_config([], "group")[group])
-    except MissingConfigException as error:
-        raise ValueError(f"{key}={option} must be one of {', '.join(error.options or ())}") from error
-
-
-def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:
-    """Import the `_target_` of the node at a dotted key, and bind the node's other entries to it."""
-    node = reduce(getitem, key.split("."), config)
-    check_targets(node, allowed_targets(config_folders()), key)  # again: on the very node that is built
-    arguments = {name: value for name, value in node.items() if name != "_target_"}
-    return partial(load_target(f"{key}._target_", node["_target_"]), **arguments)
-
-
-def config_folders() -> tuple[Path, ...]:
-    """Folders whose files say what may be built: our own, and those of the command line."""
-    sources = HydraConfig.get().runtime.config_sources if HydraConfig.initialized() else []
-    given = [Path(source.path) for source in sources if source.schema == "file"]
-    return (CONFIGS, *(folder for folder in given if folder.resolve() != CONFIGS))
-
-
-def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Check names and plain types of arguments against a signature, and return them converted."""
-    parameters = inspect.signature(target).parameters
-    # What stands before / comes from the caller.
-    parameters = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.POSITIONAL_ONLY}
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    for name, value in given.items():
-        if name not in parameters:
-            hint = did_you_mean(name, parameters) or f": {target.__name__} takes {', '.join(parameters)}"
-            raise ValueError(f"{key}.{name}={value} is not known{hint}")
-    checked = {}
-    for name, parameter in parameters.items():
-        plain = _plain(hints.get(name, Any))
-        if name in given:
-            schema = make_dataclass("Argument", [(name, plain)])
-            try:
-                checked[name] = OmegaConf.to_container(OmegaConf.structured(schema(given[name])))[name]
-            except OmegaConfBaseException as error:
-                expected = getattr(hints[name], "__name__", hints[name])
-                raise ValueError(f"{key}.{name}={given[name]!r} must be of type {expected}") from error
-        elif parameter.default is parameter.empty and plain is not Any:
-            raise ValueError(f"{key}.{name} must be given: {target.__name__} needs it")
-    return checked
-
-
-def _plain(hint: Any) -> Any:
-    """The part of a type hint that OmegaConf can check, or Any."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    plain = [option for option in options if option in (bool, int, float, str)]
-    if len(plain) != 1:
-        return Any
-    return plain[0] | None if types.NoneType in options else plain[0]
+        yield
+    else:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            yield

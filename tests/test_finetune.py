@@ -15,7 +15,7 @@ from diffusers import AutoModel
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from builders import config as configuration
+from builders.config import resolve
 from examples import finetune
 from runtime.config import INTERRUPTED
 from runtime.launch import ALONE, Launch
@@ -60,7 +60,7 @@ def overrides(folder, *options, output="run"):
 
 
 def asked(*options):
-    return finetune.FinetuneConfig(**configuration.resolve(composed(*options, config_name="finetune")))
+    return finetune.FinetuneConfig(**resolve(composed(*options, config_name="finetune")))
 
 
 def run(folder, *options, output="run"):

@@ -39,7 +39,7 @@ ANY_CALL = {("routing/adapters/attached.py", "forward"), ("routing/adapters/atta
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft"}
 HEAVY |= {"torchdiffeq", "torchao", "bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
 WITH_HYDRA = {"runtime/config.py", "runtime/command_line.py", "runtime/sweep.py", "examples/finetune.py"}
-WITH_HYDRA |= {f"{name}.py" for name in ENTRY_POINTS}
+WITH_HYDRA |= {"runtime/nodes.py", *(f"{name}.py" for name in ENTRY_POINTS)}
 
 FILES = [ROOT / f"{name}.py" for name in sorted(ENTRY_POINTS)]
 FILES += [file for package in sorted(PACKAGES) for file in sorted((ROOT / package).rglob("*.py"))]

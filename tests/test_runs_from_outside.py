@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import fid
 import sample
 from benchmarks import advise
-from builders import config as configuration
+from builders import experiment
 from builders.sampling import check_sampling, load_net, read_run
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -242,7 +242,7 @@ def test_a_folder_of_a_run_that_leads_elsewhere_is_not_written_to(run, tmp_path_
 
 def test_a_run_in_a_folder_of_configurations_is_refused(run, monkeypatch):
     """Its own config.yaml would be one of those that say what may be built."""
-    monkeypatch.setattr(configuration, "config_folders", lambda: (CONFIGS, Path()))
+    monkeypatch.setattr(experiment, "config_folders", lambda: (CONFIGS, Path()))
     assert told("sample").startswith("run=run lies in a folder of configurations")
 
 

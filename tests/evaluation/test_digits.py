@@ -33,8 +33,8 @@ def dataset(tmp_path_factory):
 
 def suite_of(name, dataset, **options):
     """Build the suite of a file of configs/evaluation/ against the training images."""
-    config = {"evaluation": validated(f"evaluation={name}")["evaluation"] | options}
-    return scoring.build_suite(config, scoring.reference_of(dataset, IdentityEncoder(), "data"), ALONE)
+    node = validated(f"evaluation={name}").evaluation.changed(options)
+    return scoring.build_suite(node, scoring.reference_of(dataset, IdentityEncoder(), "data"), ALONE)
 
 
 def scored(suite, images, labels):
@@ -122,10 +122,9 @@ class Source:
 @pytest.mark.parametrize("labels", ["random", "balanced"])
 def test_a_training_scores_what_the_source_gives(dataset, labels):
     images, classes = real_images(dataset, dataset.train_ids, IdentityEncoder())
-    config = {"evaluation": validated("evaluation=digits", f"evaluation.labels={labels}")["evaluation"]}
-    config["evaluation"]["num_samples"] = 200
-    reference = scoring.reference_of(dataset, IdentityEncoder(), "data")
-    suite = scoring.build_suite(config, reference, ALONE, source := Source(images, classes))
+    asked = ("evaluation=digits", f"evaluation.labels={labels}", "evaluation.num_samples=200")
+    node, reference = validated(*asked).evaluation, scoring.reference_of(dataset, IdentityEncoder(), "data")
+    suite = scoring.build_suite(node, reference, ALONE, source := Source(images, classes))
     assert suite(step=1) == scored(suite, images[:200], classes[:200])
     assert source.asked == labels
 
