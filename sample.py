@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> None:
                 print(f"{options}\na picture of the first ones, class by class, grows in {grid.file}")
             process = {"launch": launch, "description": "sample", "replace": overwrite}
             process |= {"after_part": grid.update if launch.is_main else lambda: None}
-            parts = extract(None, images, cache, batch_size=None, **process)
+            parts = extract(None, images, cache, **process)
             record["environment"] = environment(launch.device)
             if launch.is_main:
                 grid.update()  # with the last parts of other ranks

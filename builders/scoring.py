@@ -192,8 +192,8 @@ class FileSamples:
             raise ValueError(f"{self.name} {rule}")
         return labels
 
-    def cache(self, suite: Suite) -> PartCache:
-        """The cache of their features."""
+    def cache(self, suite: Suite) -> PartCache | None:
+        """The cache of their features; None: in memory."""
         return suite.feature_cache("samples", {"samples": self.sha256}, self.images)
 
     def record(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from evaluation.features import Images, extract
 from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time, text_picture
 from evaluation.suite import Suite
 from runtime.launch import Launch
-from runtime.parts import PartCache
 
 NUM_LEVELS, NUM_DRAWS = 5, 65536  # of noise, as likely in training; draws that tell where they begin
 
@@ -149,9 +148,8 @@ class SampleGrid:
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         """Return the picture (height, width, C) uint8, on the first rank."""
-        cache = PartCache(None, {}, -(-self.samples.count // self.samples.part_size))
         with torch.compiler.set_stance("force_eager"):  # another batch than that of scores
-            parts = extract(None, self.samples, cache, batch_size=None, launch=self._launch, description=None)
+            parts = extract(None, self.samples, launch=self._launch)
         if not self._launch.is_main:
             return {}
         images, labels = np.concatenate([part["images"] for part in parts]), self.samples.labels()

@@ -77,11 +77,11 @@ class FeatureSet:
 def extract(
     detector: Detector | None,
     images: Images,
-    cache: PartCache,
+    cache: PartCache | None = None,
     *,
-    batch_size: int | None,
+    batch_size: int | None = None,
     launch: Launch,
-    description: str | None,
+    description: str | None = None,
     replace: bool = False,
     after_part: Callable[[], None] = lambda: None,
 ) -> Iterator[Arrays]:
@@ -89,12 +89,13 @@ def extract(
 
     Args:
         detector: None: the images themselves are the features, as `images`.
-        cache: of the parts, see `part_size`.
+        cache: of the parts; None: in memory.
         batch_size: images that the detector takes at a time, at most; None: all of a part.
         description, after_part: see `PartCache.fill`.
         replace: see `PartCache.start`.
     """
     size = part_size(images, batch_size)
+    cache = PartCache(None, {}, -(-images.count // size)) if cache is None else cache
 
     def make(indices: list[int]) -> Iterator[tuple[int, Arrays]]:
         for part in images.batches(size, indices):

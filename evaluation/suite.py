@@ -129,16 +129,19 @@ class Suite:
         """Everything that features depend on, besides the images."""
         return {**code_of(self.detector), "detector_config": self.detector_config}
 
-    def cache(self, path: Path | None, key: Mapping[str, Any], images: Images) -> PartCache:
-        """The cache of the parts of images in a folder; None: in memory."""
+    def cache(self, path: Path, key: Mapping[str, Any], images: Images) -> PartCache:
+        """The cache of the parts of images in a folder."""
         size = part_size(images, self.batch_size)
         key = {**key, "part_size": size, "num_images": images.count}
         return PartCache(path, key, -(-images.count // size))
 
-    def feature_cache(self, kind: str, key: Mapping[str, Any], images: Images) -> PartCache:
-        """The cache of the features of images, in a folder named by everything they depend on."""
+    def feature_cache(self, kind: str, key: Mapping[str, Any], images: Images) -> PartCache | None:
+        """The cache of the features of images, in a folder named by everything they depend on.
+
+        None: in memory, for a detector that is quick with all images.
+        """
         if self._folder is None or self.batch_size is None:
-            return self.cache(None, key, images)
+            return None
         key = {**key, **self.detector_key(), "part_size": part_size(images, self.batch_size)}
         return self.cache(self._folder / f"{kind}-{digest_of(key)}", key, images)
 
@@ -162,7 +165,6 @@ class Suite:
             self._reference_features = self._extract_reference()
         reference = self._reference_features
         needs, num_images = {need for metric in self.metrics for need in metric.needs}, images.count
-        cache = self.cache(None, {}, images) if cache is None else cache
         samples, digest = self._extract(images, needs, "features of samples", cache, replace)
         if not self.launch.is_main:
             return Scores()
@@ -206,7 +208,12 @@ class Suite:
         return FeatureSet(images.count, statistics={**known, **found.statistics})
 
     def _extract(
-        self, images: Images, needs: set[Need], description: str, cache: PartCache, replace: bool = False
+        self,
+        images: Images,
+        needs: set[Need],
+        description: str,
+        cache: PartCache | None,
+        replace: bool = False,
     ) -> tuple[FeatureSet, str]:
         whole = self.batch_size is None
         parts = extract(
@@ -215,7 +222,7 @@ class Suite:
             cache,
             batch_size=self.batch_size,
             launch=self.launch,
-            description=None if whole and cache.path is None else description,  # images in memory
+            description=None if whole and cache is None else description,  # images in memory
             replace=replace,
         )
         if not self.launch.is_main:
