@@ -154,7 +154,7 @@ def make_reference(
     file: Path,
     batch_size: int,
     launch: Launch,
-    cache: PartCache,
+    cache: PartCache | None = None,
 ) -> dict[str, Any]:
     """Write a reference in the layout of [ADM], and return a record of it on the first rank.
 

@@ -91,10 +91,9 @@ def test_guidance_steps_from_its_weak_branch_past_the_strong_one(guidance, stron
     ids=lambda g: type(g).__name__,
 )
 def test_scale_one_is_conditional_at_the_cost_of_one(guidance):
-    counted = Counter()
     guidance.load(lambda run, checkpoint: OTHER)
-    assert torch.equal(guidance(strong(evaluations=counted))(X, T), D(LABELS))
-    assert counted.total() == 1
+    assert torch.equal(guidance(strong())(X, T), D(LABELS))
+    assert count_evaluations(PRECOND, guidance, [T]).total() == 1
 
 
 @pytest.mark.parametrize(

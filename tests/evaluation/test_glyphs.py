@@ -11,7 +11,7 @@ import torch
 import fid
 from builders import scoring
 from data import IdentityEncoder, glyphs, real_images
-from evaluation import GlyphClassifier, Suite
+from evaluation import GlyphClassifier, ScoreSamples
 from tests.evaluation.test_digits import scored, suite_of
 from tests.runs import TINY, composed, metrics, tiny_trainer
 
@@ -93,8 +93,8 @@ def test_training_and_fid_score_alike_against_the_training_images(tmp_path):
     options += ("evaluation=glyphs", "evaluation.num_samples=8", "train.total_steps=2", "train.eval_every=2")
     options += ("sampler.num_steps=2",)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
-    (of_run,) = (each for _, each in trainer.evaluators if isinstance(each, Suite))
-    assert scored(of_run, *held_out) == expected
+    (of_run,) = (each for _, each in trainer.evaluators if isinstance(each, ScoreSamples))
+    assert scored(of_run.suite, *held_out) == expected
     trainer.fit()
     run.unlock()
     (line,) = (line for line in metrics(Path(run.path)) if "fd_classifier" in line)
